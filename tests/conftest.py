@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment every test runs in; vLLM reads most of it once, when it is imported."""
+
+import os
+
+from hypothesis import settings
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# Either of these in a developer's shell would switch the plugin on, or off, behind a test's back.
+os.environ.pop("VLLM_PLUGINS", None)
+os.environ.pop("VLLM_TIERED_CONFIG", None)
+
+# No deadline: the first example of a test pays for imports. A failure prints how to replay it.
+settings.register_profile("tiered", deadline=None, print_blob=True)
+settings.load_profile("tiered")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_tiered.config import KvConfig, TieredConfig
+from vllm_tiered.errors import ConfigError
+
+FACTORS = st.floats(min_value=1, allow_nan=False, allow_infinity=False)
+SIZES = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
+CONFIGS = st.builds(
+    TieredConfig,
+    kv=st.builds(
+        KvConfig,
+        enabled=st.booleans(),
+        far_gib=st.just("auto") | SIZES,
+        expansion=st.just("auto") | FACTORS,
+        max_expansion=FACTORS,
+        policy=st.sampled_from(["interleave", "fifo"]),
+    ),
+)
+
+
+@given(CONFIGS)
+def test_dict_round_trip(config):
+    assert TieredConfig.from_dict(config.to_dict()) == config
+
+
+@given(CONFIGS)
+def test_json_round_trip(config):
+    text = json.dumps(config.to_dict(), allow_nan=False)
+    assert TieredConfig.from_dict(json.loads(text)) == config
+
+
+@given(CONFIGS)
+def test_every_value_may_be_text(config):
+    as_text = {key: str(value) for key, value in config.to_dict()["kv"].items()}
+    assert TieredConfig.from_dict({"kv": as_text}) == config
+
+
+def test_given_keys_go_over_the_defaults():
+    config = TieredConfig.from_dict({"kv": {"far_gib": "8", "enabled": "false"}})
+    assert config == TieredConfig(kv=KvConfig(far_gib=8.0, enabled=False))
+
+
+def test_numbers_become_floats():
+    assert repr(KvConfig(far_gib=8).far_gib) == "8.0"
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KvConfig().expansion = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("expansion", "largest"), [("auto", 3.0), (1.5, 1.5), (6, 6.0)])
+def test_largest_expansion(expansion, largest):
+    assert KvConfig(expansion=expansion, max_expansion=3.0).largest_expansion == largest
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"kb": {}}, "tiered.kv"),
+        ({"kv": {"far_gb": 1}}, "tiered.kv.far_gib"),
+        ({"kv": {"expantion": 2}}, "tiered.kv.expansion"),
+        ({"kv": {"max-expansion": 2}}, "tiered.kv.max_expansion"),
+        ({"kv": {"polici": "fifo"}}, "tiered.kv.policy"),
+        # A key one level too high is the usual slip: say where it belongs.
+        ({"far_gib": 8}, "tiered.kv.far_gib"),
+    ],
+)
+def test_unknown_key_names_the_nearest(values, named):
+    with pytest.raises(ConfigError, match=rf"unknown key .* did you mean {named}\?"):
+        TieredConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enabled", 1),
+        ("enabled", "yes"),
+        ("far_gib", 0),
+        ("far_gib", -1.5),
+        ("far_gib", float("nan")),
+        ("far_gib", float("inf")),
+        ("far_gib", 10**400),
+        ("far_gib", True),
+        ("far_gib", None),
+        ("far_gib", "8 GiB"),
+        ("expansion", 0.5),
+        ("expansion", "0.99"),
+        ("expansion", "automatic"),
+        ("max_expansion", 0.5),
+        ("max_expansion", "auto"),
+        ("policy", "lru"),
+        ("policy", ["fifo"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_to_set(key, value):
+    with pytest.raises(ConfigError) as caught:
+        TieredConfig.from_dict({"kv": {key: value}})
+    assert f"tiered.kv.{key} is {value!r}: set it to " in str(caught.value)
+
+
+def test_direct_construction_is_checked_too():
+    with pytest.raises(ConfigError, match=r"tiered\.kv\.expansion is 0\.5: .*>= 1"):
+        KvConfig(expansion=0.5)
+
+
+@pytest.mark.parametrize("values", [None, 3, "kv", [("kv", {})], {"kv": None}, {"kv": 8}])
+def test_a_section_must_be_a_table(values):
+    with pytest.raises(ConfigError, match="must be a table"):
+        TieredConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tiered.json", '{"kv": {"far_gib": 8, "policy": "fifo"}}'),
+        ("tiered.toml", '[kv]\nfar_gib = 8\npolicy = "fifo"\n'),
+        ("tiered.TOML", 'kv = {far_gib = 8.0, policy = "fifo"}'),
+    ],
+)
+def test_from_file(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert TieredConfig.from_file(path) == TieredConfig(kv=KvConfig(far_gib=8.0, policy="fifo"))
+    assert TieredConfig.from_file(str(path)) == TieredConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tiered.yaml", b"kv: {}", r'as "\.json" or "\.toml"'),
+        ("tiered.json", b'{"kv": ', "not valid JSON"),
+        ("tiered.toml", b"kv = ", "not valid TOML"),
+        ("tiered.toml", b"\xff", "not valid TOML"),
+        ("tiered.json", b"[]", "must be a table"),
+        ("tiered.json", b'{"kv": {"expansion": NaN}}', "expansion is nan"),
+        ("tiered.toml", b"[kv]\nexpansion = 0.5", "expansion is 0.5"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as caught:
+        TieredConfig.from_file(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["absent.json", "directory.toml"])
+def test_an_unreadable_file_is_named(tmp_path, name):
+    (tmp_path / "directory.toml").mkdir()
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read: "):
+        TieredConfig.from_file(tmp_path / name)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV connector that vLLM loads: a thin face over the scheduler's and the worker's side.
+
+Hooks of a step, in vLLM's order, and what happens at each:
+
+    scheduler   build_connector_meta      plan the step
+    worker      handle_preemptions        apply the plan, start staging (input is prepared now)
+                bind_connector_metadata   translate block tables inside the forward context
+                do_kv_cache_update (wrapped) / wait_for_layer_load   wait for the layer's pages
+                save_kv_layer             write out what the layer filled, stage the next layer
+                wait_for_save             free the staging areas
+"""
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.forward_context import get_forward_context
+
+from vllm_tiered.adapter.kv_config import plan_from_config
+from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
+from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler
+from vllm_tiered.adapter.worker import TieredWorker, announce
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.kv.step_plan import StepPlan
+
+
+class TieredConnector(KVConnectorBase_V1):
+    """Swaps the KV cache layer by layer. Steps aside (every hook returns) without a far layer."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        plan = plan_from_config(vllm_config, kv_cache_config)
+        if plan is None:
+            raise ConfigError(
+                "TieredConnector was configured without the plugin: use --plugin tiered or "
+                'additional_config={"tiered": {...}} instead of kv_transfer_config'
+            )
+        parallel = vllm_config.parallel_config
+        self._scheduler: TieredScheduler | None = None
+        self._worker: TieredWorker | None = None
+        if role is KVConnectorRole.WORKER:
+            announce(plan, log=parallel.rank == 0)
+            if plan.swaps:
+                layers = vllm_config.compilation_config.static_forward_context
+                self._worker = TieredWorker(plan, layers)
+        elif plan.swaps:
+            self._scheduler = TieredScheduler(plan, parallel.world_size)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # nothing is handed to another engine
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True
+
+    # Scheduler side ---------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler:
+            self._scheduler.bind(kv_cache_manager)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        return
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._scheduler:
+            return self._scheduler.build_metadata(scheduler_output)
+        return TieredMetadata(StepPlan())
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler:
+            self._scheduler.request_finished(request.request_id)
+        return False, None
+
+    # Worker side ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker:
+            self._worker.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker:
+            assert isinstance(kv_connector_metadata, TieredMetadata)
+            self._worker.begin_step(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker:
+            self._worker.translate(get_forward_context())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        if self._worker:
+            self._worker.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._worker:
+            self._worker.end_step()
+
+    def shutdown(self) -> None:
+        if self._worker:
+            self._worker.close()
+
+    # Metrics ----------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TieredStats | None:
+        if self._worker:
+            return self._worker.take_stats()
+        return self._scheduler.stats() if self._scheduler else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
+        return TieredStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TieredPromMetrics:
+        return TieredPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

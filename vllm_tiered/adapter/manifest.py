@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin took over, stated once at start, in the log and at ``/tiered``."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.units import format_bytes
+
+_current: "Manifest | None" = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The KV subsystem of one rank; bytes are this rank's.
+
+    Attributes:
+        active: False when the plugin stepped aside (no far layer).
+        far_layers: the paper's m.
+        rotating_layers: layers that pass through staging areas, ascending.
+        num_blocks: logical KV blocks, without vLLM's null block.
+    """
+
+    active: bool
+    policy: str
+    expansion: float
+    num_layers: int
+    far_layers: int
+    rotating_layers: tuple[int, ...]
+    staging_areas: int
+    num_blocks: int
+    block_tokens: int
+    page_bytes: int
+    near_bytes: int
+    far_bytes: int
+
+    @classmethod
+    def of(cls, plan: KvPlan) -> "Manifest":
+        geometry = plan.geometry
+        return cls(
+            active=plan.swaps,
+            policy=plan.policy,
+            expansion=plan.expansion,
+            num_layers=geometry.num_layers,
+            far_layers=plan.far_layers,
+            rotating_layers=plan.order.rotating,
+            staging_areas=geometry.areas,
+            num_blocks=plan.num_blocks - 1,
+            block_tokens=geometry.block_tokens,
+            page_bytes=geometry.page_bytes,
+            near_bytes=geometry.near_bytes,
+            far_bytes=geometry.far_bytes(plan.num_blocks),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"kv": asdict(self) | {"rotating_layers": list(self.rotating_layers)}}
+
+    def describe(self) -> str:
+        """The log line."""
+        if not self.active:
+            return (
+                "tiered kv: steps aside (expansion 1: no far layer); vLLM's own KV cache of "
+                f"{self.num_blocks} blocks, {format_bytes(self.near_bytes)}"
+            )
+        return (
+            f"tiered kv: took over {self.num_layers} layers, {self.far_layers} far "
+            f"({self.policy}), expansion {self.expansion:.2f}: {self.num_blocks} blocks of "
+            f"{self.block_tokens} tokens on {format_bytes(self.near_bytes)} near and "
+            f"{format_bytes(self.far_bytes)} far memory per rank"
+        )
+
+
+def publish(manifest: Manifest) -> None:
+    """Make this process's manifest the one that :func:`current` returns."""
+    global _current
+    _current = manifest
+
+
+def current() -> dict[str, Any] | None:
+    """This process's manifest; None where no engine worker runs."""
+    return _current.to_dict() if _current else None

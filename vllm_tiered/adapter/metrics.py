@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's counters and gauges on vLLM's own ``/metrics``."""
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+COUNTERS = {
+    "kv_read_bytes": "KV bytes staged from the far to the near tier.",
+    "kv_write_bytes": "KV bytes written from the near to the far tier.",
+    "kv_read_seconds": "Seconds in which the far-to-near direction was copying.",
+    "kv_write_seconds": "Seconds in which the near-to-far direction was copying.",
+    "kv_stall_seconds": "Seconds in which compute waited for staging.",
+    "kv_bookkeeping_seconds": "Seconds of planning, translation and hooks.",
+    "kv_step_seconds": "Seconds of the steps of which stall and bookkeeping are shares.",
+    "kv_steps": "Engine steps under KV swapping.",
+}
+"""Counted by the workers; summed over ranks."""
+
+GAUGES = {
+    "kv_expansion": "Logical KV capacity over what the near memory holds alone.",
+    "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
+    "kv_far_bytes": "Far-tier bytes reserved for KV, all ranks.",
+    "kv_blocks_granted": "KV blocks that requests may use now.",
+    "kv_blocks_withheld": "KV blocks held back for partly filled blocks that stay near.",
+}
+"""Set by the scheduler."""
+
+
+class TieredStats(KVConnectorStats):
+    """What happened since the last report: counters add up, of gauges the later value counts."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value if name in COUNTERS else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        steps = self.data.get("kv_step_seconds", 0.0)
+        share = 100 / steps if steps else 0.0
+        return {
+            "tiered kv read MiB": round(self.data.get("kv_read_bytes", 0) / 2**20, 1),
+            "write MiB": round(self.data.get("kv_write_bytes", 0) / 2**20, 1),
+            "stall %": round(self.data.get("kv_stall_seconds", 0.0) * share, 2),
+            "bookkeeping %": round(self.data.get("kv_bookkeeping_seconds", 0.0) * share, 2),
+            "blocks withheld": self.data.get("kv_blocks_withheld", 0),
+        }
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class TieredPromMetrics(KVConnectorPromMetrics):
+    """Registers ``vllm:tiered_*`` for every engine and follows the reports."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, dict[int, Any]] = {}
+        for names, kind in ((COUNTERS, Counter), (GAUGES, Gauge)):
+            for name, documentation in names.items():
+                metric = metric_types[kind](
+                    name=f"vllm:tiered_{name}", documentation=documentation, labelnames=labelnames
+                )
+                self._metrics[name] = {
+                    engine: metric.labels(*labels)
+                    for engine, labels in per_engine_labelvalues.items()
+                }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name][engine_idx]
+            if name in COUNTERS:
+                metric.inc(value)
+            else:
+                metric.set(value)

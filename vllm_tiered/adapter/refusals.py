@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does not go together with swapping the KV cache, and what to change about it.
+
+One table per moment: what the engine arguments tell, and what only the finished VllmConfig tells
+(the model's kind). The connector checks the actual KV cache groups once more when it has them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A combination to refuse.
+
+    `offender` gives the offending setting as text (`--flag value`), or None when there is none;
+    `why` says what would break; `remedy` says what to do, next to turning our part off.
+    """
+
+    offender: Callable[[Any], str | None]
+    why: str
+    remedy: str
+
+
+def _above_one(field: str, flag: str) -> Callable[[Any], str | None]:
+    def offender(engine_args: Any) -> str | None:
+        size = getattr(engine_args, field)
+        return f"{flag} {size}" if size is not None and size > 1 else None
+
+    return offender
+
+
+def _given(**flags: str) -> Callable[[Any], str | None]:
+    """The first of `field=flag` whose field is set to anything."""
+
+    def offender(engine_args: Any) -> str | None:
+        for field, flag in flags.items():
+            value = getattr(engine_args, field)
+            if value:
+                return flag if value is True else f"{flag} {value}"
+        return None
+
+    return offender
+
+
+def _either(*offenders: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    return lambda subject: next(filter(None, (find(subject) for find in offenders)), None)
+
+
+def _other_connector(engine_args: Any) -> str | None:
+    transfer = engine_args.kv_transfer_config
+    if transfer is None:
+        return None
+    return f"--kv-transfer-config with kv_connector={transfer.kv_connector}"
+
+
+def _encode_only(engine_args: Any) -> str | None:
+    transfer = engine_args.ec_transfer_config
+    if transfer is None or not transfer.is_encode_only:
+        return None
+    return f"--ec-transfer-config with ec_role={transfer.ec_role} (encode only)"
+
+
+_ENGINE_ARGS: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_other_connector,
+        why="vLLM runs one KV connector, and vllm-tiered is one",
+        remedy="leave out --kv-transfer-config",
+    ),
+    Refusal(
+        offender=_given(kv_offloading_size="--kv-offloading-size"),
+        why="it selects another KV connector, and vllm-tiered is one",
+        remedy="leave it out; far memory is set with --tiered-config.kv.far_gib",
+    ),
+    Refusal(
+        offender=_given(
+            speculative_config="--speculative-config",
+            spec_method="--spec-method",
+            spec_model="--spec-model",
+            spec_tokens="--spec-tokens",
+        ),
+        why="the draft model's KV layers run outside the order in which layers are staged",
+        remedy="leave speculative decoding out",
+    ),
+    Refusal(
+        offender=_given(diffusion_config="--diffusion-config"),
+        why="diffusion decoding rewrites KV blocks that are already full, and a full block's page "
+        "is written to the far tier once",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_above_one("pipeline_parallel_size", "--pipeline-parallel-size"),
+        why="a stage holds only some of the layers, and the ring of staging areas is planned over "
+        "all of them",
+        remedy="use --tensor-parallel-size instead",
+    ),
+    Refusal(
+        offender=_above_one("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+        why="a block's tokens are spread over ranks, and block tables are translated per rank",
+        remedy="set it to 1",
+    ),
+    Refusal(
+        offender=_above_one("decode_context_parallel_size", "--decode-context-parallel-size"),
+        why="a block's tokens are spread over ranks, and block tables are translated per rank",
+        remedy="set it to 1",
+    ),
+    Refusal(
+        offender=_above_one("data_parallel_size", "--data-parallel-size"),
+        why="each replica would take the whole far memory budget of this host",
+        remedy="start one server per replica, each with its own --tiered-config.kv.far_gib",
+    ),
+    Refusal(
+        offender=_given(enable_elastic_ep="--enable-elastic-ep"),
+        why="replicas come and go while far memory is sized once",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_either(
+            _given(enable_dbo="--enable-dbo"), _above_one("ubatch_size", "--ubatch-size")
+        ),
+        why="a step is split into two that overlap, and a layer's staging area serves one",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(kv_sharing_fast_prefill="--kv-sharing-fast-prefill"),
+        why="it skips layers during prefill, and a skipped layer never releases its staging area",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(enable_sleep_mode="--enable-sleep-mode"),
+        why="sleeping unmaps the near pages while pages may still be on their way to or from them",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_encode_only,
+        why="an encode-only instance has no KV cache to swap",
+        remedy="switch vllm-tiered on in the instances that decode",
+    ),
+)
+
+
+def _runner_type(vllm_config: Any) -> str | None:
+    runner_type = vllm_config.model_config.runner_type
+    return None if runner_type == "generate" else f"runner type {runner_type!r}"
+
+
+def _kind(flag: str, words: str) -> Callable[[Any], str | None]:
+    def offender(vllm_config: Any) -> str | None:
+        model_config = vllm_config.model_config
+        return f"{model_config.model} ({words})" if getattr(model_config, flag) else None
+
+    return offender
+
+
+def _resolved_speculation(vllm_config: Any) -> str | None:
+    speculation = vllm_config.speculative_config
+    return None if speculation is None else f"speculative decoding ({speculation.method})"
+
+
+_VLLM_CONFIG: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_runner_type,
+        why="only text generation keeps a KV cache from step to step",
+        remedy="serve pooling models without the plugin",
+    ),
+    Refusal(
+        offender=_kind("is_encoder_decoder", "encoder-decoder"),
+        why="cross-attention caches are not swapped",
+        remedy="serve it without the plugin",
+    ),
+    Refusal(
+        offender=_kind("is_attention_free", "attention-free"),
+        why="it has no KV cache",
+        remedy="serve it without the plugin",
+    ),
+    Refusal(
+        offender=_kind("is_hybrid", "attention mixed with Mamba or linear attention"),
+        why="only models with one kind of KV cache are swapped",
+        remedy="serve it without the plugin",
+    ),
+    Refusal(
+        offender=_kind("use_mla", "multi-head latent attention"),
+        why="only MHA, GQA and MQA caches are swapped",
+        remedy="serve it without the plugin",
+    ),
+    Refusal(
+        # The model may bring its draft model along, without any flag.
+        offender=_resolved_speculation,
+        why="the draft model's KV layers run outside the order in which layers are staged",
+        remedy="name the target model alone",
+    ),
+)
+
+
+def check_engine_args(engine_args: "EngineArgs") -> None:
+    """Raise UnsupportedError for what the arguments alone rule out."""
+    _check(_ENGINE_ARGS, engine_args)
+
+
+def check_vllm_config(vllm_config: "VllmConfig") -> None:
+    """Raise UnsupportedError for what the model rules out."""
+    _check(_VLLM_CONFIG, vllm_config)
+
+
+def _check(refusals: tuple[Refusal, ...], subject: object) -> None:
+    for refusal in refusals:
+        found = refusal.offender(subject)
+        if found is not None:
+            raise UnsupportedError(
+                f"vllm-tiered cannot swap the KV cache with {found}: {refusal.why}. "
+                f"What to do: {refusal.remedy}, or set tiered.kv.enabled to false"
+            )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces block ids by page ids in what the attention kernels are given, layer by layer.
+
+vLLM gives all layers of a KV cache group one block table and one slot mapping. With pages
+scattered over a pool, each layer has its own: ``page = pages[layer, block]``. The kernels run
+unchanged.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Translator:
+    """Translates a step for all layers at once.
+
+    Args:
+        pages: int32 [num_layers, num_blocks], the mapping table's; followed as it changes.
+        layer_names: vLLM's names, by layer index.
+        block_tokens: tokens a block holds.
+    """
+
+    def __init__(
+        self, pages: "np.ndarray[Any, np.dtype[np.int32]]", layer_names: list[str], block_tokens: int
+    ) -> None:
+        self._pages = torch.from_numpy(pages)
+        self._layer_names = layer_names
+        self._block_tokens = block_tokens
+
+    def translate(self, forward_context: Any) -> None:
+        """Give every layer its own metadata in ``forward_context``.
+
+        vLLM's shared metadata object and tensors are left as they are.
+        """
+        metadata = forward_context.attn_metadata
+        slots = forward_context.slot_mapping
+        shared = metadata[self._layer_names[0]]
+        tables = self._block_tables(shared)
+        slot_tables = self._slot_mappings(slots[self._layer_names[0]])
+        layer_metadata, layer_slots = dict(metadata), dict(slots)
+        num_tokens = shared.slot_mapping.shape[0]
+        for layer, name in enumerate(self._layer_names):
+            own = object.__new__(type(shared))
+            own.__dict__.update(shared.__dict__)
+            own.block_table = tables[layer]
+            own.slot_mapping = slot_tables[layer, :num_tokens]
+            layer_metadata[name] = own
+            layer_slots[name] = slot_tables[layer]
+        forward_context.attn_metadata = layer_metadata
+        forward_context.slot_mapping = layer_slots
+
+    def _block_tables(self, metadata: Any) -> torch.Tensor:
+        """int32 [num_layers, requests, blocks of the longest sequence]."""
+        columns = -(-metadata.max_seq_len // self._block_tokens)
+        return self._pages[:, metadata.block_table[:, :columns].long()]
+
+    def _slot_mappings(self, slots: torch.Tensor) -> torch.Tensor:
+        """int64 [num_layers, tokens]; padding stays -1."""
+        blocks = torch.div(slots, self._block_tokens, rounding_mode="floor")
+        pages = self._pages[:, blocks].to(slots.dtype)
+        translated = pages * self._block_tokens + (slots - blocks * self._block_tokens)
+        return torch.where(slots < 0, slots, translated)

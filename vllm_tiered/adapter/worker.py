@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's worker side: drives the swapper from vLLM's hooks around each layer."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_tiered.adapter import manifest
+from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.adapter.metrics import TieredStats
+from vllm_tiered.adapter.translation import Translator
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.kv.step_plan import StepPlan
+from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.tiers.base import Device, Direction, LinkUse, PageBuffer
+from vllm_tiered.tiers.cpu import CpuDevice
+
+logger = logging.getLogger("vllm.tiered")
+
+
+def make_device() -> Device:
+    """The device of vLLM's CPU backend. Tests replace this function."""
+    return CpuDevice(cpus=process_cpus())
+
+
+def process_cpus() -> set[int]:
+    """The CPUs that this process was given, before vLLM bound its threads to single cores.
+
+    Its other threads' masks still tell: any thread that was not bound has them all.
+    """
+    cpus: set[int] = set()
+    for thread_id in os.listdir("/proc/self/task"):
+        try:
+            cpus |= os.sched_getaffinity(int(thread_id))
+        except ProcessLookupError:  # the thread ended in the meantime
+            continue
+    return cpus
+
+
+class TieredWorker:
+    """Owns the swapper of one rank.
+
+    Args:
+        plan: what was configured; it swaps (has rotating layers).
+        layers: vLLM's attention layers by name (the static forward context).
+    """
+
+    def __init__(self, plan: KvPlan, layers: dict[str, Any]) -> None:
+        self._plan = plan
+        self._layers = layers
+        self._device = make_device()
+        self._swapper: Swapper | None = None
+        self._translator: Translator | None = None
+        self._layer_index: dict[str, int] = {}
+        self._step_start = 0.0
+        self._bookkeeping_seconds = 0.0
+        self._stall_before = 0.0
+        self._use_before = {direction: LinkUse() for direction in Direction}
+        self._stats = TieredStats()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make vLLM's allocation the page pool, and give every layer a view of all of it.
+
+        Raises:
+            UnsupportedError: the views are not whole pages one after the other.
+            BudgetError: the far tier does not have the memory.
+        """
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        names = sorted(kv_caches, key=extract_layer_index)
+        geometry = self._plan.geometry
+        view = kv_caches[names[0]]
+        if view.stride(0) * view.element_size() != geometry.page_bytes or any(
+            self._layers[name].kv_cache.shape != view.shape for name in names
+        ):
+            raise UnsupportedError(
+                f"KV pages are not contiguous: stride {view.stride(0) * view.element_size()} of "
+                f"{geometry.page_bytes} bytes, shape {tuple(view.shape)}, kernels see "
+                f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another --block-size"
+            )
+        near = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+        swapper = Swapper(
+            geometry=geometry,
+            order=self._plan.order,
+            num_blocks=self._plan.num_blocks,
+            near=PageBuffer(near.view(geometry.near_pages, geometry.page_bytes)),
+            device=self._device,
+        )
+        pool_view = view.as_strided((geometry.near_pages, *view.shape[1:]), view.stride(), 0)
+        for layer, name in enumerate(names):
+            self._layers[name].kv_cache = pool_view
+            if layer in self._plan.order.rotating:
+                self._wait_before_update(self._layers[name].impl, layer)
+        self._layer_index = {name: layer for layer, name in enumerate(names)}
+        self._translator = Translator(swapper.table.pages, names, geometry.block_tokens)
+        self._swapper = swapper
+
+    # vLLM's hooks, in the order of a step ------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        self._step_start = start
+        self.swapper.begin_step(plan)
+        self._bookkeeping_seconds = time.perf_counter() - start + plan.planning_seconds
+
+    def translate(self, forward_context: Any) -> None:
+        if forward_context.attn_metadata is None or self._translator is None:
+            return
+        start = time.perf_counter()
+        self._translator.translate(forward_context)
+        self._bookkeeping_seconds += time.perf_counter() - start
+
+    def wait_layer(self, layer_name: str) -> None:
+        self.swapper.wait_layer(self._layer_index[layer_name])
+
+    def layer_done(self, layer_name: str) -> None:
+        start = time.perf_counter()
+        self.swapper.layer_done(self._layer_index[layer_name])
+        self._bookkeeping_seconds += time.perf_counter() - start
+
+    def end_step(self) -> None:
+        start = time.perf_counter()
+        self.swapper.end_step()
+        end = time.perf_counter()
+        self._bookkeeping_seconds += end - start
+        self._count(end - self._step_start)
+
+    def take_stats(self) -> TieredStats:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, TieredStats()
+        return stats
+
+    def close(self) -> None:
+        self._device.close()
+
+    @property
+    def swapper(self) -> Swapper:
+        assert self._swapper is not None, "register_kv_caches has not been called"
+        return self._swapper
+
+    def _wait_before_update(self, impl: Any, layer: int) -> None:
+        """vLLM writes a layer's new KV before it asks the connector to wait for the layer."""
+        update: Callable[..., Any] | None = getattr(impl, "do_kv_cache_update", None)
+        if update is None:  # the attention call writes the KV itself, after the wait
+            return
+
+        def do_kv_cache_update(*args: Any, **kwargs: Any) -> Any:
+            self.swapper.wait_layer(layer)
+            return update(*args, **kwargs)
+
+        impl.do_kv_cache_update = do_kv_cache_update
+
+    def _count(self, step_seconds: float) -> None:
+        data: dict[str, Any] = {
+            "kv_steps": 1,
+            "kv_step_seconds": step_seconds,
+            "kv_bookkeeping_seconds": self._bookkeeping_seconds,
+            "kv_stall_seconds": self.swapper.stall_seconds - self._stall_before,
+        }
+        self._stall_before = self.swapper.stall_seconds
+        for direction, before in self._use_before.items():
+            use = self._device.use(direction)
+            data[f"kv_{direction.value}_bytes"] = use.num_bytes - before.num_bytes
+            data[f"kv_{direction.value}_seconds"] = use.busy_seconds - before.busy_seconds
+            self._use_before[direction] = use
+        self._stats.aggregate(TieredStats(data=data))
+
+
+def announce(plan: KvPlan, *, log: bool) -> None:
+    """Publish the manifest of this process; one rank logs it."""
+    stated = manifest.Manifest.of(plan)
+    manifest.publish(stated)
+    if log:
+        logger.info("%s", stated.describe())

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: one frozen dataclass per subsystem, read from a mapping or a file.
+
+Each field carries the rule for what it accepts. A config object, however it is made, has passed its
+rules and holds each value in its final type, so no reader has to check or convert again.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+from vllm_tiered.errors import ConfigError
+
+ROOT_KEY = "tiered"
+"""Where the configuration lives in vLLM's `additional_config`, and how messages name its keys."""
+
+_RULE = "rule"
+
+
+class _Rule(Protocol):
+    def __call__(self, key: str, value: object) -> object:
+        """`value` in its final type; raises ConfigError that names `key` if it is not accepted."""
+
+
+def _bool(key: str, value: object) -> bool:
+    words = {"true": True, "false": False}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{key} is {value!r}: set it to true or false")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OneOf:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def __call__(self, key: str, value: object) -> str:
+        if isinstance(value, str) and value in self.words:
+            return value
+        raise ConfigError(f"{key} is {value!r}: set it to {_either(self.words)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Number:
+    """A finite number within a bound, or the word "auto"; command lines give numbers as text."""
+
+    at_least: float | None = None
+    above: float | None = None
+    auto: bool = False
+
+    def __call__(self, key: str, value: object) -> float | str:
+        if self.auto and value == "auto":
+            return "auto"
+        number = _as_float(value)
+        if number is None or not self._accepts(number):
+            raise ConfigError(f"{key} is {value!r}: set it to {self._wanted()}")
+        return number
+
+    def _accepts(self, number: float) -> bool:
+        return (
+            math.isfinite(number)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+        )
+
+    def _wanted(self) -> str:
+        bound = "a number"
+        if self.at_least is not None:
+            bound += f" >= {self.at_least:g}"
+        if self.above is not None:
+            bound += f" > {self.above:g}"
+        return f'{bound}, or "auto"' if self.auto else bound
+
+
+def _as_float(value: object) -> float | None:
+    """`value` as a float, or None: a bool is an int to Python, but not a number to a user."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Section:
+    """What every section shares: its fields are checked by their rules when it is made."""
+
+    NAME: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            rule: _Rule = spec.metadata[_RULE]
+            value = rule(f"{ROOT_KEY}.{self.NAME}.{spec.name}", getattr(self, spec.name))
+            object.__setattr__(self, spec.name, value)
+
+    @classmethod
+    def key_names(cls) -> list[str]:
+        """The section's keys, in the order of the documentation."""
+        return [spec.name for spec in dataclasses.fields(cls)]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The section with `values` over its defaults.
+
+        Raises ConfigError for an unknown key, a wrong type, or a value out of range.
+        """
+        where = f"{ROOT_KEY}.{cls.NAME}"
+        _check_keys(where, values, cls.key_names())
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvConfig(_Section):
+    """KV cache swapped layer by layer to the far tier (Pie).
+
+    `far_gib` is the hard cap on far memory in GiB; "auto" sizes it from the free host memory.
+    `expansion` is logical KV capacity over what the same near memory holds without the plugin:
+    a number fixes it, "auto" lets the controller move it between 1 and `max_expansion`.
+    `policy` chooses which layers are far: spread evenly, or the paper's rotating queue.
+    """
+
+    NAME: ClassVar[str] = "kv"
+
+    enabled: bool = field(default=True, metadata={_RULE: _bool})
+    far_gib: float | Literal["auto"] = field(
+        default="auto", metadata={_RULE: _Number(above=0, auto=True)}
+    )
+    expansion: float | Literal["auto"] = field(
+        default="auto", metadata={_RULE: _Number(at_least=1, auto=True)}
+    )
+    max_expansion: float = field(default=4.0, metadata={_RULE: _Number(at_least=1)})
+    policy: Literal["interleave", "fifo"] = field(
+        default="interleave", metadata={_RULE: _OneOf(words=("interleave", "fifo"))}
+    )
+
+    @property
+    def largest_expansion(self) -> float:
+        """What the block pool has to be created for: the fixed expansion, or auto's ceiling."""
+        return self.max_expansion if self.expansion == "auto" else self.expansion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieredConfig:
+    """The whole configuration: one field per section."""
+
+    kv: KvConfig = field(default_factory=KvConfig)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The configuration with `values` (`{"kv": {"far_gib": 8}}`) over the defaults.
+
+        Numbers and booleans may be given as text, as a command line does. Raises ConfigError for an
+        unknown key (naming the nearest known one), a wrong type, or a value out of range.
+        """
+        # A section's key written one level too high is the usual slip: offer its full name.
+        inner = [f"{KvConfig.NAME}.{key}" for key in KvConfig.key_names()]
+        _check_keys(ROOT_KEY, values, [KvConfig.NAME], also_near=inner)
+        return cls(kv=KvConfig.from_dict(values.get(KvConfig.NAME, {})))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """The configuration in a `.json` or `.toml` file, whose top level holds the sections.
+
+        Raises ConfigError if the file cannot be read or parsed, or as `from_dict` does.
+        """
+        values = _read_file(Path(path))
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key with its value, JSON-safe; `from_dict` gives back an equal configuration."""
+        return dataclasses.asdict(self)
+
+
+def _check_keys(
+    where: str, values: object, known: list[str], *, also_near: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError unless `values` is a mapping whose keys are all in `known`."""
+    if not isinstance(values, Mapping):
+        keys = ", ".join(known)
+        raise ConfigError(f"{where} is {values!r}: it must be a table with any of the keys {keys}")
+    for key in values:
+        if key not in known:
+            near = [*known, *also_near]
+            # cutoff 0: always name the nearest, however far, since one of them must be meant.
+            nearest = difflib.get_close_matches(str(key), near, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"unknown key {where}.{key}: did you mean {where}.{nearest}? "
+                f"(known: {', '.join(known)})"
+            )
+
+
+def _read_file(path: Path) -> Any:
+    readers = {".json": json.loads, ".toml": tomllib.loads}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: give the configuration as {_either(tuple(readers))}")
+    try:
+        return reader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # JSON, TOML and UTF-8 errors are all ValueErrors
+        raise ConfigError(f"{path}: is not valid {path.suffix[1:].upper()}: {error}") from error
+
+
+def _either(words: tuple[str, ...]) -> str:
+    return " or ".join(f'"{word}"' for word in words)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks a near-tier budget holds when some layers are far (Pie, section 3.1).
+
+The near tier is one pool of P pages; a page is one block in one layer. n layers, of which
+some are *pinned* (their pages stay near) and the others *rotate* through staging areas:
+
+    ┌───────────── pinned · G ─────────────┬──── rotating · T ────┬── areas · (G - T) ──┐
+    │ near pages of the G granted blocks   │ tail pages: blocks   │ staging areas, each │
+    │ in every pinned layer                │ that still fill      │ one layer's blocks  │
+    └──────────────────────────────────────┴──────────────────────┴─────────────────────┘
+
+T counts tail slots: a running request's last, partly filled block stays near in every
+rotating layer, so it is neither staged nor written before it is full.
+"""
+
+from dataclasses import dataclass
+
+STAGING_AREAS = 2
+"""One area is read by the kernels while the next is being filled (Pie, section 3.3: 2 buffers)."""
+
+TAILS_WHILE_PREFILLING = 2
+"""A prefill chunk may finish one partly filled block and begin another in the same step."""
+
+
+def expansion_of(num_layers: int, far_layers: int) -> float:
+    """Logical KV capacity over what the same pages hold with every layer near.
+
+    Pie's ``n / (n - m)``, with the staging areas counted: ``n / (n - m + min(2, m))``.
+    """
+    return num_layers / (num_layers - far_layers + min(STAGING_AREAS, far_layers))
+
+
+def max_far_layers(num_layers: int) -> int:
+    """At least one layer stays near: its compute hides the first transfer of a step."""
+    return num_layers - 1
+
+
+def far_layers_for_expansion(num_layers: int, expansion: float) -> int | None:
+    """The fewest far layers whose expansion is at least ``expansion``; None if none is.
+
+    ``expansion == 1`` needs none: the KV cache then is vLLM's own.
+    """
+    for far_layers in range(max_far_layers(num_layers) + 1):
+        if expansion_of(num_layers, far_layers) >= expansion:
+            return far_layers
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvGeometry:
+    """Sizes that follow from the model, the near budget and the number of far layers.
+
+    Attributes:
+        num_layers: layers with a KV cache (n).
+        pinned_layers: layers whose pages never leave the near tier.
+        areas: staging areas that the near budget must hold for the rotating layers.
+        page_bytes: bytes of one block in one layer.
+        block_tokens: tokens a block holds.
+        near_pages: pages of the near-tier pool (P).
+    """
+
+    num_layers: int
+    pinned_layers: int
+    areas: int
+    page_bytes: int
+    block_tokens: int
+    near_pages: int
+
+    @property
+    def rotating_layers(self) -> int:
+        return self.num_layers - self.pinned_layers
+
+    @property
+    def near_bytes(self) -> int:
+        return self.near_pages * self.page_bytes
+
+    def pages_needed(self, granted_blocks: int, tail_slots: int) -> int:
+        """Near pages for ``granted_blocks`` usable blocks and ``tail_slots`` tails.
+
+        The staging areas must at least hold one layer of every block, however few tails
+        are in use, or a step might not run at all: hence the lower bound.
+        """
+        staged = max(self.areas * (granted_blocks - tail_slots), granted_blocks)
+        return (
+            self.pinned_layers * granted_blocks
+            + self.rotating_layers * tail_slots
+            + (staged if self.areas else 0)
+        )
+
+    def block_limit(self, tail_slots: int) -> int:
+        """The most usable blocks that fit beside ``tail_slots`` tails (0 if none do)."""
+        free = self.near_pages - self.rotating_layers * tail_slots
+        if not self.areas:
+            return max(0, free // self.pinned_layers)
+        by_areas = (free + self.areas * tail_slots) // (self.pinned_layers + self.areas)
+        by_one_layer = free // (self.pinned_layers + 1)
+        return max(0, min(by_areas, by_one_layer))
+
+    def far_bytes(self, num_blocks: int) -> int:
+        """Bytes of the far tier that ``num_blocks`` blocks (null block included) take."""
+        return self.rotating_layers * num_blocks * self.page_bytes
+
+    def max_request_tokens(self, limit_blocks: int) -> int:
+        """The longest request (tokens) that can run alone, ``limit_blocks`` bounding blocks."""
+        return min(limit_blocks, self.block_limit(TAILS_WHILE_PREFILLING)) * self.block_tokens

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks the engine may use now: the limit falls as tails take near pages.
+
+Pure bookkeeping of the scheduler's side. The engine's block pool is made for the largest
+limit; blocks above the current one are withheld (held as if a request had them) and granted
+again when requests end. Pie grows and shrinks its block lists likewise (section 4.1).
+"""
+
+from dataclasses import dataclass, field
+
+from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry
+from vllm_tiered.errors import IntegrityError
+
+
+@dataclass(kw_only=True, slots=True)
+class ElasticBlocks:
+    """Which blocks are withheld, and the tail slots that running requests are charged for.
+
+    Args:
+        geometry: the near budget's arithmetic.
+        usable_blocks: blocks of the engine's pool without the null block: the largest limit.
+    """
+
+    geometry: KvGeometry
+    usable_blocks: int
+    withheld: list[int] = field(default_factory=list)
+    _slots: dict[str, int] = field(default_factory=dict)
+    _prefilling: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def granted_blocks(self) -> int:
+        return self.usable_blocks - len(self.withheld)
+
+    @property
+    def tail_slots(self) -> int:
+        return sum(self._slots.values())
+
+    def is_admitted(self, request_id: str) -> bool:
+        return request_id in self._slots
+
+    def blocks_to_withhold(self) -> int:
+        """Free blocks that must be withheld before one more request may be admitted."""
+        limit = self.geometry.block_limit(self.tail_slots + TAILS_WHILE_PREFILLING)
+        return max(0, self.granted_blocks - limit)
+
+    def admit(self, request_id: str, withheld: list[int], prefill_tokens: int) -> None:
+        """Charge a request that begins, with the blocks withheld for it.
+
+        A request is charged for two tails until ``prefill_tokens`` are computed, then for one:
+        a decode step has one partly filled block at most.
+        """
+        self._slots[request_id] = TAILS_WHILE_PREFILLING
+        self._prefilling[request_id] = prefill_tokens
+        self.withheld.extend(withheld)
+
+    def progress(self, request_id: str, computed_tokens: int) -> None:
+        """The request's next step begins with ``computed_tokens``."""
+        prefill_tokens = self._prefilling.get(request_id)
+        if prefill_tokens is not None and computed_tokens >= prefill_tokens:
+            self._slots[request_id] = 1
+            del self._prefilling[request_id]
+
+    def end(self, request_id: str) -> None:
+        """The request finished or was preempted. Unknown requests are ignored."""
+        self._slots.pop(request_id, None)
+        self._prefilling.pop(request_id, None)
+
+    def grant(self) -> list[int]:
+        """Blocks that may be used again; they are no longer withheld."""
+        spare = self.geometry.block_limit(self.tail_slots) - self.granted_blocks
+        count = min(len(self.withheld), max(0, spare))
+        granted = self.withheld[len(self.withheld) - count :]
+        del self.withheld[len(self.withheld) - count :]
+        return granted
+
+    def check_integrity(self) -> None:
+        """Granted blocks and charged tails fit the near pages; no block is withheld twice.
+
+        Raises:
+            IntegrityError: with the numbers that do not agree.
+        """
+        needed = self.geometry.pages_needed(self.granted_blocks, self.tail_slots)
+        if needed > self.geometry.near_pages or len(set(self.withheld)) != len(self.withheld):
+            raise IntegrityError(
+                f"{self.granted_blocks} granted blocks and {self.tail_slots} tail slots need "
+                f"{needed} of {self.geometry.near_pages} near pages; withheld {self.withheld}"
+            )

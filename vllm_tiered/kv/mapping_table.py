@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the pages of every layer are: Pie's mapping table (section 3.2, figure 3).
+
+One row a layer, and under it one page id a block. A row changes in two phases: first the
+target is reserved and the operation noted, then the copy runs, and only when it is confirmed
+is the row's presence published. Until then the kernels may not use the layer.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.policy import SwapOrder
+
+
+class Home(Enum):
+    """Where a layer's pages live between its uses."""
+
+    NEAR = "near"
+    FAR = "far"
+
+
+class State(Enum):
+    """Where a layer is, and the operation in flight."""
+
+    IN_NEAR = "in near, idle"
+    IN_FAR = "in far, idle"
+    SWAP_IN = "in far, being swapped in"
+    IN_COMPUTE = "in near, in compute"
+    SWAP_OUT = "in near, being swapped out"
+
+
+LEGAL_MOVES: dict[State, frozenset[State]] = {
+    State.IN_NEAR: frozenset({State.IN_COMPUTE, State.SWAP_OUT}),
+    State.IN_FAR: frozenset({State.SWAP_IN}),
+    State.SWAP_IN: frozenset({State.IN_COMPUTE}),
+    State.IN_COMPUTE: frozenset({State.SWAP_OUT}),
+    State.SWAP_OUT: frozenset({State.IN_FAR}),
+}
+
+
+@dataclass(slots=True)
+class LayerRow:
+    """A row of figure 3: home, far pointer, near pointer, state, time of last use.
+
+    Attributes:
+        far_row: the layer's slab in the far tier; None for a pinned layer.
+        area: the staging area that holds or receives the layer; None while it is only far.
+        last_use: number of the step that computed the layer last.
+    """
+
+    home: Home
+    far_row: int | None
+    area: int | None
+    state: State
+    last_use: int = 0
+
+
+class MappingTable:
+    """Rows for all layers, and ``pages``: int32 [num_layers, num_blocks], the near page of a
+    block in a layer.
+
+    An entry is meaningful only for blocks that a layer has near: granted blocks of pinned
+    layers; tails and the running step's blocks of rotating layers. All others point to page
+    ``HOLE``, which exists but which no kernel reads: they stand behind sequences' ends.
+    """
+
+    HOLE = 0
+
+    def __init__(self, order: SwapOrder, num_blocks: int) -> None:
+        num_layers = len(order.pinned) + len(order.rotating)
+        self.order = order
+        self.pages: npt.NDArray[np.int32] = np.full(
+            (num_layers, num_blocks), self.HOLE, dtype=np.int32
+        )
+        self.rows = [LayerRow(Home.NEAR, None, None, State.IN_NEAR) for _ in range(num_layers)]
+        for far_row, layer in enumerate(order.rotating):
+            self.rows[layer] = LayerRow(Home.FAR, far_row, None, State.IN_FAR)
+        self._pinned = np.array(order.pinned, dtype=np.int64)[:, None]
+        self._rotating = np.array(order.rotating, dtype=np.int64)[:, None]
+
+    def set_pinned(self, block_ids: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Near pages [pinned layers, blocks] of blocks that were granted."""
+        self.pages[self._pinned, block_ids] = pages
+
+    def pinned_pages(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Near pages of ``block_ids`` in all pinned layers, flat."""
+        return self.pages[self._pinned, block_ids].astype(np.int64).ravel()
+
+    def set_rotating(self, block_ids: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Near pages [rotating layers, blocks]: tails, or a step's blocks in their areas."""
+        self.pages[self._rotating, block_ids] = pages
+
+    def rotating_pages(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Near pages [rotating layers, blocks]."""
+        return self.pages[self._rotating, block_ids].astype(np.int64)
+
+    def reserve(self, layer: int, area: int) -> None:
+        """First phase of a swap-in: the area is the layer's, its pages are not yet valid."""
+        self._move(layer, State.SWAP_IN)
+        self.rows[layer].area = area
+
+    def publish(self, layer: int, step: int) -> None:
+        """Second phase: the copy is confirmed, the layer may be computed (and is)."""
+        self._move(layer, State.IN_COMPUTE)
+        self.rows[layer].last_use = step
+
+    def retire(self, layer: int) -> None:
+        """The layer was computed: its blocks written before have a far copy and are dropped;
+        what this step wrote is on its way out."""
+        self._move(layer, State.SWAP_OUT)
+
+    def evict(self, layer: int) -> None:
+        """The layer's area belongs to another now, or to nobody."""
+        self._move(layer, State.IN_FAR)
+        self.rows[layer].area = None
+
+    def check_integrity(self) -> None:
+        """Pinned rows stay near, far pointers are the rotating rows', no two rows share an area.
+
+        Raises:
+            IntegrityError: naming the layers.
+        """
+        areas = [row.area for row in self.rows if row.area is not None]
+        if len(set(areas)) != len(areas):
+            raise IntegrityError(f"layers share a staging area: {areas}")
+        for layer, row in enumerate(self.rows):
+            if (row.home is Home.FAR) != (row.far_row is not None):
+                raise IntegrityError(f"layer {layer} is homed {row.home.value}: {row}")
+            if (row.area is not None) != (row.state not in (State.IN_NEAR, State.IN_FAR)):
+                raise IntegrityError(f"layer {layer} is {row.state.value} with area {row.area}")
+
+    def _move(self, layer: int, state: State) -> None:
+        row = self.rows[layer]
+        if state not in LEGAL_MOVES[row.state] or row.home is Home.NEAR:
+            raise IntegrityError(
+                f"layer {layer} (home {row.home.value}) is {row.state.value}, "
+                f"cannot become {state.value}"
+            )
+        row.state = state

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The near tier as one flat pool of pages, and who holds each."""
+
+from collections import deque
+from enum import IntEnum
+
+import numpy as np
+
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.tiers.base import Event, PageIds
+
+
+class Owner(IntEnum):
+    """Who holds a page. Every page has exactly one owner at any time."""
+
+    FREE = 0
+    PINNED = 1  # a granted block in a pinned layer
+    TAIL = 2  # a block that still fills, in a rotating layer
+    STAGING = 3  # an area of the step that runs
+    DRAINING = 4  # left, but a write to the far tier still reads it
+
+
+class PagePool:
+    """Page ids 0 .. num_pages - 1. Long-lived pages come from the low end, staging from the high.
+
+    A page that a copy still reads is *draining*: it becomes free when the copy's event is done.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._owner = np.zeros(num_pages, dtype=np.int8)
+        self._draining: deque[tuple[Event, PageIds]] = deque()
+
+    def count(self, owner: Owner) -> int:
+        """Pages that ``owner`` holds."""
+        return int(np.count_nonzero(self._owner == owner))
+
+    @property
+    def num_free(self) -> int:
+        return self.count(Owner.FREE)
+
+    def can_allocate(self, num_pages: int) -> bool:
+        """Whether ``num_pages`` are free, after draining pages that are done are taken back."""
+        self.settle()
+        return self.num_free >= num_pages
+
+    def allocate(self, num_pages: int, owner: Owner) -> PageIds:
+        """Take ``num_pages`` free pages (int64 [num_pages]); waits for draining ones if it must.
+
+        Raises:
+            IntegrityError: fewer are free even then. No state changes.
+        """
+        self.settle()
+        while self.num_free < num_pages and self._draining:
+            self._draining[0][0].wait()
+            self.settle()
+        free = np.flatnonzero(self._owner == Owner.FREE)
+        if len(free) < num_pages:
+            raise IntegrityError(
+                f"{num_pages} pages asked for {owner.name}, {len(free)} of {self.num_pages} free "
+                f"({self.describe()})"
+            )
+        low_end = num_pages if owner is not Owner.STAGING else None
+        pages = free[:low_end] if low_end is not None else free[len(free) - num_pages :]
+        self._owner[pages] = owner
+        return pages
+
+    def free(self, pages: PageIds, owner: Owner) -> None:
+        """Give back pages that ``owner`` holds and nothing reads any more.
+
+        Raises:
+            IntegrityError: one of them is not ``owner``'s.
+        """
+        self._leave(pages, owner)
+        self._owner[pages] = Owner.FREE
+
+    def drain(self, pages: PageIds, owner: Owner, done: Event) -> None:
+        """Give back pages that a copy reads until ``done``."""
+        self._leave(pages, owner)
+        self._owner[pages] = Owner.DRAINING
+        self._draining.append((done, pages))
+
+    def settle(self) -> None:
+        """Take back the draining pages whose copies are done, oldest first."""
+        while self._draining and self._draining[0][0].done():
+            _, pages = self._draining.popleft()
+            self._owner[pages] = Owner.FREE
+
+    def describe(self) -> str:
+        """Pages per owner, for messages."""
+        return ", ".join(f"{owner.name.lower()} {self.count(owner)}" for owner in Owner)
+
+    def check_integrity(self) -> None:
+        """Every page has one owner; draining pages are the queued ones.
+
+        Raises:
+            IntegrityError: with the numbers that do not agree.
+        """
+        queued = np.concatenate([np.empty(0, np.int64), *(pages for _, pages in self._draining)])
+        if len(np.unique(queued)) != len(queued) or len(queued) != self.count(Owner.DRAINING):
+            raise IntegrityError(f"{len(queued)} pages queued to drain; {self.describe()}")
+        if not np.isin(self._owner, [int(owner) for owner in Owner]).all():
+            raise IntegrityError("a page has an unknown owner")
+
+    def _leave(self, pages: PageIds, owner: Owner) -> None:
+        if not (self._owner[pages] == owner).all():
+            raise IntegrityError(f"pages {pages.tolist()} are not all {owner.name}'s")

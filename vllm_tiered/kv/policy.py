@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers leave the near tier, and in which order they come back (Pie, section 3.3)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_tiered.cost.kv import STAGING_AREAS
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapOrder:
+    """The layers' roles under a policy.
+
+    Attributes:
+        pinned: layers whose pages stay near, ascending.
+        rotating: layers that pass through the staging areas, in the order of their use.
+        areas: staging areas that the near budget must hold.
+    """
+
+    pinned: tuple[int, ...]
+    rotating: tuple[int, ...]
+    areas: int
+
+
+def far_order(num_layers: int) -> list[int]:
+    """Layers in the order in which they become far: a low-discrepancy sequence.
+
+    The fractional parts of multiples of the golden ratio cut a circle into gaps of at most
+    three lengths, so the first m layers are almost evenly spaced for *any* m, and a change
+    of m by one moves one layer. Layer 0 comes last: nothing computes before it that could
+    hide its transfer.
+    """
+    return sorted(range(num_layers), key=lambda layer: -math.fmod(layer * _GOLDEN, 1.0))
+
+
+def interleave(num_layers: int, far_layers: int) -> SwapOrder:
+    """``far_layers`` evenly spaced layers live far; the others never move.
+
+    Each step reads exactly the far layers, the fewest that any policy can.
+    """
+    far = sorted(far_order(num_layers)[:far_layers])
+    return SwapOrder(
+        pinned=tuple(sorted(set(range(num_layers)) - set(far))),
+        rotating=tuple(far),
+        areas=min(STAGING_AREAS, far_layers),
+    )
+
+
+def fifo(num_layers: int, far_layers: int) -> SwapOrder:
+    """Pie's rotating queue (section 3.3, figure 4): hottest in, coldest out.
+
+    Every layer passes through the n - m + 2 areas that the near tier holds: when a layer
+    has been computed it is the coldest and gives its area to the hottest layer that is far.
+    Pages are written to the far tier once, so swapping out only drops the near copy.
+    """
+    if not far_layers:
+        return interleave(num_layers, 0)
+    areas = num_layers - far_layers + min(STAGING_AREAS, far_layers)
+    return SwapOrder(pinned=(), rotating=tuple(range(num_layers)), areas=min(areas, num_layers))
+
+
+POLICIES: dict[str, Callable[[int, int], SwapOrder]] = {"interleave": interleave, "fifo": fifo}

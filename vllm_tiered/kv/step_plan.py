@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine step reads, writes and keeps near: decided once, applied by every rank.
+
+KV is append-only, so a block lives through three stages, each a class of the plan:
+
+    written first ──► full at the end of this step ──────────► `ring`: computed in a staging
+         │                                                      area, written to the far tier
+         └─► partly filled ─► `tail_acquire`: gets tail pages
+                 │ … steps …
+                 └─► full at the end of this step ───────────► `tail_flush`: written to the
+                                                                far tier, tail pages drain
+    full before this step ──────────────────────────────────► `read`: staged for this step
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tiered.errors import IntegrityError
+
+BlockIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledRequest:
+    """A request's part in one step.
+
+    Attributes:
+        request_id: the engine's id.
+        new_block_ids: blocks appended since the request was scheduled last, or all its blocks
+            if ``restarts``.
+        restarts: first step, or first after a preemption.
+        computed_tokens: tokens whose KV exists before this step.
+        scheduled_tokens: tokens that this step computes.
+    """
+
+    request_id: str
+    new_block_ids: Sequence[int]
+    restarts: bool
+    computed_tokens: int
+    scheduled_tokens: int
+
+
+def _no_blocks() -> BlockIds:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """Block ids by what happens to them in the rotating layers; int64, one dimension.
+
+    Attributes:
+        read: full before this step and used by it: staged from the far tier.
+        ring: first written and filled by this step.
+        tail_acquire: first written by this step and partly filled at its end.
+        tail_flush: tails that this step fills.
+        tail_release: tails whose requests ended or were preempted.
+        granted: blocks that the engine may use from this step on.
+        withheld: blocks that it may not.
+        planning_seconds: what deciding this took.
+    """
+
+    read: BlockIds = field(default_factory=_no_blocks)
+    ring: BlockIds = field(default_factory=_no_blocks)
+    tail_acquire: BlockIds = field(default_factory=_no_blocks)
+    tail_flush: BlockIds = field(default_factory=_no_blocks)
+    tail_release: BlockIds = field(default_factory=_no_blocks)
+    granted: BlockIds = field(default_factory=_no_blocks)
+    withheld: BlockIds = field(default_factory=_no_blocks)
+    planning_seconds: float = 0.0
+
+
+class _Request:
+    """A request's blocks in an array that grows by doubling, and its tail block if it has one."""
+
+    __slots__ = ("_blocks", "num_blocks", "tail")
+
+    def __init__(self) -> None:
+        self._blocks = np.empty(16, dtype=np.int64)
+        self.num_blocks = 0
+        self.tail: int | None = None
+
+    def append(self, block_ids: Sequence[int]) -> None:
+        end = self.num_blocks + len(block_ids)
+        if end > len(self._blocks):
+            grown = np.empty(max(end, 2 * len(self._blocks)), dtype=np.int64)
+            grown[: self.num_blocks] = self._blocks[: self.num_blocks]
+            self._blocks = grown
+        self._blocks[self.num_blocks : end] = block_ids
+        self.num_blocks = end
+
+    def blocks(self, first: int, end: int) -> BlockIds:
+        return self._blocks[first:end]
+
+
+class StepPlanner:
+    """Follows every request's blocks and classifies them step by step. Runs in the scheduler.
+
+    Args:
+        num_blocks: block ids are below this.
+        block_tokens: tokens a block holds.
+    """
+
+    def __init__(self, *, num_blocks: int, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._requests: dict[str, _Request] = {}
+        self._is_read = np.zeros(num_blocks, dtype=np.bool_)
+
+    @property
+    def num_tails(self) -> int:
+        """Requests whose last block is partly filled."""
+        return sum(request.tail is not None for request in self._requests.values())
+
+    def plan(
+        self,
+        scheduled: Iterable[ScheduledRequest],
+        ended: Iterable[str],
+        *,
+        granted: Sequence[int] = (),
+        withheld: Sequence[int] = (),
+    ) -> StepPlan:
+        """The plan of one step; follows ``ended`` (finished or preempted) requests no longer.
+
+        Raises:
+            IntegrityError: a request continues behind a partly filled block that is not its tail.
+        """
+        released = [tail for name in ended if (tail := self._forget(name)) is not None]
+        read: list[BlockIds] = []
+        ring: list[BlockIds] = []
+        acquired: list[int] = []
+        flushed: list[int] = []
+        for part in scheduled:
+            request = self._follow(part, released)
+            full_before, partial = divmod(part.computed_tokens, self._block_tokens)
+            end_tokens = part.computed_tokens + part.scheduled_tokens
+            full_after, partial_after = divmod(end_tokens, self._block_tokens)
+            if full_before:
+                read.append(request.blocks(0, full_before))
+            if full_after == full_before and partial:
+                continue  # the tail fills further: nothing moves
+            first_new = full_before
+            if partial:
+                flushed.append(self._take_tail(part, request, full_before))
+                first_new += 1
+            if first_new < full_after:
+                ring.append(request.blocks(first_new, full_after))
+            if partial_after:
+                request.tail = int(request.blocks(full_after, full_after + 1)[0])
+                acquired.append(request.tail)
+        ring_ids = np.concatenate(ring) if ring else _no_blocks()
+        flushed_ids = np.array(flushed, dtype=np.int64)
+        return StepPlan(
+            read=self._unique(read, ring_ids, flushed_ids),
+            ring=ring_ids,
+            tail_acquire=np.array(acquired, dtype=np.int64),
+            tail_flush=flushed_ids,
+            tail_release=np.array(released, dtype=np.int64),
+            granted=np.array(granted, dtype=np.int64),
+            withheld=np.array(withheld, dtype=np.int64),
+        )
+
+    def _follow(self, part: ScheduledRequest, released: list[int]) -> _Request:
+        if part.restarts:
+            if (tail := self._forget(part.request_id)) is not None:
+                released.append(tail)
+            self._requests[part.request_id] = _Request()
+        request = self._requests[part.request_id]
+        request.append(part.new_block_ids)
+        return request
+
+    def _forget(self, request_id: str) -> int | None:
+        request = self._requests.pop(request_id, None)
+        return request.tail if request else None
+
+    def _take_tail(self, part: ScheduledRequest, request: _Request, position: int) -> int:
+        block_id = int(request.blocks(position, position + 1)[0])
+        if request.tail != block_id:
+            raise IntegrityError(
+                f"request {part.request_id} continues at token {part.computed_tokens} in block "
+                f"{block_id}, but its tail is {request.tail}"
+            )
+        request.tail = None
+        return block_id
+
+    def _unique(self, read: list[BlockIds], *written: BlockIds) -> BlockIds:
+        """Each block once, though requests share prefixes; none that this step writes.
+
+        A request may hit a prefix that another one computes in this very step.
+        """
+        if not read:
+            return _no_blocks()
+        self._is_read[:] = False
+        for block_ids in read:
+            self._is_read[block_ids] = True
+        for block_ids in written:
+            self._is_read[block_ids] = False
+        return np.flatnonzero(self._is_read)

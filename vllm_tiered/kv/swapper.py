@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Swaps the rotating layers through the staging areas while the engine computes (Pie, 3.3).
+
+One step, with rotating layers r0, r1, r2 … and two areas:
+
+    begin_step   read r0→A, r1→B
+    r0 computes  written blocks of r0 go out of A; then read r2→A
+    r1 computes  written blocks of r1 go out of B; then read r3→B
+    …            (layers between them are pinned and compute without a wait)
+    end_step     areas are free; what a write still reads drains
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_tiered.cost.kv import KvGeometry
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.mapping_table import MappingTable
+from vllm_tiered.kv.page_pool import Owner, PagePool
+from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.step_plan import BlockIds, StepPlan
+from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, PageIds
+
+
+@dataclass(slots=True)
+class _Area:
+    """Staging pages of one layer: first the blocks read, then the blocks this step fills."""
+
+    pages: PageIds
+    vacated: tuple[Event, ...] = ()
+
+
+class Swapper:
+    """The worker's side: applies a :class:`StepPlan`, layer by layer.
+
+    Args:
+        geometry: sizes; ``near`` has ``geometry.near_pages`` pages.
+        order: the layers' roles.
+        num_blocks: block ids are below this; block 0 is the engine's null block.
+        near: the near tier's pages, which the kernels read and write.
+        device: copies; the far tier is allocated from it.
+        max_areas: stage at most this many layers ahead (or what the policy asks for): more
+            areas take more cache and hide little more.
+
+    Raises:
+        BudgetError: the far tier does not have the memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometry: KvGeometry,
+        order: SwapOrder,
+        num_blocks: int,
+        near: PageBuffer,
+        device: Device,
+        max_areas: int = 4,
+    ) -> None:
+        self.geometry = geometry
+        self.order = order
+        self.table = MappingTable(order, num_blocks)
+        self.pool = PagePool(geometry.near_pages)
+        self.stall_seconds = 0.0
+        self.num_steps = 0
+        self._near = near
+        self._device = device
+        self._max_areas = max(max_areas, order.areas)
+        self._far = [
+            device.far_buffer(num_blocks, geometry.page_bytes) for _ in order.rotating
+        ]
+        self._last_write: list[tuple[Event, ...]] = [() for _ in order.rotating]
+        self._granted: set[int] = set()
+        self._tails: set[int] = set()
+        self._plan = StepPlan()
+        self._areas: list[_Area] = []
+        self._reads: list[Event | None] = [None] * len(order.rotating)
+        self._flush_pages: PageIds = np.empty((len(order.rotating), 0), np.int64)
+        self._position = {layer: i for i, layer in enumerate(order.rotating)}
+        self._grant(np.arange(1, num_blocks, dtype=np.int64))
+
+    # One step ---------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Apply the plan to pages and table, and start reading the first layers.
+
+        Raises:
+            IntegrityError: the plan does not fit the pages; the scheduler's bound is wrong.
+        """
+        self.num_steps += 1
+        self._plan = plan
+        self._release_tails(plan.tail_release)
+        self._withhold(plan.withheld)
+        self._grant(plan.granted)
+        if not self.order.rotating:
+            return
+        self._acquire_tails(plan.tail_acquire)
+        self._flush_pages = self.table.rotating_pages(plan.tail_flush)
+        self._make_areas(len(plan.read) + len(plan.ring))
+        for position in range(len(self._areas)):
+            self._read(position)
+
+    def wait_layer(self, layer: int) -> None:
+        """Hold compute until the layer's pages are near. Pinned layers need no wait."""
+        position = self._position.get(layer)
+        if position is None or (event := self._reads[position]) is None:
+            return
+        self._reads[position] = None
+        self.stall_seconds += self._device.wait(event)
+        self.table.publish(layer, self.num_steps)
+
+    def layer_done(self, layer: int) -> None:
+        """The layer was computed: write out what it filled, read a later layer into its area."""
+        position = self._position.get(layer)
+        if position is None:
+            return
+        if not self._areas:  # nothing is staged: only tails can have been filled
+            self._write(position, self._flush_pages[position])
+            return
+        self.table.retire(layer)
+        area = self._areas[position % len(self._areas)]
+        filled = np.concatenate([area.pages[len(self._plan.read) :], self._flush_pages[position]])
+        area.vacated = (self._device.compute_event(), *self._write(position, filled))
+        self.table.evict(layer)
+        if position + len(self._areas) < len(self._reads):
+            self._read(position + len(self._areas))
+
+    def end_step(self) -> None:
+        """All layers were computed: areas and flushed tails become free, or drain.
+
+        Raises:
+            IntegrityError: a rotating layer was staged but not computed.
+        """
+        for layer in self.order.rotating:
+            if self.table.rows[layer].area is not None:
+                raise IntegrityError(f"layer {layer} was staged and never computed")
+        last_write = self._last_write[-1] if self._last_write else ()
+        plan, self._plan = self._plan, StepPlan()
+        self._tails.difference_update(plan.tail_flush.tolist())
+        self._leave(self._flush_pages.ravel(), Owner.TAIL, last_write)
+        num_read = len(plan.read)
+        for area in self._areas:
+            self._leave(area.pages[num_read:], Owner.STAGING, last_write)
+            self.pool.free(area.pages[:num_read], Owner.STAGING)
+        self._areas = []
+        self._flush_pages = self._flush_pages[:, :0]
+
+    def check_integrity(self) -> None:
+        """Pages are conserved: pinned x granted + rotating x tails + areas + draining + free.
+
+        Raises:
+            IntegrityError: with the numbers that do not agree.
+        """
+        self.pool.check_integrity()
+        self.table.check_integrity()
+        expected = {
+            Owner.PINNED: len(self.order.pinned) * len(self._granted),
+            Owner.TAIL: len(self.order.rotating) * len(self._tails),
+            Owner.STAGING: sum(len(area.pages) for area in self._areas),
+        }
+        for owner, pages in expected.items():
+            if self.pool.count(owner) != pages:
+                raise IntegrityError(f"{owner.name}: expected {pages}; {self.pool.describe()}")
+        self._check_no_page_twice()
+
+    # Pages ------------------------------------------------------------------------------
+
+    def _grant(self, block_ids: BlockIds) -> None:
+        if len(block_ids):
+            pages = self.pool.allocate(len(self.order.pinned) * len(block_ids), Owner.PINNED)
+            self.table.set_pinned(block_ids, pages.reshape(len(self.order.pinned), -1))
+            self._granted.update(block_ids.tolist())
+
+    def _withhold(self, block_ids: BlockIds) -> None:
+        if len(block_ids):
+            self.pool.free(self.table.pinned_pages(block_ids), Owner.PINNED)
+            self.table.set_pinned(block_ids, np.array(MappingTable.HOLE))
+            self._granted.difference_update(block_ids.tolist())
+
+    def _acquire_tails(self, block_ids: BlockIds) -> None:
+        if len(block_ids):
+            pages = self.pool.allocate(len(self.order.rotating) * len(block_ids), Owner.TAIL)
+            self.table.set_rotating(block_ids, pages.reshape(len(self.order.rotating), -1))
+            self._tails.update(block_ids.tolist())
+
+    def _release_tails(self, block_ids: BlockIds) -> None:
+        if len(block_ids):
+            self.pool.free(self.table.rotating_pages(block_ids).ravel(), Owner.TAIL)
+            self._tails.difference_update(block_ids.tolist())
+
+    def _leave(self, pages: PageIds, owner: Owner, writes: tuple[Event, ...]) -> None:
+        """Free pages, after the step's last write: writes run in order, so it is after all."""
+        if not len(pages):
+            return
+        if writes:
+            self.pool.drain(pages, owner, writes[-1])
+        else:
+            self.pool.free(pages, owner)
+
+    def _make_areas(self, pages_per_area: int) -> None:
+        """As many areas as free pages give, up to the number of rotating layers."""
+        if not pages_per_area:
+            return
+        rotating = len(self.order.rotating)
+        wanted = min(rotating, self._max_areas)
+        self.pool.can_allocate(wanted * pages_per_area)
+        count = max(1, min(wanted, self.pool.num_free // pages_per_area))
+        pages = self.pool.allocate(count * pages_per_area, Owner.STAGING)
+        areas = pages.reshape(count, pages_per_area)
+        self._areas = [_Area(area) for area in areas]
+        blocks = np.concatenate([self._plan.read, self._plan.ring])
+        self.table.set_rotating(blocks, areas[np.arange(rotating) % count])
+
+    # Copies -----------------------------------------------------------------------------
+
+    def _read(self, position: int) -> None:
+        """Start staging the ``position``-th rotating layer (two-phase: reserve now)."""
+        index = position % len(self._areas)
+        area = self._areas[index]
+        self.table.reserve(self.order.rotating[position], index)
+        num_read = len(self._plan.read)
+        self._reads[position] = self._device.copy(
+            Direction.READ,
+            self._far[position],
+            self._plan.read,
+            self._near,
+            area.pages[:num_read],
+            after=(*area.vacated, *self._last_write[position]),
+        )
+
+    def _write(self, position: int, pages: PageIds) -> tuple[Event, ...]:
+        """Write out the blocks that this step filled in one layer: each page once, ever.
+
+        Args:
+            position: the rotating layer's.
+            pages: the near pages of the plan's ``ring`` and ``tail_flush`` blocks.
+        """
+        if not len(pages):
+            return ()
+        event = self._device.copy(
+            Direction.WRITE,
+            self._near,
+            pages,
+            self._far[position],
+            np.concatenate([self._plan.ring, self._plan.tail_flush]),
+            after=(self._device.compute_event(),),
+        )
+        self._last_write[position] = (event,)
+        return (event,)
+
+    def _check_no_page_twice(self) -> None:
+        held = [self.table.pinned_pages(np.fromiter(self._granted, np.int64))]
+        held.append(self.table.rotating_pages(np.fromiter(self._tails, np.int64)).ravel())
+        held.extend(area.pages for area in self._areas)
+        pages = np.concatenate(held)
+        if len(np.unique(pages)) != len(pages):
+            raise IntegrityError("a page stands for two blocks or layers")

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend's device: one copying thread per direction, DRAM as both tiers."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.tiers.base import Device, Direction, Event, LinkUse, PageBuffer, PageIds
+
+
+def copy_pages(src: PageBuffer, src_pages: PageIds, dst: PageBuffer, dst_pages: PageIds) -> None:
+    """``dst[dst_pages[i]] = src[src_pages[i]]`` for all i.
+
+    One ``numpy.take`` for each run of consecutive target pages: it holds no GIL while it copies
+    and reaches the bandwidth of memcpy (10.3 GB/s for 300 pages of 24 KiB, against 4.7 for fancy
+    indexing and 3.9 for ``torch._foreach_copy_``; Xeon, 1 thread, 2026-11-21). Staging areas are
+    one run nearly always. numba would copy scattered pages in one call, but importing it before
+    a second engine starts in the process breaks vLLM 0.32's scan for Triton kernels.
+
+    Raises:
+        IntegrityError: a page id is out of range. Nothing is copied.
+    """
+    if not len(src_pages):
+        return
+    for ids, buffer in ((src_pages, src), (dst_pages, dst)):
+        if ids.min() < 0 or ids.max() >= buffer.num_pages:
+            raise IntegrityError(f"page ids {ids.tolist()} out of {buffer.num_pages} pages")
+    src_words, dst_words = _words(src), _words(dst)
+    starts = np.flatnonzero(np.diff(dst_pages, prepend=dst_pages[0] - 2) != 1)
+    ends = [*starts[1:].tolist(), len(dst_pages)]
+    for start, end in zip(starts.tolist(), ends, strict=True):
+        first = int(dst_pages[start])
+        target = dst_words[first : first + end - start]
+        # "clip" because "raise" would copy through a buffer; the range was checked above.
+        np.take(src_words, src_pages[start:end], axis=0, out=target, mode="clip")
+
+
+class CpuEvent:
+    """Done when the copying thread says so. A lock is cheaper than ``threading.Event``."""
+
+    __slots__ = ("_done", "_error", "_lock")
+
+    def __init__(self) -> None:
+        self._done = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def done(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._done
+
+    def wait(self) -> None:
+        if not self._done:
+            with self._lock:
+                pass
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called once, by the thread that did the work."""
+        self._error = error
+        self._done = True
+        self._lock.release()
+
+
+class _Now:
+    """Compute on the CPU backend is over when the call returns."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_NOW = _Now()
+
+
+class _CopyThread:
+    """Runs jobs in order; counts bytes and busy seconds (written by the thread alone)."""
+
+    def __init__(self, name: str, cpus: Iterable[int] | None) -> None:
+        self.num_bytes = 0
+        self.busy_seconds = 0.0
+        self._cpus = cpus
+        self._jobs: SimpleQueue[tuple[Sequence[Event], Callable[[], int], CpuEvent] | None] = (
+            SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, after: Sequence[Event], job: Callable[[], int]) -> CpuEvent:
+        event = CpuEvent()
+        self._jobs.put((after, job, event))
+        return event
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._cpus:
+            # The engine binds its main thread to one core; a thread inherits that binding
+            # and would then only ever run where the model's own thread runs.
+            os.sched_setaffinity(0, self._cpus)
+        while (item := self._jobs.get()) is not None:
+            after, job, event = item
+            try:
+                for dependency in after:
+                    dependency.wait()
+                start = time.perf_counter()
+                num_bytes = job()
+                self.busy_seconds += time.perf_counter() - start
+                self.num_bytes += num_bytes
+            except BaseException as error:
+                event.finish(error)
+            else:
+                event.finish()
+
+
+class CpuDevice(Device):
+    """Both tiers are DRAM: near within the configured budget, far outside it.
+
+    Args:
+        cpus: CPUs on which the copying threads may run; None leaves them where the creating
+            thread is bound.
+    """
+
+    def __init__(self, cpus: Iterable[int] | None = None) -> None:
+        self._threads = {
+            direction: _CopyThread(f"tiered-{direction.value}", cpus) for direction in Direction
+        }
+
+    def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
+        try:
+            # Not zeroed: the system gives the memory page by page when it is first written.
+            data = torch.empty((num_pages, page_bytes), dtype=torch.uint8)
+        except RuntimeError as error:
+            raise BudgetError(
+                f"the far tier could not get {num_pages * page_bytes / 2**30:.2f} GiB "
+                f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib or kv.expansion"
+            ) from error
+        return PageBuffer(data)
+
+    def copy(
+        self,
+        direction: Direction,
+        src: PageBuffer,
+        src_pages: PageIds,
+        dst: PageBuffer,
+        dst_pages: PageIds,
+        after: Sequence[Event] = (),
+    ) -> Event:
+        def job() -> int:
+            copy_pages(src, src_pages, dst, dst_pages)
+            return len(src_pages) * src.page_bytes
+
+        return self._threads[direction].submit(after, job)
+
+    def compute_event(self) -> Event:
+        return _NOW
+
+    def wait(self, event: Event) -> float:
+        if event.done():
+            return 0.0
+        start = time.perf_counter()
+        event.wait()
+        return time.perf_counter() - start
+
+    def use(self, direction: Direction) -> LinkUse:
+        thread = self._threads[direction]
+        return LinkUse(num_bytes=thread.num_bytes, busy_seconds=thread.busy_seconds)
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
+
+
+def _words(buffer: PageBuffer) -> npt.NDArray[np.int64]:
+    """The buffer as int64 [num_pages, page_bytes / 8]."""
+    return buffer.data.numpy().view(np.int64)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Byte sizes: binary multiples, as memory is sized and as configuration keys (`*_gib`) name it."""
+
+import math
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_UNITS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+
+
+def gib_to_bytes(size_gib: float) -> int:
+    """`size_gib` in whole bytes, rounded down so that a budget is never exceeded.
+
+    Raises ValueError for a negative or non-finite size.
+    """
+    if not 0 <= size_gib < math.inf:
+        raise ValueError(f"a size is a finite number >= 0, not {size_gib} GiB")
+    return int(size_gib * GIB)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """`size_bytes` for people, in the largest unit that leaves at least 1: `1.50 GiB`, `512 B`."""
+    for unit_bytes, name in _UNITS:
+        if abs(size_bytes) >= unit_bytes:
+            return f"{size_bytes / unit_bytes:.2f} {name}"
+    return f"{size_bytes} B"
