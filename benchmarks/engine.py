@@ -7,6 +7,8 @@ Used only inside an engine process (`benchmarks.worker`); vLLM is imported on us
 from __future__ import annotations
 
 import gc
+import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,28 +74,47 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
     gc.collect()
     counters_before, _ = read_metrics()
-    clock = _Clock(requests)
+    num_blocks = int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    clock = _Clock(requests, spec.block_size, num_blocks)
+    cpu_before = _cpu_seconds()
     seconds = clock.drive(llm.llm_engine)
+    cpu_after = _cpu_seconds()
     counters, gauges = read_metrics()
     clock.check_lengths()
-    num_blocks = int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
     return RoundResult(
         label=spec.label,
+        tiered=spec.tiered is not None,
         seconds=seconds,
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         num_output_tokens=sum(request.num_output_tokens for request in requests),
         num_steps=clock.num_steps,
         num_blocks=int(gauges.get(_GRANTED_GAUGE, num_blocks)),
-        # The null block is never used for tokens, and vLLM leaves it out of the share.
-        peak_blocks=round(clock.peak_usage * (num_blocks - 1)),
+        peak_blocks=clock.peak_blocks,
         peak_running=clock.peak_running,
         rss_bytes=psutil.Process().memory_info().rss,
+        foreign_cpu_share=foreign_cpu_share(
+            cpu_after[0] - cpu_before[0],
+            cpu_after[1] - cpu_before[1],
+            seconds * (os.cpu_count() or 1),
+        ),
         requests=[track.times() for track in clock.tracks.values()],
         token_gaps_s=[gap for track in clock.tracks.values() for gap in track.gaps_s],
         counters={name: value - counters_before.get(name, 0) for name, value in counters.items()},
         gauges=gauges,
         output_token_ids=[track.token_ids for track in clock.tracks.values()],
     )
+
+
+def foreign_cpu_share(machine_s: float, own_s: float, available_s: float) -> float:
+    """Return the share of the available CPU time that went to others, 0 to 1."""
+    return min(1.0, max(0.0, (machine_s - own_s) / available_s))
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Return the CPU seconds used so far by the whole machine and by this process."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    # iowait counts as idle; guest time is part of user time.
+    return machine.user + machine.nice + machine.system, own.user + own.system
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,52 +149,67 @@ class _Track:
 class _Clock:
     """The serving loop: adds requests when they are due, steps the engine, notes the times."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], block_size: int, num_blocks: int) -> None:
         ordered = sorted(requests, key=lambda request: request.arrival_s)
         self.tracks = {request.request_id: _Track(request=request) for request in ordered}
         self.num_steps = 0
-        self.peak_usage = 0.0
+        self.peak_blocks = 0
         self.peak_running = 0
+        self._block_size = block_size
+        # The null block is never used for tokens, and vLLM leaves it out of the usage share.
+        self._usable_blocks = num_blocks - 1
+        self._waiting = [track.request for track in reversed(self.tracks.values())]
+        self._running: set[str] = set()
 
     def drive(self, engine: Any) -> float:
         """Run the loop; return the seconds from the first arrival to the last token."""
         from prometheus_client import REGISTRY
+
+        usage = REGISTRY.restricted_registry([_USAGE_GAUGE])
+        start = time.perf_counter()
+        while self._waiting or engine.has_unfinished_requests():
+            self._add_due(engine, time.perf_counter() - start)
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, self._waiting[-1].arrival_s - (time.perf_counter() - start)))
+                continue
+            outputs = engine.step()
+            freed_blocks = self._note(outputs, time.perf_counter() - start)
+            shares = [sample.value for metric in usage.collect() for sample in metric.samples]
+            # The gauge is read after finished requests gave back their blocks: add those.
+            used_blocks = round(max(shares, default=0.0) * self._usable_blocks)
+            self.peak_blocks = max(self.peak_blocks, used_blocks + freed_blocks)
+        return time.perf_counter() - start
+
+    def _add_due(self, engine: Any, now_s: float) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        usage = REGISTRY.restricted_registry([_USAGE_GAUGE])
-        waiting = [track.request for track in reversed(self.tracks.values())]
-        running: set[str] = set()
-        start = time.perf_counter()
-        while waiting or engine.has_unfinished_requests():
-            now_s = time.perf_counter() - start
-            while waiting and waiting[-1].arrival_s <= now_s:
-                request = waiting.pop()
-                params = SamplingParams(
-                    temperature=0.0,
-                    max_tokens=request.num_output_tokens,
-                    ignore_eos=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.DELTA,
-                )
-                prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-                engine.add_request(request.request_id, prompt, params)
-            if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, waiting[-1].arrival_s - now_s))
-                continue
-            outputs = engine.step()
-            now_s = time.perf_counter() - start
-            self.num_steps += 1
-            for output in outputs:
-                self.tracks[output.request_id].add(output.outputs[0].token_ids, now_s)
-                running.add(output.request_id)
-                if output.finished:
-                    running.discard(output.request_id)
-            self.peak_running = max(self.peak_running, len(running))
-            for metric in usage.collect():
-                for sample in metric.samples:
-                    self.peak_usage = max(self.peak_usage, sample.value)
-        return time.perf_counter() - start
+        while self._waiting and self._waiting[-1].arrival_s <= now_s:
+            request = self._waiting.pop()
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request.num_output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+            engine.add_request(request.request_id, prompt, params)
+
+    def _note(self, outputs: Sequence[Any], now_s: float) -> int:
+        """Record one step's outputs; return the KV blocks that requests finished in it had held."""
+        self.num_steps += 1
+        freed_blocks = 0
+        for output in outputs:
+            track = self.tracks[output.request_id]
+            track.add(output.outputs[0].token_ids, now_s)
+            self._running.add(output.request_id)
+            self.peak_running = max(self.peak_running, len(self._running))
+            if output.finished:
+                # The last token is never fed back, so it has no KV.
+                freed_blocks += math.ceil((track.request.num_tokens - 1) / self._block_size)
+        self._running -= {output.request_id for output in outputs if output.finished}
+        return freed_blocks
 
     def check_lengths(self) -> None:
         """Raise RuntimeError unless every request gave exactly the tokens it asked for."""

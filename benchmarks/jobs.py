@@ -47,11 +47,14 @@ class RoundResult:
     """One round of one engine: what was measured, before any summarising.
 
     `counters` are increases over the round and `gauges` values at its end, by metric name.
-    `num_blocks` are the logical KV blocks vLLM could use; `peak_blocks` the most in use at once.
+    `num_blocks` are the logical KV blocks vLLM could use; `peak_blocks` the most in use at once
+    (of vLLM alone: the plugin's withheld blocks count as used there).
     `token_gaps_s` are the times between consecutive steps that gave a request tokens.
+    `foreign_cpu_share` is the share of all cores' time that other processes took meanwhile.
     """
 
     label: str
+    tiered: bool
     seconds: float
     num_prompt_tokens: int
     num_output_tokens: int
@@ -60,6 +63,7 @@ class RoundResult:
     peak_blocks: int
     peak_running: int
     rss_bytes: int
+    foreign_cpu_share: float
     requests: Sequence[RequestTimes]
     token_gaps_s: Sequence[float]
     counters: Mapping[str, float]

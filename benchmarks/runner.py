@@ -13,13 +13,14 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.cache import REPO_ROOT
 from benchmarks.jobs import EngineSpec, RoundResult, request_to_json
+from benchmarks.progress import Step
 from benchmarks.workload import Request
 
 _START_TIMEOUT_S = 300
@@ -41,7 +42,14 @@ class EngineProcess:
         we_read, child_writes = os.pipe()
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks", "_measure", str(child_reads), str(child_writes)],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks",
+                    "_measure",
+                    str(child_reads),
+                    str(child_writes),
+                ],
                 pass_fds=(child_reads, child_writes),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -67,10 +75,9 @@ class EngineProcess:
     def close(self) -> None:
         """End the process: by the end of its input, by force if that takes over 20 s."""
         for pipe in (self._jobs, self._answers):
-            try:
+            # If the process is gone already, what is still buffered has nowhere to go.
+            with suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass  # the process is gone already; a flush had nowhere to go
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -121,7 +128,7 @@ def engine_environment(environ: Mapping[str, str], *, tiered: bool) -> dict[str,
 
 @contextmanager
 def engines(
-    specs: Sequence[EngineSpec], warmup: Sequence[Request], say: Callable[[str], None]
+    specs: Sequence[EngineSpec], warmup: Sequence[Request], step: Step
 ) -> Iterator[list[EngineProcess]]:
     """Start one process per specification, warm each up, yield them in order, end them all.
 
@@ -139,7 +146,7 @@ def engines(
                 started.append(process)
             for process in started[first:]:
                 seconds = process.wait_ready()
-                say(f"engine up in {seconds:.1f} s: {process.spec.label}")
+                step(f"engine up in {seconds:.1f} s: {process.spec.label}")
         for process in started:
             process.run(warmup)
         yield started
@@ -149,7 +156,7 @@ def interleave(
     processes: Sequence[EngineProcess],
     requests: Sequence[Request],
     num_rounds: int,
-    say: Callable[[str], None],
+    step: Step,
 ) -> dict[str, list[RoundResult]]:
     """Run rounds A B C, C B A, A B C, ... and return each label's results, in round order.
 
@@ -162,5 +169,5 @@ def interleave(
             result = process.run(requests)
             results[process.spec.label].append(result)
             rate = result.num_output_tokens / result.seconds
-            say(f"round {round_index + 1}/{num_rounds} {process.spec.label}: {rate:.0f} tokens/s")
+            step(f"round {round_index + 1}/{num_rounds} {process.spec.label}: {rate:.0f} tokens/s")
     return results

@@ -178,3 +178,15 @@ def _tokenise(dataset: Path, tokenizer_json: Path) -> list[tuple[list[int], int]
         for prompt, answer in zip(prompts, answers, strict=True)
         if is_valid_length(len(prompt.ids), len(answer.ids))
     ]
+
+
+def warmup_requests(requests: Sequence[Request]) -> list[Request]:
+    """Return the first two requests cut to 32 prompt and 8 output tokens, all at once."""
+    return [
+        Request(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids[:32],
+            num_output_tokens=min(8, request.num_output_tokens),
+        )
+        for request in requests[:2]
+    ]

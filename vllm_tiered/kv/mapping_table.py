@@ -7,7 +7,7 @@ is the row's presence published. Until then the kernels may not use the layer.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +23,14 @@ class Home(Enum):
     FAR = "far"
 
 
-class State(Enum):
+class State(IntEnum):
     """Where a layer is, and the operation in flight."""
 
-    IN_NEAR = "in near, idle"
-    IN_FAR = "in far, idle"
-    SWAP_IN = "in far, being swapped in"
-    IN_COMPUTE = "in near, in compute"
-    SWAP_OUT = "in near, being swapped out"
+    IN_NEAR = 0
+    IN_FAR = 1
+    SWAP_IN = 2  # in far; the near copy is not valid yet
+    IN_COMPUTE = 3  # in near
+    SWAP_OUT = 4  # in near; what was filled is on its way to far
 
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
@@ -131,13 +131,13 @@ class MappingTable:
             if (row.home is Home.FAR) != (row.far_row is not None):
                 raise IntegrityError(f"layer {layer} is homed {row.home.value}: {row}")
             if (row.area is not None) != (row.state not in (State.IN_NEAR, State.IN_FAR)):
-                raise IntegrityError(f"layer {layer} is {row.state.value} with area {row.area}")
+                raise IntegrityError(f"layer {layer} is {row.state.name} with area {row.area}")
 
     def _move(self, layer: int, state: State) -> None:
         row = self.rows[layer]
         if state not in LEGAL_MOVES[row.state] or row.home is Home.NEAR:
             raise IntegrityError(
-                f"layer {layer} (home {row.home.value}) is {row.state.value}, "
-                f"cannot become {state.value}"
+                f"layer {layer} (home {row.home.value}) is {row.state.name}, "
+                f"cannot become {state.name}"
             )
         row.state = state

@@ -4,10 +4,11 @@
 One step, with rotating layers r0, r1, r2 … and two areas:
 
     begin_step   read r0→A, r1→B
-    r0 computes  written blocks of r0 go out of A; then read r2→A
-    r1 computes  written blocks of r1 go out of B; then read r3→B
+    r0 computes  blocks that r0 filled in A go out; then read r2→A
+    r1 computes  blocks that r1 filled in B go out; then read r3→B
     …            (layers between them are pinned and compute without a wait)
-    end_step     areas are free; what a write still reads drains
+    end_step     tails that were filled go out, all layers in one copy; areas are free,
+                 pages that a write still reads drain
 """
 
 from dataclasses import dataclass
@@ -20,14 +21,15 @@ from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, PageIds
+from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, Pages
 
 
 @dataclass(slots=True)
 class _Area:
-    """Staging pages of one layer: first the blocks read, then the blocks this step fills."""
+    """Staging pages of one layer: those of the blocks read, those of the blocks filled."""
 
-    pages: PageIds
+    read: Pages
+    ring: Pages
     vacated: tuple[Event, ...] = ()
 
 
@@ -66,16 +68,20 @@ class Swapper:
         self._near = near
         self._device = device
         self._max_areas = max(max_areas, order.areas)
-        self._far = [
-            device.far_buffer(num_blocks, geometry.page_bytes) for _ in order.rotating
+        self._num_blocks = num_blocks
+        self._far = device.far_buffer(len(order.rotating) * num_blocks, geometry.page_bytes)
+        self._far_layers = [
+            self._far.part(row * num_blocks, num_blocks) for row in range(len(order.rotating))
         ]
-        self._last_write: list[tuple[Event, ...]] = [() for _ in order.rotating]
+        # A step's reads follow all writes of earlier steps: the last one, as writes are in order.
+        self._last_write: tuple[Event, ...] = ()
+        self._written_before: tuple[Event, ...] = ()
         self._granted: set[int] = set()
         self._tails: set[int] = set()
         self._plan = StepPlan()
         self._areas: list[_Area] = []
+        self._read_blocks = self._ring_blocks = Pages(np.empty(0, np.int64))
         self._reads: list[Event | None] = [None] * len(order.rotating)
-        self._flush_pages: PageIds = np.empty((len(order.rotating), 0), np.int64)
         self._position = {layer: i for i, layer in enumerate(order.rotating)}
         self._grant(np.arange(1, num_blocks, dtype=np.int64))
 
@@ -89,13 +95,13 @@ class Swapper:
         """
         self.num_steps += 1
         self._plan = plan
+        self._written_before = self._last_write
         self._release_tails(plan.tail_release)
         self._withhold(plan.withheld)
         self._grant(plan.granted)
         if not self.order.rotating:
             return
         self._acquire_tails(plan.tail_acquire)
-        self._flush_pages = self.table.rotating_pages(plan.tail_flush)
         self._make_areas(len(plan.read) + len(plan.ring))
         for position in range(len(self._areas)):
             self._read(position)
@@ -112,21 +118,20 @@ class Swapper:
     def layer_done(self, layer: int) -> None:
         """The layer was computed: write out what it filled, read a later layer into its area."""
         position = self._position.get(layer)
-        if position is None:
-            return
-        if not self._areas:  # nothing is staged: only tails can have been filled
-            self._write(position, self._flush_pages[position])
+        if position is None or not self._areas:
             return
         self.table.retire(layer)
         area = self._areas[position % len(self._areas)]
-        filled = np.concatenate([area.pages[len(self._plan.read) :], self._flush_pages[position]])
-        area.vacated = (self._device.compute_event(), *self._write(position, filled))
+        area.vacated = (self._device.compute_event(),)
+        if len(area.ring):
+            self._write(area.ring, self._far_layers[position], self._ring_blocks)
+            area.vacated = self._last_write
         self.table.evict(layer)
         if position + len(self._areas) < len(self._reads):
             self._read(position + len(self._areas))
 
     def end_step(self) -> None:
-        """All layers were computed: areas and flushed tails become free, or drain.
+        """All layers were computed: write out filled tails; areas become free, or drain.
 
         Raises:
             IntegrityError: a rotating layer was staged but not computed.
@@ -134,16 +139,14 @@ class Swapper:
         for layer in self.order.rotating:
             if self.table.rows[layer].area is not None:
                 raise IntegrityError(f"layer {layer} was staged and never computed")
-        last_write = self._last_write[-1] if self._last_write else ()
         plan, self._plan = self._plan, StepPlan()
-        self._tails.difference_update(plan.tail_flush.tolist())
-        self._leave(self._flush_pages.ravel(), Owner.TAIL, last_write)
-        num_read = len(plan.read)
+        if len(plan.tail_flush):
+            self._flush_tails(plan.tail_flush)
         for area in self._areas:
-            self._leave(area.pages[num_read:], Owner.STAGING, last_write)
-            self.pool.free(area.pages[:num_read], Owner.STAGING)
+            self.pool.free(area.read.ids, Owner.STAGING)
+            if len(area.ring):
+                self.pool.drain(area.ring.ids, Owner.STAGING, self._last_write[0])
         self._areas = []
-        self._flush_pages = self._flush_pages[:, :0]
 
     def check_integrity(self) -> None:
         """Pages are conserved: pinned x granted + rotating x tails + areas + draining + free.
@@ -156,7 +159,7 @@ class Swapper:
         expected = {
             Owner.PINNED: len(self.order.pinned) * len(self._granted),
             Owner.TAIL: len(self.order.rotating) * len(self._tails),
-            Owner.STAGING: sum(len(area.pages) for area in self._areas),
+            Owner.STAGING: sum(len(area.read) + len(area.ring) for area in self._areas),
         }
         for owner, pages in expected.items():
             if self.pool.count(owner) != pages:
@@ -188,15 +191,6 @@ class Swapper:
             self.pool.free(self.table.rotating_pages(block_ids).ravel(), Owner.TAIL)
             self._tails.difference_update(block_ids.tolist())
 
-    def _leave(self, pages: PageIds, owner: Owner, writes: tuple[Event, ...]) -> None:
-        """Free pages, after the step's last write: writes run in order, so it is after all."""
-        if not len(pages):
-            return
-        if writes:
-            self.pool.drain(pages, owner, writes[-1])
-        else:
-            self.pool.free(pages, owner)
-
     def _make_areas(self, pages_per_area: int) -> None:
         """As many areas as free pages give, up to the number of rotating layers."""
         if not pages_per_area:
@@ -207,7 +201,9 @@ class Swapper:
         count = max(1, min(wanted, self.pool.num_free // pages_per_area))
         pages = self.pool.allocate(count * pages_per_area, Owner.STAGING)
         areas = pages.reshape(count, pages_per_area)
-        self._areas = [_Area(area) for area in areas]
+        num_read = len(self._plan.read)
+        self._areas = [_Area(Pages(area[:num_read]), Pages(area[num_read:])) for area in areas]
+        self._read_blocks, self._ring_blocks = Pages(self._plan.read), Pages(self._plan.ring)
         blocks = np.concatenate([self._plan.read, self._plan.ring])
         self.table.set_rotating(blocks, areas[np.arange(rotating) % count])
 
@@ -218,40 +214,33 @@ class Swapper:
         index = position % len(self._areas)
         area = self._areas[index]
         self.table.reserve(self.order.rotating[position], index)
-        num_read = len(self._plan.read)
         self._reads[position] = self._device.copy(
             Direction.READ,
-            self._far[position],
-            self._plan.read,
+            self._far_layers[position],
+            self._read_blocks,
             self._near,
-            area.pages[:num_read],
-            after=(*area.vacated, *self._last_write[position]),
+            area.read,
+            after=(*area.vacated, *self._written_before),
         )
 
-    def _write(self, position: int, pages: PageIds) -> tuple[Event, ...]:
-        """Write out the blocks that this step filled in one layer: each page once, ever.
+    def _write(self, pages: Pages, far: PageBuffer, far_pages: Pages) -> None:
+        """Write near pages out, when what was computed so far is done: each page once, ever."""
+        computed = (self._device.compute_event(),)
+        event = self._device.copy(Direction.WRITE, self._near, pages, far, far_pages, computed)
+        self._last_write = (event,)
 
-        Args:
-            position: the rotating layer's.
-            pages: the near pages of the plan's ``ring`` and ``tail_flush`` blocks.
-        """
-        if not len(pages):
-            return ()
-        event = self._device.copy(
-            Direction.WRITE,
-            self._near,
-            pages,
-            self._far[position],
-            np.concatenate([self._plan.ring, self._plan.tail_flush]),
-            after=(self._device.compute_event(),),
-        )
-        self._last_write[position] = (event,)
-        return (event,)
+    def _flush_tails(self, block_ids: BlockIds) -> None:
+        pages = self.table.rotating_pages(block_ids)
+        rows = np.arange(len(pages), dtype=np.int64)[:, None]
+        far_pages = (rows * self._num_blocks + block_ids).ravel()
+        self._write(Pages(pages.ravel()), self._far, Pages(far_pages))
+        self.pool.drain(pages.ravel(), Owner.TAIL, self._last_write[0])
+        self._tails.difference_update(block_ids.tolist())
 
     def _check_no_page_twice(self) -> None:
         held = [self.table.pinned_pages(np.fromiter(self._granted, np.int64))]
         held.append(self.table.rotating_pages(np.fromiter(self._tails, np.int64)).ravel())
-        held.extend(area.pages for area in self._areas)
+        held.extend(pages.ids for area in self._areas for pages in (area.read, area.ring))
         pages = np.concatenate(held)
         if len(np.unique(pages)) != len(pages):
             raise IntegrityError("a page stands for two blocks or layers")

@@ -40,19 +40,51 @@ class Event(Protocol):
         """Block the calling thread until it has. Raises the copy's error if it failed."""
 
 
-@dataclass(frozen=True, slots=True)
+class Pages:
+    """A list of page ids, examined once and used by many copies of a step.
+
+    Attributes:
+        ids: int64 [n].
+        runs: (position in ``ids``, number, first page id) of each run of consecutive ids.
+    """
+
+    __slots__ = ("highest", "ids", "lowest", "runs")
+
+    def __init__(self, ids: PageIds) -> None:
+        self.ids = ids
+        self.lowest = int(ids.min()) if len(ids) else 0
+        self.highest = int(ids.max()) if len(ids) else -1
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1).tolist()
+        ends = [*starts[1:], len(ids)]
+        self.runs = [
+            (start, end - start, int(ids[start])) for start, end in zip(starts, ends, strict=True)
+        ] if starts else []
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 class PageBuffer:
-    """Pages of equal size in one tier: ``data`` is uint8 [num_pages, page_bytes]."""
+    """Pages of equal size in one tier.
 
-    data: torch.Tensor
+    Attributes:
+        data: uint8 [num_pages, page_bytes].
+        words: the same memory as int64 [num_pages, page_bytes / 8] if the CPU can address it.
+    """
 
-    @property
-    def num_pages(self) -> int:
-        return self.data.shape[0]
+    __slots__ = ("data", "num_pages", "page_bytes", "words")
 
-    @property
-    def page_bytes(self) -> int:
-        return self.data.shape[1]
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.num_pages, self.page_bytes = data.shape
+        on_cpu = data.device.type == "cpu"
+        self.words: npt.NDArray[np.int64] | None = (
+            data.numpy().view(np.int64) if on_cpu else None
+        )
+
+    def part(self, first_page: int, num_pages: int) -> "PageBuffer":
+        """The same memory, ``num_pages`` pages from ``first_page`` on."""
+        return PageBuffer(self.data[first_page : first_page + num_pages])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +111,17 @@ class Device(ABC):
         self,
         direction: Direction,
         src: PageBuffer,
-        src_pages: PageIds,
+        src_pages: Pages,
         dst: PageBuffer,
-        dst_pages: PageIds,
+        dst_pages: Pages,
         after: Sequence[Event] = (),
     ) -> Event:
-        """Copy ``src[src_pages[i]]`` to ``dst[dst_pages[i]]`` for all i, when ``after`` is done.
+        """Copy ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i, after ``after``.
 
         The caller leaves source and target pages alone until the event is done.
+
+        Raises:
+            IntegrityError: a page id is out of range.
         """
 
     @abstractmethod

@@ -4,42 +4,31 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.tiers.base import Device, Direction, Event, LinkUse, PageBuffer, PageIds
+from vllm_tiered.tiers.base import Device, Direction, Event, LinkUse, PageBuffer, Pages
 
 
-def copy_pages(src: PageBuffer, src_pages: PageIds, dst: PageBuffer, dst_pages: PageIds) -> None:
-    """``dst[dst_pages[i]] = src[src_pages[i]]`` for all i.
+def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> None:
+    """``dst[dst_pages.ids[i]] = src[src_pages.ids[i]]`` for all i.
 
     One ``numpy.take`` for each run of consecutive target pages: it holds no GIL while it copies
     and reaches the bandwidth of memcpy (10.3 GB/s for 300 pages of 24 KiB, against 4.7 for fancy
     indexing and 3.9 for ``torch._foreach_copy_``; Xeon, 1 thread, 2026-11-21). Staging areas are
     one run nearly always. numba would copy scattered pages in one call, but importing it before
     a second engine starts in the process breaks vLLM 0.32's scan for Triton kernels.
-
-    Raises:
-        IntegrityError: a page id is out of range. Nothing is copied.
     """
-    if not len(src_pages):
-        return
-    for ids, buffer in ((src_pages, src), (dst_pages, dst)):
-        if ids.min() < 0 or ids.max() >= buffer.num_pages:
-            raise IntegrityError(f"page ids {ids.tolist()} out of {buffer.num_pages} pages")
-    src_words, dst_words = _words(src), _words(dst)
-    starts = np.flatnonzero(np.diff(dst_pages, prepend=dst_pages[0] - 2) != 1)
-    ends = [*starts[1:].tolist(), len(dst_pages)]
-    for start, end in zip(starts.tolist(), ends, strict=True):
-        first = int(dst_pages[start])
-        target = dst_words[first : first + end - start]
-        # "clip" because "raise" would copy through a buffer; the range was checked above.
-        np.take(src_words, src_pages[start:end], axis=0, out=target, mode="clip")
+    assert src.words is not None and dst.words is not None, "the CPU device copies CPU memory"
+    for start, count, first in dst_pages.runs:
+        ids = src_pages.ids[start : start + count]
+        # "clip" because "raise" would copy through a buffer; the range was checked before.
+        np.take(src.words, ids, axis=0, out=dst.words[first : first + count], mode="clip")
 
 
 class CpuEvent:
@@ -85,47 +74,55 @@ class _Now:
 _NOW = _Now()
 
 
-class _CopyThread:
+class CopyJob(NamedTuple):
+    """One asynchronous copy."""
+
+    src: PageBuffer
+    src_pages: Pages
+    dst: PageBuffer
+    dst_pages: Pages
+    after: Sequence[Event]
+    done: CpuEvent
+
+
+class CopyThread:
     """Runs jobs in order; counts bytes and busy seconds (written by the thread alone)."""
 
     def __init__(self, name: str, cpus: Iterable[int] | None) -> None:
         self.num_bytes = 0
         self.busy_seconds = 0.0
+        self.jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._cpus = cpus
-        self._jobs: SimpleQueue[tuple[Sequence[Event], Callable[[], int], CpuEvent] | None] = (
-            SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
-
-    def submit(self, after: Sequence[Event], job: Callable[[], int]) -> CpuEvent:
-        event = CpuEvent()
-        self._jobs.put((after, job, event))
-        return event
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._jobs.put(None)
+            self.jobs.put(None)
             self._thread.join()
 
-    def _run(self) -> None:
+    def run(self, job: CopyJob) -> None:
+        """Copy, when the job's dependencies are done."""
+        for event in job.after:
+            if not event.done():
+                event.wait()
+        start = time.perf_counter()
+        copy_pages(job.src, job.src_pages, job.dst, job.dst_pages)
+        self.busy_seconds += time.perf_counter() - start
+        self.num_bytes += len(job.src_pages) * job.src.page_bytes
+
+    def _loop(self) -> None:
         if self._cpus:
             # The engine binds its main thread to one core; a thread inherits that binding
             # and would then only ever run where the model's own thread runs.
             os.sched_setaffinity(0, self._cpus)
-        while (item := self._jobs.get()) is not None:
-            after, job, event = item
+        while (job := self.jobs.get()) is not None:
             try:
-                for dependency in after:
-                    dependency.wait()
-                start = time.perf_counter()
-                num_bytes = job()
-                self.busy_seconds += time.perf_counter() - start
-                self.num_bytes += num_bytes
+                self.run(job)
             except BaseException as error:
-                event.finish(error)
+                job.done.finish(error)
             else:
-                event.finish()
+                job.done.finish()
 
 
 class CpuDevice(Device):
@@ -136,9 +133,12 @@ class CpuDevice(Device):
             thread is bound.
     """
 
+    thread_class: type[CopyThread] = CopyThread
+
     def __init__(self, cpus: Iterable[int] | None = None) -> None:
         self._threads = {
-            direction: _CopyThread(f"tiered-{direction.value}", cpus) for direction in Direction
+            direction: self.thread_class(f"tiered-{direction.value}", cpus)
+            for direction in Direction
         }
 
     def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
@@ -156,16 +156,19 @@ class CpuDevice(Device):
         self,
         direction: Direction,
         src: PageBuffer,
-        src_pages: PageIds,
+        src_pages: Pages,
         dst: PageBuffer,
-        dst_pages: PageIds,
+        dst_pages: Pages,
         after: Sequence[Event] = (),
     ) -> Event:
-        def job() -> int:
-            copy_pages(src, src_pages, dst, dst_pages)
-            return len(src_pages) * src.page_bytes
-
-        return self._threads[direction].submit(after, job)
+        for pages, buffer in ((src_pages, src), (dst_pages, dst)):
+            if pages.lowest < 0 or pages.highest >= buffer.num_pages:
+                raise IntegrityError(
+                    f"page ids {pages.lowest} to {pages.highest} out of {buffer.num_pages} pages"
+                )
+        done = CpuEvent()
+        self._threads[direction].jobs.put(CopyJob(src, src_pages, dst, dst_pages, after, done))
+        return done
 
     def compute_event(self) -> Event:
         return _NOW
@@ -184,8 +187,3 @@ class CpuDevice(Device):
     def close(self) -> None:
         for thread in self._threads.values():
             thread.close()
-
-
-def _words(buffer: PageBuffer) -> npt.NDArray[np.int64]:
-    """The buffer as int64 [num_pages, page_bytes / 8]."""
-    return buffer.data.numpy().view(np.int64)

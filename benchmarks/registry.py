@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks there are, and what each of their modules has to offer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from benchmarks.progress import Step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """An entry of the table. `module` offers, by these names:
+
+    * `PROFILES`: profile name to a frozen dataclass of settings,
+    * `RESULT_KEYS`: the keys its result has at least,
+    * `num_steps(settings)`: how often `run` calls `step`, for the progress display,
+    * `run(settings, step)`: measure and return the result, JSON-safe; raises MeasurementError
+      rather than return figures that may not be reported.
+    """
+
+    name: str
+    summary: str
+    module: str
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            name="kv_swap",
+            summary="throughput with too little KV memory: vLLM alone, with the plugin, unlimited",
+            module="benchmarks.kv_swap",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedBenchmark:
+    """A benchmark's module, with its parts checked to be there."""
+
+    profiles: Mapping[str, Any]
+    result_keys: frozenset[str]
+    num_steps: Callable[[Any], int]
+    run: Callable[[Any, Step], dict[str, Any]]
+
+
+def load(name: str) -> LoadedBenchmark:
+    """Import a benchmark by name. Raises KeyError, naming those there are, if it is unknown."""
+    if name not in BENCHMARKS:
+        raise KeyError(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+    module = import_module(BENCHMARKS[name].module)
+    return LoadedBenchmark(
+        profiles=module.PROFILES,
+        result_keys=frozenset(module.RESULT_KEYS),
+        num_steps=module.num_steps,
+        run=module.run,
+    )
+
+
+def with_overrides(settings: Any, overrides: list[str]) -> Any:
+    """Return the settings with `key=value` overrides applied.
+
+    A value is read as the type of the present one; tuples are separated by commas. Raises
+    ValueError, naming the keys there are, for an unknown key or a value of the wrong type.
+    """
+    known = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    changes = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key not in known:
+            raise ValueError(f"no setting {key!r}; there are: {', '.join(known)}")
+        changes[key] = _parse(text, known[key], key)
+    return dataclasses.replace(settings, **changes)
+
+
+def _parse(text: str, present: Any, key: str) -> Any:
+    if isinstance(present, tuple):
+        return tuple(_parse(item, present[0], key) for item in text.split(","))
+    if isinstance(present, bool):
+        if text not in ("true", "false"):
+            raise ValueError(f"setting {key}={text!r}: expected true or false")
+        return text == "true"
+    try:
+        return type(present)(text)
+    except ValueError:
+        raise ValueError(f"setting {key}={text!r}: expected {type(present).__name__}") from None

