@@ -90,7 +90,7 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         num_steps=clock.num_steps,
         num_blocks=int(gauges.get(_GRANTED_GAUGE, num_blocks)),
         peak_blocks=clock.peak_blocks,
-        peak_running=clock.peak_running,
+        peak_in_flight=clock.peak_in_flight,
         rss_bytes=psutil.Process().memory_info().rss,
         foreign_cpu_share=foreign_cpu_share(
             cpu_after[0] - cpu_before[0],
@@ -154,12 +154,12 @@ class _Clock:
         self.tracks = {request.request_id: _Track(request=request) for request in ordered}
         self.num_steps = 0
         self.peak_blocks = 0
-        self.peak_running = 0
+        self.peak_in_flight = 0
         self._block_size = block_size
         # The null block is never used for tokens, and vLLM leaves it out of the usage share.
         self._usable_blocks = num_blocks - 1
         self._waiting = [track.request for track in reversed(self.tracks.values())]
-        self._running: set[str] = set()
+        self._in_flight: set[str] = set()
 
     def drive(self, engine: Any) -> float:
         """Run the loop; return the seconds from the first arrival to the last token."""
@@ -203,12 +203,12 @@ class _Clock:
         for output in outputs:
             track = self.tracks[output.request_id]
             track.add(output.outputs[0].token_ids, now_s)
-            self._running.add(output.request_id)
-            self.peak_running = max(self.peak_running, len(self._running))
+            self._in_flight.add(output.request_id)
+            self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
             if output.finished:
                 # The last token is never fed back, so it has no KV.
                 freed_blocks += math.ceil((track.request.num_tokens - 1) / self._block_size)
-        self._running -= {output.request_id for output in outputs if output.finished}
+        self._in_flight -= {output.request_id for output in outputs if output.finished}
         return freed_blocks
 
     def check_lengths(self) -> None:

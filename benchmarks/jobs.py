@@ -49,6 +49,7 @@ class RoundResult:
     `counters` are increases over the round and `gauges` values at its end, by metric name.
     `num_blocks` are the logical KV blocks vLLM could use; `peak_blocks` the most in use at once
     (of vLLM alone: the plugin's withheld blocks count as used there).
+    `peak_in_flight` are the most requests between their first and last token at once.
     `token_gaps_s` are the times between consecutive steps that gave a request tokens.
     `foreign_cpu_share` is the share of all cores' time that other processes took meanwhile.
     """
@@ -61,7 +62,7 @@ class RoundResult:
     num_steps: int
     num_blocks: int
     peak_blocks: int
-    peak_running: int
+    peak_in_flight: int
     rss_bytes: int
     foreign_cpu_share: float
     requests: Sequence[RequestTimes]

@@ -24,7 +24,7 @@ DEFINITIONS = {
     "stall_fraction": "time compute waited for copies, over step time, where the ratio is best",
     "bookkeeping_fraction": "Python time of planning and translation, over step time, same place",
     "bytes_per_step": "KV bytes copied per step in each direction, same place",
-    "foreign_cpu_share": "share of the machine's CPU time taken by other processes in the rounds",
+    "foreign_cpu_share": "share of the CPU time taken by other processes, in the worst round",
 }
 
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from benchmarks.cache import REPO_ROOT
 from benchmarks.jobs import EngineSpec, RoundResult, request_to_json
@@ -30,6 +30,15 @@ _LOG_TAIL_LINES = 40
 
 class MeasurementError(RuntimeError):
     """An engine process failed, or what it measured may not be reported."""
+
+
+class Engine(Protocol):
+    """What runs rounds."""
+
+    spec: EngineSpec
+
+    def run(self, requests: Sequence[Request]) -> RoundResult:
+        """Run one round."""
 
 
 class EngineProcess:
@@ -153,7 +162,7 @@ def engines(
 
 
 def interleave(
-    processes: Sequence[EngineProcess],
+    processes: Sequence[Engine],
     requests: Sequence[Request],
     num_rounds: int,
     step: Step,

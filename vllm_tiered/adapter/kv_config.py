@@ -51,15 +51,8 @@ class KvPlan:
     policy: str
 
     @property
-    def far_layers(self) -> int:
-        n = self.geometry.num_layers
-        if self.policy == "fifo" and self.order.rotating:
-            return n + 2 - self.geometry.areas
-        return len(self.order.rotating)
-
-    @property
     def expansion(self) -> float:
-        return expansion_of(self.geometry.num_layers, self.far_layers)
+        return expansion_of(self.geometry.num_layers, self.order.far_layers)
 
     @property
     def swaps(self) -> bool:

@@ -42,7 +42,7 @@ class Manifest:
             policy=plan.policy,
             expansion=plan.expansion,
             num_layers=geometry.num_layers,
-            far_layers=plan.far_layers,
+            far_layers=plan.order.far_layers,
             rotating_layers=plan.order.rotating,
             staging_areas=geometry.areas,
             num_blocks=plan.num_blocks - 1,
@@ -71,8 +71,8 @@ class Manifest:
         )
 
 
-def publish(manifest: Manifest) -> None:
-    """Make this process's manifest the one that :func:`current` returns."""
+def publish(manifest: Manifest | None) -> None:
+    """Make ``manifest`` the one that :func:`current` returns in this process."""
     global _current
     _current = manifest
 

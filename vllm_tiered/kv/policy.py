@@ -15,11 +15,13 @@ class SwapOrder:
     """The layers' roles under a policy.
 
     Attributes:
+        far_layers: layers that the far tier holds beyond what fits near (Pie's m).
         pinned: layers whose pages stay near, ascending.
         rotating: layers that pass through the staging areas, in the order of their use.
         areas: staging areas that the near budget must hold.
     """
 
+    far_layers: int
     pinned: tuple[int, ...]
     rotating: tuple[int, ...]
     areas: int
@@ -43,6 +45,7 @@ def interleave(num_layers: int, far_layers: int) -> SwapOrder:
     """
     far = sorted(far_order(num_layers)[:far_layers])
     return SwapOrder(
+        far_layers=far_layers,
         pinned=tuple(sorted(set(range(num_layers)) - set(far))),
         rotating=tuple(far),
         areas=min(STAGING_AREAS, far_layers),
@@ -59,7 +62,9 @@ def fifo(num_layers: int, far_layers: int) -> SwapOrder:
     if not far_layers:
         return interleave(num_layers, 0)
     areas = num_layers - far_layers + min(STAGING_AREAS, far_layers)
-    return SwapOrder(pinned=(), rotating=tuple(range(num_layers)), areas=min(areas, num_layers))
+    return SwapOrder(
+        far_layers=far_layers, pinned=(), rotating=tuple(range(num_layers)), areas=areas
+    )
 
 
 POLICIES: dict[str, Callable[[int, int], SwapOrder]] = {"interleave": interleave, "fifo": fifo}

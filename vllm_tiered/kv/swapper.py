@@ -170,8 +170,9 @@ class Swapper:
 
     def _grant(self, block_ids: BlockIds) -> None:
         if len(block_ids):
-            pages = self.pool.allocate(len(self.order.pinned) * len(block_ids), Owner.PINNED)
-            self.table.set_pinned(block_ids, pages.reshape(len(self.order.pinned), -1))
+            shape = (len(self.order.pinned), len(block_ids))
+            pages = self.pool.allocate(shape[0] * shape[1], Owner.PINNED)
+            self.table.set_pinned(block_ids, pages.reshape(shape))
             self._granted.update(block_ids.tolist())
 
     def _withhold(self, block_ids: BlockIds) -> None:
@@ -182,8 +183,9 @@ class Swapper:
 
     def _acquire_tails(self, block_ids: BlockIds) -> None:
         if len(block_ids):
-            pages = self.pool.allocate(len(self.order.rotating) * len(block_ids), Owner.TAIL)
-            self.table.set_rotating(block_ids, pages.reshape(len(self.order.rotating), -1))
+            shape = (len(self.order.rotating), len(block_ids))
+            pages = self.pool.allocate(shape[0] * shape[1], Owner.TAIL)
+            self.table.set_rotating(block_ids, pages.reshape(shape))
             self._tails.update(block_ids.tolist())
 
     def _release_tails(self, block_ids: BlockIds) -> None:

@@ -89,6 +89,7 @@ class CopyThread:
     """Runs jobs in order; counts bytes and busy seconds (written by the thread alone)."""
 
     def __init__(self, name: str, cpus: Iterable[int] | None) -> None:
+        self.name = name
         self.num_bytes = 0
         self.busy_seconds = 0.0
         self.jobs: SimpleQueue[CopyJob | None] = SimpleQueue()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: the same requests with the same KV memory, vLLM alone and with the plugin.
+
+ShareGPT prompts arrive as a Poisson process, faster than vLLM alone can serve them in the given KV
+memory. Then both run the same requests in float32, where greedy outputs have to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.jobs import RoundResult
+from benchmarks.kv_plan import KvPlan
+from benchmarks.model import demo_model_dir
+from benchmarks.progress import Step, progress
+from benchmarks.runner import MeasurementError, engines, interleave
+from benchmarks.summary import count_equal, summarise_rounds
+from benchmarks.workload import Request, sharegpt_requests, warmup_requests
+
+_VLLM = "vLLM alone"
+_TIERED = "vLLM + tiered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoSettings:
+    """What the demo runs. `kv_mib` is the near-tier KV memory of both systems, in bfloat16."""
+
+    num_requests: int = 40
+    requests_per_s: float = 8.0
+    max_prompt_tokens: int = 128
+    max_output_tokens: int = 96
+    kv_mib: float = 32.0
+    expansion: float = 2.0
+    rounds: int = 2
+    seed: int = 0
+    block_size: int = 32
+
+
+DEFAULT = DemoSettings()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOutcome:
+    """The figures of both systems (`summarise_rounds`) and the count of equal outputs."""
+
+    vllm: Mapping[str, Any]
+    tiered: Mapping[str, Any]
+    equal: Mapping[str, int]
+
+
+def run_demo(settings: DemoSettings) -> None:
+    """Measure, print one table and how to go on.
+
+    Raises MeasurementError, after the table, if a float32 output differs.
+    """
+    model_dir = demo_model_dir()
+    requests = sharegpt_requests(
+        settings.num_requests,
+        settings.seed,
+        model_dir,
+        settings.max_prompt_tokens,
+        settings.max_output_tokens,
+        rate=settings.requests_per_s,
+    )
+    plan = KvPlan(
+        model_dir=model_dir,
+        requests=requests,
+        block_size=settings.block_size,
+        prefix_caching=False,
+    )
+    num_steps = 2 * 2 + 2 * settings.rounds + 2
+    with progress(num_steps, "demo") as step:
+        outcome = _measure(plan, settings, requests, step)
+    _print_outcome(outcome, settings)
+    if outcome.equal["equal"] != outcome.equal["total"]:
+        raise MeasurementError(
+            f"float32 control: only {outcome.equal['equal']} of {outcome.equal['total']} outputs"
+            " equal vLLM's"
+        )
+
+
+def _measure(
+    plan: KvPlan, settings: DemoSettings, requests: list[Request], step: Step
+) -> DemoOutcome:
+    timed = _run_both(plan, settings, requests, "bfloat16", settings.rounds, step)
+    exact = _run_both(plan, settings, requests, "float32", 1, step)
+    return DemoOutcome(
+        vllm=summarise_rounds(timed[_VLLM]),
+        tiered=summarise_rounds(timed[_TIERED]),
+        equal=count_equal(exact[_TIERED][0], exact[_VLLM][0]),
+    )
+
+
+def _run_both(
+    plan: KvPlan,
+    settings: DemoSettings,
+    requests: list[Request],
+    dtype: str,
+    rounds: int,
+    step: Step,
+) -> dict[str, list[RoundResult]]:
+    """Run both with KV memory for the same number of blocks (float32: twice the bytes)."""
+    num_blocks = int(settings.kv_mib * 2**20) // plan.block_bytes()
+    specs = [
+        plan.spec(_VLLM, num_blocks, dtype=dtype),
+        plan.spec(_TIERED, num_blocks, dtype=dtype, expansion=settings.expansion),
+    ]
+
+    def step_of_dtype(text: str) -> None:
+        step(f"{dtype}: {text}")
+
+    with engines(specs, warmup_requests(requests), step_of_dtype) as group:
+        return interleave(group, requests, rounds, step_of_dtype)
+
+
+def _number(digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value:,.{digits}f}"
+
+
+# Row title, key of the summary, how to print it.
+_ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("tokens/s", "tokens_per_s", _number(0)),
+    ("time per output token, mean (ms)", "mean_tpot_ms", _number(1)),
+    ("time per output token, p99 (ms)", "p99_tpot_ms", _number(1)),
+    ("time to first token, mean (ms)", "mean_ttft_ms", _number(0)),
+    ("time to first token, p99 (ms)", "p99_ttft_ms", _number(0)),
+    ("preemptions", "preemptions", _number(0)),
+    ("logical KV blocks", "logical_blocks", _number(0)),
+)
+_TIERED_ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("KV moved far to near (MB)", "read_bytes", lambda value: f"{value / 1e6:,.0f}"),
+    ("KV moved near to far (MB)", "write_bytes", lambda value: f"{value / 1e6:,.0f}"),
+    ("compute waited for copies (%)", "stall_fraction", lambda value: f"{100 * value:.2f}"),
+)
+
+
+def table_rows(outcome: DemoOutcome) -> list[tuple[str, str, str, str]]:
+    """Return (title, vLLM alone, with the plugin, with over without) as text, one per row."""
+    rows = [
+        (
+            title,
+            show(outcome.vllm[key]),
+            show(outcome.tiered[key]),
+            f"{outcome.tiered[key] / outcome.vllm[key]:.2f}x" if outcome.vllm[key] else "",
+        )
+        for title, key, show in _ROWS
+    ]
+    rows += [(title, "-", show(outcome.tiered[key]), "") for title, key, show in _TIERED_ROWS]
+    equal = f"{outcome.equal['equal']}/{outcome.equal['total']}"
+    rows.append(("greedy outputs equal (float32)", "", equal, ""))
+    return rows
+
+
+def _print_outcome(outcome: DemoOutcome, settings: DemoSettings) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(
+        title=f"{settings.num_requests} ShareGPT requests, {settings.requests_per_s:g} per second,"
+        f" {settings.kv_mib:g} MiB of near-tier KV"
+    )
+    table.add_column("SmolLM2-135M-Instruct, bfloat16")
+    for heading in (_VLLM, _TIERED, "with/without"):
+        table.add_column(heading, justify="right")
+    for row in table_rows(outcome):
+        table.add_row(*row)
+    console.print(table)
+    # soft_wrap: commands are for copying, so no line breaks of ours inside them.
+    console.print(next_steps(settings), soft_wrap=True, markup=False)
+
+
+def next_steps(settings: DemoSettings) -> str:
+    """Return how to start a server with the plugin and look at its metrics."""
+    kv_bytes = int(settings.kv_mib * 2**20)
+    return f"""
+Start a server with the plugin:
+  vllm serve "$(python -m benchmarks model)" --plugin tiered \\
+    --tiered-config.kv.expansion {settings.expansion:g} \\
+    --kv-cache-memory-bytes {kv_bytes} --block-size {settings.block_size} --max-model-len 512
+Look at what it does:
+  curl -s http://localhost:8000/metrics | grep tiered
+"""

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's table says what was measured."""
+
+import pytest
+
+from benchmarks import demo
+from benchmarks.runner import MeasurementError
+from benchmarks.summary import summarise_rounds
+from tests.benchmarks.rounds import make_round
+
+
+def outcome(equal=40):
+    return demo.DemoOutcome(
+        vllm=summarise_rounds([make_round(seconds=4.0, preemptions=9.0)]),
+        tiered=summarise_rounds([make_round(seconds=2.0, tiered=True, preemptions=3.0)]),
+        equal={"equal": equal, "total": 40},
+    )
+
+
+def test_rows():
+    rows = {row[0]: row[1:] for row in demo.table_rows(outcome())}
+    assert rows["tokens/s"] == ("100", "200", "2.00x")
+    assert rows["preemptions"] == ("9", "3", "0.33x")
+    assert rows["KV moved far to near (MB)"] == ("-", "5,000", "")
+    assert rows["compute waited for copies (%)"] == ("-", "0.50", "")
+    assert rows["greedy outputs equal (float32)"] == ("", "40/40", "")
+
+
+def test_nothing_is_divided_by_zero():
+    calm = demo.DemoOutcome(
+        vllm=summarise_rounds([make_round(preemptions=0.0)]),
+        tiered=summarise_rounds([make_round(tiered=True)]),
+        equal={"equal": 1, "total": 1},
+    )
+    assert ("preemptions", "0", "0", "") in demo.table_rows(calm)
+
+
+@pytest.fixture
+def made_up(monkeypatch, tmp_path):
+    """Let the demo "measure" an outcome with this many equal outputs of 40."""
+
+    def measure_as(equal):
+        monkeypatch.setattr(demo, "demo_model_dir", lambda: tmp_path)
+        monkeypatch.setattr(demo, "sharegpt_requests", lambda *_, **__: [])
+        monkeypatch.setattr(demo, "_measure", lambda *_: outcome(equal))
+
+    return measure_as
+
+
+def test_table_and_next_steps_are_printed(made_up, capsys):
+    made_up(40)
+    demo.run_demo(demo.DEFAULT)
+    printed = capsys.readouterr().out
+    assert "40/40" in printed
+    assert "--plugin tiered" in printed
+    assert "--tiered-config.kv.expansion 2" in printed
+    assert "curl -s http://localhost:8000/metrics | grep tiered" in printed
+
+
+def test_a_difference_is_shown_and_is_an_error(made_up, capsys):
+    made_up(39)
+    with pytest.raises(MeasurementError, match="39 of 40"):
+        demo.run_demo(demo.DEFAULT)
+    assert "39/40" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV benchmark: sizes, headline figures, keys, and its refusal; engines are stood in for."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks import kv_swap
+from benchmarks.kv_plan import KvPlan, kv_bytes_per_token
+from benchmarks.kv_summary import BASELINE, CEILING, plugin_label, summarise, summarise_budget
+from benchmarks.runner import MeasurementError
+from benchmarks.workload import Request
+from tests.benchmarks.rounds import make_round
+
+LLAMA = {
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+}
+OPT = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 256}
+SETTINGS = kv_swap.Settings(
+    num_requests=3,
+    max_prompt_tokens=64,
+    max_output_tokens=32,
+    budgets=(0.25, 1.0),
+    expansions=(1.0, 2.0),
+    control_requests=3,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "expected"),
+    [
+        (LLAMA, "bfloat16", 2 * 30 * 3 * 64 * 2),
+        (LLAMA, "float32", 2 * 30 * 3 * 64 * 4),
+        ({**LLAMA, "head_dim": 128}, "bfloat16", 2 * 30 * 3 * 128 * 2),
+        (OPT, "bfloat16", 2 * 4 * 4 * 64 * 2),
+    ],
+    ids=["gqa", "float32", "explicit head size", "mha"],
+)
+def test_kv_bytes_per_token(config, dtype, expected):
+    assert kv_bytes_per_token(config, dtype) == expected
+
+
+def make_request(name, num_prompt, num_output):
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(range(num_prompt)),
+        num_output_tokens=num_output,
+    )
+
+
+@pytest.fixture
+def plan(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    return KvPlan(
+        model_dir=tmp_path,
+        requests=[make_request("a", 60, 30), make_request("b", 64, 32), make_request("c", 1, 1)],
+        block_size=32,
+        prefix_caching=False,
+    )
+
+
+def test_enough_blocks_hold_every_request_and_the_null_block(plan):
+    assert plan.enough_blocks() == 3 + 3 + 1 + 1
+
+
+def test_longest_request_in_whole_blocks(plan):
+    assert plan.max_model_len() == 96
+
+
+def test_budget_is_a_share_of_the_demand_rounded_up(plan):
+    assert plan.budget_blocks(0.25, 41) == 11
+
+
+def test_budget_below_the_longest_request_is_refused_with_the_numbers(plan):
+    with pytest.raises(ValueError, match=r"is 3 blocks, but the longest request takes 3"):
+        plan.budget_blocks(0.1, 30)
+
+
+def test_systems_differ_in_label_and_plugin_only(plan):
+    alone = plan.spec(BASELINE, 10).to_json()
+    tiered = plan.spec(plugin_label(2.0), 10, expansion=2.0).to_json()
+    assert {key for key in alone if alone[key] != tiered[key]} == {"label", "tiered"}
+    assert alone["tiered"] is None
+    assert tiered["tiered"] == {"kv": {"expansion": 2.0}}
+    assert alone["kv_cache_memory_bytes"] == 10 * 32 * 23040
+
+
+def measured(plugin_seconds, *, vllm=4.0, ceiling=1.0):
+    """Three rounds of each system; 400 tokens each, so tokens/s are 400 over the seconds."""
+    systems = {
+        BASELINE: [make_round(seconds=vllm, preemptions=8.0, tpot_s=0.2)] * 3,
+        CEILING: [make_round(seconds=ceiling)] * 3,
+    }
+    for expansion, seconds in plugin_seconds.items():
+        systems[plugin_label(expansion)] = [
+            make_round(seconds=seconds, tiered=True, expansion=expansion, preemptions=1.0)
+        ] * 3
+    return systems
+
+
+def test_budget_takes_the_fastest_expansion():
+    entry = summarise_budget(measured({1.0: 4.0, 2.0: 2.0, 3.0: 2.5}), [1.0, 2.0, 3.0])
+    assert entry["best_expansion"] == 2.0
+    assert entry["throughput_ratio"] == 2.0
+    assert entry["fraction_of_ceiling"] == 0.5
+    assert entry["vllm_fraction_of_ceiling"] == 0.25
+    assert entry["preemptions"] == {"vllm": 8.0, "plugin": 1.0}
+    assert {x: e["tokens_per_s"] for x, e in entry["plugin"].items()} == {
+        "1": 100.0,
+        "2": 200.0,
+        "3": 160.0,
+    }
+
+
+def test_headline_is_the_best_budget_and_the_share_of_the_ceiling_the_worst_from_half_on():
+    by_budget = {
+        "0.25": summarise_budget(measured({1.0: 4.0, 2.0: 2.0}), [1.0, 2.0]),
+        "0.5": summarise_budget(measured({1.0: 1.6, 2.0: 1.25}, vllm=2.0), [1.0, 2.0]),
+        "1.0": summarise_budget(measured({1.0: 1.0, 2.0: 1.1}, vllm=1.0), [1.0, 2.0]),
+    }
+    headline = summarise(by_budget)
+    assert headline["throughput_ratio_vs_vllm"] == 2.0
+    assert headline["best"] == {"budget": 0.25, "expansion": 2.0}
+    assert headline["fraction_of_ceiling"] == {
+        "at_best": 0.5,
+        "from_half_demand": pytest.approx(0.8),
+    }
+    assert headline["mean_tpot_ratio"] == pytest.approx(0.5)
+    assert headline["stall_fraction"] == pytest.approx(0.005)
+    assert headline["bytes_per_step"] == {"far_to_near": 5e8, "near_to_far": 1e8}
+
+
+def test_without_a_budget_of_half_the_demand_that_figure_is_absent_not_invented():
+    by_budget = {"0.25": summarise_budget(measured({2.0: 2.0}), [2.0])}
+    assert summarise(by_budget)["fraction_of_ceiling"]["from_half_demand"] is None
+
+
+class FakeEngine:
+    """Answers rounds at once; in float32 the plugin's tokens are those of `outputs`."""
+
+    def __init__(self, spec, outputs):
+        self.spec = spec
+        self._outputs = outputs
+
+    def run(self, requests):
+        tiered = self.spec.tiered is not None
+        exact = ((1, 2, 3), (4,))
+        return make_round(
+            self.spec.label,
+            seconds=2.0 if tiered else 4.0,
+            tiered=tiered,
+            output_token_ids=self._outputs if tiered and self.spec.dtype == "float32" else exact,
+        )
+
+
+def run_with_fakes(monkeypatch, plan, outputs):
+    steps: list[str] = []
+
+    @contextmanager
+    def fake_engines(specs, warmup, step):
+        for spec in specs:
+            step(f"engine up: {spec.label}")
+        yield [FakeEngine(spec, outputs) for spec in specs]
+
+    monkeypatch.setattr(kv_swap, "engines", fake_engines)
+    monkeypatch.setattr(kv_swap, "demo_model_dir", lambda: plan.model_dir)
+    monkeypatch.setattr(kv_swap, "sharegpt_requests", lambda *_: plan.requests)
+    return kv_swap.run(SETTINGS, steps.append), steps
+
+
+def test_result_has_its_keys_and_every_step_is_reported(monkeypatch, plan):
+    result, steps = run_with_fakes(monkeypatch, plan, ((1, 2, 3), (4,)))
+    assert set(kv_swap.RESULT_KEYS) <= result.keys()
+    assert len(steps) == kv_swap.num_steps(SETTINGS)
+    assert list(result["by_budget"]) == ["0.25", "1.0"]
+    assert list(result["by_budget"]["0.25"]["plugin"]) == ["1", "2"]
+    assert result["throughput_ratio_vs_vllm"] == 2.0
+    assert result["demand_blocks"] == 61
+    assert result["by_budget"]["0.25"]["near_bytes"] == 16 * 32 * 23040
+    assert result["tokens_equal_fp32"]["equal"] == result["tokens_equal_fp32"]["total"] == 2
+    json.dumps(result)
+
+
+def test_nothing_is_reported_if_one_float32_output_differs(monkeypatch, plan):
+    with pytest.raises(MeasurementError, match="only 1 of 2 outputs"):
+        run_with_fakes(monkeypatch, plan, ((1, 2, 9), (4,)))
+
+
+def test_profiles_ask_for_what_the_report_states():
+    for settings in kv_swap.PROFILES.values():
+        assert settings.rounds >= 3
+        assert 1.0 in settings.expansions
+    assert kv_swap.PROFILES["full"].budgets == (0.125, 0.25, 0.5, 1.0)
+    assert kv_swap.PROFILES["full"].expansions == (1.0, 1.25, 1.5, 2.0, 2.5, 3.0)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interleaving, the processes' environment, and what becomes of a process that fails."""
+
+import os
+
+import pytest
+
+from benchmarks import runner
+from benchmarks.jobs import EngineSpec
+from benchmarks.runner import EngineProcess, MeasurementError, engine_environment, interleave
+from tests.benchmarks.rounds import make_round
+
+
+class Recorder:
+    """An engine that notes in which order rounds were run."""
+
+    def __init__(self, label, order):
+        self.spec = spec(label)
+        self._order = order
+
+    def run(self, requests):
+        self._order.append(self.spec.label)
+        return make_round(self.spec.label)
+
+
+def spec(label, tiered=None):
+    return EngineSpec(
+        label=label,
+        model_dir="/nonexistent",
+        dtype="bfloat16",
+        block_size=32,
+        kv_cache_memory_bytes=1,
+        max_num_seqs=1,
+        max_model_len=32,
+        enable_prefix_caching=False,
+        tiered=tiered,
+    )
+
+
+def test_rounds_alternate_and_every_second_goes_backwards():
+    order: list[str] = []
+    lines: list[str] = []
+    results = interleave([Recorder(name, order) for name in "ABC"], [], 3, lines.append)
+    assert "".join(order) == "ABCCBAABC"
+    assert {label: len(rounds) for label, rounds in results.items()} == {"A": 3, "B": 3, "C": 3}
+    assert len(lines) == 9
+    assert lines[3] == "round 2/3 C: 200 tokens/s"
+
+
+def test_vllm_alone_runs_without_any_plugin_and_nothing_configures_the_plugin_from_outside():
+    outer = {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": "x.json", "PATH": "/bin"}
+    alone = engine_environment(outer, tiered=False)
+    tiered = engine_environment(outer, tiered=True)
+    assert alone["VLLM_PLUGINS"] == ""
+    assert "VLLM_PLUGINS" not in tiered
+    assert "VLLM_TIERED_CONFIG" not in alone.keys() | tiered.keys()
+    assert tiered["PATH"] == "/bin"
+    assert {key for key in alone if alone.get(key) != tiered.get(key)} == {"VLLM_PLUGINS"}
+
+
+def test_a_process_that_cannot_start_its_engine_says_why(monkeypatch, tmp_path):
+    # Without vLLM on the path: the import fails at once, in the process, as any start error would.
+    monkeypatch.setattr(
+        runner,
+        "engine_environment",
+        lambda environ, tiered: {**environ, "PYTHONPATH": str(tmp_path)},
+    )
+    (tmp_path / "vllm.py").write_text("raise ImportError('no engine here')", encoding="utf-8")
+    process = EngineProcess(spec("broken"), tmp_path / "log")
+    try:
+        with pytest.raises(MeasurementError, match=r"'broken' failed:(.|\n)*no engine here"):
+            process.wait_ready()
+    finally:
+        process.close()
+
+
+def test_a_process_that_dies_is_noticed_and_its_log_shown(monkeypatch, tmp_path):
+    (tmp_path / "vllm.py").write_text(
+        "import os, sys\nprint('last words', flush=True)\nos._exit(3)\n", encoding="utf-8"
+    )
+    monkeypatch.setattr(
+        runner,
+        "engine_environment",
+        lambda environ, tiered: {**environ, "PYTHONPATH": str(tmp_path)},
+    )
+    process = EngineProcess(spec("dying"), tmp_path / "log")
+    try:
+        with pytest.raises(MeasurementError, match=r"ended without an answer(.|\n)*last words"):
+            process.wait_ready()
+    finally:
+        process.close()
+
+
+def test_closing_leaves_no_process_and_no_open_pipe(monkeypatch, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    process = EngineProcess(spec("idle"), tmp_path / "log")
+    process.close()
+    assert process._process.poll() is not None
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs real vLLM engines in this process, with the plugin and without, on the same requests."""
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from benchmarks.model import demo_model_dir
+from benchmarks.shapes import random_model_dir
+from vllm_tiered.adapter import manifest
+
+Tokens = list[list[int]]
+
+
+def model_path(model: str) -> str:
+    """``demo`` or a shape of ``benchmarks.shapes``."""
+    return str(demo_model_dir() if model == "demo" else random_model_dir(model))
+
+
+def random_prompts(count: int, *, seed: int = 0, longest: int = 80) -> Tokens:
+    """Prompts of 4 to ``longest`` random tokens."""
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(1000, 40000) for _ in range(rng.randrange(4, longest))]
+        for _ in range(count)
+    ]
+
+
+@contextlib.contextmanager
+def engine(model: str, tiered: dict[str, Any] | None = None, **engine_args: Any) -> Iterator[Any]:
+    """An in-process ``LLM``; ``tiered`` is the plugin's ``kv`` section, None leaves it off."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    manifest.publish(None)
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 1 << 28,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        **engine_args,
+    }
+    if tiered is not None:
+        arguments["additional_config"] = {"tiered": {"kv": tiered}}
+    llm = None
+    try:
+        llm = LLM(model=model_path(model), **arguments)
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        ensure_kv_transfer_shutdown()
+        for collector in list(REGISTRY._collector_to_names):
+            if "vllm" in str(REGISTRY._collector_to_names[collector]):
+                REGISTRY.unregister(collector)
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generate(llm: Any, prompts: Tokens, max_tokens: int = 40) -> Tokens:
+    """Greedy continuations of exactly ``max_tokens`` tokens."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def metric(name: str) -> float:
+    """Sum of a ``vllm:`` metric over its labels, as /metrics would show it."""
+    names = {f"vllm:{name}", f"vllm:{name}_total"}
+    samples = [s for family in REGISTRY.collect() for s in family.samples if s.name in names]
+    assert samples, f"no metric {name}"
+    return sum(sample.value for sample in samples)
+
+
+@dataclass
+class Run:
+    """What an engine gave, and the figures that say what it did to get there."""
+
+    tokens: Tokens
+    num_blocks: int
+    manifest: dict[str, Any] | None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def run(
+    model: str,
+    prompts: Tokens,
+    tiered: dict[str, Any] | None = None,
+    *,
+    max_tokens: int = 40,
+    drive: Callable[[Any], Tokens] | None = None,
+    **engine_args: Any,
+) -> Run:
+    """Start an engine, generate (or ``drive`` it), and shut it down."""
+    with engine(model, tiered, **engine_args) as llm:
+        tokens = drive(llm) if drive else generate(llm, prompts, max_tokens)
+        names = ["num_preemptions"]
+        current = manifest.current()
+        if current and current["kv"]["active"]:
+            names += ["tiered_kv_read_bytes", "tiered_kv_write_bytes", "tiered_kv_steps"]
+            names += ["tiered_kv_blocks_withheld", "tiered_kv_blocks_granted"]
+        cache_config = llm.llm_engine.vllm_config.cache_config
+        return Run(
+            tokens=tokens,
+            num_blocks=cache_config.num_gpu_blocks,
+            manifest=current,
+            metrics={name: metric(name) for name in names},
+        )
+
+
+@cache
+def _vllm_tokens(model: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int) -> Tokens:
+    return run(model, [list(prompt) for prompt in prompts], max_tokens=max_tokens).tokens
+
+
+def vllm_tokens(model: str, prompts: Sequence[Sequence[int]], max_tokens: int = 40) -> Tokens:
+    """What vLLM alone generates in float32 with ample memory; one engine per distinct call."""
+    return _vllm_tokens(model, tuple(map(tuple, prompts)), max_tokens)

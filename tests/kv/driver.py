@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the engine's scheduler, worker and a device together, for hypothesis and for plain seeds."""
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.kv.engine_model import EngineModel, Request, Step
+from tests.kv.simulated_device import SimulatedDevice
+from tests.kv.worker_model import WorkerModel
+from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry
+from vllm_tiered.kv.policy import POLICIES, SwapOrder
+from vllm_tiered.tiers.base import Device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A model, a near budget and an engine.
+
+    Attributes:
+        sure_blocks: one request can always have this many blocks.
+        spare_pages: near pages beyond the fewest for that.
+        unused_blocks: blocks that the far tier has no room for, if there are so many.
+    """
+
+    num_layers: int = 4
+    far_layers: int = 3
+    policy: str = "interleave"
+    block_tokens: int = 2
+    sure_blocks: int = 4
+    spare_pages: int = 0
+    unused_blocks: int = 0
+    ahead: bool = False
+    defer_frees: bool = False
+
+    @property
+    def order(self) -> SwapOrder:
+        return POLICIES[self.policy](self.num_layers, self.far_layers)
+
+    @property
+    def geometry(self) -> KvGeometry:
+        order = self.order
+        sizes = {
+            "num_layers": self.num_layers,
+            "pinned_layers": len(order.pinned),
+            "areas": order.areas,
+            "page_bytes": 8 * self.block_tokens,
+            "block_tokens": self.block_tokens,
+        }
+        fewest = KvGeometry(**sizes, near_pages=0).pages_needed(
+            self.sure_blocks, TAILS_WHILE_PREFILLING
+        )
+        return KvGeometry(**sizes, near_pages=fewest + self.spare_pages)
+
+    @property
+    def usable_blocks(self) -> int:
+        return max(self.sure_blocks, self.geometry.block_limit(0) - self.unused_blocks)
+
+
+class Driver:
+    """Adds requests, runs steps, and checks every structure after each."""
+
+    def __init__(self, setup: Setup, device: Device, **worker: bool) -> None:
+        self.setup = setup
+        self.engine = EngineModel(
+            geometry=setup.geometry,
+            usable_blocks=setup.usable_blocks,
+            ahead=setup.ahead,
+            defer_frees=setup.defer_frees and setup.ahead,
+        )
+        self.worker = WorkerModel(
+            geometry=setup.geometry,
+            order=setup.order,
+            num_blocks=setup.usable_blocks + 1,
+            device=device,
+            **worker,
+        )
+        self.pending: deque[Step] = deque()
+        self.num_steps = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.engine.running, *self.engine.waiting]
+
+    def free_id(self, number: int) -> str:
+        """An id that no request has now; it may have been another's in the step before."""
+        taken = {request.request_id for request in self.requests}
+        return next(name for at in itertools.count(number) if (name := f"request-{at}") not in taken)
+
+    def add(self, request_id: str, *, family: int, shared: int, prompt: int, output: int) -> None:
+        """A request whose first ``shared`` prompt tokens it has in common with its family."""
+        prompt = min(prompt, self.engine.max_tokens - 1)
+        total = min(prompt + output, self.engine.max_tokens)
+        own = hash((request_id, self.num_steps))
+        tokens = tuple((family, at) if at < shared else (own, at) for at in range(total))
+        self.engine.add(
+            Request(
+                request_id=request_id,
+                tokens=tuple(map(hash, tokens)),
+                num_prompt=prompt,
+            )
+        )
+
+    def step(self, chunk: Callable[[], int]) -> None:
+        self.num_steps += 1
+        step = self.engine.schedule(chunk)
+        self.engine.check_integrity()
+        assert self.engine.planner.num_tails <= self.engine.elastic.tail_slots
+        self.pending.append(step)
+        if len(self.pending) > self.setup.ahead:
+            self.run_oldest()
+
+    def run_oldest(self) -> None:
+        step = self.pending.popleft()
+        self.worker.run(step)
+        self.engine.update(step)
+        self.engine.check_integrity()
+
+    def abort(self, request: Request) -> None:
+        self.engine.abort(request)
+        self.engine.check_integrity()
+
+    def run_out(self) -> None:
+        """Run until every request has finished; all blocks are granted then."""
+        budget = 20 + 4 * sum(len(request.tokens) for request in self.requests)
+        while self.requests:
+            self.step(lambda: 3)
+            budget -= 1
+            assert budget > 0, "the engine makes no progress"
+        self.step(lambda: 0)
+        while self.pending:
+            self.run_oldest()
+        assert self.engine.elastic.withheld == [] and not self.engine.elastic.tail_slots
+        assert len(self.engine.pool.free) == self.engine.usable_blocks
+
+    def close(self) -> None:
+        self.worker.close()
+        self.worker.check_far(sorted(self.engine.pool.prefix_of))
+
+
+def run_schedule(driver: Driver, rng: random.Random, *, num_steps: int) -> None:
+    """A random schedule: requests come, run in chunks, are left out, aborted, and finish."""
+    for number in range(num_steps):
+        if rng.random() < 0.5 and len(driver.requests) < 6:
+            driver.add(
+                driver.free_id(rng.randrange(8)),
+                family=rng.randrange(2),
+                shared=rng.randrange(12),
+                prompt=rng.randint(1, 12),
+                output=rng.randint(1, 10),
+            )
+        if driver.requests and rng.random() < 0.04:
+            driver.abort(rng.choice(driver.requests))
+        driver.step(lambda: rng.choice((0, 1, 1, 2, 3, 5, 8, 8)))
+    driver.run_out()
+    driver.close()
+
+
+def simulated(setup: Setup, seed: int, *, haste: float, **options: bool) -> Driver:
+    """A driver on a :class:`SimulatedDevice`."""
+    return Driver(setup, SimulatedDevice(random.Random(seed), haste=haste), **options)

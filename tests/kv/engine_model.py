@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's scheduler as far as KV blocks go: what vLLM's scheduler and block pool do, small.
+
+Blocks come from a free queue, full ones stay in a prefix cache after they are freed, requests
+share them, are prefilled in chunks, preempted, resumed and aborted. Admission keeps the protocol
+of ``vllm_tiered/adapter/scheduler.py`` line by line. With ``ahead`` the next step is scheduled
+before the last one has run, as under vLLM's async scheduling; then ``defer_frees`` keeps a
+request's blocks until the steps that still write them have run, as vLLM does for connectors.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm_tiered.cost.kv import KvGeometry
+from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
+
+Prefix = tuple[int, ...]
+
+
+class BlockPool:
+    """vLLM's ``BlockPool``: free queue, reference counts, prefix cache. Block 0 is the null block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = deque(range(1, num_blocks))
+        self.references = [0] * num_blocks
+        self.prefix_of: dict[int, Prefix] = {}
+        self._cached: dict[Prefix, list[int]] = {}
+
+    def hit(self, prefix: Prefix) -> int | None:
+        blocks = self._cached.get(prefix)
+        return blocks[0] if blocks else None
+
+    def cache(self, block: int, prefix: Prefix) -> None:
+        if block not in self.prefix_of:
+            self.prefix_of[block] = prefix
+            self._cached.setdefault(prefix, []).append(block)
+
+    def take(self, count: int) -> list[int]:
+        blocks = [self.free.popleft() for _ in range(count)]
+        for block in blocks:
+            if block in self.prefix_of:
+                self._cached[self.prefix_of.pop(block)].remove(block)
+            self.references[block] = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if not self.references[block]:
+                self.free.remove(block)
+            self.references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Blocks without content are reused first, cached ones last."""
+        without: list[int] = []
+        for block in blocks:
+            self.references[block] -= 1
+            if not self.references[block]:
+                (self.free if block in self.prefix_of else without).append(block)
+        self.free.extendleft(reversed(without))
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """``tokens`` holds the prompt and all that will be sampled; ``known`` of them exist by now."""
+
+    request_id: str
+    tokens: Sequence[int]
+    num_prompt: int
+    known: int = 0
+    computed: int = 0
+    placeholders: int = 0  # sampled by steps that have not run yet
+    preemptions: int = 0
+    last_step: int = 0
+    status: Status = Status.WAITING
+    blocks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.known = self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        return self.known + self.placeholders - self.computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A request's part in a step, frozen when it was scheduled."""
+
+    request: Request
+    blocks: tuple[int, ...]
+    scheduled: ScheduledRequest
+    samples: bool
+    preemptions: int
+
+    @property
+    def end_tokens(self) -> int:
+        return self.scheduled.computed_tokens + self.scheduled.scheduled_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    number: int
+    parts: tuple[Part, ...]
+    plan: StepPlan
+    granted: frozenset[int]  # blocks that the worker grants while the step runs
+
+
+class EngineModel:
+    """Schedules steps; ``update`` takes the sampled tokens when a step has run."""
+
+    def __init__(
+        self,
+        *,
+        geometry: KvGeometry,
+        usable_blocks: int,
+        max_running: int = 4,
+        ahead: bool = False,
+        defer_frees: bool = False,
+    ) -> None:
+        self.geometry = geometry
+        self.usable_blocks = usable_blocks
+        self.block_tokens = geometry.block_tokens
+        self.max_tokens = geometry.max_request_tokens(usable_blocks)
+        self.max_running = max_running
+        self.ahead = ahead
+        self.pool = BlockPool(usable_blocks + 1)
+        self.planner = StepPlanner(
+            num_blocks=usable_blocks + 1, block_tokens=geometry.block_tokens
+        )
+        self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.num_preemptions = 0
+        self.num_hits = 0
+        self._defer_frees = defer_frees
+        self._deferred: list[tuple[int, list[int]]] = []
+        self._finished: set[str] = set()
+        self._announced: set[int] = set()
+        self._withheld: set[int] = set()
+        self._scheduled_steps = self._updated_steps = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        self._finish(request)
+
+    def schedule(self, chunk: Callable[[], int]) -> Step:
+        """Schedule at most ``chunk()`` tokens of each request, 0 leaving it out of the step."""
+        self._scheduled_steps += 1
+        preempted: list[Request] = []
+        parts = self._schedule_running(chunk, preempted)
+        if not preempted:
+            parts += self._schedule_waiting(chunk)
+        plan = self._plan(parts, {request.request_id for request in preempted})
+        for part in parts:
+            request = part.request
+            request.computed = part.end_tokens
+            request.last_step = self._scheduled_steps
+            request.placeholders += part.samples and self.ahead
+        granted = frozenset(range(1, self.usable_blocks + 1)) - self._announced
+        return Step(
+            number=self._scheduled_steps, parts=tuple(parts), plan=plan, granted=granted
+        )
+
+    def update(self, step: Step) -> None:
+        """The step has run: deliver its tokens, finish requests, free what waited for it."""
+        self._updated_steps = step.number
+        while self._deferred and self._deferred[0][0] <= self._updated_steps:
+            self.pool.release(self._deferred.pop(0)[1])
+        for part in step.parts:
+            request = part.request
+            if request.status is Status.FINISHED or not part.samples:
+                continue
+            request.known += 1
+            if part.preemptions == request.preemptions:
+                request.placeholders -= self.ahead
+                self._cache_full_blocks(request, request.computed - request.placeholders)
+            if request.known == len(request.tokens):
+                self.abort(request)
+
+    # Scheduling -------------------------------------------------------------------------
+
+    def _schedule_running(self, chunk: Callable[[], int], preempted: list[Request]) -> list[Part]:
+        parts: list[Part] = []
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            index += 1
+            room = self.max_tokens - request.computed - 1
+            if (num_tokens := min(chunk(), request.remaining, room)) <= 0:
+                continue
+            new_blocks = self._allocate(request, request.computed + num_tokens)
+            while new_blocks is None:
+                victim = self.running[-1]
+                if not self._can_free(victim):
+                    return parts
+                self.running.pop()
+                self._preempt(victim)
+                preempted.append(victim)
+                if victim is request:
+                    return parts
+                new_blocks = self._allocate(request, request.computed + num_tokens)
+            parts.append(self._part(request, new_blocks, num_tokens, restarts=False))
+        return parts
+
+    def _schedule_waiting(self, chunk: Callable[[], int]) -> list[Part]:
+        parts: list[Part] = []
+        while self.waiting and len(self.running) < self.max_running:
+            request = self.waiting[0]
+            hits = self._hits(request)
+            num_hit_tokens = len(hits) * self.block_tokens
+            if (num_tokens := min(chunk(), request.known - num_hit_tokens)) <= 0:
+                break
+            if not self._admit(request, hits, num_hit_tokens + num_tokens):
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            request.status = Status.RUNNING
+            request.computed = num_hit_tokens
+            self.num_hits += len(hits)
+            parts.append(self._part(request, request.blocks, num_tokens, restarts=True))
+        return parts
+
+    def _admit(self, request: Request, hits: list[int], end_tokens: int) -> bool:
+        """As ``TieredScheduler._reserving`` does around vLLM's ``allocate_slots``."""
+        self.elastic.end(request.request_id)
+        extra = self.elastic.blocks_to_withhold()
+        if self._allocate(request, end_tokens, hits=hits, reserved_blocks=extra) is None:
+            return False
+        withheld = self.pool.take(extra) if extra else []
+        self._withheld.update(withheld)
+        prefill_tokens = max(request.num_prompt, request.known - 1)
+        self.elastic.admit(request.request_id, withheld, prefill_tokens=prefill_tokens)
+        self.elastic.check_integrity()
+        return True
+
+    def _plan(self, parts: list[Part], preempted: set[str]) -> StepPlan:
+        """As ``TieredScheduler.build_metadata`` does with vLLM's ``SchedulerOutput``."""
+        scheduled = {part.request.request_id for part in parts}
+        ended = preempted | self._finished
+        self._finished = set()
+        for request_id in ended - scheduled:
+            self.elastic.end(request_id)
+        self._grant()
+        for part in parts:
+            if not part.scheduled.restarts:
+                self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
+        withheld = set(self.elastic.withheld)
+        plan = self.planner.plan(
+            [part.scheduled for part in parts],
+            ended,
+            granted=sorted(self._announced - withheld),
+            withheld=sorted(withheld - self._announced),
+        )
+        self._announced = withheld
+        return plan
+
+    def _part(
+        self, request: Request, new_blocks: Sequence[int], num_tokens: int, *, restarts: bool
+    ) -> Part:
+        return Part(
+            request=request,
+            blocks=tuple(request.blocks),
+            scheduled=ScheduledRequest(
+                request_id=request.request_id,
+                new_block_ids=tuple(new_blocks),
+                restarts=restarts,
+                computed_tokens=request.computed,
+                scheduled_tokens=num_tokens,
+            ),
+            samples=num_tokens == request.remaining,
+            preemptions=request.preemptions,
+        )
+
+    # Blocks -----------------------------------------------------------------------------
+
+    def _hits(self, request: Request) -> list[int]:
+        hits: list[int] = []
+        for end in range(self.block_tokens, request.known, self.block_tokens):
+            if (block := self.pool.hit(tuple(request.tokens[:end]))) is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _allocate(
+        self,
+        request: Request,
+        end_tokens: int,
+        *,
+        hits: Sequence[int] = (),
+        reserved_blocks: int = 0,
+    ) -> list[int] | None:
+        """vLLM's ``allocate_slots``: new blocks up to ``end_tokens``, or None and no change."""
+        count = -(-end_tokens // self.block_tokens) - len(request.blocks) - len(hits)
+        freed_hits = sum(not self.pool.references[block] for block in hits)
+        if count + freed_hits + reserved_blocks > len(self.pool.free):
+            return None
+        self.pool.touch(hits)
+        new_blocks = self.pool.take(count)
+        request.blocks += [*hits, *new_blocks]
+        self._cache_full_blocks(request, end_tokens)
+        return new_blocks
+
+    def _cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """At scheduling, before they are computed: others may hit them in the same step."""
+        for index in range(min(num_tokens, request.known) // self.block_tokens):
+            end = (index + 1) * self.block_tokens
+            self.pool.cache(request.blocks[index], tuple(request.tokens[:end]))
+
+    def _can_free(self, request: Request) -> bool:
+        return not self._defer_frees or request.last_step <= self._updated_steps
+
+    def _free(self, request: Request) -> None:
+        blocks = request.blocks[::-1]
+        request.blocks = []
+        if self._can_free(request):
+            self.pool.release(blocks)
+        else:
+            self._deferred.append((self._scheduled_steps, blocks))
+
+    def _preempt(self, request: Request) -> None:
+        self._free(request)
+        request.computed = request.placeholders = 0
+        request.preemptions += 1
+        request.status = Status.WAITING
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _finish(self, request: Request) -> None:
+        """As vLLM: the blocks are freed, and the connector's ``request_finished`` grants."""
+        request.status = Status.FINISHED
+        self._finished.add(request.request_id)
+        self.elastic.end(request.request_id)
+        self._grant()
+        self._free(request)
+
+    def _grant(self) -> None:
+        granted = self.elastic.grant()
+        self._withheld.difference_update(granted)
+        self.pool.release(granted)
+
+    def check_integrity(self) -> None:
+        """Every usable block is free or referenced, by requests, as withheld or deferred."""
+        self.elastic.check_integrity()
+        held = [block for request in self.running for block in request.blocks]
+        held += [block for _, blocks in self._deferred for block in blocks]
+        held += self._withheld
+        assert set(self.elastic.withheld) == self._withheld
+        assert self.elastic.granted_blocks + len(self._withheld) == self.usable_blocks
+        for block in range(1, self.usable_blocks + 1):
+            assert self.pool.references[block] == held.count(block)
+        free = sorted(self.pool.free)
+        assert free == [b for b in range(1, self.usable_blocks + 1) if b not in held]
+        granted, tails = self.elastic.granted_blocks, self.elastic.tail_slots
+        assert self.geometry.pages_needed(granted, tails) <= self.geometry.near_pages
+        assert not any(request.blocks for request in self.waiting)

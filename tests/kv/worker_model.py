@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker as far as KV goes: computes steps on the swapper's pages and knows the truth.
+
+Computing a layer stores a value that was never used before for each token of the step, where the
+mapping table says, then looks at *all* tokens of the step's requests as attention does: each page
+must hold exactly what was stored when the token was computed, in whatever step and by whichever
+request that was.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from tests.kv.engine_model import Part, Step
+from tests.kv.simulated_device import SimulatedDevice
+from vllm_tiered.cost.kv import KvGeometry
+from vllm_tiered.kv.page_pool import Owner
+from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.tiers.base import Device, Direction, Event, LinkUse, PageBuffer, Pages
+
+NEVER_WRITTEN = -2
+FREED = -3
+
+
+class WrongKv(AssertionError):
+    """Attention would have read something else than the token's KV."""
+
+
+class CountedDevice(Device):
+    """Counts the bytes of the copies that are submitted to ``inner``; keeps the far buffer."""
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.submitted = dict.fromkeys(Direction, 0)
+        self.far: PageBuffer | None = None
+
+    def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
+        self.far = self.inner.far_buffer(num_pages, page_bytes)
+        assert self.far.words is not None
+        self.far.words[:] = NEVER_WRITTEN
+        return self.far
+
+    def copy(
+        self,
+        direction: Direction,
+        src: PageBuffer,
+        src_pages: Pages,
+        dst: PageBuffer,
+        dst_pages: Pages,
+        after: Sequence[Event] = (),
+    ) -> Event:
+        self.submitted[direction] += len(src_pages) * src.page_bytes
+        return self.inner.copy(direction, src, src_pages, dst, dst_pages, after)
+
+    def compute_event(self) -> Event:
+        return self.inner.compute_event()
+
+    def wait(self, event: Event) -> float:
+        return self.inner.wait(event)
+
+    def use(self, direction: Direction) -> LinkUse:
+        return self.inner.use(direction)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WorkerModel:
+    """Runs scheduled steps.
+
+    Args:
+        poison_freed: overwrite free pages after each step. Not with compute that runs late.
+        check_bytes: check what each step copies, beside what attention sees.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometry: KvGeometry,
+        order: SwapOrder,
+        num_blocks: int,
+        device: Device,
+        poison_freed: bool = True,
+        check_bytes: bool = True,
+    ) -> None:
+        near = PageBuffer(torch.empty((geometry.near_pages, geometry.page_bytes), dtype=torch.uint8))
+        assert near.words is not None
+        self.words = near.words  # [near page, slot]
+        self.words[:] = NEVER_WRITTEN
+        self.device = CountedDevice(device)
+        self.order = order
+        self.num_blocks = num_blocks
+        self.swapper = Swapper(
+            geometry=geometry, order=order, num_blocks=num_blocks, near=near, device=self.device
+        )
+        shape = (num_blocks, geometry.block_tokens)
+        self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
+        self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
+        self._geometry = geometry
+        self._next_value = 1
+        self._expected = dict.fromkeys(Direction, 0)
+        self._poison_freed = poison_freed
+        self._check_bytes = check_bytes
+
+    def run(self, step: Step) -> None:
+        """The connector's hooks in vLLM's order.
+
+        Raises:
+            WrongKv: a page does not hold what was computed.
+        """
+        self._follow_prefixes(step.parts)
+        self.swapper.begin_step(step.plan)
+        self.swapper.check_integrity()
+        # vLLM's block tables are translated once a step, for all layers, right here.
+        pages = self.swapper.table.pages.astype(np.int64)
+        if step.parts:
+            for layer in range(self._geometry.num_layers):
+                self.swapper.wait_layer(layer)
+                self.swapper.wait_layer(layer)  # once before the update, once before attention
+                self._submit(self._kernel(layer, pages[layer], step.parts))
+                self.swapper.layer_done(layer)
+        self.swapper.end_step()
+        self._check_step(step)
+
+    def close(self) -> None:
+        """Finish all copies and compare what was copied with what had to be."""
+        self.device.close()
+        if self._check_bytes:
+            for direction, num_bytes in self._expected.items():
+                assert self.device.use(direction).num_bytes == num_bytes
+
+    def check_far(self, blocks: Sequence[int]) -> None:
+        """Call after ``close``: full ``blocks`` are in the far tier in every rotating layer."""
+        assert self.device.far is not None and self.device.far.words is not None
+        for row, layer in enumerate(self.order.rotating):
+            slab = self.device.far.words[row * self.num_blocks : (row + 1) * self.num_blocks]
+            np.testing.assert_array_equal(slab[blocks], self.truth[layer, blocks])
+
+    def _submit(self, kernel: Callable[[], None]) -> None:
+        if isinstance(self.device.inner, SimulatedDevice):
+            self.device.inner.compute(kernel)
+        else:
+            kernel()
+
+    def _kernel(
+        self, layer: int, pages: "np.ndarray[tuple[int], np.dtype[np.int64]]", parts: Sequence[Part]
+    ) -> Callable[[], None]:
+        written = self._slots(parts, new_only=True)
+        looked_at = self._slots(parts, new_only=False)
+        values = np.arange(self._next_value, self._next_value + len(written[0]))
+        self._next_value += len(values)
+
+        def kernel() -> None:
+            block_ids, slots = written
+            self.words[pages[block_ids], slots] = self.truth[layer, block_ids, slots] = values
+            block_ids, slots = looked_at
+            seen = self.words[pages[block_ids], slots]
+            wrong = np.flatnonzero(seen != self.truth[layer, block_ids, slots])
+            if len(wrong):
+                first = wrong[0]
+                block_id, slot = int(block_ids[first]), int(slots[first])
+                raise WrongKv(
+                    f"{len(wrong)} of {len(seen)} slots in layer {layer}; block {block_id} slot "
+                    f"{slot} (page {pages[block_id]}) holds {seen[first]}, computed was "
+                    f"{self.truth[layer, block_id, slot]}"
+                )
+
+        return kernel
+
+    def _slots(self, parts: Sequence[Part], *, new_only: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Block ids and slots of the step's tokens, with or without those computed before."""
+        block_ids, slots = [], []
+        for part in parts:
+            first = part.scheduled.computed_tokens if new_only else 0
+            positions = np.arange(first, part.end_tokens)
+            block_ids.append(np.array(part.blocks)[positions // self._geometry.block_tokens])
+            slots.append(positions % self._geometry.block_tokens)
+        return np.concatenate(block_ids), np.concatenate(slots)
+
+    def _follow_prefixes(self, parts: Sequence[Part]) -> None:
+        """Checks the engine model: a block of a request holds that request's tokens."""
+        hashes = {id(part): self._prefix_hashes(part) for part in parts}
+        for new_only in (True, False):
+            for part in parts:
+                block_ids, slots = self._slots([part], new_only=new_only)
+                own = hashes[id(part)][part.end_tokens - len(slots) :]
+                if new_only:
+                    self.prefixes[block_ids, slots] = own
+                else:
+                    assert (self.prefixes[block_ids, slots] == own).all(), "a wrong prefix hit"
+
+    def _prefix_hashes(self, part: Part) -> "np.ndarray":
+        tokens = part.request.tokens
+        # Under async scheduling a request runs on for one token after its last.
+        return np.array(
+            [hash((*tokens[: end], end)) for end in range(1, part.end_tokens + 1)], dtype=np.int64
+        )
+
+    def _check_step(self, step: Step) -> None:
+        self.swapper.check_integrity()
+        pool = self.swapper.pool
+        assert pool.count(Owner.PINNED) == len(self.order.pinned) * len(step.granted)
+        assert pool.count(Owner.STAGING) == 0
+        block_tokens = self._geometry.block_tokens
+        read: set[int] = set()
+        touched: set[int] = set()
+        filled: list[int] = []
+        for part in step.parts:
+            first = part.scheduled.computed_tokens // block_tokens
+            read.update(part.blocks[:first])
+            touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
+            filled += part.blocks[first : part.end_tokens // block_tokens]
+        assert len(set(filled)) == len(filled)
+        per_block = len(self.order.rotating) * self._geometry.page_bytes
+        self._expected[Direction.READ] += len(read - touched) * per_block
+        self._expected[Direction.WRITE] += len(filled) * per_block
+        if self._check_bytes:
+            assert self.device.submitted == self._expected
+        if self._poison_freed:
+            free = pool.allocate(pool.num_free, Owner.STAGING)
+            self.words[free] = FREED
+            pool.free(free, Owner.STAGING)

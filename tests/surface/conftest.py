@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder, engine arguments made from it, and Python processes with a clean environment."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_tiered.adapter import compat
+
+
+@pytest.fixture(scope="session")
+def model_dir():
+    from benchmarks.model import demo_model_dir
+
+    return str(demo_model_dir())
+
+
+@pytest.fixture
+def make_engine_args(model_dir):
+    """`make_engine_args(field=value, ...)`, with the plugin's hooks in place."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_tiered.adapter import plugin
+
+    plugin.register()
+    return lambda **fields: EngineArgs(model=model_dir, enforce_eager=True, **fields)
+
+
+@pytest.fixture(scope="session")
+def clean_env(tmp_path_factory):
+    """`clean_env(NAME=value, ...)`: an environment for subprocesses, without warnings as errors."""
+    root = tmp_path_factory.mktemp("environment")
+    search_path = [str(Path(__file__).parents[2])]
+    if compat.is_vllm_command_broken():
+        # What the CPU distribution leaves out; vLLM tells its CPU build by "cpu" in the version.
+        record = root / f"vllm-{compat.vllm_version()}+cpu.dist-info"
+        record.mkdir()
+        version = f"{compat.vllm_version()}+cpu"
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        search_path.append(str(root))
+    base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    base["PYTHONPATH"] = os.pathsep.join(search_path)
+    return lambda **extra: base | extra
+
+
+@pytest.fixture(scope="session")
+def run_python(clean_env):
+    """Run this interpreter with the arguments in a clean environment; stdout of a success."""
+
+    def run(*arguments, **extra):
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=clean_env(**extra),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_probe(run_python, model_dir):
+    """Run probe.py with flags, in an environment; its answer."""
+
+    def run(*flags, **extra):
+        out = run_python(str(Path(__file__).with_name("probe.py")), model_dir, *flags, **extra)
+        return json.loads(out.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """caplog for our log lines, whether or not vLLM's loggers hand records up to the root."""
+    logger = logging.getLogger("vllm.tiered")
+    before = logger.level, logger.propagate
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.level, logger.propagate = before

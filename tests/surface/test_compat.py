@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Version and extension point checks, and wrapping."""
+
+import types
+from typing import Any
+
+import pytest
+
+from vllm_tiered.adapter import compat, plugin
+from vllm_tiered.errors import VersionError
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.32.0", True),
+        ("0.32.7+cpu", True),
+        ("0.32.1.post1", True),
+        ("0.33.0", False),
+        ("0.3.2", False),
+        ("0.320.0", False),
+        ("1.32.0", False),
+        ("dev", False),
+    ],
+)
+def test_which_versions_are_supported(version, supported):
+    assert compat.is_supported(version) is supported
+
+
+def test_the_installed_vllm_is_supported_and_complete():
+    compat.check_vllm_version()
+    compat.check_extension_points()
+    points = compat.extension_points()
+    assert len(points) > 20
+    assert [point.name for point in points if not point.present] == []
+
+
+def test_another_version_is_refused_with_both_versions(monkeypatch):
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.40.1")
+    with pytest.raises(VersionError, match=r"needs vLLM 0\.32\.\*, but vLLM 0\.40\.1"):
+        plugin.register()
+
+
+def test_no_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "vllm_version", lambda: None)
+    with pytest.raises(VersionError, match="no vLLM is installed"):
+        compat.check_vllm_version()
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "problem"),
+    [
+        ("vllm.v1.engine.core", "gone", "has no attribute gone"),
+        ("vllm.v1.engine.core.Gone", "anything", "vllm.v1.engine.core has no Gone"),
+        ("vllm.gone", "anything", "vllm.gone cannot be imported"),
+    ],
+)
+def test_a_missing_extension_point_stops_a_start_by_name(
+    make_engine_args, monkeypatch, owner, attribute, problem
+):
+    planted = (owner, (attribute,), "testing")
+    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, planted))
+    engine_args = make_engine_args(additional_config={"tiered": {}})
+    with pytest.raises(VersionError) as refused:
+        engine_args.create_engine_config()
+    assert f"{owner}.{attribute} (testing)" in str(refused.value)
+    assert problem in str(refused.value)
+
+
+def add(original, number):
+    return original(number) + 1
+
+
+def test_wrapping_twice_wraps_once():
+    module: Any = types.ModuleType("module")
+    module.double = lambda number: 2 * number
+    for _ in range(3):
+        compat.wrap_once(module, "double", add)
+    assert module.double(10) == 21
+
+
+def test_wrapping_keeps_a_static_method_static():
+    class Owner:
+        @staticmethod
+        def double(number):
+            """Twice."""
+            return 2 * number
+
+    compat.wrap_once(Owner, "double", add)
+    assert Owner.double(10) == Owner().double(10) == 21
+    assert Owner.double.__doc__ == "Twice."
+
+
+def test_wrapping_a_method_passes_the_instance():
+    class Owner:
+        factor = 3
+
+        def times(self, number):
+            return self.factor * number
+
+    compat.wrap_once(Owner, "times", lambda original, owner, number: original(owner, number) + 1)
+    assert Owner().times(10) == 31
+
+
+def test_wrapping_what_is_not_there_is_an_error():
+    with pytest.raises(VersionError, match=r"module\.gone"):
+        compat.wrap_once(types.ModuleType("module"), "gone", add)
+
+
+def test_registering_again_changes_nothing():
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    before = EngineArgs.create_engine_config, EngineArgs.add_cli_args
+    plugin.register()
+    assert (EngineArgs.create_engine_config, EngineArgs.add_cli_args) == before

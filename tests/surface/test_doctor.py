@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-tiered doctor`: exit status, JSON, and what each check says about a planted fault."""
+
+import importlib.metadata
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from vllm_tiered import __version__
+from vllm_tiered.adapter import compat
+from vllm_tiered.cli import doctor
+from vllm_tiered.cli.main import main
+from vllm_tiered.tiers.host import HostMemory
+from vllm_tiered.units import GIB
+
+
+def report(capsys, *flags):
+    status = main(["doctor", "--json", *flags])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_this_installation_is_healthy(capsys):
+    status, found = report(capsys)
+    assert status == 0
+    assert found["ok"] is True
+    assert [check["name"] for check in found["checks"] if check["status"] == "fail"] == []
+    assert len(found["checks"]) == len(doctor.CHECKS)
+
+
+def test_lines_say_the_same_as_json(capsys):
+    _, found = report(capsys)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out
+    for check in found["checks"]:
+        assert check["name"] in lines
+    for check in found["checks"]:
+        if check["status"] != "ok":
+            assert check["advice"] in lines
+
+
+def test_a_planted_missing_extension_point_fails_by_name(capsys, monkeypatch):
+    planted = ("vllm.v1.engine.core", ("no_such_function",), "testing")
+    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, planted))
+    status, found = report(capsys)
+    assert status == 1
+    assert found["ok"] is False
+    (failed,) = [check for check in found["checks"] if check["status"] == "fail"]
+    assert failed["name"] == "extension points"
+    assert "vllm.v1.engine.core.no_such_function (testing)" in failed["found"]
+    assert failed["advice"]
+
+
+def test_every_check_that_is_not_ok_says_what_to_do(monkeypatch):
+    # With no vLLM and no plugin as many checks as possible have something to say.
+    monkeypatch.setattr(compat, "vllm_version", lambda: None)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    checks = [check() for check in doctor.CHECKS]
+    silent = [c.name for c in checks if c.status is not doctor.Status.OK and not c.advice]
+    assert silent == []
+    failed = {check.name for check in checks if check.status is doctor.Status.FAIL}
+    assert failed >= {"vllm", "extension points", "plugin"}
+
+
+def test_an_unsupported_vllm_fails_with_both_versions(monkeypatch):
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
+    check = doctor.check_vllm()
+    assert check.status is doctor.Status.FAIL
+    assert "0.99.0" in check.found
+    assert compat.SUPPORTED_VLLM in check.advice
+
+
+@pytest.mark.parametrize(
+    ("plugins", "status", "words"),
+    [
+        (None, "ok", "off until"),
+        ("tiered", "ok", "on in every engine"),
+        ("x,tiered", "ok", "on in every engine"),
+        ("", "warn", "keeps the plugin from loading"),
+        ("x", "warn", "keeps the plugin from loading"),
+    ],
+)
+def test_the_state_of_vllm_plugins(monkeypatch, plugins, status, words):
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    check = doctor.check_switch()
+    assert check.status == status
+    assert words in check.found
+
+
+def test_a_broken_config_file_fails_with_its_error(monkeypatch, tmp_path):
+    path = tmp_path / "tiered.json"
+    path.write_text('{"kv": {"far_gb": 1}}')
+    monkeypatch.setenv("VLLM_TIERED_CONFIG", str(path))
+    check = doctor.check_config_file()
+    assert check.status is doctor.Status.FAIL
+    assert "did you mean tiered.kv.far_gib" in check.found
+    path.write_text('{"kv": {"far_gib": 1}}')
+    assert doctor.check_config_file().status is doctor.Status.OK
+
+
+def test_memory_suggests_half_of_what_the_limit_leaves(monkeypatch):
+    memory = HostMemory(
+        total_bytes=64 * GIB,
+        available_bytes=50 * GIB,
+        limit_bytes=16 * GIB,
+        limit_used_bytes=6 * GIB,
+    )
+    monkeypatch.setattr(doctor, "host_memory", lambda: memory)
+    check = doctor.check_memory()
+    assert check.status is doctor.Status.OK
+    assert "cgroup limit 16.00 GiB, 6.00 GiB of it used" in check.found
+    assert "kv.far_gib up to 5 is safe" in check.found
+
+
+def test_too_little_memory_is_warned_about(monkeypatch):
+    memory = HostMemory(
+        total_bytes=2 * GIB, available_bytes=GIB, limit_bytes=None, limit_used_bytes=None
+    )
+    monkeypatch.setattr(doctor, "host_memory", lambda: memory)
+    assert doctor.check_memory().status is doctor.Status.WARN
+
+
+def test_a_memlock_limit_matters_on_a_device_only(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    monkeypatch.setattr(compat, "device_type", lambda: "cpu")
+    assert doctor.check_memlock().status is doctor.Status.OK
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    check = doctor.check_memlock()
+    assert check.status is doctor.Status.WARN
+    assert check.found == "8.00 MiB"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert doctor.check_memlock().status is doctor.Status.OK
+
+
+def test_a_single_cpu_is_warned_about(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    check = doctor.check_cpus()
+    assert check.status is doctor.Status.WARN
+    assert "(3)" in check.found
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 8})
+    check = doctor.check_cpus()
+    assert check.status is doctor.Status.OK
+    assert "4 of" in check.found and "(0-2,8)" in check.found
+
+
+def test_cuda_builds_beside_a_cpu_torch_are_warned_about(monkeypatch):
+    versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0"}
+    monkeypatch.setattr(doctor, "_distribution_version", versions.get)
+    check = doctor.check_torch()
+    assert check.status is doctor.Status.WARN
+    assert "pip uninstall torchaudio" in check.advice
+    del versions["torchaudio"]
+    assert doctor.check_torch().status is doctor.Status.OK
+
+
+def test_a_vllm_command_that_cannot_start_is_warned_about(monkeypatch):
+    monkeypatch.setattr(compat, "is_vllm_command_broken", lambda: True)
+    check = doctor.check_vllm_command()
+    assert check.status is doctor.Status.WARN
+    assert "--plugin tiered" in check.advice
+    monkeypatch.setattr(compat, "is_vllm_command_broken", lambda: False)
+    assert doctor.check_vllm_command().status is doctor.Status.OK
+
+
+def test_the_installed_command_prints_json_alone_on_stdout(clean_env):
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_tiered.cli.main", "doctor", "--json"],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] is True
+
+
+def test_version_and_usage(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"vllm-tiered {__version__}\n"
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2
+    assert "required" in capsys.readouterr().err
