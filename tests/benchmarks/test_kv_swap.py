@@ -131,6 +131,7 @@ def test_headline_is_the_best_budget_and_the_share_of_the_ceiling_the_worst_from
     }
     assert headline["mean_tpot_ratio"] == pytest.approx(0.5)
     assert headline["stall_fraction"] == pytest.approx(0.005)
+    assert headline["worst_foreign_cpu_share"] == 0.0
     assert headline["bytes_per_step"] == {"far_to_near": 5e8, "near_to_far": 1e8}
 
 

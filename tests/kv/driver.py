@@ -78,7 +78,7 @@ class Driver:
             **worker,
         )
         self.pending: deque[Step] = deque()
-        self.num_steps = 0
+        self.num_steps = self.num_requests = 0
 
     @property
     def requests(self) -> list[Request]:
@@ -93,15 +93,9 @@ class Driver:
         """A request whose first ``shared`` prompt tokens it has in common with its family."""
         prompt = min(prompt, self.engine.max_tokens - 1)
         total = min(prompt + output, self.engine.max_tokens)
-        own = hash((request_id, self.num_steps))
-        tokens = tuple((family, at) if at < shared else (own, at) for at in range(total))
-        self.engine.add(
-            Request(
-                request_id=request_id,
-                tokens=tuple(map(hash, tokens)),
-                num_prompt=prompt,
-            )
-        )
+        self.num_requests += 1
+        tokens = tuple(family if at < shared else -self.num_requests for at in range(total))
+        self.engine.add(Request(request_id=request_id, tokens=tokens, num_prompt=prompt))
 
     def step(self, chunk: Callable[[], int]) -> None:
         self.num_steps += 1

@@ -76,4 +76,4 @@ class KvMachine(RuleBasedStateMachine):
 
 
 TestKvMachine = KvMachine.TestCase
-TestKvMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestKvMachine.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)

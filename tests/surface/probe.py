@@ -15,7 +15,7 @@ def flatten(value, path=""):
     """Every leaf of a tree of dataclasses, as text, by its dotted path."""
     if not dataclasses.is_dataclass(value):
         return {path: repr(value)}
-    leaves = {}
+    leaves: dict[str, str] = {}
     for field in dataclasses.fields(value):
         leaves |= flatten(getattr(value, field.name, None), f"{path}.{field.name}")
     return leaves

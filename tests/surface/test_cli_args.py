@@ -95,6 +95,17 @@ def test_parsing_leaves_no_trace_for_the_next_command_line(parse):
     assert not [name for name in vars(namespace) if "tiered" in name or name == "plugin"]
 
 
+def test_a_parsers_own_default_is_added_to_and_left_alone():
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    default = {"mine": 1}
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.set_defaults(additional_config=default)
+    assert parser.parse_args(["--plugin", "tiered"]).additional_config == {"mine": 1, "tiered": {}}
+    assert default == {"mine": 1}
+
+
 def test_the_choice_reaches_engine_args_on_both_ways_vllm_takes(parse, model_dir):
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -31,6 +31,18 @@ def test_this_installation_is_healthy(capsys):
     assert len(found["checks"]) == len(doctor.CHECKS)
 
 
+def test_what_a_check_prints_stays_out_of_the_report(capsys, monkeypatch):
+    def check_loudly():
+        print("hello from an import")
+        return doctor.check_python()
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_loudly,))
+    assert main(["doctor", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ok"] is True
+    assert "hello from an import" in printed.err
+
+
 def test_lines_say_the_same_as_json(capsys):
     _, found = report(capsys)
     assert main(["doctor"]) == 0
@@ -170,7 +182,7 @@ def test_a_vllm_command_that_cannot_start_is_warned_about(monkeypatch):
 def test_the_installed_command_prints_json_alone_on_stdout(clean_env):
     done = subprocess.run(
         [sys.executable, "-m", "vllm_tiered.cli.main", "doctor", "--json"],
-        env=clean_env(),
+        env=clean_env(VLLM_LOGGING_LEVEL="DEBUG"),
         capture_output=True,
         text=True,
         timeout=240,

@@ -9,7 +9,7 @@ import pytest
 from vllm_tiered.adapter import refusals
 from vllm_tiered.errors import UnsupportedError
 
-ON = {"tiered": {}}
+ON: dict[str, Any] = {"tiered": {}}
 
 
 def transfer_config(**fields):

@@ -283,7 +283,7 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print the report; 1 if one fails, else 0."""
-    # vLLM logs to stdout while it is imported; stdout is the report's.
+    # The checks import vLLM and its dependencies, and some print: stdout is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         checks = [check() for check in CHECKS]
     healthy = all(check.status is not Status.FAIL for check in checks)

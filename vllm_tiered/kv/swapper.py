@@ -65,6 +65,7 @@ class Swapper:
         self.pool = PagePool(geometry.near_pages)
         self.stall_seconds = 0.0
         self.num_steps = 0
+        self._failure: Exception | None = None
         self._near = near
         self._device = device
         self._max_areas = max(max_areas, order.areas)
@@ -107,12 +108,20 @@ class Swapper:
             self._read(position)
 
     def wait_layer(self, layer: int) -> None:
-        """Hold compute until the layer's pages are near. Pinned layers need no wait."""
+        """Hold compute until the layer's pages are near. Pinned layers need no wait.
+
+        Raises:
+            Exception: what made the copy fail; the pages must not be used.
+        """
         position = self._position.get(layer)
         if position is None or (event := self._reads[position]) is None:
             return
         self._reads[position] = None
-        self.stall_seconds += self._device.wait(event)
+        try:
+            self.stall_seconds += self._device.wait(event)
+        except Exception as failure:
+            self._failure = failure
+            raise
         self.table.publish(layer, self.num_steps)
 
     def layer_done(self, layer: int) -> None:
@@ -136,6 +145,8 @@ class Swapper:
         Raises:
             IntegrityError: a rotating layer was staged but not computed.
         """
+        if self._failure is not None:  # vLLM ends a step also when its forward has raised
+            raise self._failure
         for layer in self.order.rotating:
             if self.table.rows[layer].area is not None:
                 raise IntegrityError(f"layer {layer} was staged and never computed")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's limit on blocks."""
+
+import pytest
+
+from vllm_tiered.cost.kv import KvGeometry
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.elastic import ElasticBlocks
+
+
+@pytest.fixture
+def elastic():
+    """1 pinned, 4 rotating layers, 2 areas: 3 G + 2 T <= 30, and 2 G + 4 T <= 30."""
+    geometry = KvGeometry(
+        num_layers=5, pinned_layers=1, areas=2, page_bytes=8, block_tokens=1, near_pages=30
+    )
+    assert [geometry.block_limit(tails) for tails in range(8)] == [10, 9, 8, 8, 7, 5, 3, 1]
+    return ElasticBlocks(geometry=geometry, usable_blocks=10)
+
+
+def admit(elastic, name, blocks, prefill_tokens=4):
+    assert elastic.blocks_to_withhold() == len(blocks)
+    elastic.admit(name, blocks, prefill_tokens=prefill_tokens)
+    elastic.check_integrity()
+
+
+def test_requests_cost_blocks_and_give_them_back(elastic):
+    admit(elastic, "a", [1, 2])
+    assert elastic.is_admitted("a") and not elastic.is_admitted("b")
+    admit(elastic, "b", [3])
+    assert (elastic.granted_blocks, elastic.tail_slots) == (7, 4)
+    assert elastic.grant() == []
+    elastic.end("a")
+    assert elastic.grant() == [3] and elastic.withheld == [1, 2]
+    elastic.end("b")
+    assert elastic.grant() == [1, 2]
+    assert elastic.granted_blocks == 10
+    elastic.check_integrity()
+
+
+def test_a_request_that_decodes_is_charged_for_one_tail(elastic):
+    admit(elastic, "a", [1, 2], prefill_tokens=4)
+    for computed_tokens, tail_slots in ((0, 2), (3, 2), (4, 1), (5, 1)):
+        elastic.progress("a", computed_tokens)
+        assert elastic.tail_slots == tail_slots
+    assert elastic.grant() == [2]
+
+
+def test_a_request_that_begins_again_prefills_again(elastic):
+    admit(elastic, "a", [1, 2], prefill_tokens=4)
+    elastic.progress("a", 4)
+    elastic.end("a")
+    assert elastic.grant() == [1, 2]
+    admit(elastic, "a", [1, 2], prefill_tokens=6)
+    elastic.progress("a", 5)
+    assert elastic.tail_slots == 2
+
+
+def test_unknown_requests_are_ignored(elastic):
+    elastic.end("a")
+    elastic.progress("a", 100)
+    assert elastic.tail_slots == 0 and elastic.grant() == []
+
+
+def test_no_room_for_another_request_means_every_block(elastic):
+    for number in range(4):
+        elastic.admit(f"{number}", [], prefill_tokens=1)
+    assert elastic.blocks_to_withhold() == elastic.granted_blocks
+
+
+def test_fewer_blocks_than_the_limit_are_not_withheld():
+    geometry = KvGeometry(
+        num_layers=5, pinned_layers=1, areas=2, page_bytes=8, block_tokens=1, near_pages=30
+    )
+    elastic = ElasticBlocks(geometry=geometry, usable_blocks=6)
+    admit(elastic, "a", [])
+    assert elastic.granted_blocks == 6 and elastic.grant() == []
+
+
+def test_check_integrity_finds_too_many_blocks(elastic):
+    elastic.admit("a", [], prefill_tokens=4)
+    with pytest.raises(IntegrityError, match="10 granted blocks and 2 tail slots need 34 of 30"):
+        elastic.check_integrity()
+
+
+def test_check_integrity_finds_a_block_that_is_withheld_twice(elastic):
+    elastic.admit("a", [1, 1], prefill_tokens=4)
+    with pytest.raises(IntegrityError, match=r"withheld \[1, 1\]"):
+        elastic.check_integrity()

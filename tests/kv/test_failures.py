@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy that fails stops the engine with its error; attention never reads what is not there."""
+
+import random
+
+import pytest
+
+from tests.kv.driver import Driver, Setup, run_schedule
+from vllm_tiered.tiers.base import Direction
+from vllm_tiered.tiers.cpu import CopyThread, CpuDevice
+
+SETUP = Setup(num_layers=5, far_layers=3, spare_pages=12)
+
+
+class LinkDown(OSError):
+    pass
+
+
+def failing_device(direction: Direction, number: int) -> CpuDevice:
+    """The ``number``-th copy of ``direction`` fails; all others are good."""
+
+    class FailingThread(CopyThread):
+        num_jobs = 0
+
+        def run(self, job):
+            if self.name.endswith(direction.value):
+                self.num_jobs += 1
+                if self.num_jobs == number:
+                    raise LinkDown
+            super().run(job)
+
+    class FailingDevice(CpuDevice):
+        thread_class = FailingThread
+
+    return FailingDevice()
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [
+        Direction.READ,
+        pytest.param(
+            Direction.WRITE,
+            marks=pytest.mark.xfail(
+                strict=True, reason="only the step's last write is looked at, and it may be good"
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("first", [1, 11, 21])
+def test_one_failed_copy(direction, first):
+    for number in range(first, first + 10):
+        device = failing_device(direction, number)
+        try:
+            with pytest.raises(LinkDown):
+                driver = Driver(SETUP, device, check_bytes=False)
+                run_schedule(driver, random.Random(5), num_steps=40)
+        finally:
+            device.close()

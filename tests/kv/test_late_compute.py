@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute that runs after it is submitted, as on a GPU: only events order it with copies."""
+
+import random
+
+import pytest
+
+from tests.kv.driver import Driver, Setup, run_schedule
+from tests.kv.simulated_device import SimulatedDevice
+
+SETUPS = (
+    Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
+    Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True),
+)
+
+
+@pytest.mark.xfail(strict=True, reason="a step's first reads do not wait for the step before")
+@pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "fifo", "small-blocks"])
+def test_late_compute_reads_its_own_kv(setup):
+    for haste in (0.0, 0.3, 0.7, 1.0):
+        for seed in range(8):
+            device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=True)
+            driver = Driver(setup, device, poison_freed=False)
+            run_schedule(driver, random.Random(seed), num_steps=40)

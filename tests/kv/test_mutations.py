@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks behind the state machine find what they are there for.
+
+Each mutation breaks one thing in the way it would be broken by mistake, and a fixed set of random
+schedules must fail under it, as it must pass without.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.doubles import DelayedDevice
+from tests.kv.driver import Driver, Setup, run_schedule
+from tests.kv.simulated_device import SimulatedDevice
+from tests.kv.worker_model import WrongKv
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv import elastic
+from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.mapping_table import MappingTable
+from vllm_tiered.kv.page_pool import PagePool
+from vllm_tiered.kv.step_plan import StepPlanner
+from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.tiers.base import Pages
+
+SETUPS = (
+    Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
+    Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=3, far_layers=1, block_tokens=3, sure_blocks=3, spare_pages=20),
+    Setup(num_layers=9, far_layers=8, sure_blocks=5),
+    Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
+)
+HASTES = (0.0, 0.4, 1.0)
+SEEDS = range(4)
+
+
+def run_all(**options: bool) -> list[Driver]:
+    """A schedule for each setup, haste and seed, on the simulated device."""
+    drivers = []
+    for setup in SETUPS:
+        for haste in HASTES:
+            for seed in SEEDS:
+                device = SimulatedDevice(random.Random(seed), haste=haste)
+                drivers.append(Driver(setup, device, **options))
+                run_schedule(drivers[-1], random.Random(seed), num_steps=40)
+    return drivers
+
+
+def run_delayed(num_seeds: int, **options: bool) -> None:
+    """Some of the same on threads that sleep: the engine's own device, only later."""
+    for seed in range(num_seeds):
+        setup = SETUPS[seed % len(SETUPS)]
+        driver = Driver(setup, DelayedDevice(seed, 1e-3), **options)
+        try:
+            run_schedule(driver, random.Random(seed), num_steps=25)
+        finally:
+            driver.worker.device.close()
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``kind`` is what fails; content is wrong where it is :class:`WrongKv`."""
+
+    owner: object
+    name: str
+    broken: Callable[[Any], Any]
+    kind: type[Exception]
+    check_bytes: bool = False
+
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(self.owner, self.name, self.broken(getattr(self.owner, self.name)))
+
+
+def wait_layer_does_not_wait(original):
+    def wait_layer(self, layer):
+        position = self._position.get(layer)
+        if position is not None and self._reads[position] is not None:
+            self._reads[position] = None
+            self.table.publish(layer, self.num_steps)
+
+    return wait_layer
+
+
+def read_before_earlier_writes(original):
+    def read(self, position):
+        self._written_before = ()
+        original(self, position)
+
+    return read
+
+
+def read_into_area_that_is_written_out(original):
+    def read(self, position):
+        self._areas[position % len(self._areas)].vacated = ()
+        original(self, position)
+
+    return read
+
+
+def write_nothing(original):
+    def write(self, pages, far, far_pages):
+        self._last_write = (self._device.compute_event(),)
+
+    return write
+
+
+def flush_nothing(original):
+    def flush_tails(self, block_ids):
+        pages = self.table.rotating_pages(block_ids).ravel()
+        self.pool.drain(pages, self.pool._owner[pages][0], self._device.compute_event())
+        self._tails.difference_update(block_ids.tolist())
+
+    return flush_tails
+
+
+def write_all_but_one_page(original):
+    def write(self, pages, far, far_pages):
+        kept = max(1, len(pages) - 1)
+        original(self, Pages(pages.ids[:kept]), far, Pages(far_pages.ids[:kept]))
+
+    return write
+
+
+def free_instead_of_drain(original):
+    def drain(self, pages, owner, done):
+        self.free(pages, owner)
+
+    return drain
+
+
+def settle_without_looking(original):
+    def settle(self):
+        while self._draining:
+            self._owner[self._draining.popleft()[1]] = 0
+
+    return settle
+
+
+def read_what_is_written(original):
+    def unique(self, read, *written):
+        return original(self, read)
+
+    return unique
+
+
+def read_nothing(original):
+    return lambda self, read, *written: np.empty(0, np.int64)
+
+
+def write_twice(original):
+    def write(self, *pages_and_target):
+        original(self, *pages_and_target)
+        original(self, *pages_and_target)
+
+    return write
+
+
+def forget_released_tails(original):
+    return lambda self, request_id: self._requests.pop(request_id, None) and None
+
+
+def tails_not_in_table(original):
+    def set_rotating(self, block_ids, pages):
+        if len(block_ids) != 1:
+            original(self, block_ids, pages)
+
+    return set_rotating
+
+
+def one_slot_while_prefilling(original):
+    return original - 1
+
+
+def withhold_one_too_few(original):
+    return lambda self: max(0, original(self) - 1)
+
+
+def withhold_nothing_in_the_worker(original):
+    return lambda self, block_ids: None
+
+
+MUTATIONS = (
+    Mutation(Swapper, "wait_layer", wait_layer_does_not_wait, WrongKv),
+    Mutation(Swapper, "_read", read_before_earlier_writes, WrongKv),
+    Mutation(Swapper, "_flush_tails", flush_nothing, WrongKv),
+    Mutation(Swapper, "_read", read_into_area_that_is_written_out, WrongKv),
+    Mutation(Swapper, "_write", write_nothing, WrongKv),
+    Mutation(Swapper, "_write", write_all_but_one_page, WrongKv),
+    Mutation(Swapper, "_write", write_twice, AssertionError, check_bytes=True),
+    Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
+    Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
+    Mutation(PagePool, "settle", settle_without_looking, WrongKv),
+    Mutation(StepPlanner, "_unique", read_nothing, WrongKv),
+    Mutation(StepPlanner, "_unique", read_what_is_written, IntegrityError),
+    Mutation(StepPlanner, "_forget", forget_released_tails, IntegrityError),
+    Mutation(MappingTable, "set_rotating", tails_not_in_table, IntegrityError),
+    Mutation(elastic, "TAILS_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
+    Mutation(ElasticBlocks, "blocks_to_withhold", withhold_one_too_few, IntegrityError),
+)
+
+
+def mutation_id(mutation):
+    return mutation.broken.__name__
+
+
+def test_unbroken_passes():
+    drivers = run_all()
+    # What the schedules went through; a check of things that never happen would prove nothing.
+    assert sum(driver.engine.num_preemptions for driver in drivers) > 100
+    assert sum(driver.engine.num_hits for driver in drivers) > 100
+
+
+def test_unbroken_passes_on_delayed_threads():
+    run_delayed(len(SETUPS))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=mutation_id)
+def test_broken_fails(mutation, monkeypatch):
+    mutation.apply(monkeypatch)
+    with pytest.raises(mutation.kind):
+        run_all(check_bytes=mutation.check_bytes)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS[:3], ids=mutation_id)
+def test_broken_fails_on_delayed_threads(mutation, monkeypatch):
+    mutation.apply(monkeypatch)
+    with pytest.raises(mutation.kind):
+        run_delayed(40, check_bytes=False)

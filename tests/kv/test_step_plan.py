@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a step's blocks are classified. Blocks hold 4 tokens here."""
+
+import dataclasses
+
+import pytest
+
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlanner
+
+
+@pytest.fixture
+def planner():
+    return StepPlanner(num_blocks=100, block_tokens=4)
+
+
+def part(name, computed, scheduled, new_blocks=(), *, restarts=False):
+    return ScheduledRequest(
+        request_id=name,
+        new_block_ids=new_blocks,
+        restarts=restarts,
+        computed_tokens=computed,
+        scheduled_tokens=scheduled,
+    )
+
+
+def classes(plan):
+    """The plan's classes that are not empty, as lists; seconds left out."""
+    arrays = {
+        field.name: getattr(plan, field.name).tolist()
+        for field in dataclasses.fields(plan)
+        if field.name != "planning_seconds"
+    }
+    return {name: ids for name, ids in arrays.items() if ids}
+
+
+def test_a_prompt_in_one_chunk(planner):
+    plan = planner.plan([part("a", 0, 10, [7, 3, 9], restarts=True)], ())
+    assert classes(plan) == {"ring": [7, 3], "tail_acquire": [9]}
+    assert planner.num_tails == 1
+
+
+def test_the_tail_fills_step_by_step(planner):
+    planner.plan([part("a", 0, 5, [7, 3], restarts=True)], ())
+    assert classes(planner.plan([part("a", 5, 2)], ())) == {"read": [7]}
+    assert classes(planner.plan([part("a", 7, 1)], ())) == {"read": [7], "tail_flush": [3]}
+    assert planner.num_tails == 0
+    plan = planner.plan([part("a", 8, 1, [5])], ())
+    assert classes(plan) == {"read": [3, 7], "tail_acquire": [5]}
+
+
+def test_a_chunk_may_finish_a_tail_and_begin_another(planner):
+    planner.plan([part("a", 0, 3, [7], restarts=True)], ())
+    plan = planner.plan([part("a", 3, 7, [3, 9])], ())
+    assert classes(plan) == {"tail_flush": [7], "ring": [3], "tail_acquire": [9]}
+
+
+def test_a_request_that_is_left_out_keeps_its_tail_and_is_not_read(planner):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
+    assert classes(planner.plan([], ())) == {}
+    assert planner.num_tails == 1
+    assert classes(planner.plan([part("a", 6, 1)], ())) == {"read": [7]}
+
+
+def test_shared_blocks_are_read_once(planner):
+    planner.plan([part("a", 0, 8, [7, 3], restarts=True)], ())
+    plan = planner.plan(
+        [part("a", 8, 1, [5]), part("b", 8, 1, [7, 3, 6], restarts=True)], ()
+    )
+    assert classes(plan) == {"read": [3, 7], "tail_acquire": [5, 6]}
+
+
+def test_a_prefix_that_another_request_computes_in_this_step_is_not_read(planner):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
+    plan = planner.plan(
+        [
+            part("a", 6, 6, [8]),  # fills its tail 3 and block 8
+            part("b", 12, 2, [7, 3, 8, 6], restarts=True),
+        ],
+        (),
+    )
+    assert classes(plan) == {
+        "read": [7],
+        "ring": [8],
+        "tail_flush": [3],
+        "tail_acquire": [6],
+    }
+
+
+def test_an_ended_request_releases_its_tail(planner):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
+    assert classes(planner.plan([], ("a", "unknown"))) == {"tail_release": [3]}
+    assert classes(planner.plan([], ("a",))) == {}
+
+
+def test_an_ended_request_without_a_tail_releases_nothing(planner):
+    planner.plan([part("a", 0, 8, [7, 3], restarts=True)], ())
+    assert classes(planner.plan([], ("a",))) == {}
+
+
+@pytest.mark.parametrize("ended", [(), ("a",)], ids=["resumed", "ended-and-begun-again"])
+def test_a_request_that_restarts_has_only_its_new_blocks(planner, ended):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
+    plan = planner.plan([part("a", 4, 3, [7, 5], restarts=True)], ended)
+    assert classes(plan) == {"read": [7], "tail_acquire": [5], "tail_release": [3]}
+
+
+def test_a_released_block_may_be_written_in_the_same_step(planner):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
+    plan = planner.plan([part("b", 0, 2, [3], restarts=True)], ("a",))
+    assert classes(plan) == {"tail_release": [3], "tail_acquire": [3]}
+
+
+def test_granted_and_withheld_are_passed_on(planner):
+    plan = planner.plan([], (), granted=[4, 5], withheld=[6])
+    assert classes(plan) == {"granted": [4, 5], "withheld": [6]}
+
+
+def test_many_blocks(planner):
+    """The array behind a request grows."""
+    planner.plan([part("a", 0, 4 * 17, range(1, 18), restarts=True)], ())
+    plan = planner.plan([part("a", 4 * 17, 4 * 60, range(18, 78))], ())
+    assert classes(plan) == {"read": [*range(1, 18)], "ring": [*range(18, 78)]}
+
+
+def test_block_tokens_of_one_never_have_tails():
+    planner = StepPlanner(num_blocks=10, block_tokens=1)
+    plan = planner.plan([part("a", 0, 3, [1, 2, 3], restarts=True)], ())
+    assert classes(plan) == {"ring": [1, 2, 3]}
+    plan = planner.plan([part("a", 3, 1, [4])], ())
+    assert classes(plan) == {"read": [1, 2, 3], "ring": [4]}
+    assert planner.num_tails == 0
+
+
+@pytest.mark.parametrize(
+    "scheduled",
+    [
+        2,
+        pytest.param(
+            1,
+            marks=pytest.mark.xfail(
+                strict=True, reason="a block that only fills further is not looked at"
+            ),
+        ),
+    ],
+    ids=["fills", "fills-further"],
+)
+def test_going_on_behind_a_block_that_is_no_tail(planner, scheduled):
+    with pytest.raises(IntegrityError, match="continues at token 6 in block 3"):
+        planner.plan([part("a", 6, scheduled, [7, 3], restarts=True)], ())
