@@ -15,7 +15,7 @@ from benchmarks.jobs import RoundResult
 from benchmarks.kv_plan import KvPlan
 from benchmarks.model import demo_model_dir
 from benchmarks.progress import Step, progress
-from benchmarks.runner import MeasurementError, engines, interleave
+from benchmarks.runner import DISTURBED_SHARE, MeasurementError, engines, interleave
 from benchmarks.summary import count_equal, summarise_rounds
 from benchmarks.workload import Request, sharegpt_requests, warmup_requests
 
@@ -34,6 +34,7 @@ class DemoSettings:
     kv_mib: float = 32.0
     expansion: float = 2.0
     rounds: int = 2
+    max_repeats: int = 2  # of disturbed rounds
     seed: int = 0
     block_size: int = 32
 
@@ -84,8 +85,10 @@ def run_demo(settings: DemoSettings) -> None:
 def _measure(
     plan: KvPlan, settings: DemoSettings, requests: list[Request], step: Step
 ) -> DemoOutcome:
-    timed = _run_both(plan, settings, requests, "bfloat16", settings.rounds, step)
-    exact = _run_both(plan, settings, requests, "float32", 1, step)
+    timed = _run_both(
+        plan, settings, requests, "bfloat16", settings.rounds, settings.max_repeats, step
+    )
+    exact = _run_both(plan, settings, requests, "float32", 1, 0, step)
     return DemoOutcome(
         vllm=summarise_rounds(timed[_VLLM]),
         tiered=summarise_rounds(timed[_TIERED]),
@@ -99,6 +102,7 @@ def _run_both(
     requests: list[Request],
     dtype: str,
     rounds: int,
+    max_repeats: int,
     step: Step,
 ) -> dict[str, list[RoundResult]]:
     """Run both with KV memory for the same number of blocks (float32: twice the bytes)."""
@@ -112,7 +116,7 @@ def _run_both(
         step(f"{dtype}: {text}")
 
     with engines(specs, warmup_requests(requests), step_of_dtype) as group:
-        return interleave(group, requests, rounds, step_of_dtype)
+        return interleave(group, requests, rounds, step_of_dtype, max_repeats)
 
 
 def _number(digits: int) -> Callable[[float], str]:
@@ -149,6 +153,10 @@ def table_rows(outcome: DemoOutcome) -> list[tuple[str, str, str, str]]:
     ]
     rows += [(title, "-", show(outcome.tiered[key]), "") for title, key, show in _TIERED_ROWS]
     equal = f"{outcome.equal['equal']}/{outcome.equal['total']}"
+    alone, tiered = (
+        f"{100 * side['foreign_cpu_share']:.0f}" for side in (outcome.vllm, outcome.tiered)
+    )
+    rows.append(("CPU taken by other processes (%)", alone, tiered, ""))
     rows.append(("greedy outputs equal (float32)", "", equal, ""))
     return rows
 
@@ -168,6 +176,13 @@ def _print_outcome(outcome: DemoOutcome, settings: DemoSettings) -> None:
     for row in table_rows(outcome):
         table.add_row(*row)
     console.print(table)
+    worst = max(outcome.vllm["foreign_cpu_share"], outcome.tiered["foreign_cpu_share"])
+    if worst > DISTURBED_SHARE:
+        console.print(
+            f"Other processes took {worst:.0%} of the CPU: the times above are those of a disturbed"
+            " machine. Run it again when the machine is quiet.",
+            style="yellow",
+        )
     # soft_wrap: commands are for copying, so no line breaks of ours inside them.
     console.print(next_steps(settings), soft_wrap=True, markup=False)
 

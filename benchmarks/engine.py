@@ -88,7 +88,8 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         num_output_tokens=sum(request.num_output_tokens for request in requests),
         num_steps=clock.num_steps,
-        num_blocks=int(gauges.get(_GRANTED_GAUGE, num_blocks)),
+        # vLLM alone has no such gauge, and a plugin that stepped aside leaves it at 0.
+        num_blocks=int(gauges.get(_GRANTED_GAUGE, 0)) or num_blocks,
         peak_blocks=clock.peak_blocks,
         peak_in_flight=clock.peak_in_flight,
         rss_bytes=psutil.Process().memory_info().rss,

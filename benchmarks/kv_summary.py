@@ -25,7 +25,7 @@ DEFINITIONS = {
     "bookkeeping_fraction": "Python time of planning and translation, over step time, same place",
     "bytes_per_step": "KV bytes copied per step in each direction, same place",
     "foreign_cpu_share": "share of the CPU time taken by other processes, in the worst round:"
-    " above some 0.05 the figures are those of a disturbed machine",
+    " above 0.05 the round was disturbed and, if repeating did not help, is not to be trusted",
 }
 
 

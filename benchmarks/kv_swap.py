@@ -64,6 +64,7 @@ class Settings:
     budgets: tuple[float, ...]
     expansions: tuple[float, ...]
     control_requests: int
+    max_repeats: int  # of disturbed rounds, per budget
     rounds: int = 3
     seed: int = 0
     block_size: int = 32
@@ -80,14 +81,16 @@ PROFILES: Mapping[str, Settings] = {
         budgets=(0.25, 1.0),
         expansions=(1.0, 2.0, 3.0),
         control_requests=12,
+        max_repeats=4,
     ),
     "full": Settings(
-        num_requests=40,
+        num_requests=36,
         max_prompt_tokens=256,
         max_output_tokens=128,
         budgets=(0.125, 0.25, 0.5, 1.0),
         expansions=(1.0, 1.25, 1.5, 2.0, 2.5, 3.0),
-        control_requests=40,
+        control_requests=24,
+        max_repeats=8,
     ),
 }
 
@@ -161,7 +164,9 @@ def _measure_budget(
     specs = [plan.spec(BASELINE, num_blocks)]
     specs += [plan.spec(plugin_label(x), num_blocks, expansion=x) for x in settings.expansions]
     with engines(specs, warmup, step) as group:
-        return interleave([*group, ceiling], plan.requests, settings.rounds, step)
+        return interleave(
+            [*group, ceiling], plan.requests, settings.rounds, step, settings.max_repeats
+        )
 
 
 def _fp32_control(

@@ -9,9 +9,10 @@ from benchmarks.summary import summarise_rounds
 from tests.benchmarks.rounds import make_round
 
 
-def outcome(equal=40):
+def outcome(equal=40, foreign=0.01):
+    vllm = make_round(seconds=4.0, preemptions=9.0, foreign_cpu_share=foreign)
     return demo.DemoOutcome(
-        vllm=summarise_rounds([make_round(seconds=4.0, preemptions=9.0)]),
+        vllm=summarise_rounds([vllm]),
         tiered=summarise_rounds([make_round(seconds=2.0, tiered=True, preemptions=3.0)]),
         equal={"equal": equal, "total": 40},
     )
@@ -23,6 +24,7 @@ def test_rows():
     assert rows["preemptions"] == ("9", "3", "0.33x")
     assert rows["KV moved far to near (MB)"] == ("-", "5,000", "")
     assert rows["compute waited for copies (%)"] == ("-", "0.50", "")
+    assert rows["CPU taken by other processes (%)"] == ("1", "0", "")
     assert rows["greedy outputs equal (float32)"] == ("", "40/40", "")
 
 
@@ -37,12 +39,12 @@ def test_nothing_is_divided_by_zero():
 
 @pytest.fixture
 def made_up(monkeypatch, tmp_path):
-    """Let the demo "measure" an outcome with this many equal outputs of 40."""
+    """Let the demo "measure" this many equal outputs of 40 on a machine this disturbed."""
 
-    def measure_as(equal):
+    def measure_as(equal, foreign=0.01):
         monkeypatch.setattr(demo, "demo_model_dir", lambda: tmp_path)
         monkeypatch.setattr(demo, "sharegpt_requests", lambda *_, **__: [])
-        monkeypatch.setattr(demo, "_measure", lambda *_: outcome(equal))
+        monkeypatch.setattr(demo, "_measure", lambda *_: outcome(equal, foreign))
 
     return measure_as
 
@@ -54,7 +56,14 @@ def test_table_and_next_steps_are_printed(made_up, capsys):
     assert "40/40" in printed
     assert "--plugin tiered" in printed
     assert "--tiered-config.kv.expansion 2" in printed
+    assert "disturbed" not in printed
     assert "curl -s http://localhost:8000/metrics | grep tiered" in printed
+
+
+def test_a_disturbed_machine_is_said_to_be(made_up, capsys):
+    made_up(40, foreign=0.32)
+    demo.run_demo(demo.DEFAULT)
+    assert "Other processes took 32% of the CPU" in capsys.readouterr().out
 
 
 def test_a_difference_is_shown_and_is_an_error(made_up, capsys):

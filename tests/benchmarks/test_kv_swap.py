@@ -27,6 +27,7 @@ SETTINGS = kv_swap.Settings(
     budgets=(0.25, 1.0),
     expansions=(1.0, 2.0),
     control_requests=3,
+    max_repeats=2,
 )
 
 

@@ -14,13 +14,15 @@ from tests.benchmarks.rounds import make_round
 class Recorder:
     """An engine that notes in which order rounds were run."""
 
-    def __init__(self, label, order):
+    def __init__(self, label, order, foreign_shares=()):
         self.spec = spec(label)
         self._order = order
+        self._foreign_shares = list(foreign_shares)
 
     def run(self, requests):
         self._order.append(self.spec.label)
-        return make_round(self.spec.label)
+        foreign = self._foreign_shares.pop(0) if self._foreign_shares else 0.0
+        return make_round(self.spec.label, foreign_cpu_share=foreign)
 
 
 def spec(label, tiered=None):
@@ -45,6 +47,24 @@ def test_rounds_alternate_and_every_second_goes_backwards():
     assert {label: len(rounds) for label, rounds in results.items()} == {"A": 3, "B": 3, "C": 3}
     assert len(lines) == 9
     assert lines[3] == "round 2/3 C: 200 tokens/s"
+
+
+def test_a_disturbed_round_is_repeated_and_the_least_disturbed_attempt_counts():
+    order: list[str] = []
+    lines: list[str] = []
+    busy = Recorder("A", order, [0.3, 0.2, 0.25, 0.01, 0.4, 0.0])
+    results = interleave([busy, Recorder("B", order)], [], 2, lines.append, max_repeats=4)
+    # Round 1 of A takes 4 attempts (3 repeats), round 2 one repeat, and then none are left.
+    assert "".join(order) == "AAAABBAA"
+    assert [result.foreign_cpu_share for result in results["A"]] == [0.01, 0.0]
+    assert lines[0] == "round 1/2 A: 200 tokens/s, attempts 4"
+
+
+def test_a_round_that_stays_disturbed_is_kept_and_said_to_be():
+    lines: list[str] = []
+    results = interleave([Recorder("A", [], [0.3, 0.2])], [], 1, lines.append, max_repeats=1)
+    assert [result.foreign_cpu_share for result in results["A"]] == [0.2]
+    assert lines == ["round 1/1 A: 200 tokens/s, attempts 2, disturbed: others took 20% of the CPU"]
 
 
 def test_vllm_alone_runs_without_any_plugin_and_nothing_configures_the_plugin_from_outside():

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Late, slow and poisoned copies: the engine waits for exactly what it needs."""
 
+from typing import cast
+
 import pytest
 
 from tests.doubles import DelayedDevice
 from tests.engine.harness import random_prompts, run, vllm_tokens
 from vllm_tiered.adapter import worker
 from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.tiers.base import Device
 
 PROMPTS = random_prompts(8, seed=20)
 
@@ -34,8 +37,14 @@ def test_delayed_copies_with_preemption_and_prefix_cache(delayed, force_far_laye
     force_far_layers(3)
     delayed(seed=5, max_delay_seconds=0.003)
     result = run(
-        "qwen2", PROMPTS, {}, max_tokens=60, enable_prefix_caching=True, max_model_len=160,
-        kv_cache_memory_bytes=5 << 19, max_num_batched_tokens=48,
+        "qwen2",
+        PROMPTS,
+        {},
+        max_tokens=60,
+        enable_prefix_caching=True,
+        max_model_len=160,
+        kv_cache_memory_bytes=5 << 19,
+        max_num_batched_tokens=48,
     )
     assert result.metrics["num_preemptions"] > 0
     assert result.tokens == vllm_tokens("qwen2", PROMPTS, max_tokens=60)
@@ -46,7 +55,7 @@ def test_these_tests_fail_without_the_wait(delayed, force_far_layers, monkeypatc
     original = Swapper.wait_layer
 
     def publish_without_waiting(self: Swapper, layer: int) -> None:
-        device, self._device = self._device, NoWait()
+        device, self._device = self._device, cast(Device, NoWait())
         original(self, layer)
         self._device = device
 

@@ -36,8 +36,12 @@ def test_conversation_reuses_its_prefix(policy) -> None:
 
     alone = run("demo", [], drive=drive, enable_prefix_caching=True)
     tiered = run(
-        "demo", [], {"expansion": 2.0, "policy": policy}, drive=drive,
-        enable_prefix_caching=True, kv_cache_memory_bytes=NEAR,
+        "demo",
+        [],
+        {"expansion": 2.0, "policy": policy},
+        drive=drive,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=NEAR,
     )
     assert tiered.tokens == alone.tokens
     assert cached[0] > 0 and cached[1] >= 0.9 * cached[0]
@@ -49,7 +53,10 @@ def test_prefix_computed_and_hit_in_one_step() -> None:
     prompt = random_prompts(1, seed=3, longest=5)[0] * 40
     prompts = [prompt, [*prompt, 5], [*prompt, 6], prompt]
     tiered = run(
-        "demo", prompts, {"expansion": 2.0}, enable_prefix_caching=True,
+        "demo",
+        prompts,
+        {"expansion": 2.0},
+        enable_prefix_caching=True,
         kv_cache_memory_bytes=NEAR,
     )
     assert tiered.tokens == vllm_tokens("demo", prompts)
@@ -58,8 +65,13 @@ def test_prefix_computed_and_hit_in_one_step() -> None:
 def test_prefix_cache_under_preemption() -> None:
     prompts = random_prompts(12, seed=4)
     tiered = run(
-        "demo", prompts, {"expansion": 1.5}, enable_prefix_caching=True, max_tokens=100,
-        kv_cache_memory_bytes=48 << 20, max_model_len=256,
+        "demo",
+        prompts,
+        {"expansion": 1.5},
+        enable_prefix_caching=True,
+        max_tokens=100,
+        kv_cache_memory_bytes=48 << 20,
+        max_model_len=256,
     )
     assert tiered.metrics["num_preemptions"] > 0
     assert tiered.tokens == vllm_tokens("demo", prompts, max_tokens=100)
@@ -95,7 +107,9 @@ def test_abort_in_the_middle() -> None:
 def test_all_blocks_return_when_idle() -> None:
     """Many short requests: tails take blocks from the pool while they run, and give them back."""
     prompts = random_prompts(16, seed=6, longest=12)
-    with engine("demo", {"expansion": 3.0}, kv_cache_memory_bytes=40 << 20, max_model_len=128) as llm:
+    with engine(
+        "demo", {"expansion": 3.0}, kv_cache_memory_bytes=40 << 20, max_model_len=128
+    ) as llm:
         withheld: list[float] = []
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         for prompt in prompts:

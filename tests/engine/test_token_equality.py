@@ -50,7 +50,11 @@ def test_block_sizes(block_size) -> None:
     """All that vLLM's CPU attention takes up to 128: multiples of 32."""
     near = pages(KV_HEADS["demo"], blocks=80, layers=30)
     result = run(
-        "demo", PROMPTS, {"expansion": 2.0}, kv_cache_memory_bytes=near, block_size=block_size,
+        "demo",
+        PROMPTS,
+        {"expansion": 2.0},
+        kv_cache_memory_bytes=near,
+        block_size=block_size,
         max_model_len=256,
     )
     assert result.tokens == vllm_tokens("demo", PROMPTS)
@@ -61,8 +65,12 @@ def test_block_sizes(block_size) -> None:
 def test_chunked_prefill(tokens_per_step) -> None:
     prompts = random_prompts(8, seed=1, longest=200)
     result = run(
-        "demo", prompts, {"expansion": 2.0}, kv_cache_memory_bytes=60 << 20,
-        max_num_batched_tokens=tokens_per_step, max_num_seqs=8,
+        "demo",
+        prompts,
+        {"expansion": 2.0},
+        kv_cache_memory_bytes=60 << 20,
+        max_num_batched_tokens=tokens_per_step,
+        max_num_seqs=8,
     )
     assert result.tokens == vllm_tokens("demo", prompts)
 
@@ -72,8 +80,12 @@ def test_preemption(policy) -> None:
     """So little memory that requests are preempted and recomputed; more of it than vLLM's."""
     near = pages(KV_HEADS["demo"], blocks=20, layers=30)
     result = run(
-        "demo", PROMPTS, {"expansion": 1.5, "policy": policy}, kv_cache_memory_bytes=near,
-        max_tokens=120, max_model_len=256,
+        "demo",
+        PROMPTS,
+        {"expansion": 1.5, "policy": policy},
+        kv_cache_memory_bytes=near,
+        max_tokens=120,
+        max_model_len=256,
     )
     assert result.metrics["num_preemptions"] > 0
     assert result.tokens == vllm_tokens("demo", PROMPTS, max_tokens=120)

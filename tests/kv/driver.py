@@ -4,10 +4,11 @@
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.kv.engine_model import EngineModel, Request, Step
+from tests.kv.block_pool_model import Request, Turn
+from tests.kv.engine_model import EngineModel, Step
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.worker_model import WorkerModel
 from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry
@@ -82,20 +83,42 @@ class Driver:
 
     @property
     def requests(self) -> list[Request]:
-        return [*self.engine.running, *self.engine.waiting]
+        return [*self.engine.running, *self.engine.holding, *self.engine.waiting]
 
     def free_id(self, number: int) -> str:
         """An id that no request has now; it may have been another's in the step before."""
         taken = {request.request_id for request in self.requests}
-        return next(name for at in itertools.count(number) if (name := f"request-{at}") not in taken)
+        return next(
+            name for at in itertools.count(number) if (name := f"request-{at}") not in taken
+        )
 
-    def add(self, request_id: str, *, family: int, shared: int, prompt: int, output: int) -> None:
-        """A request whose first ``shared`` prompt tokens it has in common with its family."""
+    def add(
+        self,
+        request_id: str,
+        *,
+        family: int,
+        shared: int,
+        prompt: int,
+        output: int,
+        turns: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """A request whose first ``shared`` prompt tokens it has in common with its family.
+
+        With ``turns``, (prompt, output) lengths, it is a streaming session.
+        """
         prompt = min(prompt, self.engine.max_tokens - 1)
         total = min(prompt + output, self.engine.max_tokens)
         self.num_requests += 1
-        tokens = tuple(family if at < shared else -self.num_requests for at in range(total))
-        self.engine.add(Request(request_id=request_id, tokens=tokens, num_prompt=prompt))
+        tokens = tuple(family if at < shared else -1000 * self.num_requests for at in range(total))
+        own = -1000 * self.num_requests
+        self.engine.add(
+            Request(
+                request_id=request_id,
+                tokens=tokens,
+                num_prompt=prompt,
+                turns=deque(Turn(own - n, *lengths) for n, lengths in enumerate(turns, 1)),
+            )
+        )
 
     def step(self, chunk: Callable[[], int]) -> None:
         self.num_steps += 1
@@ -134,9 +157,14 @@ class Driver:
         self.worker.check_far(sorted(self.engine.pool.prefix_of))
 
 
-def run_schedule(driver: Driver, rng: random.Random, *, num_steps: int) -> None:
-    """A random schedule: requests come, run in chunks, are left out, aborted, and finish."""
-    for number in range(num_steps):
+def run_schedule(
+    driver: Driver, rng: random.Random, *, num_steps: int, turns: Sequence[int] = (0,)
+) -> None:
+    """A random schedule: requests come, run in chunks, are left out, aborted, and finish.
+
+    A request is a session with as many further turns as is drawn from ``turns``.
+    """
+    for _ in range(num_steps):
         if rng.random() < 0.5 and len(driver.requests) < 6:
             driver.add(
                 driver.free_id(rng.randrange(8)),
@@ -144,6 +172,7 @@ def run_schedule(driver: Driver, rng: random.Random, *, num_steps: int) -> None:
                 shared=rng.randrange(12),
                 prompt=rng.randint(1, 12),
                 output=rng.randint(1, 10),
+                turns=[(rng.randint(1, 6), rng.randint(1, 6)) for _ in range(rng.choice(turns))],
             )
         if driver.requests and rng.random() < 0.04:
             driver.abort(rng.choice(driver.requests))

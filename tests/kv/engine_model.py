@@ -9,86 +9,13 @@ request's blocks until the steps that still write them have run, as vLLM does fo
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from tests.kv.block_pool_model import BlockPool, Request, Status
 from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.kv.elastic import ElasticBlocks
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
-
-Prefix = tuple[int, ...]
-
-
-class BlockPool:
-    """vLLM's ``BlockPool``: free queue, reference counts, prefix cache. Block 0 is the null block."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.free = deque(range(1, num_blocks))
-        self.references = [0] * num_blocks
-        self.prefix_of: dict[int, Prefix] = {}
-        self._cached: dict[Prefix, list[int]] = {}
-
-    def hit(self, prefix: Prefix) -> int | None:
-        blocks = self._cached.get(prefix)
-        return blocks[0] if blocks else None
-
-    def cache(self, block: int, prefix: Prefix) -> None:
-        if block not in self.prefix_of:
-            self.prefix_of[block] = prefix
-            self._cached.setdefault(prefix, []).append(block)
-
-    def take(self, count: int) -> list[int]:
-        blocks = [self.free.popleft() for _ in range(count)]
-        for block in blocks:
-            if block in self.prefix_of:
-                self._cached[self.prefix_of.pop(block)].remove(block)
-            self.references[block] = 1
-        return blocks
-
-    def touch(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            if not self.references[block]:
-                self.free.remove(block)
-            self.references[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Blocks without content are reused first, cached ones last."""
-        without: list[int] = []
-        for block in blocks:
-            self.references[block] -= 1
-            if not self.references[block]:
-                (self.free if block in self.prefix_of else without).append(block)
-        self.free.extendleft(reversed(without))
-
-
-class Status(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclass(eq=False, kw_only=True)
-class Request:
-    """``tokens`` holds the prompt and all that will be sampled; ``known`` of them exist by now."""
-
-    request_id: str
-    tokens: Sequence[int]
-    num_prompt: int
-    known: int = 0
-    computed: int = 0
-    placeholders: int = 0  # sampled by steps that have not run yet
-    preemptions: int = 0
-    last_step: int = 0
-    status: Status = Status.WAITING
-    blocks: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.known = self.num_prompt
-
-    @property
-    def remaining(self) -> int:
-        return self.known + self.placeholders - self.computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +23,7 @@ class Part:
     """A request's part in a step, frozen when it was scheduled."""
 
     request: Request
+    tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     scheduled: ScheduledRequest
     samples: bool
@@ -133,14 +61,12 @@ class EngineModel:
         self.max_running = max_running
         self.ahead = ahead
         self.pool = BlockPool(usable_blocks + 1)
-        self.planner = StepPlanner(
-            num_blocks=usable_blocks + 1, block_tokens=geometry.block_tokens
-        )
+        self.planner = StepPlanner(num_blocks=usable_blocks + 1, block_tokens=geometry.block_tokens)
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
-        self.num_preemptions = 0
-        self.num_hits = 0
+        self.holding: deque[Request] = deque()  # sessions between turns: they keep their blocks
+        self.num_preemptions = self.num_hits = self.num_turns = 0
         self._defer_frees = defer_frees
         self._deferred: list[tuple[int, list[int]]] = []
         self._finished: set[str] = set()
@@ -152,7 +78,9 @@ class EngineModel:
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        next(
+            queue for queue in (self.running, self.waiting, self.holding) if request in queue
+        ).remove(request)
         self._finish(request)
 
     def schedule(self, chunk: Callable[[], int]) -> Step:
@@ -169,9 +97,7 @@ class EngineModel:
             request.last_step = self._scheduled_steps
             request.placeholders += part.samples and self.ahead
         granted = frozenset(range(1, self.usable_blocks + 1)) - self._announced
-        return Step(
-            number=self._scheduled_steps, parts=tuple(parts), plan=plan, granted=granted
-        )
+        return Step(number=self._scheduled_steps, parts=tuple(parts), plan=plan, granted=granted)
 
     def update(self, step: Step) -> None:
         """The step has run: deliver its tokens, finish requests, free what waited for it."""
@@ -182,12 +108,17 @@ class EngineModel:
             request = part.request
             if request.status is Status.FINISHED or not part.samples:
                 continue
+            if step.number <= request.drop_until:
+                continue
             request.known += 1
             if part.preemptions == request.preemptions:
                 request.placeholders -= self.ahead
                 self._cache_full_blocks(request, request.computed - request.placeholders)
             if request.known == len(request.tokens):
-                self.abort(request)
+                if request.turns and request.status is Status.RUNNING:
+                    self._next_turn(request)
+                else:
+                    self.abort(request)
 
     # Scheduling -------------------------------------------------------------------------
 
@@ -216,18 +147,18 @@ class EngineModel:
 
     def _schedule_waiting(self, chunk: Callable[[], int]) -> list[Part]:
         parts: list[Part] = []
-        while self.waiting and len(self.running) < self.max_running:
-            request = self.waiting[0]
-            hits = self._hits(request)
-            num_hit_tokens = len(hits) * self.block_tokens
-            if (num_tokens := min(chunk(), request.known - num_hit_tokens)) <= 0:
+        while len(self.running) < self.max_running and (queue := self.holding or self.waiting):
+            request = queue[0]
+            hits = [] if request.blocks else self._hits(request)
+            computed = request.computed + len(hits) * self.block_tokens
+            if (num_tokens := min(chunk(), request.known - computed)) <= 0:
                 break
-            if not self._admit(request, hits, num_hit_tokens + num_tokens):
+            if not self._admit(request, hits, computed + num_tokens):
                 break
-            self.waiting.popleft()
+            queue.popleft()
             self.running.append(request)
             request.status = Status.RUNNING
-            request.computed = num_hit_tokens
+            request.computed = computed
             self.num_hits += len(hits)
             parts.append(self._part(request, request.blocks, num_tokens, restarts=True))
         return parts
@@ -271,6 +202,7 @@ class EngineModel:
     ) -> Part:
         return Part(
             request=request,
+            tokens=request.tokens,
             blocks=tuple(request.blocks),
             scheduled=ScheduledRequest(
                 request_id=request.request_id,
@@ -302,7 +234,8 @@ class EngineModel:
         reserved_blocks: int = 0,
     ) -> list[int] | None:
         """vLLM's ``allocate_slots``: new blocks up to ``end_tokens``, or None and no change."""
-        count = -(-end_tokens // self.block_tokens) - len(request.blocks) - len(hits)
+        needed = -(-end_tokens // self.block_tokens)
+        count = max(0, needed - len(request.blocks) - len(hits))
         freed_hits = sum(not self.pool.references[block] for block in hits)
         if count + freed_hits + reserved_blocks > len(self.pool.free):
             return None
@@ -337,6 +270,25 @@ class EngineModel:
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
+    def _next_turn(self, request: Request) -> None:
+        """The session goes on behind what is computed for sure; the last token is dropped."""
+        frontier = request.computed - request.placeholders
+        turn = request.turns.popleft()
+        num_prompt = min(frontier + turn.num_prompt, self.max_tokens - 1)
+        if num_prompt <= frontier:
+            self.abort(request)
+            return
+        end = min(num_prompt + turn.num_output, self.max_tokens)
+        request.tokens = request.tokens[:frontier] + (turn.token,) * (end - frontier)
+        request.known = request.num_prompt = num_prompt
+        request.computed = frontier
+        request.placeholders = 0
+        request.drop_until = self._scheduled_steps
+        request.status = Status.WAITING
+        self.running.remove(request)
+        self.holding.append(request)
+        self.num_turns += 1
+
     def _finish(self, request: Request) -> None:
         """As vLLM: the blocks are freed, and the connector's ``request_finished`` grants."""
         request.status = Status.FINISHED
@@ -353,7 +305,9 @@ class EngineModel:
     def check_integrity(self) -> None:
         """Every usable block is free or referenced, by requests, as withheld or deferred."""
         self.elastic.check_integrity()
-        held = [block for request in self.running for block in request.blocks]
+        held = [
+            block for queue in (self.running, self.holding) for r in queue for block in r.blocks
+        ]
         held += [block for _, blocks in self._deferred for block in blocks]
         held += self._withheld
         assert set(self.elastic.withheld) == self._withheld

@@ -132,9 +132,7 @@ class SimulatedDevice(Device):
         """One piece of what ``operation`` needs first; other queues stand still if they can."""
         while True:
             queue = next(
-                queue
-                for queue in (self._compute, *self._queues.values())
-                if operation in queue
+                queue for queue in (self._compute, *self._queues.values()) if operation in queue
             )
             operation = queue[0]
             blocker = operation.blocker()

@@ -33,7 +33,7 @@ def test_freed_pages_are_given_out_again(pool):
 
 def test_allocate_more_than_there_are_changes_nothing(pool):
     pool.allocate(4, Owner.PINNED)
-    with pytest.raises(IntegrityError, match="3 pages asked for TAIL, 2 of 6 free.*pinned 4"):
+    with pytest.raises(IntegrityError, match=r"3 pages asked for TAIL, 2 of 6 free.*pinned 4"):
         pool.allocate(3, Owner.TAIL)
     assert pool.num_free == 2 and pool.count(Owner.TAIL) == 0
 

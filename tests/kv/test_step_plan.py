@@ -64,9 +64,7 @@ def test_a_request_that_is_left_out_keeps_its_tail_and_is_not_read(planner):
 
 def test_shared_blocks_are_read_once(planner):
     planner.plan([part("a", 0, 8, [7, 3], restarts=True)], ())
-    plan = planner.plan(
-        [part("a", 8, 1, [5]), part("b", 8, 1, [7, 3, 6], restarts=True)], ()
-    )
+    plan = planner.plan([part("a", 8, 1, [5]), part("b", 8, 1, [7, 3, 6], restarts=True)], ())
     assert classes(plan) == {"read": [3, 7], "tail_acquire": [5, 6]}
 
 

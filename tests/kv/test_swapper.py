@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the swapper submits, and when. That the pages hold the right KV is test_machine.py's."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,9 +53,7 @@ class LoggingDevice(SimulatedDevice):
         return log
 
 
-def make_swapper(
-    *, far_layers=3, policy="interleave", near_pages=60, num_blocks=9, withheld=(), **options
-):
+def make_swapper(*, far_layers=3, policy="interleave", near_pages=60, num_blocks=9, **options):
     """A swapper of 5 layers, whose log starts empty."""
     order = POLICIES[policy](5, far_layers)
     geometry = KvGeometry(
@@ -77,7 +77,8 @@ def make_swapper(
 
 
 def plan_of(**classes):
-    return StepPlan(**{name: np.array(ids, dtype=np.int64) for name, ids in classes.items()})
+    arrays: dict[str, Any] = {name: np.array(ids, dtype=np.int64) for name, ids in classes.items()}
+    return dataclasses.replace(StepPlan(), **arrays)
 
 
 def compute(swapper):
@@ -134,7 +135,8 @@ def test_released_tails_are_not_written():
 
 
 @pytest.mark.parametrize(
-    ("near_pages", "max_areas", "areas"), [(60, 4, 3), (60, 2, 2), (60, 1, 2), (25, 4, 2), (20, 4, 1)]
+    ("near_pages", "max_areas", "areas"),
+    [(60, 4, 3), (60, 2, 2), (60, 1, 2), (25, 4, 2), (20, 4, 1)],
 )
 def test_number_of_areas(near_pages, max_areas, areas):
     """As many as layers, limit and free pages give, and one if it must be. 16 pages are pinned."""

@@ -85,7 +85,9 @@ class WorkerModel:
         poison_freed: bool = True,
         check_bytes: bool = True,
     ) -> None:
-        near = PageBuffer(torch.empty((geometry.near_pages, geometry.page_bytes), dtype=torch.uint8))
+        near = PageBuffer(
+            torch.empty((geometry.near_pages, geometry.page_bytes), dtype=torch.uint8)
+        )
         assert near.words is not None
         self.words = near.words  # [near page, slot]
         self.words[:] = NEVER_WRITTEN
@@ -192,10 +194,10 @@ class WorkerModel:
                     assert (self.prefixes[block_ids, slots] == own).all(), "a wrong prefix hit"
 
     def _prefix_hashes(self, part: Part) -> "np.ndarray":
-        tokens = part.request.tokens
+        tokens = part.tokens
         # Under async scheduling a request runs on for one token after its last.
         return np.array(
-            [hash((*tokens[: end], end)) for end in range(1, part.end_tokens + 1)], dtype=np.int64
+            [hash((*tokens[:end], end)) for end in range(1, part.end_tokens + 1)], dtype=np.int64
         )
 
     def _check_step(self, step: Step) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page lists and page buffers."""
 
+import itertools
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ def test_runs_are_the_ids_in_as_few_pieces_as_possible(ids):
     for start, run in pieces:
         assert start == position and run
         position += len(run)
-    for (_, before), (_, after) in zip(pieces, pieces[1:], strict=False):
+    for (_, before), (_, after) in itertools.pairwise(pieces):
         assert after[0] != before[-1] + 1, "one run was cut in two"
     assert len(pages) == len(ids)
 

@@ -9,34 +9,15 @@ import time
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 
+from tests.tiers.buffers import contents, make_buffer, pages_of
 from tests.tiers.gate import Gate
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.tiers.base import Direction, LinkUse, PageBuffer, Pages
-from vllm_tiered.tiers.cpu import CopyThread, CpuDevice, CpuEvent, copy_pages
+from vllm_tiered.tiers.base import Direction, LinkUse, Pages
+from vllm_tiered.tiers.cpu import CpuDevice, CpuEvent, copy_pages
 
 READ, WRITE = Direction.READ, Direction.WRITE
-PAGE_BYTES = 64
-
-
-def make_buffer(num_pages, page_bytes=PAGE_BYTES, *, value=None):
-    """Pages full of their own id, or of ``value``."""
-    buffer = PageBuffer(torch.empty((num_pages, page_bytes), dtype=torch.uint8))
-    assert buffer.words is not None
-    buffer.words[:] = np.arange(num_pages)[:, None] if value is None else value
-    return buffer
-
-
-def pages_of(*ids):
-    return Pages(np.array(ids, dtype=np.int64))
-
-
-def contents(buffer):
-    """The value of each page, which must be the same all over it."""
-    assert (buffer.words == buffer.words[:, :1]).all()
-    return buffer.words[:, 0].tolist()
 
 
 @pytest.fixture
@@ -86,7 +67,6 @@ def test_page_ids_out_of_range_are_refused(device, direction, src_ids, dst_ids):
         device.copy(direction, src, pages_of(*src_ids), dst, pages_of(*dst_ids))
     finish(device)
     assert contents(dst) == [-1] * 3
-    assert device.use(direction) == device.use(direction)
     assert device.use(direction).num_bytes == 0
 
 
@@ -155,72 +135,11 @@ def test_compute_is_over_when_it_returns(device):
     assert event.done() and device.wait(event) == 0.0
 
 
-# Behind compute --------------------------------------------------------------------------
-
-
-class TimedThread(CopyThread):
-    """Notes when each copy began and ended."""
-
-    spans: list[tuple[float, float]]
-
-    def run(self, job):
-        begin = time.perf_counter()
-        super().run(job)
-        self.spans.append((begin, time.perf_counter()))
-
-
-@pytest.fixture
-def timed():
-    """A device and the (begin, end) of its copies."""
-    spans = []
-
-    class TimedDevice(CpuDevice):
-        thread_class = type("Timed", (TimedThread,), {"spans": spans})
-
-    device = TimedDevice()
-    yield device, spans
-    device.close()
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_copy_runs_inside_one_matmul(timed):
-    """Neither holds the interpreter: the copy begins and ends while one call computes."""
-    device, spans = timed
-    src, dst = make_buffer(512, 64 * 1024), make_buffer(512, 64 * 1024, value=-1)
-    ids = Pages(np.random.default_rng(0).permutation(512))
-    matrix = torch.rand(2500, 2500)
-    for _ in range(3):  # another process may take the core once
-        event = device.copy(READ, src, ids, dst, Pages(np.arange(512)))
-        begin = time.perf_counter()
-        matrix @ matrix
-        end = time.perf_counter()
-        inside = event.done() and spans[-1][1] < end
-        assert device.wait(event) >= 0.0
-        if inside:
-            break
-    copy_begin, copy_end = spans[-1]
-    assert begin - 1e-3 < copy_begin < copy_end < end
-    assert device.wait(event) == 0.0
-    assert contents(dst) == ids.ids.tolist()
-
-
-def test_python_goes_on_while_one_copy_runs(timed):
-    """``numpy.take`` gives the interpreter away: else no line would run between begin and end."""
-    device, spans = timed
-    src, dst = make_buffer(2048, 64 * 1024), make_buffer(2048, 64 * 1024, value=-1)
-    everything = Pages(np.arange(2048))
-    assert len(everything.runs) == 1
-    event = device.copy(WRITE, src, everything, dst, everything)
-    ticks = []
-    while not event.done():
-        ticks.append(time.perf_counter())
-        time.sleep(1e-4)
-    begin, end = spans[-1]
-    assert sum(begin < tick < end for tick in ticks) >= 3
+# Threads and errors ----------------------------------------------------------------------
 
 
 def test_copying_threads_may_run_where_they_are_told():
-    where = []
+    where: list[set[int]] = []
 
     class Look(Gate):
         def wait(self):
@@ -235,9 +154,6 @@ def test_copying_threads_may_run_where_they_are_told():
     device.close()
     assert where == [{cpu}, {cpu}]
     assert os.sched_getaffinity(0) == own
-
-
-# Errors ----------------------------------------------------------------------------------
 
 
 def test_an_error_reaches_all_who_look_at_the_event(device):
@@ -286,7 +202,7 @@ def test_an_error_reaches_later_copies_of_its_direction(device):
 def test_done_never_says_yes_to_a_copy_that_fails_meanwhile(line):
     """The copying thread fails just before a line of ``done`` runs."""
     event = CpuEvent()
-    lines_seen = []
+    lines_seen: list[int] = []
 
     def trace(frame, what, _):
         if frame.f_code is not CpuEvent.done.__code__:

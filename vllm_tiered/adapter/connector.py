@@ -18,19 +18,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.forward_context import get_forward_context
 
 from vllm_tiered.adapter.kv_config import plan_from_config
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
-from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler
+from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges
 from vllm_tiered.adapter.worker import TieredWorker, announce
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.step_plan import StepPlan
 
 
-class TieredConnector(KVConnectorBase_V1):
-    """Swaps the KV cache layer by layer. Steps aside (every hook returns) without a far layer."""
+class TieredConnector(KVConnectorBase_V1, SupportsHMA):
+    """Swaps the KV cache layer by layer. Steps aside (every hook returns) without a far layer.
+
+    ``SupportsHMA`` keeps vLLM's grouping of layers as it is without a connector: models with
+    several groups are then refused by name instead of being served at reduced speed.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -41,6 +46,9 @@ class TieredConnector(KVConnectorBase_V1):
                 'additional_config={"tiered": {...}} instead of kv_transfer_config'
             )
         parallel = vllm_config.parallel_config
+        self._plan = plan
+        self._world_size = parallel.world_size
+        self._is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler: TieredScheduler | None = None
         self._worker: TieredWorker | None = None
         if role is KVConnectorRole.WORKER:
@@ -49,7 +57,7 @@ class TieredConnector(KVConnectorBase_V1):
                 layers = vllm_config.compilation_config.static_forward_context
                 self._worker = TieredWorker(plan, layers)
         elif plan.swaps:
-            self._scheduler = TieredScheduler(plan, parallel.world_size)
+            self._scheduler = TieredScheduler(plan, self._world_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -71,9 +79,7 @@ class TieredConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         return 0, False
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         return
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -87,6 +93,11 @@ class TieredConnector(KVConnectorBase_V1):
         if self._scheduler:
             self._scheduler.request_finished(request.request_id)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
 
     # Worker side ------------------------------------------------------------------------
 
@@ -130,7 +141,9 @@ class TieredConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> TieredStats | None:
         if self._worker:
             return self._worker.take_stats()
-        return self._scheduler.stats() if self._scheduler else None
+        if self._scheduler:
+            return self._scheduler.stats()
+        return gauges(self._plan, self._world_size) if self._is_scheduler else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:

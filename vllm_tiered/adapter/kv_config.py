@@ -12,8 +12,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.cost.kv import (
     TAILS_WHILE_PREFILLING,
@@ -24,6 +22,8 @@ from vllm_tiered.cost.kv import (
 )
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.kv.policy import POLICIES, SwapOrder
+from vllm_tiered.tiers.host import host_memory
+from vllm_tiered.units import GIB, format_bytes, gib_to_bytes
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -33,8 +33,6 @@ allow if that is less; an expansion that follows the load is not built yet."""
 
 AUTO_FAR_SHARE = 0.5
 """``far_gib="auto"`` may take this share of the memory that is available at start."""
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +132,7 @@ def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> Non
 
     for config in kv_cache_configs:
         kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
-        spec = config.kv_cache_groups[0].kv_cache_spec if kinds else None
+        spec: Any = config.kv_cache_groups[0].kv_cache_spec if kinds else None
         plain = (
             len(kinds) == 1
             and type(spec) is FullAttentionSpec
@@ -158,8 +156,8 @@ def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> Non
 def far_budget_bytes(kv: KvConfig, world_size: int) -> int:
     """Far-tier bytes that one rank may take."""
     if kv.far_gib == "auto":
-        return int(psutil.virtual_memory().available * AUTO_FAR_SHARE) // world_size
-    return int(float(kv.far_gib) * GIB) // world_size
+        return int(host_memory().usable_bytes * AUTO_FAR_SHARE) // world_size
+    return gib_to_bytes(float(kv.far_gib)) // world_size
 
 
 def logical_blocks(
@@ -178,21 +176,23 @@ def logical_blocks(
         fits = max(0, budget // max(1, geometry.far_bytes(1)) - 1)
         if kv.far_gib != "auto":
             raise BudgetError(
-                f"{geometry.rotating_layers} far layers of {limit} blocks need "
-                f"{needed / GIB:.3f} GiB of far memory per rank, kv.far_gib gives "
-                f"{budget / GIB:.3f} (room for {fits} blocks): raise kv.far_gib or lower "
-                "kv.expansion"
+                f"{geometry.rotating_layers} rotating layers of {limit} blocks need "
+                f"{format_bytes(needed)} ({needed / GIB:.3f} GiB) of far memory per rank, "
+                f"kv.far_gib gives {format_bytes(budget)} (room for {fits} blocks): raise "
+                "kv.far_gib or lower kv.expansion"
             )
         logger.warning(
             "tiered kv: available memory limits the KV cache to %d of %d blocks "
-            "(kv.far_gib=auto takes half of what is available)", fits, limit,
+            "(kv.far_gib=auto takes half of what is available)",
+            fits,
+            limit,
         )
         limit = min(limit, fits)
     longest = geometry.max_request_tokens(limit)
     if longest < max(max_model_len, geometry.block_tokens):
         raise BudgetError(
             f"one request of max_model_len={max_model_len} tokens does not fit: "
-            f"{geometry.near_bytes / GIB:.3f} GiB near KV memory with "
+            f"{format_bytes(geometry.near_bytes)} near KV memory with "
             f"{geometry.rotating_layers} rotating layers holds {longest} tokens of one request "
             f"({TAILS_WHILE_PREFILLING} partly filled blocks stay near); raise "
             f"--kv-cache-memory-bytes, set --max-model-len {longest} or change kv.expansion"

@@ -35,7 +35,7 @@ class TieredStats(KVConnectorStats):
     """What happened since the last report: counters add up, of gauges the later value counts."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():

@@ -23,6 +23,20 @@ class TieredMetadata(KVConnectorMetadata):
     plan: StepPlan
 
 
+def gauges(plan: KvPlan, world_size: int, *, withheld: int = 0) -> TieredStats:
+    """What the scheduler knows of the KV tiers; bytes are all ranks'."""
+    geometry = plan.geometry
+    return TieredStats(
+        data={
+            "kv_expansion": plan.expansion,
+            "kv_near_bytes": geometry.near_bytes * world_size,
+            "kv_far_bytes": geometry.far_bytes(plan.num_blocks) * world_size,
+            "kv_blocks_granted": plan.num_blocks - 1 - withheld,
+            "kv_blocks_withheld": withheld,
+        }
+    )
+
+
 class TieredScheduler:
     """Runs beside vLLM's scheduler.
 
@@ -90,17 +104,7 @@ class TieredScheduler:
 
     def stats(self) -> TieredStats:
         """The gauges."""
-        geometry = self._plan.geometry
-        far_bytes = geometry.far_bytes(self._plan.num_blocks)
-        return TieredStats(
-            data={
-                "kv_expansion": self._plan.expansion,
-                "kv_near_bytes": geometry.near_bytes * self._world_size,
-                "kv_far_bytes": far_bytes * self._world_size,
-                "kv_blocks_granted": self.elastic.granted_blocks,
-                "kv_blocks_withheld": len(self.elastic.withheld),
-            }
-        )
+        return gauges(self._plan, self._world_size, withheld=len(self.elastic.withheld))
 
     def _reserving(self, allocate_slots: Any) -> Any:
         @functools.wraps(allocate_slots)

@@ -22,7 +22,10 @@ class Translator:
     """
 
     def __init__(
-        self, pages: "np.ndarray[Any, np.dtype[np.int32]]", layer_names: list[str], block_tokens: int
+        self,
+        pages: "np.ndarray[Any, np.dtype[np.int32]]",
+        layer_names: list[str],
+        block_tokens: int,
     ) -> None:
         self._pages = torch.from_numpy(pages)
         self._layer_names = layer_names

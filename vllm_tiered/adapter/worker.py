@@ -73,6 +73,11 @@ class TieredWorker:
 
         names = sorted(kv_caches, key=extract_layer_index)
         geometry = self._plan.geometry
+        if len(names) != geometry.num_layers:
+            raise UnsupportedError(
+                f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
+                "share another layer's KV cache are not supported; set kv.enabled=false"
+            )
         view = kv_caches[names[0]]
         if view.stride(0) * view.element_size() != geometry.page_bytes or any(
             self._layers[name].kv_cache.shape != view.shape for name in names

@@ -162,12 +162,18 @@ class StepPlanner:
         )
 
     def _follow(self, part: ScheduledRequest, released: list[int]) -> _Request:
-        if part.restarts:
-            if (tail := self._forget(part.request_id)) is not None:
-                released.append(tail)
-            self._requests[part.request_id] = _Request()
-        request = self._requests[part.request_id]
+        if not part.restarts:
+            request = self._requests[part.request_id]
+            request.append(part.new_block_ids)
+            return request
+        tail = self._forget(part.request_id)
+        request = self._requests[part.request_id] = _Request()
         request.append(part.new_block_ids)
+        position, partial = divmod(part.computed_tokens, self._block_tokens)
+        if partial and tail == request.blocks(position, position + 1)[0]:
+            request.tail = tail  # sent anew, but it goes on in its blocks (a streaming session)
+        elif tail is not None:
+            released.append(tail)
         return request
 
     def _forget(self, request_id: str) -> int | None:

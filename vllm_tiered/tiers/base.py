@@ -56,9 +56,11 @@ class Pages:
         self.highest = int(ids.max()) if len(ids) else -1
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1).tolist()
         ends = [*starts[1:], len(ids)]
-        self.runs = [
-            (start, end - start, int(ids[start])) for start, end in zip(starts, ends, strict=True)
-        ] if starts else []
+        self.runs = (
+            [(start, end - start, int(ids[start])) for start, end in zip(starts, ends, strict=True)]
+            if starts
+            else []
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -78,9 +80,7 @@ class PageBuffer:
         self.data = data
         self.num_pages, self.page_bytes = data.shape
         on_cpu = data.device.type == "cpu"
-        self.words: npt.NDArray[np.int64] | None = (
-            data.numpy().view(np.int64) if on_cpu else None
-        )
+        self.words: npt.NDArray[np.int64] | None = data.numpy().view(np.int64) if on_cpu else None
 
     def part(self, first_page: int, num_pages: int) -> "PageBuffer":
         """The same memory, ``num_pages`` pages from ``first_page`` on."""

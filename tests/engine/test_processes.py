@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unchanged scripts in processes of their own: engine and workers elsewhere, plugin by variable."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import model_path, random_prompts, vllm_tokens
+
+PROMPTS = random_prompts(8, seed=40)
+SCRIPT = Path(__file__).with_name("unchanged_script.py")
+NEAR = 48 << 20
+
+
+def run_script(
+    variables: dict[str, str], model: str = "demo", **llm_arguments: Any
+) -> dict[str, Any]:
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **variables}
+    arguments = {"kv_cache_memory_bytes": NEAR, **llm_arguments}
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), model_path(model), json.dumps(PROMPTS),
+         json.dumps(arguments)],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return json.loads(finished.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path, async_scheduling) -> None:
+    config = tmp_path / "tiered.toml"
+    config.write_text("[kv]\nexpansion = 2.5\n")
+    result = run_script(
+        {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)},
+        async_scheduling=async_scheduling,
+    )
+    assert result["tokens"] == vllm_tokens("demo", PROMPTS, max_tokens=24)
+    assert result["metrics"]["vllm:tiered_kv_expansion"] == 2.5
+    assert result["metrics"]["vllm:tiered_kv_read_bytes"] > 0
+
+
+def test_tensor_parallel(tmp_path) -> None:
+    """Two ranks, each with its KV head, its near pages and its far tier."""
+    config = tmp_path / "tiered.json"
+    config.write_text('{"kv": {"expansion": 1.3}}')
+    result = run_script(
+        {
+            "VLLM_PLUGINS": "tiered",
+            "VLLM_TIERED_CONFIG": str(config),
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        },
+        model="qwen2",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        kv_cache_memory_bytes=4 << 20,
+    )
+    assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
+    assert result["metrics"]["vllm:tiered_kv_near_bytes"] == 2 * (4 << 20)
+    assert result["metrics"]["vllm:tiered_kv_read_bytes"] > 0
+
+
+def test_installed_but_not_asked_for_changes_no_output() -> None:
+    """Byte for byte, against a process in which the plugin is not even loaded."""
+    unloaded = run_script({"VLLM_PLUGINS": ""})
+    off = run_script({})
+    assert off["tokens"] == unloaded["tokens"]
+    assert off["logprobs"] == unloaded["logprobs"]
+    assert not any("tiered" in name for name in off["metrics"])

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and their blocks: the free queue, reference counts and prefix cache of ``BlockPool``."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+Prefix = tuple[int, ...]
+
+
+class BlockPool:
+    """Block 0 is the null block, which is never handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = deque(range(1, num_blocks))
+        self.references = [0] * num_blocks
+        self.prefix_of: dict[int, Prefix] = {}
+        self._cached: dict[Prefix, list[int]] = {}
+
+    def hit(self, prefix: Prefix) -> int | None:
+        blocks = self._cached.get(prefix)
+        return blocks[0] if blocks else None
+
+    def cache(self, block: int, prefix: Prefix) -> None:
+        if block not in self.prefix_of:
+            self.prefix_of[block] = prefix
+            self._cached.setdefault(prefix, []).append(block)
+
+    def take(self, count: int) -> list[int]:
+        blocks = [self.free.popleft() for _ in range(count)]
+        for block in blocks:
+            if block in self.prefix_of:
+                self._cached[self.prefix_of.pop(block)].remove(block)
+            self.references[block] = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if not self.references[block]:
+                self.free.remove(block)
+            self.references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Blocks without content are reused first, cached ones last."""
+        without: list[int] = []
+        for block in blocks:
+            self.references[block] -= 1
+            if not self.references[block]:
+                (self.free if block in self.prefix_of else without).append(block)
+        self.free.extendleft(reversed(without))
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Turn(NamedTuple):
+    """What a streaming session's client sends next, and how much is sampled after it."""
+
+    token: int
+    num_prompt: int
+    num_output: int
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """``tokens`` holds the prompt and all that will be sampled; ``known`` of them exist by now."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    num_prompt: int
+    turns: deque[Turn] = field(default_factory=deque)
+    known: int = 0
+    computed: int = 0
+    placeholders: int = 0  # sampled by steps that have not run yet
+    preemptions: int = 0
+    last_step: int = 0
+    drop_until: int = 0  # what steps up to this one sample is dropped
+    status: Status = Status.WAITING
+    blocks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.known = self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        return self.known + self.placeholders - self.computed
