@@ -11,6 +11,7 @@ import pytest
 from benchmarks.shapes import random_model_dir
 from tests.engine import harness
 from tests.engine.harness import engine
+from vllm_tiered.adapter import manifest
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 
 MIB = 1 << 20
@@ -19,14 +20,14 @@ MIB = 1 << 20
 def test_one_request_does_not_fit() -> None:
     with (
         pytest.raises(BudgetError, match=r"max_model_len=512 .* holds (\d+) tokens") as refusal,
-        engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=14 * MIB),
+        engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB),
     ):
         pass
     match = re.search(r"set --max-model-len (\d+)", str(refusal.value))
     assert match, refusal.value
     fits = int(match[1])
     assert 0 < fits < 512 and fits % 32 == 0
-    with engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=14 * MIB, max_model_len=fits):
+    with engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB, max_model_len=fits):
         pass  # what the message says would fit does
 
 
@@ -40,7 +41,7 @@ def test_far_budget_too_small() -> None:
 
 def test_far_budget_is_a_hard_cap() -> None:
     with engine("demo", {"expansion": 2.0, "far_gib": 0.2}, kv_cache_memory_bytes=64 * MIB):
-        current = harness.manifest.current()
+        current = manifest.current()
         assert current is not None
         assert 0.05 * 2**30 < current["kv"]["far_bytes"] <= 0.2 * 2**30
 
@@ -53,7 +54,8 @@ def test_expansion_out_of_reach() -> None:
         pass
 
 
-def test_sliding_window_model(tmp_path: Path) -> None:
+def test_sliding_window_model(tmp_path: Path, force_far_layers) -> None:
+    force_far_layers(2)
     source = random_model_dir("llama3")
     model = tmp_path / "mistral"
     shutil.copytree(source, model)
@@ -67,6 +69,6 @@ def test_sliding_window_model(tmp_path: Path) -> None:
     harness.PATHS["sliding"] = str(model)
     with (
         pytest.raises(UnsupportedError, match=r"SlidingWindowSpec.*kv\.enabled=false"),
-        engine("sliding", {"expansion": 1.5}),
+        engine("sliding", {}),
     ):
         pass

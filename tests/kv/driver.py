@@ -143,6 +143,9 @@ class Driver:
         """Run until every request has finished; all blocks are granted then."""
         budget = 20 + 4 * sum(len(request.tokens) for request in self.requests)
         while self.requests:
+            if self.engine.holding and not self.engine.running:
+                # Sessions that wait may hold all blocks; vLLM leaves it to a client to give up.
+                self.abort(self.engine.holding[-1])
             self.step(lambda: 3)
             budget -= 1
             assert budget > 0, "the engine makes no progress"

@@ -9,12 +9,13 @@ threads show once in a million runs come up in each other run.
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import Device, Direction, Event, LinkUse, PageBuffer, Pages
+from vllm_tiered.tiers.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
 
 POISON = -1  # all bits set: no test stores it
 
@@ -50,6 +51,19 @@ class Operation:
         return next((operation for operation in operations if not operation.over), None)
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedCopy:
+    direction: Direction
+    src: PageBuffer
+    src_pages: Pages
+    dst: PageBuffer
+    dst_pages: Pages
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.src_pages) * self.src.page_bytes
+
+
 class SimulatedDevice(Device):
     """Copies between two tiers in numpy, in any order that events leave open.
 
@@ -70,38 +84,40 @@ class SimulatedDevice(Device):
     def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
         return PageBuffer(torch.zeros((num_pages, page_bytes), dtype=torch.uint8))
 
-    def copy(
+    def prepare(
         self,
         direction: Direction,
         src: PageBuffer,
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-        after: Sequence[Event] = (),
-    ) -> Event:
+    ) -> PreparedCopy:
         for pages, buffer in ((src_pages, src), (dst_pages, dst)):
             if pages.lowest < 0 or pages.highest >= buffer.num_pages:
                 raise IntegrityError(f"page {pages.highest} of {buffer.num_pages}")
-        pieces = self._copy_pieces(direction, src, src_pages, dst, dst_pages)
-        return self._submit(self._queues[direction], after, pieces)
+        return PreparedCopy(direction, src, src_pages, dst, dst_pages)
+
+    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
+        assert isinstance(copy, PreparedCopy), "a copy of another device"
+        return self._enqueue(self._queues[copy.direction], after, self._copy_pieces(copy))
 
     def compute(self, kernel: Callable[[], None]) -> None:
         """Submit a kernel. What it raises comes out of the call in which it runs."""
         if self._late_compute:
-            self._submit(self._compute, (), _one_piece(kernel))
+            self._enqueue(self._compute, (), _one_piece(kernel))
         else:
             kernel()
 
     def compute_event(self) -> Event:
         if self._late_compute:
-            return self._submit(self._compute, (), _one_piece(lambda: None))
+            return self._enqueue(self._compute, (), _one_piece(lambda: None))
         over = Operation(self, (), iter(()))
         over.advance()
         return over
 
     def wait(self, event: Event) -> float:
         if self._late_compute:
-            self._submit(self._compute, (event,), _one_piece(lambda: None))
+            self._enqueue(self._compute, (event,), _one_piece(lambda: None))
             return 0.0
         stalled = not event.done()
         event.wait()
@@ -142,7 +158,7 @@ class SimulatedDevice(Device):
         operation.advance()
         self._drop_finished()
 
-    def _submit(
+    def _enqueue(
         self, queue: deque[Operation], after: Sequence[Event], pieces: Iterator[None]
     ) -> Operation:
         operation = Operation(self, after, pieces)
@@ -155,23 +171,18 @@ class SimulatedDevice(Device):
             while queue and queue[0].over:
                 queue.popleft()
 
-    def _copy_pieces(
-        self,
-        direction: Direction,
-        src: PageBuffer,
-        src_pages: Pages,
-        dst: PageBuffer,
-        dst_pages: Pages,
-    ) -> Iterator[None]:
+    def _copy_pieces(self, copy: PreparedCopy) -> Iterator[None]:
         """Poison the target, copy some pages, copy the others: each is looked up when copied."""
-        assert src.words is not None and dst.words is not None
-        order = np.array(self._rng.sample(range(len(src_pages)), len(src_pages)), dtype=np.int64)
-        dst.words[dst_pages.ids] = POISON
+        src, dst = copy.src.words, copy.dst.words
+        assert src is not None and dst is not None
+        num_pages = len(copy.src_pages)
+        order = np.array(self._rng.sample(range(num_pages), num_pages), dtype=np.int64)
+        dst[copy.dst_pages.ids] = POISON
         yield
-        for part in np.split(order, [self._rng.randint(0, len(order))]):
-            dst.words[dst_pages.ids[part]] = src.words[src_pages.ids[part]]
+        for part in np.split(order, [self._rng.randint(0, num_pages)]):
+            dst[copy.dst_pages.ids[part]] = src[copy.src_pages.ids[part]]
             yield
-        self._bytes[direction] += len(src_pages) * src.page_bytes
+        self._bytes[copy.direction] += copy.num_bytes
 
 
 def _one_piece(action: Callable[[], None]) -> Iterator[None]:

@@ -14,12 +14,10 @@ REACH = {
     State.IN_FAR: [],
     State.SWAP_IN: ["reserve"],
     State.IN_COMPUTE: ["reserve", "publish"],
-    State.SWAP_OUT: ["reserve", "publish", "retire"],
 }
 MOVES = {
     "reserve": (State.SWAP_IN, lambda table, layer: table.reserve(layer, 0)),
     "publish": (State.IN_COMPUTE, lambda table, layer: table.publish(layer, 7)),
-    "retire": (State.SWAP_OUT, lambda table, layer: table.retire(layer)),
     "evict": (State.IN_FAR, lambda table, layer: table.evict(layer)),
 }
 
@@ -41,7 +39,7 @@ def test_rows_start_at_home(table):
 
 
 def test_a_layer_goes_round(table):
-    for name in ("reserve", "publish", "retire", "evict", "reserve"):
+    for name in ("reserve", "publish", "evict", "reserve"):
         move(table, name, ROTATING)
         assert table.rows[ROTATING].state is MOVES[name][0]
         table.check_integrity()

@@ -3,21 +3,20 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kv.simulated_device import SimulatedDevice
+from tests.kv.simulated_device import PreparedCopy, SimulatedDevice
 from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Direction, Event, PageBuffer, Pages
+from vllm_tiered.tiers.base import Copy, Direction, Event, PageBuffer
 
 
 class LoggingDevice(SimulatedDevice):
@@ -34,19 +33,12 @@ class LoggingDevice(SimulatedDevice):
         self._far_start = far.data.data_ptr()
         return far
 
-    def copy(
-        self,
-        direction: Direction,
-        src: PageBuffer,
-        src_pages: Pages,
-        dst: PageBuffer,
-        dst_pages: Pages,
-        after: Sequence[Event] = (),
-    ) -> Event:
-        far = src if direction is Direction.READ else dst
+    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
+        assert isinstance(copy, PreparedCopy)
+        far = copy.src if copy.direction is Direction.READ else copy.dst
         page = (far.data.data_ptr() - self._far_start) // far.page_bytes
-        self.log.append((direction.value, page // self._num_blocks, len(src_pages)))
-        return super().copy(direction, src, src_pages, dst, dst_pages, after)
+        self.log.append((copy.direction.value, page // self._num_blocks, len(copy.src_pages)))
+        return super().submit(copy, after)
 
     def take_log(self) -> list[tuple[str, int, int]]:
         log, self.log = self.log, []
@@ -204,5 +196,5 @@ def test_a_layer_that_was_staged_must_be_computed():
 def test_a_layer_must_be_waited_for():
     swapper, _ = make_swapper()
     swapper.begin_step(plan_of(read=[1]))
-    with pytest.raises(IntegrityError, match=r"layer 1 .* is SWAP_IN, cannot become SWAP_OUT"):
+    with pytest.raises(IntegrityError, match=r"layer 1 .* is SWAP_IN, cannot become IN_FAR"):
         swapper.layer_done(1)

@@ -8,6 +8,7 @@ request that was.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Device, Direction, Event, LinkUse, PageBuffer, Pages
+from vllm_tiered.tiers.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
 
 NEVER_WRITTEN = -2
 FREED = -3
@@ -26,6 +27,12 @@ FREED = -3
 
 class WrongKv(AssertionError):
     """Attention would have read something else than the token's KV."""
+
+
+class CountedCopy(NamedTuple):
+    direction: Direction
+    num_bytes: int
+    inner: Copy
 
 
 class CountedDevice(Device):
@@ -42,17 +49,21 @@ class CountedDevice(Device):
         self.far.words[:] = NEVER_WRITTEN
         return self.far
 
-    def copy(
+    def prepare(
         self,
         direction: Direction,
         src: PageBuffer,
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-        after: Sequence[Event] = (),
-    ) -> Event:
-        self.submitted[direction] += len(src_pages) * src.page_bytes
-        return self.inner.copy(direction, src, src_pages, dst, dst_pages, after)
+    ) -> CountedCopy:
+        copy = self.inner.prepare(direction, src, src_pages, dst, dst_pages)
+        return CountedCopy(direction, len(src_pages) * src.page_bytes, copy)
+
+    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
+        assert isinstance(copy, CountedCopy)
+        self.submitted[copy.direction] += copy.num_bytes
+        return self.inner.submit(copy.inner, after)
 
     def compute_event(self) -> Event:
         return self.inner.compute_event()

@@ -25,3 +25,9 @@ def contents(buffer):
     """The value of each page, which must be the same all over it."""
     assert (buffer.words == buffer.words[:, :1]).all()
     return buffer.words[:, 0].tolist()
+
+
+def copy(device, direction, src, src_pages, dst, dst_pages, after=()):
+    """Prepare and submit at once; the event."""
+    prepared = device.prepare(direction, src, src_pages, dst, dst_pages)
+    return device.submit(prepared, tuple(after))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.tiers.buffers import contents, make_buffer, pages_of
+from tests.tiers.buffers import contents, copy, make_buffer, pages_of
 from tests.tiers.gate import Gate
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.tiers.base import Direction, LinkUse, Pages
@@ -31,7 +31,7 @@ def finish(device):
     """Wait until both threads have done all that was submitted so far."""
     nothing = make_buffer(0)
     for direction in Direction:
-        device.copy(direction, nothing, pages_of(), nothing, pages_of()).wait()
+        copy(device, direction, nothing, pages_of(), nothing, pages_of()).wait()
 
 
 # What is copied --------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_copy_pages(data, count):
 
 def test_a_source_page_may_be_copied_to_many(device):
     dst = make_buffer(3, value=-1)
-    device.copy(READ, make_buffer(5), pages_of(4, 4, 0), dst, pages_of(0, 1, 2)).wait()
+    copy(device, READ, make_buffer(5), pages_of(4, 4, 0), dst, pages_of(0, 1, 2)).wait()
     assert contents(dst) == [4, 4, 0]
 
 
@@ -64,7 +64,7 @@ def test_a_source_page_may_be_copied_to_many(device):
 def test_page_ids_out_of_range_are_refused(device, direction, src_ids, dst_ids):
     src, dst = make_buffer(4), make_buffer(3, value=-1)
     with pytest.raises(IntegrityError, match=r"page ids -?\d to \d out of [34] pages"):
-        device.copy(direction, src, pages_of(*src_ids), dst, pages_of(*dst_ids))
+        copy(device, direction, src, pages_of(*src_ids), dst, pages_of(*dst_ids))
     finish(device)
     assert contents(dst) == [-1] * 3
     assert device.use(direction).num_bytes == 0
@@ -87,8 +87,8 @@ def test_far_buffer_that_no_machine_has(device):
 @pytest.mark.parametrize("direction", Direction)
 def test_copies_of_a_direction_run_in_the_order_of_submission(device, direction):
     gate, dst = Gate(), make_buffer(1, value=-1)
-    first = device.copy(direction, make_buffer(9), pages_of(3), dst, pages_of(0), [gate])
-    second = device.copy(direction, make_buffer(9), pages_of(5), dst, pages_of(0))
+    first = copy(device, direction, make_buffer(9), pages_of(3), dst, pages_of(0), [gate])
+    second = copy(device, direction, make_buffer(9), pages_of(5), dst, pages_of(0))
     assert gate.waited_for.wait(timeout=60)
     assert not first.done() and not second.done() and contents(dst) == [-1]
     gate.open()
@@ -99,8 +99,8 @@ def test_copies_of_a_direction_run_in_the_order_of_submission(device, direction)
 @pytest.mark.parametrize(("first", "then"), [(READ, WRITE), (WRITE, READ)])
 def test_after_orders_copies_across_directions(device, first, then):
     gate, middle, dst = Gate(), make_buffer(1, value=-1), make_buffer(1, value=-1)
-    before = device.copy(first, make_buffer(9), pages_of(7), middle, pages_of(0), [gate])
-    after = device.copy(then, middle, pages_of(0), dst, pages_of(0), [before])
+    before = copy(device, first, make_buffer(9), pages_of(7), middle, pages_of(0), [gate])
+    after = copy(device, then, middle, pages_of(0), dst, pages_of(0), [before])
     assert gate.waited_for.wait(timeout=60)
     assert not after.done() and contents(dst) == [-1]
     gate.open()
@@ -111,8 +111,8 @@ def test_after_orders_copies_across_directions(device, first, then):
 @pytest.mark.parametrize(("held_up", "free"), [(READ, WRITE), (WRITE, READ)])
 def test_directions_do_not_hold_each_other_up(device, held_up, free):
     gate, dst = Gate(), make_buffer(2, value=-1)
-    late = device.copy(held_up, make_buffer(9), pages_of(1), dst, pages_of(0), [gate])
-    device.copy(free, make_buffer(9), pages_of(2), dst, pages_of(1)).wait()
+    late = copy(device, held_up, make_buffer(9), pages_of(1), dst, pages_of(0), [gate])
+    copy(device, free, make_buffer(9), pages_of(2), dst, pages_of(1)).wait()
     assert not late.done() and contents(dst) == [-1, 2]
     gate.open()
     late.wait()
@@ -120,7 +120,7 @@ def test_directions_do_not_hold_each_other_up(device, held_up, free):
 
 def test_wait_returns_the_time_that_compute_stood_still(device):
     gate, buffer = Gate(), make_buffer(1)
-    event = device.copy(READ, buffer, pages_of(), buffer, pages_of(), [gate])
+    event = copy(device, READ, buffer, pages_of(), buffer, pages_of(), [gate])
     assert gate.waited_for.wait(timeout=60)
     opener = threading.Timer(0.02, gate.open)
     opener.start()
@@ -150,7 +150,7 @@ def test_copying_threads_may_run_where_they_are_told():
     device = CpuDevice(cpus={cpu})
     buffer = make_buffer(1)
     for direction in Direction:
-        device.copy(direction, buffer, pages_of(), buffer, pages_of(), [Look()]).wait()
+        copy(device, direction, buffer, pages_of(), buffer, pages_of(), [Look()]).wait()
     device.close()
     assert where == [{cpu}, {cpu}]
     assert os.sched_getaffinity(0) == own
@@ -159,7 +159,7 @@ def test_copying_threads_may_run_where_they_are_told():
 def test_an_error_reaches_all_who_look_at_the_event(device):
     gate, buffer = Gate(), make_buffer(2)
     gate.fail(OSError("link down"))
-    event = device.copy(READ, buffer, pages_of(0), buffer, pages_of(1), [gate])
+    event = copy(device, READ, buffer, pages_of(0), buffer, pages_of(1), [gate])
     for look in (event.wait, event.done, lambda: device.wait(event)):
         with pytest.raises(OSError, match="link down"):
             look()
@@ -168,8 +168,8 @@ def test_an_error_reaches_all_who_look_at_the_event(device):
 def test_an_error_reaches_copies_that_come_after(device):
     gate, buffer, dst = Gate(), make_buffer(2), make_buffer(1, value=-1)
     gate.fail(OSError("link down"))
-    failed = device.copy(WRITE, buffer, pages_of(0), buffer, pages_of(1), [gate])
-    after = device.copy(READ, buffer, pages_of(1), dst, pages_of(0), [failed])
+    failed = copy(device, WRITE, buffer, pages_of(0), buffer, pages_of(1), [gate])
+    after = copy(device, READ, buffer, pages_of(1), dst, pages_of(0), [failed])
     with pytest.raises(OSError, match="link down"):
         after.wait()
     assert contents(dst) == [-1]
@@ -181,8 +181,8 @@ def test_an_error_reaches_later_copies_of_its_direction(device):
     """Who waits for the last of many copies, as they are in order, must learn of it."""
     gate, buffer = Gate(), make_buffer(2)
     gate.fail(OSError("link down"))
-    device.copy(WRITE, buffer, pages_of(0), buffer, pages_of(1), [gate])
-    last = device.copy(WRITE, buffer, pages_of(0), buffer, pages_of(1))
+    copy(device, WRITE, buffer, pages_of(0), buffer, pages_of(1), [gate])
+    last = copy(device, WRITE, buffer, pages_of(0), buffer, pages_of(1))
     with pytest.raises(OSError, match="link down"):
         last.wait()
 
@@ -232,8 +232,8 @@ def test_use_counts_each_direction(device):
     big = make_buffer(64, 1 << 16)
     pages = Pages(np.arange(32))
     for _ in range(3):
-        device.copy(READ, big, pages, big, Pages(np.arange(32, 64)))
-    device.copy(WRITE, big, pages_of(1), big, pages_of(2))
+        copy(device, READ, big, pages, big, Pages(np.arange(32, 64)))
+    copy(device, WRITE, big, pages_of(1), big, pages_of(2))
     finish(device)
     assert device.use(READ).num_bytes == 3 * 32 << 16
     assert device.use(WRITE).num_bytes == 1 << 16
@@ -242,7 +242,7 @@ def test_use_counts_each_direction(device):
 
 def test_time_spent_waiting_is_not_busy_time(device):
     gate, buffer = Gate(), make_buffer(1)
-    event = device.copy(READ, buffer, pages_of(0), buffer, pages_of(0), [gate])
+    event = copy(device, READ, buffer, pages_of(0), buffer, pages_of(0), [gate])
     assert gate.waited_for.wait(timeout=60)
     begin = time.perf_counter()
     time.sleep(0.05)
@@ -255,7 +255,7 @@ def test_close_finishes_all_copies_and_may_be_called_again():
     device = CpuDevice()
     dst = make_buffer(20, value=-1)
     events = [
-        device.copy(direction, make_buffer(20), pages_of(page), dst, pages_of(page))
+        copy(device, direction, make_buffer(20), pages_of(page), dst, pages_of(page))
         for page in range(20)
         for direction in (Direction(("read", "write")[page % 2]),)
     ]
@@ -272,11 +272,11 @@ def test_a_closed_device_refuses_copies():
     device.close()
     buffer = make_buffer(1)
     with pytest.raises(IntegrityError):
-        device.copy(READ, buffer, pages_of(0), buffer, pages_of(0))
+        copy(device, READ, buffer, pages_of(0), buffer, pages_of(0))
 
 
 @pytest.mark.xfail(strict=True, reason="the surplus ids are left out without a word")
 def test_different_numbers_of_pages_are_refused(device):
     src, dst = make_buffer(3), make_buffer(3, value=-1)
     with pytest.raises(IntegrityError):
-        device.copy(READ, src, pages_of(0, 1, 2), dst, pages_of(0, 1))
+        copy(device, READ, src, pages_of(0, 1, 2), dst, pages_of(0, 1))

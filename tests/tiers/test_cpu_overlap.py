@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiers.buffers import contents, make_buffer
+from tests.tiers.buffers import contents, copy, make_buffer
 from vllm_tiered.tiers.base import Direction, Pages
 from vllm_tiered.tiers.cpu import CopyThread, CpuDevice
 
@@ -43,7 +43,7 @@ def test_a_copy_ends_while_one_matmul_runs(timed):
     ids = Pages(np.random.default_rng(0).permutation(512))
     matrix = torch.rand(2500, 2500)
     for _ in range(5):  # other processes may have the cores for a while
-        event = device.copy(Direction.READ, src, ids, dst, Pages(np.arange(512)))
+        event = copy(device, Direction.READ, src, ids, dst, Pages(np.arange(512)))
         begin = time.perf_counter()
         matrix @ matrix
         end = time.perf_counter()
@@ -61,7 +61,7 @@ def test_python_goes_on_while_one_copy_runs(timed):
     src, dst = make_buffer(2048, 64 * 1024), make_buffer(2048, 64 * 1024, value=-1)
     everything = Pages(np.arange(2048))
     assert len(everything.runs) == 1
-    event = device.copy(Direction.WRITE, src, everything, dst, everything)
+    event = copy(device, Direction.WRITE, src, everything, dst, everything)
     ticks = []
     while not event.done():
         ticks.append(time.perf_counter())

@@ -39,19 +39,23 @@ class Translator:
         metadata = forward_context.attn_metadata
         slots = forward_context.slot_mapping
         shared = metadata[self._layer_names[0]]
-        tables = self._block_tables(shared)
-        slot_tables = self._slot_mappings(slots[self._layer_names[0]])
-        layer_metadata, layer_slots = dict(metadata), dict(slots)
-        num_tokens = shared.slot_mapping.shape[0]
-        for layer, name in enumerate(self._layer_names):
-            own = object.__new__(type(shared))
+        tables = self._block_tables(shared).unbind()
+        padded = self._slot_mappings(slots[self._layer_names[0]])
+        layer_slots = own_slots = padded.unbind()
+        num_slots = shared.slot_mapping.shape[0]
+        if num_slots != padded.shape[1]:
+            own_slots = padded[:, :num_slots].unbind()
+        layer_metadata: dict[str, Any] = dict(metadata)
+        for name, table, own_slot in zip(self._layer_names, tables, own_slots, strict=True):
+            own = layer_metadata[name] = object.__new__(type(shared))
             own.__dict__.update(shared.__dict__)
-            own.block_table = tables[layer]
-            own.slot_mapping = slot_tables[layer, :num_tokens]
-            layer_metadata[name] = own
-            layer_slots[name] = slot_tables[layer]
+            own.block_table = table
+            own.slot_mapping = own_slot
         forward_context.attn_metadata = layer_metadata
-        forward_context.slot_mapping = layer_slots
+        forward_context.slot_mapping = {
+            **slots,
+            **dict(zip(self._layer_names, layer_slots, strict=True)),
+        }
 
     def _block_tables(self, metadata: Any) -> torch.Tensor:
         """int32 [num_layers, requests, blocks of the longest sequence]."""

@@ -53,9 +53,9 @@ class TieredWorker:
         self._plan = plan
         self._layers = layers
         self._device = make_device()
-        self._swapper: Swapper | None = None
+        self.swapper: Swapper
         self._translator: Translator | None = None
-        self._layer_index: dict[str, int] = {}
+        self._rotating: dict[str, int] = {}
         self._step_start = 0.0
         self._bookkeeping_seconds = 0.0
         self._stall_before = 0.0
@@ -100,9 +100,9 @@ class TieredWorker:
             self._layers[name].kv_cache = pool_view
             if layer in self._plan.order.rotating:
                 self._wait_before_update(self._layers[name].impl, layer)
-        self._layer_index = {name: layer for layer, name in enumerate(names)}
+        self._rotating = {names[layer]: layer for layer in self._plan.order.rotating}
         self._translator = Translator(swapper.table.pages, names, geometry.block_tokens)
-        self._swapper = swapper
+        self.swapper = swapper
 
     # vLLM's hooks, in the order of a step ------------------------------------------------
 
@@ -120,11 +120,16 @@ class TieredWorker:
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
-        self.swapper.wait_layer(self._layer_index[layer_name])
+        layer = self._rotating.get(layer_name)
+        if layer is not None:
+            self.swapper.wait_layer(layer)
 
     def layer_done(self, layer_name: str) -> None:
+        layer = self._rotating.get(layer_name)
+        if layer is None:
+            return
         start = time.perf_counter()
-        self.swapper.layer_done(self._layer_index[layer_name])
+        self.swapper.layer_done(layer)
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def end_step(self) -> None:
@@ -132,7 +137,7 @@ class TieredWorker:
         self.swapper.end_step()
         end = time.perf_counter()
         self._bookkeeping_seconds += end - start
-        self._count(end - self._step_start)
+        self._count(step_seconds=end - self._step_start)
 
     def take_stats(self) -> TieredStats:
         """What happened since the last call."""
@@ -141,11 +146,6 @@ class TieredWorker:
 
     def close(self) -> None:
         self._device.close()
-
-    @property
-    def swapper(self) -> Swapper:
-        assert self._swapper is not None, "register_kv_caches has not been called"
-        return self._swapper
 
     def _wait_before_update(self, impl: Any, layer: int) -> None:
         """vLLM writes a layer's new KV before it asks the connector to wait for the layer."""
@@ -159,7 +159,7 @@ class TieredWorker:
 
         impl.do_kv_cache_update = do_kv_cache_update
 
-    def _count(self, step_seconds: float) -> None:
+    def _count(self, *, step_seconds: float) -> None:
         data: dict[str, Any] = {
             "kv_steps": 1,
             "kv_step_seconds": step_seconds,

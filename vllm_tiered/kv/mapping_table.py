@@ -30,16 +30,16 @@ class State(IntEnum):
     IN_FAR = 1
     SWAP_IN = 2  # in far; the near copy is not valid yet
     IN_COMPUTE = 3  # in near
-    SWAP_OUT = 4  # in near; what was filled is on its way to far
 
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
-    State.IN_NEAR: frozenset({State.IN_COMPUTE, State.SWAP_OUT}),
+    State.IN_NEAR: frozenset(),
     State.IN_FAR: frozenset({State.SWAP_IN}),
     State.SWAP_IN: frozenset({State.IN_COMPUTE}),
-    State.IN_COMPUTE: frozenset({State.SWAP_OUT}),
-    State.SWAP_OUT: frozenset({State.IN_FAR}),
+    State.IN_COMPUTE: frozenset({State.IN_FAR}),
 }
+"""Pinned layers stay near. Swapping out is no operation of its own: pages are written when they
+are full, so a layer that was computed leaves the near tier by being forgotten there."""
 
 
 @dataclass(slots=True)
@@ -108,13 +108,8 @@ class MappingTable:
         self._move(layer, State.IN_COMPUTE)
         self.rows[layer].last_use = step
 
-    def retire(self, layer: int) -> None:
-        """The layer was computed: its blocks written before have a far copy and are dropped;
-        what this step wrote is on its way out."""
-        self._move(layer, State.SWAP_OUT)
-
     def evict(self, layer: int) -> None:
-        """The layer's area belongs to another now, or to nobody."""
+        """The layer was computed: its area belongs to another now, or to nobody."""
         self._move(layer, State.IN_FAR)
         self.rows[layer].area = None
 
@@ -135,7 +130,7 @@ class MappingTable:
 
     def _move(self, layer: int, state: State) -> None:
         row = self.rows[layer]
-        if state not in LEGAL_MOVES[row.state] or row.home is Home.NEAR:
+        if state not in LEGAL_MOVES[row.state]:
             raise IntegrityError(
                 f"layer {layer} (home {row.home.value}) is {row.state.name}, "
                 f"cannot become {state.name}"

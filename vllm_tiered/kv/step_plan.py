@@ -14,6 +14,7 @@ KV is append-only, so a block lives through three stages, each a class of the pl
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,8 @@ from vllm_tiered.errors import IntegrityError
 BlockIds = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledRequest:
-    """A request's part in one step.
+class ScheduledRequest(NamedTuple):
+    """A request's part in one step. (A tuple: one is made for every request in every step.)
 
     Attributes:
         request_id: the engine's id.

@@ -21,7 +21,9 @@ from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, Pages
+from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, Pages
+
+_NOTHING = StepPlan()
 
 
 @dataclass(slots=True)
@@ -79,9 +81,10 @@ class Swapper:
         self._written_before: tuple[Event, ...] = ()
         self._granted: set[int] = set()
         self._tails: set[int] = set()
-        self._plan = StepPlan()
+        self._plan = _NOTHING
         self._areas: list[_Area] = []
-        self._read_blocks = self._ring_blocks = Pages(np.empty(0, np.int64))
+        self._ring_blocks = Pages(np.empty(0, np.int64))
+        self._copies: list[Copy] = []
         self._reads: list[Event | None] = [None] * len(order.rotating)
         self._position = {layer: i for i, layer in enumerate(order.rotating)}
         self._grant(np.arange(1, num_blocks, dtype=np.int64))
@@ -129,7 +132,6 @@ class Swapper:
         position = self._position.get(layer)
         if position is None or not self._areas:
             return
-        self.table.retire(layer)
         area = self._areas[position % len(self._areas)]
         area.vacated = (self._device.compute_event(),)
         if len(area.ring):
@@ -150,7 +152,7 @@ class Swapper:
         for layer in self.order.rotating:
             if self.table.rows[layer].area is not None:
                 raise IntegrityError(f"layer {layer} was staged and never computed")
-        plan, self._plan = self._plan, StepPlan()
+        plan, self._plan = self._plan, _NOTHING
         if len(plan.tail_flush):
             self._flush_tails(plan.tail_flush)
         for area in self._areas:
@@ -216,7 +218,13 @@ class Swapper:
         areas = pages.reshape(count, pages_per_area)
         num_read = len(self._plan.read)
         self._areas = [_Area(Pages(area[:num_read]), Pages(area[num_read:])) for area in areas]
-        self._read_blocks, self._ring_blocks = Pages(self._plan.read), Pages(self._plan.ring)
+        read_blocks, self._ring_blocks = Pages(self._plan.read), Pages(self._plan.ring)
+        self._copies = [
+            self._device.prepare(
+                Direction.READ, far, read_blocks, self._near, self._areas[position % count].read
+            )
+            for position, far in enumerate(self._far_layers)
+        ]
         blocks = np.concatenate([self._plan.read, self._plan.ring])
         self.table.set_rotating(blocks, areas[np.arange(rotating) % count])
 
@@ -225,16 +233,9 @@ class Swapper:
     def _read(self, position: int) -> None:
         """Start staging the ``position``-th rotating layer (two-phase: reserve now)."""
         index = position % len(self._areas)
-        area = self._areas[index]
         self.table.reserve(self.order.rotating[position], index)
-        self._reads[position] = self._device.copy(
-            Direction.READ,
-            self._far_layers[position],
-            self._read_blocks,
-            self._near,
-            area.read,
-            after=(*area.vacated, *self._written_before),
-        )
+        after = self._areas[index].vacated + self._written_before
+        self._reads[position] = self._device.submit(self._copies[position], after)
 
     def _write(self, pages: Pages, far: PageBuffer, far_pages: Pages) -> None:
         """Write near pages out, when what was computed so far is done: each page once, ever."""

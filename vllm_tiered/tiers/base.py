@@ -5,16 +5,14 @@ A device has two copy queues, one per direction, and the *compute* order in whic
 submits its kernels. Within a queue, copies run in the order of submission. Across queues and
 against compute nothing is ordered except through events:
 
-    copy(..., after=[e1, e2])   runs when e1 and e2 are done
-    wait(e)                     compute submitted later runs when e is done
-    compute_event()             is done when the compute submitted so far is done
+    submit(copy, after=(e1, e2))   runs when e1 and e2 are done
+    wait(e)                        compute submitted later runs when e is done
+    compute_event()                is done when the compute submitted so far is done
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,25 +43,31 @@ class Pages:
 
     Attributes:
         ids: int64 [n].
-        runs: (position in ``ids``, number, first page id) of each run of consecutive ids.
+        lowest, highest: the range of ``ids``; 0 and -1 if there are none.
     """
 
-    __slots__ = ("highest", "ids", "lowest", "runs")
+    __slots__ = ("_runs", "highest", "ids", "lowest")
 
     def __init__(self, ids: PageIds) -> None:
         self.ids = ids
         self.lowest = int(ids.min()) if len(ids) else 0
         self.highest = int(ids.max()) if len(ids) else -1
-        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1).tolist()
-        ends = [*starts[1:], len(ids)]
-        self.runs = (
-            [(start, end - start, int(ids[start])) for start, end in zip(starts, ends, strict=True)]
-            if starts
-            else []
-        )
+        self._runs: list[tuple[int, int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(position in ``ids``, number, first page id) of each run of consecutive ids."""
+        if self._runs is None:
+            starts = np.flatnonzero(np.diff(self.ids, prepend=self.ids[:1] - 2) != 1).tolist()
+            ends = [*starts[1:], len(self.ids)]
+            self._runs = [
+                (start, end - start, int(self.ids[start]))
+                for start, end in zip(starts, ends, strict=bool(starts))
+            ]
+        return self._runs
 
 
 class PageBuffer:
@@ -87,12 +91,15 @@ class PageBuffer:
         return PageBuffer(self.data[first_page : first_page + num_pages])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkUse:
+class LinkUse(NamedTuple):
     """What one direction has carried since the start: bytes, and seconds it was busy."""
 
     num_bytes: int = 0
     busy_seconds: float = 0.0
+
+
+class Copy(Protocol):
+    """A prepared copy; what is in it is the device's affair."""
 
 
 class Device(ABC):
@@ -107,6 +114,30 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def prepare(
+        self,
+        direction: Direction,
+        src: PageBuffer,
+        src_pages: Pages,
+        dst: PageBuffer,
+        dst_pages: Pages,
+    ) -> "Copy":
+        """A copy of ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
+
+        Preparing a step's copies together, before the model runs, is cheaper than doing it
+        between two layers, when the caches are full of the model.
+
+        Raises:
+            IntegrityError: a page id is out of range.
+        """
+
+    @abstractmethod
+    def submit(self, copy: "Copy", after: tuple[Event, ...] = ()) -> Event:
+        """Queue a prepared copy, once, to run when ``after`` is done.
+
+        The caller leaves source and target pages alone until the event is done.
+        """
+
     def copy(
         self,
         direction: Direction,
@@ -114,15 +145,10 @@ class Device(ABC):
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-        after: Sequence[Event] = (),
+        after: tuple[Event, ...] = (),
     ) -> Event:
-        """Copy ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i, after ``after``.
-
-        The caller leaves source and target pages alone until the event is done.
-
-        Raises:
-            IntegrityError: a page id is out of range.
-        """
+        """Prepare a copy and submit it."""
+        return self.submit(self.prepare(direction, src, src_pages, dst, dst_pages), after)
 
     @abstractmethod
     def compute_event(self) -> Event:

@@ -4,15 +4,14 @@
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.tiers.base import Device, Direction, Event, LinkUse, PageBuffer, Pages
+from vllm_tiered.tiers.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
 
 
 def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> None:
@@ -74,15 +73,26 @@ class _Now:
 _NOW = _Now()
 
 
-class CopyJob(NamedTuple):
+class CopyJob:
     """One asynchronous copy."""
 
-    src: PageBuffer
-    src_pages: Pages
-    dst: PageBuffer
-    dst_pages: Pages
-    after: Sequence[Event]
-    done: CpuEvent
+    __slots__ = ("after", "direction", "done", "dst", "dst_pages", "src", "src_pages")
+
+    def __init__(
+        self,
+        direction: Direction,
+        src: PageBuffer,
+        src_pages: Pages,
+        dst: PageBuffer,
+        dst_pages: Pages,
+    ) -> None:
+        self.direction = direction
+        self.src = src
+        self.src_pages = src_pages
+        self.dst = dst
+        self.dst_pages = dst_pages
+        self.after: tuple[Event, ...] = ()
+        self.done = CpuEvent()
 
 
 class CopyThread:
@@ -153,23 +163,26 @@ class CpuDevice(Device):
             ) from error
         return PageBuffer(data)
 
-    def copy(
+    def prepare(
         self,
         direction: Direction,
         src: PageBuffer,
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-        after: Sequence[Event] = (),
-    ) -> Event:
+    ) -> CopyJob:
         for pages, buffer in ((src_pages, src), (dst_pages, dst)):
             if pages.lowest < 0 or pages.highest >= buffer.num_pages:
                 raise IntegrityError(
                     f"page ids {pages.lowest} to {pages.highest} out of {buffer.num_pages} pages"
                 )
-        done = CpuEvent()
-        self._threads[direction].jobs.put(CopyJob(src, src_pages, dst, dst_pages, after, done))
-        return done
+        return CopyJob(direction, src, src_pages, dst, dst_pages)
+
+    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
+        assert isinstance(copy, CopyJob), "a copy of another device"
+        copy.after = after
+        self._threads[copy.direction].jobs.put(copy)
+        return copy.done
 
     def compute_event(self) -> Event:
         return _NOW

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming sessions: requests that wait for their client between turns and keep their blocks.
+
+vLLM goes on behind what is computed for sure. Under async scheduling one more token is in flight
+when a turn ends; it is dropped, and the next turn writes its slot again.
+"""
+
+import dataclasses
+import random
+
+import pytest
+
+from tests.kv.driver import Setup, run_schedule, simulated
+
+SETUPS = (
+    Setup(num_layers=5, far_layers=4, sure_blocks=7, spare_pages=2),
+    Setup(num_layers=4, far_layers=3, policy="fifo", block_tokens=3, sure_blocks=6, spare_pages=6),
+)
+
+
+@pytest.mark.xfail(strict=True, reason="a session that cannot be admitted again loses its charge")
+@pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "fifo"])
+def test_sessions(setup):
+    run_sessions(setup)
+
+
+@pytest.mark.xfail(strict=True, reason="the token in flight has filled the tail, which is gone")
+@pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "fifo"])
+def test_sessions_under_async_scheduling(setup):
+    run_sessions(setup, ahead=True)
+
+
+def run_sessions(setup, **changes):
+    num_turns = 0
+    for haste in (0.0, 0.5, 1.0):
+        for seed in range(12):
+            driver = simulated(dataclasses.replace(setup, **changes), seed, haste=haste)
+            run_schedule(driver, random.Random(seed), num_steps=40, turns=(0, 0, 1, 2))
+            num_turns += driver.engine.num_turns
+    assert num_turns > 50
