@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test doubles of the device. vLLM itself is never doubled."""
+"""Test doubles of the device, for runs of the real engine."""
 
 import random
 import threading

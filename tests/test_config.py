@@ -55,11 +55,6 @@ def test_config_is_frozen():
         KvConfig().expansion = 2.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("expansion", "largest"), [("auto", 3.0), (1.5, 1.5), (6, 6.0)])
-def test_largest_expansion(expansion, largest):
-    assert KvConfig(expansion=expansion, max_expansion=3.0).largest_expansion == largest
-
-
 @pytest.mark.parametrize(
     ("values", "named"),
     [

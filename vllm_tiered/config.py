@@ -125,7 +125,7 @@ class KvConfig(_Section):
 
     `far_gib` is the hard cap on far memory in GiB; "auto" sizes it from the free host memory.
     `expansion` is logical KV capacity over what the same near memory holds without the plugin:
-    a number fixes it, "auto" lets the controller move it between 1 and `max_expansion`.
+    a number fixes it, "auto" leaves it to the plugin, up to `max_expansion`.
     `policy` chooses which layers are far: spread evenly, or the paper's rotating queue.
     """
 
@@ -142,11 +142,6 @@ class KvConfig(_Section):
     policy: Literal["interleave", "fifo"] = field(
         default="interleave", metadata={_RULE: _OneOf(words=("interleave", "fifo"))}
     )
-
-    @property
-    def largest_expansion(self) -> float:
-        """What the block pool has to be created for: the fixed expansion, or auto's ceiling."""
-        return self.max_expansion if self.expansion == "auto" else self.expansion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

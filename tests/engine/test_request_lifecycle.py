@@ -131,3 +131,56 @@ def generate_async(llm, prompt: list[int]) -> None:
 
     sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     llm.llm_engine.add_request(str(id(prompt)), {"prompt_token_ids": prompt}, sampling)
+
+
+def test_prefix_cache_reset_under_load() -> None:
+    """Withheld blocks do not count as used; running requests start again and end the same."""
+    from vllm import SamplingParams
+
+    prompts = random_prompts(8, seed=9)
+    expected = vllm_tokens("demo", prompts)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with engine(
+        "demo",
+        {"expansion": 3.0},
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=48 << 20,
+        max_model_len=256,
+        async_scheduling=False,
+    ) as llm:
+        core = llm.llm_engine
+        scheduler = core.engine_core.engine_core.scheduler
+        for number, prompt in enumerate(prompts):
+            core.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        finished: dict[int, list[int]] = {}
+        steps = 0
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps == 12:
+                assert scheduler.connector._scheduler.elastic.withheld
+                assert not scheduler.reset_prefix_cache()
+                scheduler.connector._scheduler.elastic.check_integrity()
+                assert scheduler.reset_prefix_cache(reset_running_requests=True)
+                assert not scheduler.connector._scheduler.elastic.withheld
+        assert [finished[number] for number in range(8)] == expected
+
+
+def test_streamed_sessions_are_aborted_when_scheduled_ahead() -> None:
+    from types import SimpleNamespace
+
+    with engine("llama3", {"expansion": 1.0}) as llm:
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        request = SimpleNamespace(request_id="a", resumable=True, abort_immediately=False)
+        connector.on_new_request(request)
+        assert not request.abort_immediately  # the plugin stepped aside
+    with engine(
+        "demo", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20, async_scheduling=True
+    ) as llm:
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        for resumable in (False, True):
+            request = SimpleNamespace(request_id="a", resumable=resumable, abort_immediately=False)
+            connector.on_new_request(request)
+            assert request.abort_immediately is resumable

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and their blocks: the free queue, reference counts and prefix cache of ``BlockPool``."""
+"""Free queue, reference counts and prefix cache, as in vLLM's ``BlockPool``."""
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
 
 Prefix = tuple[int, ...]
 
@@ -50,42 +47,3 @@ class BlockPool:
             if not self.references[block]:
                 (self.free if block in self.prefix_of else without).append(block)
         self.free.extendleft(reversed(without))
-
-
-class Status(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-class Turn(NamedTuple):
-    """What a streaming session's client sends next, and how much is sampled after it."""
-
-    token: int
-    num_prompt: int
-    num_output: int
-
-
-@dataclass(eq=False, kw_only=True)
-class Request:
-    """``tokens`` holds the prompt and all that will be sampled; ``known`` of them exist by now."""
-
-    request_id: str
-    tokens: tuple[int, ...]
-    num_prompt: int
-    turns: deque[Turn] = field(default_factory=deque)
-    known: int = 0
-    computed: int = 0
-    placeholders: int = 0  # sampled by steps that have not run yet
-    preemptions: int = 0
-    last_step: int = 0
-    drop_until: int = 0  # what steps up to this one sample is dropped
-    status: Status = Status.WAITING
-    blocks: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.known = self.num_prompt
-
-    @property
-    def remaining(self) -> int:
-        return self.known + self.placeholders - self.computed

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.kv.block_pool_model import Request, Turn
-from tests.kv.engine_model import EngineModel, Step
+from tests.kv.engine_model import EngineModel
+from tests.kv.request_model import Request, Step, Turn
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.worker_model import WorkerModel
 from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry

@@ -10,36 +10,12 @@ request's blocks until the steps that still write them have run, as vLLM does fo
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from tests.kv.block_pool_model import BlockPool, Request, Status
+from tests.kv.block_pool_model import BlockPool
+from tests.kv.request_model import Part, Request, Status, Step
 from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.kv.elastic import ElasticBlocks
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A request's part in a step, frozen when it was scheduled."""
-
-    request: Request
-    tokens: tuple[int, ...]
-    blocks: tuple[int, ...]
-    scheduled: ScheduledRequest
-    samples: bool
-    preemptions: int
-
-    @property
-    def end_tokens(self) -> int:
-        return self.scheduled.computed_tokens + self.scheduled.scheduled_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    number: int
-    parts: tuple[Part, ...]
-    plan: StepPlan
-    granted: frozenset[int]  # blocks that the worker grants while the step runs
 
 
 class EngineModel:
@@ -165,8 +141,7 @@ class EngineModel:
 
     def _admit(self, request: Request, hits: list[int], end_tokens: int) -> bool:
         """As ``TieredScheduler._reserving`` does around vLLM's ``allocate_slots``."""
-        self.elastic.end(request.request_id)
-        extra = self.elastic.blocks_to_withhold()
+        extra = self.elastic.blocks_to_withhold(request.request_id)
         if self._allocate(request, end_tokens, hits=hits, reserved_blocks=extra) is None:
             return False
         withheld = self.pool.take(extra) if extra else []

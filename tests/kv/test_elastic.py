@@ -19,7 +19,7 @@ def elastic():
 
 
 def admit(elastic, name, blocks, prefill_tokens=4):
-    assert elastic.blocks_to_withhold() == len(blocks)
+    assert elastic.blocks_to_withhold("new") == len(blocks)
     elastic.admit(name, blocks, prefill_tokens=prefill_tokens)
     elastic.check_integrity()
 
@@ -65,7 +65,7 @@ def test_unknown_requests_are_ignored(elastic):
 def test_no_room_for_another_request_means_every_block(elastic):
     for number in range(4):
         elastic.admit(f"{number}", [], prefill_tokens=1)
-    assert elastic.blocks_to_withhold() == elastic.granted_blocks
+    assert elastic.blocks_to_withhold("new") == elastic.granted_blocks
 
 
 def test_fewer_blocks_than_the_limit_are_not_withheld():

@@ -15,7 +15,6 @@ SETUPS = (
 )
 
 
-@pytest.mark.xfail(strict=True, reason="a step's first reads do not wait for the step before")
 @pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "fifo", "small-blocks"])
 def test_late_compute_reads_its_own_kv(setup):
     for haste in (0.0, 0.3, 0.7, 1.0):

@@ -30,7 +30,7 @@ SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
     Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
     Setup(num_layers=3, far_layers=1, block_tokens=3, sure_blocks=3, spare_pages=20),
-    Setup(num_layers=9, far_layers=8, sure_blocks=5),
+    Setup(num_layers=9, far_layers=8, block_tokens=4, sure_blocks=3, spare_pages=8),
     Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
 )
 HASTES = (0.0, 0.4, 1.0)
@@ -175,7 +175,7 @@ def one_slot_while_prefilling(original):
 
 
 def withhold_one_too_few(original):
-    return lambda self: max(0, original(self) - 1)
+    return lambda self, request_id: max(0, original(self, request_id) - 1)
 
 
 def withhold_nothing_in_the_worker(original):

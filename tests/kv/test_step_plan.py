@@ -130,19 +130,7 @@ def test_block_tokens_of_one_never_have_tails():
     assert planner.num_tails == 0
 
 
-@pytest.mark.parametrize(
-    "scheduled",
-    [
-        2,
-        pytest.param(
-            1,
-            marks=pytest.mark.xfail(
-                strict=True, reason="a block that only fills further is not looked at"
-            ),
-        ),
-    ],
-    ids=["fills", "fills-further"],
-)
+@pytest.mark.parametrize("scheduled", [2, 1], ids=["fills", "fills-further"])
 def test_going_on_behind_a_block_that_is_no_tail(planner, scheduled):
     with pytest.raises(IntegrityError, match="continues at token 6 in block 3"):
         planner.plan([part("a", 6, scheduled, [7, 3], restarts=True)], ())

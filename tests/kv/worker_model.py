@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tests.kv.engine_model import Part, Step
+from tests.kv.request_model import Part, Step
 from tests.kv.simulated_device import SimulatedDevice
 from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.kv.page_pool import Owner

@@ -60,6 +60,7 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
             "build_connector_meta",
             "get_num_new_matched_tokens",
             "handle_preemptions",
+            "on_new_request",
             "register_kv_caches",
             "request_finished",
             "requires_kv_delivery",
@@ -73,7 +74,11 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ),
         "swapping layers before and after each one's attention",
     ),
-    (_CONNECTOR_BASE, ("KVConnectorMetadata", "KVConnectorRole"), "the connector's two sides"),
+    (
+        _CONNECTOR_BASE,
+        ("KVConnectorMetadata", "KVConnectorRole", "SupportsHMA"),
+        "the connector's two sides",
+    ),
     (
         f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
         ("build_kv_connector_stats", "build_prom_metrics", "get_kv_connector_stats"),
@@ -88,12 +93,12 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("vllm.model_executor.models.utils", ("extract_layer_index",), "the order of the layers"),
     (
         "vllm.v1.core.kv_cache_manager.KVCacheManager",
-        ("allocate_slots",),
+        ("allocate_slots", "reset_prefix_cache"),
         "withholding and granting blocks",
     ),
     (
         "vllm.v1.core.block_pool.BlockPool",
-        ("free_blocks", "get_new_blocks"),
+        ("free_blocks", "get_new_blocks", "touch"),
         "withholding and granting blocks",
     ),
     ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),

@@ -11,6 +11,7 @@ Hooks of a step, in vLLM's order, and what happens at each:
                 wait_for_save             free the staging areas
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauge
 from vllm_tiered.adapter.worker import TieredWorker, announce
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.step_plan import StepPlan
+
+logger = logging.getLogger("vllm.tiered")
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
@@ -48,6 +51,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         self._plan = plan
         self._world_size = parallel.world_size
+        self._schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self._is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler: TieredScheduler | None = None
         self._worker: TieredWorker | None = None

@@ -69,18 +69,13 @@ def resolve_far_layers(kv: KvConfig, num_layers: int) -> int:
     """Far layers for the configured expansion.
 
     Raises:
-        ConfigError: the model has too few layers for it, or it is above ``max_expansion``.
+        ConfigError: the model has too few layers for it.
     """
     reachable = expansion_of(num_layers, max_far_layers(num_layers))
     if kv.expansion == "auto":
         wanted = min(AUTO_EXPANSION, kv.max_expansion, reachable)
     else:
         wanted = float(kv.expansion)
-    if wanted > kv.max_expansion:
-        raise ConfigError(
-            f"kv.expansion={wanted:g} is above kv.max_expansion={kv.max_expansion:g}: "
-            "raise the one or lower the other"
-        )
     far_layers = far_layers_for_expansion(num_layers, wanted)
     if far_layers is None:
         raise ConfigError(

@@ -65,6 +65,7 @@ class TieredScheduler:
         """
         self._pool = kv_cache_manager.block_pool
         kv_cache_manager.allocate_slots = self._reserving(kv_cache_manager.allocate_slots)
+        kv_cache_manager.reset_prefix_cache = self._resetting(kv_cache_manager.reset_prefix_cache)
 
     def build_metadata(self, scheduler_output: Any) -> TieredMetadata:
         """Plan the step that was just scheduled.
@@ -112,8 +113,7 @@ class TieredScheduler:
             request_id = request.request_id
             if self.elastic.is_admitted(request_id) and not _begins(request):
                 return allocate_slots(request, *args, reserved_blocks=reserved_blocks, **kwargs)
-            self.elastic.end(request_id)
-            extra = self.elastic.blocks_to_withhold()
+            extra = self.elastic.blocks_to_withhold(request_id)
             blocks = allocate_slots(
                 request, *args, reserved_blocks=reserved_blocks + extra, **kwargs
             )
@@ -128,6 +128,22 @@ class TieredScheduler:
             return blocks
 
         return allocate
+
+    def _resetting(self, reset_prefix_cache: Any) -> Any:
+        """vLLM resets only a pool of which no block is held; withheld ones must not count."""
+
+        @functools.wraps(reset_prefix_cache)
+        def reset() -> bool:
+            held = list(self._withheld.values())
+            self._pool.free_blocks(held)
+            if reset_prefix_cache():
+                self._withheld.clear()
+                self.elastic.end_all()
+                return True
+            self._pool.touch(held)
+            return False
+
+        return reset
 
     def _scheduled_requests(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
         scheduled = scheduler_output.num_scheduled_tokens

@@ -38,9 +38,13 @@ class ElasticBlocks:
     def is_admitted(self, request_id: str) -> bool:
         return request_id in self._slots
 
-    def blocks_to_withhold(self) -> int:
-        """Free blocks that must be withheld before one more request may be admitted."""
-        limit = self.geometry.block_limit(self.tail_slots + TAILS_WHILE_PREFILLING)
+    def blocks_to_withhold(self, request_id: str) -> int:
+        """Free blocks that must be withheld before a request may be admitted.
+
+        A request that is charged already (a streaming session that goes on) counts once.
+        """
+        others = self.tail_slots - self._slots.get(request_id, 0)
+        limit = self.geometry.block_limit(others + TAILS_WHILE_PREFILLING)
         return max(0, self.granted_blocks - limit)
 
     def admit(self, request_id: str, withheld: list[int], prefill_tokens: int) -> None:
@@ -64,6 +68,12 @@ class ElasticBlocks:
         """The request finished or was preempted. Unknown requests are ignored."""
         self._slots.pop(request_id, None)
         self._prefilling.pop(request_id, None)
+
+    def end_all(self) -> list[int]:
+        """No request runs any more: returns all withheld blocks, which are granted again."""
+        self._slots.clear()
+        self._prefilling.clear()
+        return self.grant()
 
     def grant(self) -> list[int]:
         """Blocks that may be used again; they are no longer withheld."""

@@ -39,10 +39,13 @@ class PagePool:
     def num_free(self) -> int:
         return self.count(Owner.FREE)
 
-    def can_allocate(self, num_pages: int) -> bool:
-        """Whether ``num_pages`` are free, after draining pages that are done are taken back."""
+    def free_at_least(self, num_pages: int) -> int:
+        """Free pages; waits for draining ones while there are fewer than ``num_pages``."""
         self.settle()
-        return self.num_free >= num_pages
+        while (num_free := self.num_free) < num_pages and self._draining:
+            self._draining[0][0].wait()
+            self.settle()
+        return num_free
 
     def allocate(self, num_pages: int, owner: Owner) -> PageIds:
         """Take ``num_pages`` free pages (int64 [num_pages]); waits for draining ones if it must.
@@ -50,10 +53,7 @@ class PagePool:
         Raises:
             IntegrityError: fewer are free even then. No state changes.
         """
-        self.settle()
-        while self.num_free < num_pages and self._draining:
-            self._draining[0][0].wait()
-            self.settle()
+        self.free_at_least(num_pages)
         free = np.flatnonzero(self._owner == Owner.FREE)
         if len(free) < num_pages:
             raise IntegrityError(

@@ -138,11 +138,13 @@ class StepPlanner:
             full_after, partial_after = divmod(end_tokens, self._block_tokens)
             if full_before:
                 read.append(request.blocks(0, full_before))
-            if full_after == full_before and partial:
-                continue  # the tail fills further: nothing moves
             first_new = full_before
             if partial:
-                flushed.append(self._take_tail(part, request, full_before))
+                tail = self._tail_at(part, request, full_before)
+                if full_after == full_before:
+                    continue  # the tail fills further: nothing moves
+                request.tail = None
+                flushed.append(tail)
                 first_new += 1
             if first_new < full_after:
                 ring.append(request.blocks(first_new, full_after))
@@ -180,14 +182,13 @@ class StepPlanner:
         request = self._requests.pop(request_id, None)
         return request.tail if request else None
 
-    def _take_tail(self, part: ScheduledRequest, request: _Request, position: int) -> int:
+    def _tail_at(self, part: ScheduledRequest, request: _Request, position: int) -> int:
         block_id = int(request.blocks(position, position + 1)[0])
         if request.tail != block_id:
             raise IntegrityError(
                 f"request {part.request_id} continues at token {part.computed_tokens} in block "
                 f"{block_id}, but its tail is {request.tail}"
             )
-        request.tail = None
         return block_id
 
     def _unique(self, read: list[BlockIds], *written: BlockIds) -> BlockIds:

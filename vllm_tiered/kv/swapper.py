@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tiered.cost.kv import KvGeometry
+from vllm_tiered.cost.kv import STAGING_AREAS, KvGeometry
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
@@ -32,7 +32,7 @@ class _Area:
 
     read: Pages
     ring: Pages
-    vacated: tuple[Event, ...] = ()
+    vacated: tuple[Event, ...]
 
 
 class Swapper:
@@ -212,12 +212,17 @@ class Swapper:
             return
         rotating = len(self.order.rotating)
         wanted = min(rotating, self._max_areas)
-        self.pool.can_allocate(wanted * pages_per_area)
-        count = max(1, min(wanted, self.pool.num_free // pages_per_area))
+        # Two areas are worth a wait: the step's reads wait for the same writes anyway.
+        num_free = self.pool.free_at_least(min(wanted, STAGING_AREAS) * pages_per_area)
+        count = max(1, min(wanted, num_free // pages_per_area))
         pages = self.pool.allocate(count * pages_per_area, Owner.STAGING)
         areas = pages.reshape(count, pages_per_area)
         num_read = len(self._plan.read)
-        self._areas = [_Area(Pages(area[:num_read]), Pages(area[num_read:])) for area in areas]
+        # On a device whose compute runs later, the step before may still use these pages.
+        vacated = (self._device.compute_event(),)
+        self._areas = [
+            _Area(Pages(area[:num_read]), Pages(area[num_read:]), vacated) for area in areas
+        ]
         read_blocks, self._ring_blocks = Pages(self._plan.read), Pages(self._plan.ring)
         self._copies = [
             self._device.prepare(

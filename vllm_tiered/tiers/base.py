@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a device: page buffers, and asynchronous copies ordered by events.
 
+A copy that fails makes all later copies of its direction fail with its error.
+
 A device has two copy queues, one per direction, and the *compute* order in which the engine
 submits its kernels. Within a queue, copies run in the order of submission. Across queues and
 against compute nothing is ordered except through events:
@@ -128,7 +130,7 @@ class Device(ABC):
         between two layers, when the caches are full of the model.
 
         Raises:
-            IntegrityError: a page id is out of range.
+            IntegrityError: a page id is out of range, or the lists differ in length.
         """
 
     @abstractmethod

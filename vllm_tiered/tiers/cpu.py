@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU backend's device: one copying thread per direction, DRAM as both tiers."""
 
+import logging
 import os
 import threading
 import time
@@ -12,6 +13,8 @@ import torch
 
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.tiers.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
+
+logger = logging.getLogger("vllm.tiered")
 
 
 def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> None:
@@ -42,9 +45,11 @@ class CpuEvent:
         self._lock.acquire()
 
     def done(self) -> bool:
+        if not self._done:  # first: an error is set before this is
+            return False
         if self._error is not None:
             raise self._error
-        return self._done
+        return True
 
     def wait(self) -> None:
         if not self._done:
@@ -112,6 +117,10 @@ class CopyThread:
             self.jobs.put(None)
             self._thread.join()
 
+    @property
+    def is_closed(self) -> bool:
+        return not self._thread.is_alive()
+
     def run(self, job: CopyJob) -> None:
         """Copy, when the job's dependencies are done."""
         for event in job.after:
@@ -123,17 +132,25 @@ class CopyThread:
         self.num_bytes += len(job.src_pages) * job.src.page_bytes
 
     def _loop(self) -> None:
-        if self._cpus:
-            # The engine binds its main thread to one core; a thread inherits that binding
-            # and would then only ever run where the model's own thread runs.
-            os.sched_setaffinity(0, self._cpus)
+        self._unbind()
+        failure: BaseException | None = None
         while (job := self.jobs.get()) is not None:
+            if failure is None:
+                try:
+                    self.run(job)
+                except BaseException as error:
+                    failure = error
+            # After a failure nothing of this direction is done: whoever waits for a later copy
+            # relies on the earlier ones too, as they run in order.
+            job.done.finish(failure)
+
+    def _unbind(self) -> None:
+        """Leave the CPU of the creating thread, to which the engine has bound it."""
+        if self._cpus:
             try:
-                self.run(job)
-            except BaseException as error:
-                job.done.finish(error)
-            else:
-                job.done.finish()
+                os.sched_setaffinity(0, self._cpus)
+            except OSError as error:
+                logger.warning("tiered: %s stays on its CPU: %s", self.name, error)
 
 
 class CpuDevice(Device):
@@ -176,12 +193,17 @@ class CpuDevice(Device):
                 raise IntegrityError(
                     f"page ids {pages.lowest} to {pages.highest} out of {buffer.num_pages} pages"
                 )
+        if len(src_pages) != len(dst_pages):
+            raise IntegrityError(f"{len(src_pages)} pages to copy to {len(dst_pages)}")
         return CopyJob(direction, src, src_pages, dst, dst_pages)
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
         assert isinstance(copy, CopyJob), "a copy of another device"
+        thread = self._threads[copy.direction]
+        if thread.is_closed:
+            raise IntegrityError("a copy after the device was closed")
         copy.after = after
-        self._threads[copy.direction].jobs.put(copy)
+        thread.jobs.put(copy)
         return copy.done
 
     def compute_event(self) -> Event:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of the engine model, and their parts in a step."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Turn(NamedTuple):
+    """What a streaming session's client sends next, and how much is sampled after it."""
+
+    token: int
+    num_prompt: int
+    num_output: int
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """``tokens`` holds the prompt and all that will be sampled; ``known`` of them exist by now."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    num_prompt: int
+    turns: deque[Turn] = field(default_factory=deque)
+    known: int = 0
+    computed: int = 0
+    placeholders: int = 0  # sampled by steps that have not run yet
+    preemptions: int = 0
+    last_step: int = 0
+    drop_until: int = 0  # what steps up to this one sample is dropped
+    status: Status = Status.WAITING
+    blocks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.known = self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        return self.known + self.placeholders - self.computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A request's part in a step, frozen when it was scheduled."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    scheduled: ScheduledRequest
+    samples: bool
+    preemptions: int
+
+    @property
+    def end_tokens(self) -> int:
+        return self.scheduled.computed_tokens + self.scheduled.scheduled_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    number: int
+    parts: tuple[Part, ...]
+    plan: StepPlan
+    granted: frozenset[int]  # blocks that the worker grants while the step runs
