@@ -100,18 +100,27 @@ class MappingTable:
 
     def reserve(self, layer: int, area: int) -> None:
         """First phase of a swap-in: the area is the layer's, its pages are not yet valid."""
-        self._move(layer, State.SWAP_IN)
-        self.rows[layer].area = area
+        row = self.rows[layer]
+        if State.SWAP_IN not in LEGAL_MOVES[row.state]:
+            raise _illegal(layer, row, State.SWAP_IN)
+        row.state = State.SWAP_IN
+        row.area = area
 
     def publish(self, layer: int, step: int) -> None:
         """Second phase: the copy is confirmed, the layer may be computed (and is)."""
-        self._move(layer, State.IN_COMPUTE)
-        self.rows[layer].last_use = step
+        row = self.rows[layer]
+        if State.IN_COMPUTE not in LEGAL_MOVES[row.state]:
+            raise _illegal(layer, row, State.IN_COMPUTE)
+        row.state = State.IN_COMPUTE
+        row.last_use = step
 
     def evict(self, layer: int) -> None:
         """The layer was computed: its area belongs to another now, or to nobody."""
-        self._move(layer, State.IN_FAR)
-        self.rows[layer].area = None
+        row = self.rows[layer]
+        if State.IN_FAR not in LEGAL_MOVES[row.state]:
+            raise _illegal(layer, row, State.IN_FAR)
+        row.state = State.IN_FAR
+        row.area = None
 
     def check_integrity(self) -> None:
         """Pinned rows stay near, far pointers are the rotating rows', no two rows share an area.
@@ -128,11 +137,8 @@ class MappingTable:
             if (row.area is not None) != (row.state not in (State.IN_NEAR, State.IN_FAR)):
                 raise IntegrityError(f"layer {layer} is {row.state.name} with area {row.area}")
 
-    def _move(self, layer: int, state: State) -> None:
-        row = self.rows[layer]
-        if state not in LEGAL_MOVES[row.state]:
-            raise IntegrityError(
-                f"layer {layer} (home {row.home.value}) is {row.state.name}, "
-                f"cannot become {state.name}"
-            )
-        row.state = state
+
+def _illegal(layer: int, row: LayerRow, state: State) -> IntegrityError:
+    return IntegrityError(
+        f"layer {layer} (home {row.home.value}) is {row.state.name}, cannot become {state.name}"
+    )

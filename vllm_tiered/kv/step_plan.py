@@ -52,7 +52,7 @@ class StepPlan:
     """Block ids by what happens to them in the rotating layers; int64, one dimension.
 
     Attributes:
-        read: full before this step and used by it: staged from the far tier.
+        read: full before this step and used by it: staged from the far tier; ascending.
         ring: first written and filled by this step.
         tail_acquire: first written by this step and partly filled at its end.
         tail_flush: tails that this step fills.

@@ -21,7 +21,7 @@ from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, Pages
+from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
 
 _NOTHING = StepPlan()
 
@@ -84,6 +84,7 @@ class Swapper:
         self._plan = _NOTHING
         self._areas: list[_Area] = []
         self._ring_blocks = Pages(np.empty(0, np.int64))
+        self._staging: PageIds = np.empty(0, np.int64)
         self._copies: list[Copy] = []
         self._reads: list[Event | None] = [None] * len(order.rotating)
         self._position = {layer: i for i, layer in enumerate(order.rotating)}
@@ -133,8 +134,9 @@ class Swapper:
         if position is None or not self._areas:
             return
         area = self._areas[position % len(self._areas)]
-        area.vacated = (self._device.compute_event(),)
-        if len(area.ring):
+        if not len(self._plan.ring):
+            area.vacated = (self._device.compute_event(),)
+        else:
             self._write(area.ring, self._far_layers[position], self._ring_blocks)
             area.vacated = self._last_write
         self.table.evict(layer)
@@ -155,11 +157,14 @@ class Swapper:
         plan, self._plan = self._plan, _NOTHING
         if len(plan.tail_flush):
             self._flush_tails(plan.tail_flush)
-        for area in self._areas:
-            self.pool.free(area.read.ids, Owner.STAGING)
-            if len(area.ring):
+        if not len(plan.ring):
+            self.pool.free(self._staging, Owner.STAGING)
+        else:
+            for area in self._areas:
+                self.pool.free(area.read.ids, Owner.STAGING)
                 self.pool.drain(area.ring.ids, Owner.STAGING, self._last_write[0])
         self._areas = []
+        self._staging = self._staging[:0]
 
     def check_integrity(self) -> None:
         """Pages are conserved: pinned x granted + rotating x tails + areas + draining + free.
@@ -217,13 +222,20 @@ class Swapper:
         count = max(1, min(wanted, num_free // pages_per_area))
         pages = self.pool.allocate(count * pages_per_area, Owner.STAGING)
         areas = pages.reshape(count, pages_per_area)
+        self._staging = pages
         num_read = len(self._plan.read)
         # On a device whose compute runs later, the step before may still use these pages.
         vacated = (self._device.compute_event(),)
         self._areas = [
-            _Area(Pages(area[:num_read]), Pages(area[num_read:]), vacated) for area in areas
+            _Area(
+                Pages(area[:num_read], ascending=True),
+                Pages(area[num_read:], ascending=True),
+                vacated,
+            )
+            for area in areas
         ]
-        read_blocks, self._ring_blocks = Pages(self._plan.read), Pages(self._plan.ring)
+        read_blocks = Pages(self._plan.read, ascending=True)
+        self._ring_blocks = Pages(self._plan.ring)
         self._copies = [
             self._device.prepare(
                 Direction.READ, far, read_blocks, self._near, self._areas[position % count].read

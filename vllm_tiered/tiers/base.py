@@ -43,6 +43,9 @@ class Event(Protocol):
 class Pages:
     """A list of page ids, examined once and used by many copies of a step.
 
+    Args:
+        ascending: ``ids`` are sorted, which makes this cheaper.
+
     Attributes:
         ids: int64 [n].
         lowest, highest: the range of ``ids``; 0 and -1 if there are none.
@@ -50,10 +53,14 @@ class Pages:
 
     __slots__ = ("_runs", "highest", "ids", "lowest")
 
-    def __init__(self, ids: PageIds) -> None:
+    def __init__(self, ids: PageIds, *, ascending: bool = False) -> None:
         self.ids = ids
-        self.lowest = int(ids.min()) if len(ids) else 0
-        self.highest = int(ids.max()) if len(ids) else -1
+        if not len(ids):
+            self.lowest, self.highest = 0, -1
+        elif ascending:
+            self.lowest, self.highest = int(ids[0]), int(ids[-1])
+        else:
+            self.lowest, self.highest = int(ids.min()), int(ids.max())
         self._runs: list[tuple[int, int, int]] | None = None
 
     def __len__(self) -> int:

@@ -81,17 +81,17 @@ _NOW = _Now()
 class CopyJob:
     """One asynchronous copy."""
 
-    __slots__ = ("after", "direction", "done", "dst", "dst_pages", "src", "src_pages")
+    __slots__ = ("after", "done", "dst", "dst_pages", "src", "src_pages", "thread")
 
     def __init__(
         self,
-        direction: Direction,
+        thread: "CopyThread",
         src: PageBuffer,
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
     ) -> None:
-        self.direction = direction
+        self.thread = thread
         self.src = src
         self.src_pages = src_pages
         self.dst = dst
@@ -107,19 +107,17 @@ class CopyThread:
         self.name = name
         self.num_bytes = 0
         self.busy_seconds = 0.0
+        self.is_closed = False
         self.jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._cpus = cpus
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        if self._thread.is_alive():
+        if not self.is_closed:
+            self.is_closed = True
             self.jobs.put(None)
             self._thread.join()
-
-    @property
-    def is_closed(self) -> bool:
-        return not self._thread.is_alive()
 
     def run(self, job: CopyJob) -> None:
         """Copy, when the job's dependencies are done."""
@@ -188,22 +186,18 @@ class CpuDevice(Device):
         dst: PageBuffer,
         dst_pages: Pages,
     ) -> CopyJob:
-        for pages, buffer in ((src_pages, src), (dst_pages, dst)):
-            if pages.lowest < 0 or pages.highest >= buffer.num_pages:
-                raise IntegrityError(
-                    f"page ids {pages.lowest} to {pages.highest} out of {buffer.num_pages} pages"
-                )
-        if len(src_pages) != len(dst_pages):
+        if len(src_pages.ids) != len(dst_pages.ids):
             raise IntegrityError(f"{len(src_pages)} pages to copy to {len(dst_pages)}")
-        return CopyJob(direction, src, src_pages, dst, dst_pages)
+        _check_range(src_pages, src)
+        _check_range(dst_pages, dst)
+        return CopyJob(self._threads[direction], src, src_pages, dst, dst_pages)
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
         assert isinstance(copy, CopyJob), "a copy of another device"
-        thread = self._threads[copy.direction]
-        if thread.is_closed:
+        if copy.thread.is_closed:
             raise IntegrityError("a copy after the device was closed")
         copy.after = after
-        thread.jobs.put(copy)
+        copy.thread.jobs.put(copy)
         return copy.done
 
     def compute_event(self) -> Event:
@@ -223,3 +217,10 @@ class CpuDevice(Device):
     def close(self) -> None:
         for thread in self._threads.values():
             thread.close()
+
+
+def _check_range(pages: Pages, buffer: PageBuffer) -> None:
+    if pages.lowest < 0 or pages.highest >= buffer.num_pages:
+        raise IntegrityError(
+            f"page ids {pages.lowest} to {pages.highest} out of {buffer.num_pages} pages"
+        )
