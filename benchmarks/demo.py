@@ -31,8 +31,8 @@ class DemoSettings:
     requests_per_s: float = 8.0
     max_prompt_tokens: int = 128
     max_output_tokens: int = 96
-    kv_mib: float = 32.0
-    expansion: float = 2.0
+    kv_mib: float = 20.0
+    expansion: float = 3.0
     rounds: int = 2
     max_repeats: int = 2  # of disturbed rounds
     seed: int = 0
