@@ -176,11 +176,14 @@ def test_streamed_sessions_are_aborted_when_scheduled_ahead() -> None:
         request = SimpleNamespace(request_id="a", resumable=True, abort_immediately=False)
         connector.on_new_request(request)
         assert not request.abort_immediately  # the plugin stepped aside
-    with engine(
-        "demo", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20, async_scheduling=True
-    ) as llm:
+    with engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20) as llm:
         connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-        for resumable in (False, True):
-            request = SimpleNamespace(request_id="a", resumable=resumable, abort_immediately=False)
-            connector.on_new_request(request)
-            assert request.abort_immediately is resumable
+        assert not connector._schedules_ahead  # vLLM does not, with the engine in this process
+        for ahead in (False, True):
+            connector._schedules_ahead = ahead
+            for resumable in (False, True):
+                request = SimpleNamespace(
+                    request_id="a", resumable=resumable, abort_immediately=False
+                )
+                connector.on_new_request(request)
+                assert request.abort_immediately is (resumable and ahead)
