@@ -83,6 +83,20 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         return 0, False
 
+    def on_new_request(self, request: Any) -> None:
+        """Abort what cannot be served: a session whose input is streamed, scheduled ahead.
+
+        Between turns vLLM drops a token that an asynchronous step may already have put into a
+        block, filled it and sent it out; going on in that block is not built.
+        """
+        if self._scheduler and request.resumable and self._schedules_ahead:
+            logger.error(
+                "tiered kv: request %s streams its input, which KV swapping supports only with "
+                "--no-async-scheduling: aborted",
+                request.request_id,
+            )
+            request.abort_immediately = True
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         return
 
