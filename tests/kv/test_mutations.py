@@ -87,7 +87,7 @@ def wait_layer_does_not_wait(original):
 def read_before_earlier_writes(original):
     def read(self, position):
         self._written_before = ()
-        original(self, position)
+        return original(self, position)
 
     return read
 
@@ -95,7 +95,7 @@ def read_before_earlier_writes(original):
 def read_into_area_that_is_written_out(original):
     def read(self, position):
         self._areas[position % len(self._areas)].vacated = ()
-        original(self, position)
+        return original(self, position)
 
     return read
 

@@ -2,6 +2,7 @@
 """Switching on: by what, with which precedence, and what the VllmConfig holds then."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,9 @@ def test_our_variable_passes_vllms_check_and_stays_out_of_its_table(
 
     path = tmp_path / "tiered.json"
     path.write_text('{"kv": {"policy": "fifo"}}')
+    for name in os.environ:  # engines that ran in this process before leave theirs behind
+        if name.startswith("VLLM_") and name not in envs.environment_variables:
+            monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_TIERED_CONFIG", str(path))
     engine_args = make_engine_args(
         additional_config={"tiered": {}}, fail_on_environ_validation=True

@@ -3,7 +3,7 @@
 
 vLLM gives all layers of a KV cache group one block table and one slot mapping. With pages
 scattered over a pool, each layer has its own: ``page = pages[layer, block]``. The kernels run
-unchanged.
+unchanged. In numpy, whose calls cost a third of torch's on arrays of this size.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class Translator:
         layer_names: list[str],
         block_tokens: int,
     ) -> None:
-        self._pages = torch.from_numpy(pages)
+        self._pages = pages
         self._layer_names = layer_names
         self._block_tokens = block_tokens
 
@@ -60,11 +60,15 @@ class Translator:
     def _block_tables(self, metadata: Any) -> torch.Tensor:
         """int32 [num_layers, requests, blocks of the longest sequence]."""
         columns = -(-metadata.max_seq_len // self._block_tokens)
-        return self._pages[:, metadata.block_table[:, :columns].long()]
+        blocks = metadata.block_table[:, :columns].numpy()
+        return torch.from_numpy(self._pages.take(blocks, axis=1))
 
     def _slot_mappings(self, slots: torch.Tensor) -> torch.Tensor:
         """int64 [num_layers, tokens]; padding stays -1."""
-        blocks = torch.div(slots, self._block_tokens, rounding_mode="floor")
-        pages = self._pages[:, blocks].to(slots.dtype)
-        translated = pages * self._block_tokens + (slots - blocks * self._block_tokens)
-        return torch.where(slots < 0, slots, translated)
+        own = slots.numpy()
+        blocks = own // self._block_tokens  # -1 stays -1: "wrap" takes any page for it
+        moved = self._pages.take(blocks, axis=1, mode="wrap") - blocks
+        moved *= self._block_tokens
+        moved += own
+        moved[:, own < 0] = -1
+        return torch.from_numpy(moved)

@@ -53,8 +53,10 @@ class PagePool:
         Raises:
             IntegrityError: fewer are free even then. No state changes.
         """
-        self.free_at_least(num_pages)
         free = np.flatnonzero(self._owner == Owner.FREE)
+        if len(free) < num_pages:
+            self.free_at_least(num_pages)
+            free = np.flatnonzero(self._owner == Owner.FREE)
         if len(free) < num_pages:
             raise IntegrityError(
                 f"{num_pages} pages asked for {owner.name}, {len(free)} of {self.num_pages} free "

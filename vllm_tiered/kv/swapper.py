@@ -87,6 +87,7 @@ class Swapper:
         self._staging: PageIds = np.empty(0, np.int64)
         self._copies: list[Copy] = []
         self._reads: list[Event | None] = [None] * len(order.rotating)
+        self._next_read = 0
         self._position = {layer: i for i, layer in enumerate(order.rotating)}
         self._grant(np.arange(1, num_blocks, dtype=np.int64))
 
@@ -108,8 +109,8 @@ class Swapper:
             return
         self._acquire_tails(plan.tail_acquire)
         self._make_areas(len(plan.read) + len(plan.ring))
-        for position in range(len(self._areas)):
-            self._read(position)
+        self._next_read = 0
+        self._submit_reads(len(self._areas))
 
     def wait_layer(self, layer: int) -> None:
         """Hold compute until the layer's pages are near. Pinned layers need no wait.
@@ -140,8 +141,10 @@ class Swapper:
             self._write(area.ring, self._far_layers[position], self._ring_blocks)
             area.vacated = self._last_write
         self.table.evict(layer)
-        if position + len(self._areas) < len(self._reads):
-            self._read(position + len(self._areas))
+        end = min(position + len(self._areas) + 1, len(self._reads))
+        # Two by two from three areas on: each submission wakes the copying thread.
+        if end == len(self._reads) or end - self._next_read >= (len(self._areas) + 1) // 2:
+            self._submit_reads(end)
 
     def end_step(self) -> None:
         """All layers were computed: write out filled tails; areas become free, or drain.
@@ -247,12 +250,18 @@ class Swapper:
 
     # Copies -----------------------------------------------------------------------------
 
-    def _read(self, position: int) -> None:
-        """Start staging the ``position``-th rotating layer (two-phase: reserve now)."""
+    def _submit_reads(self, end: int) -> None:
+        """Start staging the rotating layers before ``end`` that were not started yet."""
+        if self._next_read < end:
+            copies = [self._read(position) for position in range(self._next_read, end)]
+            self._reads[self._next_read : end] = self._device.submit_together(copies)
+            self._next_read = end
+
+    def _read(self, position: int) -> tuple[Copy, tuple[Event, ...]]:
+        """The copy that stages the ``position``-th rotating layer (two-phase: reserve now)."""
         index = position % len(self._areas)
         self.table.reserve(self.order.rotating[position], index)
-        after = self._areas[index].vacated + self._written_before
-        self._reads[position] = self._device.submit(self._copies[position], after)
+        return self._copies[position], self._areas[index].vacated + self._written_before
 
     def _write(self, pages: Pages, far: PageBuffer, far_pages: Pages) -> None:
         """Write near pages out, when what was computed so far is done: each page once, ever."""

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -108,7 +108,7 @@ class CopyThread:
         self.num_bytes = 0
         self.busy_seconds = 0.0
         self.is_closed = False
-        self.jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
+        self.jobs: SimpleQueue[list[CopyJob] | None] = SimpleQueue()
         self._cpus = cpus
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -132,15 +132,16 @@ class CopyThread:
     def _loop(self) -> None:
         self._unbind()
         failure: BaseException | None = None
-        while (job := self.jobs.get()) is not None:
-            if failure is None:
-                try:
-                    self.run(job)
-                except BaseException as error:
-                    failure = error
-            # After a failure nothing of this direction is done: whoever waits for a later copy
-            # relies on the earlier ones too, as they run in order.
-            job.done.finish(failure)
+        while (jobs := self.jobs.get()) is not None:
+            for job in jobs:
+                if failure is None:
+                    try:
+                        self.run(job)
+                    except BaseException as error:
+                        failure = error
+                # After a failure nothing of this direction is done: whoever waits for a later
+                # copy relies on the earlier ones too, as they run in order.
+                job.done.finish(failure)
 
     def _unbind(self) -> None:
         """Leave the CPU of the creating thread, to which the engine has bound it."""
@@ -193,12 +194,20 @@ class CpuDevice(Device):
         return CopyJob(self._threads[direction], src, src_pages, dst, dst_pages)
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
-        assert isinstance(copy, CopyJob), "a copy of another device"
-        if copy.thread.is_closed:
+        return self.submit_together(((copy, after),))[0]
+
+    def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
+        """One wake-up of the copying thread, which costs as much as all the rest."""
+        jobs: list[CopyJob] = []
+        for copy, after in copies:
+            assert isinstance(copy, CopyJob), "a copy of another device"
+            copy.after = after
+            jobs.append(copy)
+        thread = jobs[0].thread
+        if thread.is_closed:
             raise IntegrityError("a copy after the device was closed")
-        copy.after = after
-        copy.thread.jobs.put(copy)
-        return copy.done
+        thread.jobs.put(jobs)
+        return [job.done for job in jobs]
 
     def compute_event(self) -> Event:
         return _NOW
