@@ -37,6 +37,18 @@ def _bool(key: str, value: object) -> bool:
     raise ConfigError(f"{key} is {value!r}: set it to true or false")
 
 
+def _folder(key: str, value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ConfigError(f"{key} is {value!r}: set it to the path of a folder")
+
+
+def _file(key: str, value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ConfigError(f"{key} is {value!r}: set it to the path of a file")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OneOf:
     """One of a few words."""
@@ -123,25 +135,68 @@ class _Section:
 class KvConfig(_Section):
     """KV cache swapped layer by layer to the far tier (Pie).
 
-    `far_gib` is the hard cap on far memory in GiB; "auto" sizes it from the free host memory.
+    `far_gib` is the hard cap on far memory in GiB; "auto" sizes it from the free host memory. With
+    `tier` "storage" it may be 0.
     `expansion` is logical KV capacity over what the same near memory holds without the plugin:
     a number fixes it, "auto" leaves it to the plugin, up to `max_expansion`.
-    `policy` chooses which layers are far: spread evenly, or the paper's rotating queue.
+    `policy` chooses which layers are far: spread evenly, or the paper's rotating queue;
+    "on_demand" spreads them too, but reads each only when it is needed (to compare).
+    `tier` "storage" keeps what `far_gib` does not hold in a file in the folder `path`.
+    `verify` compares checksums of pages that come back from far memory: never, for every 16th read
+    of a page, or always. Pages in a file always are.
     """
 
     NAME: ClassVar[str] = "kv"
 
     enabled: bool = field(default=True, metadata={_RULE: _bool})
     far_gib: float | Literal["auto"] = field(
-        default="auto", metadata={_RULE: _Number(above=0, auto=True)}
+        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
     )
     expansion: float | Literal["auto"] = field(
         default="auto", metadata={_RULE: _Number(at_least=1, auto=True)}
     )
     max_expansion: float = field(default=4.0, metadata={_RULE: _Number(at_least=1)})
-    policy: Literal["interleave", "fifo"] = field(
-        default="interleave", metadata={_RULE: _OneOf(words=("interleave", "fifo"))}
+    policy: Literal["interleave", "fifo", "on_demand"] = field(
+        default="interleave", metadata={_RULE: _OneOf(words=("interleave", "fifo", "on_demand"))}
     )
+    tier: Literal["far", "storage"] = field(
+        default="far", metadata={_RULE: _OneOf(words=("far", "storage"))}
+    )
+    path: str | None = field(default=None, metadata={_RULE: _folder})
+    verify: Literal["off", "sample", "full"] = field(
+        default="off", metadata={_RULE: _OneOf(words=("off", "sample", "full"))}
+    )
+
+    def __post_init__(self) -> None:
+        _Section.__post_init__(self)
+        where = f"{ROOT_KEY}.{self.NAME}"
+        if self.tier == "far" and self.far_gib == 0:
+            raise ConfigError(
+                f"{where}.far_gib is 0, which leaves no far memory: set it above 0, or set "
+                f'{where}.tier to "storage"'
+            )
+        if self.tier == "storage" and self.path is None:
+            raise ConfigError(
+                f'{where}.tier is "storage": set {where}.path to a folder on the SSD that is to '
+                "hold the KV cache"
+            )
+        if self.tier == "far" and self.path is not None:
+            raise ConfigError(
+                f'{where}.path is {self.path!r}, but nothing is stored there: set {where}.tier to '
+                '"storage", or leave the path out'
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportConfig(_Section):
+    """What happens over time, written to a file for `vllm-tiered report`.
+
+    `path` is that file, JSON lines of a few MB at most; without it nothing is written.
+    """
+
+    NAME: ClassVar[str] = "report"
+
+    path: str | None = field(default=None, metadata={_RULE: _file})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +204,7 @@ class TieredConfig:
     """The whole configuration: one field per section."""
 
     kv: KvConfig = field(default_factory=KvConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -158,9 +214,13 @@ class TieredConfig:
         unknown key (naming the nearest known one), a wrong type, or a value out of range.
         """
         # A section's key written one level too high is the usual slip: offer its full name.
-        inner = [f"{KvConfig.NAME}.{key}" for key in KvConfig.key_names()]
-        _check_keys(ROOT_KEY, values, [KvConfig.NAME], also_near=inner)
-        return cls(kv=KvConfig.from_dict(values.get(KvConfig.NAME, {})))
+        sections: tuple[type[_Section], ...] = (KvConfig, ReportConfig)
+        inner = [f"{section.NAME}.{key}" for section in sections for key in section.key_names()]
+        _check_keys(ROOT_KEY, values, [section.NAME for section in sections], also_near=inner)
+        return cls(
+            kv=KvConfig.from_dict(values.get(KvConfig.NAME, {})),
+            report=ReportConfig.from_dict(values.get(ReportConfig.NAME, {})),
+        )
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:

@@ -2,10 +2,12 @@
 """Fixtures of the tests that run real engines."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from vllm_tiered.adapter import kv_config
+from vllm_tiered.cost.kv import KvLevels
 
 
 @pytest.fixture
@@ -14,5 +16,19 @@ def force_far_layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def force(far_layers: int) -> None:
         monkeypatch.setattr(kv_config, "resolve_far_layers", lambda kv, num_layers: far_layers)
+
+    return force
+
+
+@pytest.fixture
+def force_levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the level of small models move, though the areas eat what their far layers give."""
+
+    def keep_all(levels: KvLevels, far_layers: int) -> KvLevels:
+        limits = [levels.geometry(m).block_limit(0) for m in range(levels.num_layers)]
+        return replace(levels, max_far_layers=levels.num_layers - 1, max_blocks=min(limits))
+
+    def force() -> None:
+        monkeypatch.setattr(kv_config, "with_max_far_layers", keep_all)
 
     return force

@@ -5,14 +5,15 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tests.kv.engine_model import EngineModel
 from tests.kv.request_model import Request, Step, Turn
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.worker_model import WorkerModel
-from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry
-from vllm_tiered.kv.policy import POLICIES, SwapOrder
+from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 from vllm_tiered.tiers.base import Device
 
 
@@ -24,6 +25,7 @@ class Setup:
         sure_blocks: one request can always have this many blocks.
         spare_pages: near pages beyond the fewest for that.
         unused_blocks: blocks that the far tier has no room for, if there are so many.
+        adaptive: start without far layers and change up to ``far_layers`` while requests run.
     """
 
     num_layers: int = 4
@@ -35,13 +37,37 @@ class Setup:
     unused_blocks: int = 0
     ahead: bool = False
     defer_frees: bool = False
+    adaptive: bool = False
+
+    @property
+    def levels(self) -> KvLevels | None:
+        if not self.adaptive:
+            return None
+        sizes: dict[str, int] = {
+            "num_layers": self.num_layers,
+            "page_bytes": 8 * self.block_tokens,
+            "block_tokens": self.block_tokens,
+            "max_far_layers": self.far_layers,
+        }
+        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0)
+        fewest = max(
+            boundless.geometry(far_layers).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
+            for far_layers in range(self.far_layers + 1)
+        )
+        rows = 1 + -(-(fewest + self.spare_pages) // self.num_layers)
+        near_pages = rows * self.num_layers
+        levels = KvLevels(**sizes, near_pages=near_pages, max_blocks=near_pages)
+        limits = [levels.block_limit(far_layers, 0) for far_layers in range(self.far_layers + 1)]
+        return replace(levels, max_blocks=max(limits))
 
     @property
     def order(self) -> SwapOrder:
-        return POLICIES[self.policy](self.num_layers, self.far_layers)
+        return POLICIES[self.policy](self.num_layers, 0 if self.adaptive else self.far_layers)
 
     @property
     def geometry(self) -> KvGeometry:
+        if self.levels:
+            return self.levels.geometry(0)
         order = self.order
         sizes = {
             "num_layers": self.num_layers,
@@ -57,29 +83,44 @@ class Setup:
 
     @property
     def usable_blocks(self) -> int:
+        if self.levels:
+            return self.levels.max_blocks
         return max(self.sure_blocks, self.geometry.block_limit(0) - self.unused_blocks)
 
 
 class Driver:
     """Adds requests, runs steps, and checks every structure after each."""
 
-    def __init__(self, setup: Setup, device: Device, **worker: bool) -> None:
+    def __init__(self, setup: Setup, device: Device, **worker: Any) -> None:
         self.setup = setup
+        levels = setup.levels
+        near_pages = setup.geometry.near_pages
+        if levels:
+            near_pages = levels.near_pages
+            worker["check_bytes"] = False
+            worker["far_layers"] = far_order(levels.num_layers)[: levels.max_far_layers]
+            worker["granted"] = levels.block_limit(0, 0)
+            worker["orders"] = [
+                interleave(levels.num_layers, far_layers)
+                for far_layers in range(levels.max_far_layers + 1)
+            ]
         self.engine = EngineModel(
             geometry=setup.geometry,
             usable_blocks=setup.usable_blocks,
             ahead=setup.ahead,
             defer_frees=setup.defer_frees and setup.ahead,
+            levels=levels,
         )
         self.worker = WorkerModel(
             geometry=setup.geometry,
+            near_pages=near_pages,
             order=setup.order,
             num_blocks=setup.usable_blocks + 1,
             device=device,
             **worker,
         )
         self.pending: deque[Step] = deque()
-        self.num_steps = self.num_requests = 0
+        self.num_steps = self.num_requests = self.num_aims = 0
 
     @property
     def requests(self) -> list[Request]:
@@ -135,6 +176,12 @@ class Driver:
         self.engine.update(step)
         self.engine.check_integrity()
 
+    def aim(self, far_layers: int) -> None:
+        """Head for another level; without ``adaptive`` there is none."""
+        if self.engine.expansion:
+            self.engine.expansion.aim(far_layers % (self.setup.far_layers + 1))
+            self.num_aims += 1
+
     def abort(self, request: Request) -> None:
         self.engine.abort(request)
         self.engine.check_integrity()
@@ -149,11 +196,15 @@ class Driver:
             self.step(lambda: 3)
             budget -= 1
             assert budget > 0, "the engine makes no progress"
-        self.step(lambda: 0)
+        # A change of level that was begun ends, and the limit follows.
+        for _ in range(5 if self.setup.adaptive else 1):
+            self.step(lambda: 0)
         while self.pending:
             self.run_oldest()
-        assert self.engine.elastic.withheld == [] and not self.engine.elastic.tail_slots
-        assert len(self.engine.pool.free) == self.engine.usable_blocks
+        elastic = self.engine.elastic
+        assert not elastic.tail_slots
+        assert elastic.granted_blocks == elastic.limit == len(self.engine.pool.free)
+        assert self.setup.adaptive or elastic.withheld == []
 
     def close(self) -> None:
         self.worker.close()
@@ -177,6 +228,8 @@ def run_schedule(
                 output=rng.randint(1, 10),
                 turns=[(rng.randint(1, 6), rng.randint(1, 6)) for _ in range(rng.choice(turns))],
             )
+        if driver.setup.adaptive and rng.random() < 0.2:
+            driver.aim(rng.randrange(driver.setup.far_layers + 1))
         if driver.requests and rng.random() < 0.04:
             driver.abort(rng.choice(driver.requests))
         driver.step(lambda: rng.choice((0, 1, 1, 2, 3, 5, 8, 8)))

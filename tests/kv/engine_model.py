@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 
 from tests.kv.block_pool_model import BlockPool
 from tests.kv.request_model import Part, Request, Status, Step
-from vllm_tiered.cost.kv import KvGeometry
+from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
 from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
 
 
@@ -29,8 +30,8 @@ class EngineModel:
         max_running: int = 4,
         ahead: bool = False,
         defer_frees: bool = False,
+        levels: KvLevels | None = None,
     ) -> None:
-        self.geometry = geometry
         self.usable_blocks = usable_blocks
         self.block_tokens = geometry.block_tokens
         self.max_tokens = geometry.max_request_tokens(usable_blocks)
@@ -48,6 +49,18 @@ class EngineModel:
         self._finished: set[str] = set()
         self._announced: set[int] = set()
         self._withheld: set[int] = set()
+        self.expansion: Expansion | None = None
+        if levels:
+            self.expansion = Expansion(levels, self.elastic, far_layers=0)
+            self.max_tokens = self.block_tokens * min(
+                levels.block_limit(far_layers, TAILS_WHILE_PREFILLING)
+                for far_layers in range(levels.max_far_layers + 1)
+            )
+            self.pool.take(self.elastic.limit)
+            self._withhold(usable_blocks - self.elastic.limit)
+            self.pool.release(range(1, self.elastic.limit + 1))
+            self.elastic.withheld.reverse()
+            self._announced = set(self._withheld)
         self._scheduled_steps = self._updated_steps = 0
 
     def add(self, request: Request) -> None:
@@ -144,10 +157,9 @@ class EngineModel:
         extra = self.elastic.blocks_to_withhold(request.request_id)
         if self._allocate(request, end_tokens, hits=hits, reserved_blocks=extra) is None:
             return False
-        withheld = self.pool.take(extra) if extra else []
-        self._withheld.update(withheld)
+        self._withhold(extra)
         prefill_tokens = max(request.num_prompt, request.known - 1)
-        self.elastic.admit(request.request_id, withheld, prefill_tokens=prefill_tokens)
+        self.elastic.admit(request.request_id, prefill_tokens=prefill_tokens)
         self.elastic.check_integrity()
         return True
 
@@ -162,12 +174,18 @@ class EngineModel:
         for part in parts:
             if not part.scheduled.restarts:
                 self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
+        far_layers = write_out_for = None
+        if self.expansion:
+            self._withhold(min(self.elastic.excess, len(self.pool.free)))
+            far_layers, write_out_for = self.expansion.next_step()
         withheld = set(self.elastic.withheld)
         plan = self.planner.plan(
             [part.scheduled for part in parts],
             ended,
             granted=sorted(self._announced - withheld),
             withheld=sorted(withheld - self._announced),
+            far_layers=far_layers,
+            write_out_for=write_out_for,
         )
         self._announced = withheld
         return plan
@@ -272,6 +290,11 @@ class EngineModel:
         self._grant()
         self._free(request)
 
+    def _withhold(self, count: int) -> None:
+        withheld = self.pool.take(count) if count else []
+        self._withheld.update(withheld)
+        self.elastic.withheld.extend(withheld)
+
     def _grant(self) -> None:
         granted = self.elastic.grant()
         self._withheld.difference_update(granted)
@@ -292,5 +315,6 @@ class EngineModel:
         free = sorted(self.pool.free)
         assert free == [b for b in range(1, self.usable_blocks + 1) if b not in held]
         granted, tails = self.elastic.granted_blocks, self.elastic.tail_slots
-        assert self.geometry.pages_needed(granted, tails) <= self.geometry.near_pages
+        geometry = self.elastic.geometry
+        assert geometry.pages_needed(granted, tails) <= geometry.near_pages
         assert not any(request.blocks for request in self.waiting)

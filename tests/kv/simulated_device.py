@@ -81,7 +81,7 @@ class SimulatedDevice(Device):
         self._queues = {direction: deque[Operation]() for direction in Direction}
         self._bytes = dict.fromkeys(Direction, 0)
 
-    def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         return PageBuffer(torch.zeros((num_pages, page_bytes), dtype=torch.uint8))
 
     def prepare(

@@ -20,16 +20,18 @@ from vllm_tiered.kv.policy import POLICIES
 @st.composite
 def setups(draw):
     num_layers = draw(st.integers(1, 6))
+    adaptive = draw(st.booleans())
     return Setup(
         num_layers=num_layers,
         far_layers=draw(st.integers(0, num_layers - 1)),
-        policy=draw(st.sampled_from(sorted(POLICIES))),
+        policy="interleave" if adaptive else draw(st.sampled_from(sorted(POLICIES))),
         block_tokens=draw(st.integers(1, 4)),
         sure_blocks=draw(st.integers(2, 5)),
         spare_pages=draw(st.integers(0, 30)),
         unused_blocks=draw(st.integers(0, 2)),
         ahead=draw(st.booleans()),
         defer_frees=draw(st.booleans()),
+        adaptive=adaptive,
     )
 
 
@@ -64,6 +66,11 @@ class KvMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 7))
     def abort(self, index):
         self.driver.abort(self.driver.requests[index % len(self.driver.requests)])
+
+    @precondition(lambda self: self.driver.setup.adaptive)
+    @rule(far_layers=st.integers(0, 5))
+    def aim(self, far_layers):
+        self.driver.aim(far_layers)
 
     @rule()
     def run_out(self):

@@ -20,8 +20,10 @@ from tests.kv.worker_model import WrongKv
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv import elastic
 from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import PagePool
+from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.step_plan import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
 from vllm_tiered.tiers.base import Pages
@@ -32,6 +34,8 @@ SETUPS = (
     Setup(num_layers=3, far_layers=1, block_tokens=3, sure_blocks=3, spare_pages=20),
     Setup(num_layers=9, far_layers=8, block_tokens=4, sure_blocks=3, spare_pages=8),
     Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
+    Setup(num_layers=5, far_layers=4, sure_blocks=4, spare_pages=4, adaptive=True),
+    Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
 )
 HASTES = (0.0, 0.4, 1.0)
 SEEDS = range(4)
@@ -102,7 +106,7 @@ def read_into_area_that_is_written_out(original):
 
 def write_nothing(original):
     def write(self, pages, far, far_pages):
-        self._last_write = (self._device.compute_event(),)
+        self.last_write = (self._device.compute_event(),)
 
     return write
 
@@ -182,14 +186,49 @@ def withhold_nothing_in_the_worker(original):
     return lambda self, block_ids: None
 
 
+def move_without_what_was_filled_since(original):
+    def move(self, order, granted, tails):
+        write_out, self.write_out = self.write_out, lambda order: None
+        original(self, order, granted, tails)
+        self.write_out = write_out
+
+    return move
+
+
+def return_without_reading(original):
+    def read(self, layer, block_ids, pages):
+        return self._device.compute_event()
+
+    return read
+
+
+def use_returning_layers_at_once(original):
+    def wait(self, layer):
+        self.returning.pop(layer, None)
+        return 0.0
+
+    return wait
+
+
+def forget_that_blocks_are_reused(original):
+    def begin_step(self, plan):
+        self._settle()
+
+    return begin_step
+
+
+def shrink_before_blocks_fit(original):
+    return property(lambda self: 0)
+
+
 MUTATIONS = (
     Mutation(Swapper, "wait_layer", wait_layer_does_not_wait, WrongKv),
     Mutation(Swapper, "_read", read_before_earlier_writes, WrongKv),
     Mutation(Swapper, "_flush_tails", flush_nothing, WrongKv),
     Mutation(Swapper, "_read", read_into_area_that_is_written_out, WrongKv),
-    Mutation(Swapper, "_write", write_nothing, WrongKv),
-    Mutation(Swapper, "_write", write_all_but_one_page, WrongKv),
-    Mutation(Swapper, "_write", write_twice, AssertionError, check_bytes=True),
+    Mutation(FarTier, "write_pages", write_nothing, WrongKv),
+    Mutation(FarTier, "write_pages", write_all_but_one_page, WrongKv),
+    Mutation(FarTier, "write_pages", write_twice, AssertionError, check_bytes=True),
     Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
     Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
     Mutation(PagePool, "settle", settle_without_looking, WrongKv),
@@ -197,6 +236,11 @@ MUTATIONS = (
     Mutation(StepPlanner, "_unique", read_what_is_written, IntegrityError),
     Mutation(StepPlanner, "_forget", forget_released_tails, IntegrityError),
     Mutation(MappingTable, "set_rotating", tails_not_in_table, IntegrityError),
+    Mutation(Relocator, "move", move_without_what_was_filled_since, WrongKv),
+    Mutation(FarTier, "read", return_without_reading, WrongKv),
+    Mutation(Relocator, "wait", use_returning_layers_at_once, WrongKv),
+    Mutation(Relocator, "begin_step", forget_that_blocks_are_reused, WrongKv),
+    Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),
     Mutation(elastic, "TAILS_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
     Mutation(ElasticBlocks, "blocks_to_withhold", withhold_one_too_few, IntegrityError),
 )
@@ -211,6 +255,8 @@ def test_unbroken_passes():
     # What the schedules went through; a check of things that never happen would prove nothing.
     assert sum(driver.engine.num_preemptions for driver in drivers) > 100
     assert sum(driver.engine.num_hits for driver in drivers) > 100
+    expansions = [driver.engine.expansion for driver in drivers]
+    assert sum(expansion.num_changes for expansion in expansions if expansion) > 100
 
 
 def test_unbroken_passes_on_delayed_threads():

@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from vllm_tiered.errors import IntegrityError
@@ -29,7 +30,7 @@ def classes(plan):
     arrays = {
         field.name: getattr(plan, field.name).tolist()
         for field in dataclasses.fields(plan)
-        if field.name != "planning_seconds"
+        if isinstance(getattr(plan, field.name), np.ndarray)
     }
     return {name: ids for name, ids in arrays.items() if ids}
 

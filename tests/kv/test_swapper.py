@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.kv.simulated_device import PreparedCopy, SimulatedDevice
-from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import POLICIES
@@ -28,7 +27,7 @@ class LoggingDevice(SimulatedDevice):
         self._num_blocks = num_blocks
         self._far_start = 0
 
-    def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         far = super().far_buffer(num_pages, page_bytes)
         self._far_start = far.data.data_ptr()
         return far
@@ -48,17 +47,8 @@ class LoggingDevice(SimulatedDevice):
 def make_swapper(*, far_layers=3, policy="interleave", near_pages=60, num_blocks=9, **options):
     """A swapper of 5 layers, whose log starts empty."""
     order = POLICIES[policy](5, far_layers)
-    geometry = KvGeometry(
-        num_layers=5,
-        pinned_layers=len(order.pinned),
-        areas=order.areas,
-        page_bytes=8,
-        block_tokens=1,
-        near_pages=near_pages,
-    )
     device = LoggingDevice(num_blocks)
     swapper = Swapper(
-        geometry=geometry,
         order=order,
         num_blocks=num_blocks,
         near=PageBuffer(torch.zeros((near_pages, 8), dtype=torch.uint8)),

@@ -43,8 +43,8 @@ class CountedDevice(Device):
         self.submitted = dict.fromkeys(Direction, 0)
         self.far: PageBuffer | None = None
 
-    def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
-        self.far = self.inner.far_buffer(num_pages, page_bytes)
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+        self.far = self.inner.far_buffer(num_pages, page_bytes, verify)
         assert self.far.words is not None
         self.far.words[:] = NEVER_WRITTEN
         return self.far
@@ -83,30 +83,37 @@ class WorkerModel:
 
     Args:
         poison_freed: overwrite free pages after each step. Not with compute that runs late.
-        check_bytes: check what each step copies, beside what attention sees.
+        check_bytes: check what each step copies, beside what attention sees. Not with levels
+            that change: moving layers copies more.
     """
 
     def __init__(
         self,
         *,
         geometry: KvGeometry,
+        near_pages: int,
         order: SwapOrder,
         num_blocks: int,
         device: Device,
+        far_layers: Sequence[int] | None = None,
+        orders: Sequence[SwapOrder] = (),
+        granted: int | None = None,
         poison_freed: bool = True,
         check_bytes: bool = True,
     ) -> None:
-        near = PageBuffer(
-            torch.empty((geometry.near_pages, geometry.page_bytes), dtype=torch.uint8)
-        )
+        near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
         assert near.words is not None
         self.words = near.words  # [near page, slot]
         self.words[:] = NEVER_WRITTEN
         self.device = CountedDevice(device)
-        self.order = order
-        self.num_blocks = num_blocks
         self.swapper = Swapper(
-            geometry=geometry, order=order, num_blocks=num_blocks, near=near, device=self.device
+            order=order,
+            num_blocks=num_blocks,
+            near=near,
+            device=self.device,
+            far_layers=far_layers,
+            orders=orders,
+            granted=granted,
         )
         shape = (num_blocks, geometry.block_tokens)
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
@@ -146,9 +153,9 @@ class WorkerModel:
 
     def check_far(self, blocks: Sequence[int]) -> None:
         """Call after ``close``: full ``blocks`` are in the far tier in every rotating layer."""
-        assert self.device.far is not None and self.device.far.words is not None
-        for row, layer in enumerate(self.order.rotating):
-            slab = self.device.far.words[row * self.num_blocks : (row + 1) * self.num_blocks]
+        for layer in self.swapper.order.rotating:
+            slab = self.swapper.far.slab(layer).words
+            assert slab is not None
             np.testing.assert_array_equal(slab[blocks], self.truth[layer, blocks])
 
     def _submit(self, kernel: Callable[[], None]) -> None:
@@ -214,7 +221,8 @@ class WorkerModel:
     def _check_step(self, step: Step) -> None:
         self.swapper.check_integrity()
         pool = self.swapper.pool
-        assert pool.count(Owner.PINNED) == len(self.order.pinned) * len(step.granted)
+        order = self.swapper.order
+        assert pool.count(Owner.PINNED) == len(order.pinned) * len(step.granted)
         assert pool.count(Owner.STAGING) == 0
         block_tokens = self._geometry.block_tokens
         read: set[int] = set()
@@ -226,7 +234,7 @@ class WorkerModel:
             touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
             filled += part.blocks[first : part.end_tokens // block_tokens]
         assert len(set(filled)) == len(filled)
-        per_block = len(self.order.rotating) * self._geometry.page_bytes
+        per_block = len(order.rotating) * self._geometry.page_bytes
         self._expected[Direction.READ] += len(read - touched) * per_block
         self._expected[Direction.WRITE] += len(filled) * per_block
         if self._check_bytes:

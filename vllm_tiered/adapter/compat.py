@@ -98,8 +98,22 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "vllm.v1.core.block_pool.BlockPool",
-        ("free_blocks", "get_new_blocks", "touch"),
+        ("evict_blocks", "free_blocks", "get_new_blocks", "get_num_free_blocks", "touch"),
         "withholding and granting blocks",
+    ),
+    (
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        ("_handle_invalid_blocks", "_preempt_request"),
+        "computing requests anew whose far pages were lost",
+    ),
+    (
+        f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
+        (
+            "build_connector_worker_meta",
+            "get_block_ids_with_load_errors",
+            "update_connector_output",
+        ),
+        "what workers tell the scheduler",
     ),
     ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),
     ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context
 
+from vllm_tiered.adapter.adaptive import StepReport
 from vllm_tiered.adapter.kv_config import plan_from_config
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges
@@ -34,7 +35,7 @@ logger = logging.getLogger("vllm.tiered")
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
-    """Swaps the KV cache layer by layer. Steps aside (every hook returns) without a far layer.
+    """Swaps the KV cache layer by layer. Steps aside (every hook returns) if none is ever far.
 
     ``SupportsHMA`` keeps vLLM's grouping of layers as it is without a connector: models with
     several groups are then refused by name instead of being served at reduced speed.
@@ -59,9 +60,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             announce(plan, log=parallel.rank == 0)
             if plan.swaps:
                 layers = vllm_config.compilation_config.static_forward_context
-                self._worker = TieredWorker(plan, layers)
+                self._worker = TieredWorker(plan, layers, self._world_size)
         elif plan.swaps:
-            self._scheduler = TieredScheduler(plan, self._world_size)
+            max_model_len = vllm_config.model_config.max_model_len
+            self._scheduler = TieredScheduler(plan, self._world_size, max_model_len)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -96,6 +98,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 request.request_id,
             )
             request.abort_immediately = True
+        elif self._scheduler:
+            self._scheduler.begin_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         return
@@ -116,6 +120,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler and self._scheduler.adaptive and report is not None:
+            self._scheduler.adaptive.report(report)
 
     # Worker side ------------------------------------------------------------------------
 
@@ -149,6 +158,17 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         if self._worker:
             self._worker.end_step()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_lost_blocks() if self._worker else set()
+
+    def recomputed(self, request_ids: set[str]) -> None:
+        """Requests are computed anew because blocks of theirs were lost."""
+        assert self._scheduler is not None
+        self._scheduler.recomputes.add(request_ids)
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return self._worker.take_report() if self._worker else None
 
     def shutdown(self) -> None:
         if self._worker:

@@ -137,7 +137,10 @@ def _connector_config() -> "KVTransferConfig":
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
-        kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_both"
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
     )
 
 

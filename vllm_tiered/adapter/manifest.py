@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.units import format_bytes
 
 _current: "Manifest | None" = None
@@ -15,17 +16,22 @@ class Manifest:
     """The KV subsystem of one rank; bytes are this rank's.
 
     Attributes:
-        active: False when the plugin stepped aside (no far layer).
-        far_layers: the paper's m.
-        rotating_layers: layers that pass through staging areas, ascending.
+        active: False when the plugin stepped aside (no far layer, at any level).
+        expansion: at the start.
+        max_expansion: to which it may grow; the same if it is fixed.
+        far_layers: the paper's m, at the start.
+        max_far_layers: to which it may grow.
+        rotating_layers: layers that pass through staging areas at the start, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
     """
 
     active: bool
     policy: str
     expansion: float
+    max_expansion: float
     num_layers: int
     far_layers: int
+    max_far_layers: int
     rotating_layers: tuple[int, ...]
     staging_areas: int
     num_blocks: int
@@ -39,17 +45,19 @@ class Manifest:
         geometry = plan.geometry
         return cls(
             active=plan.swaps,
-            policy=plan.policy,
+            policy=plan.config.policy,
             expansion=plan.expansion,
+            max_expansion=expansion_of(geometry.num_layers, plan.max_far_layers),
             num_layers=geometry.num_layers,
             far_layers=plan.order.far_layers,
+            max_far_layers=plan.max_far_layers,
             rotating_layers=plan.order.rotating,
             staging_areas=geometry.areas,
             num_blocks=plan.num_blocks - 1,
             block_tokens=geometry.block_tokens,
             page_bytes=geometry.page_bytes,
-            near_bytes=geometry.near_bytes,
-            far_bytes=geometry.far_bytes(plan.num_blocks),
+            near_bytes=plan.near_bytes,
+            far_bytes=plan.far_bytes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,9 +71,14 @@ class Manifest:
                 "tiered kv: steps aside (expansion 1: no far layer); vLLM's own KV cache of "
                 f"{self.num_blocks} blocks, {format_bytes(self.near_bytes)}"
             )
+        if self.max_far_layers > self.far_layers:
+            far = f"0 to {self.max_far_layers} far, expansion 1 to {self.max_expansion:.2f}"
+            far += " as the load asks for it: up to"
+        else:
+            far = f"{self.far_layers} far, expansion {self.expansion:.2f}:"
         return (
-            f"tiered kv: took over {self.num_layers} layers, {self.far_layers} far "
-            f"({self.policy}), expansion {self.expansion:.2f}: {self.num_blocks} blocks of "
+            f"tiered kv: took over {self.num_layers} layers ({self.policy}), {far} "
+            f"{self.num_blocks} blocks of "
             f"{self.block_tokens} tokens on {format_bytes(self.near_bytes)} near and "
             f"{format_bytes(self.far_bytes)} far memory per rank"
         )

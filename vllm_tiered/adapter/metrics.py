@@ -18,11 +18,15 @@ COUNTERS = {
     "kv_bookkeeping_seconds": "Seconds of planning, translation and hooks.",
     "kv_step_seconds": "Seconds of the steps of which stall and bookkeeping are shares.",
     "kv_steps": "Engine steps under KV swapping.",
+    "kv_lost_blocks": "KV blocks of which a page did not come back intact from the far tier.",
+    "kv_recomputed_requests": "Requests computed anew because a block of theirs was lost.",
+    "kv_level_changes": "Changes of the number of far layers at run time.",
 }
-"""Counted by the workers; summed over ranks."""
+"""Counted by the workers and summed over ranks, but for the last two."""
 
 GAUGES = {
     "kv_expansion": "Logical KV capacity over what the near memory holds alone.",
+    "kv_far_layers": "Layers whose KV lives in the far tier.",
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
     "kv_far_bytes": "Far-tier bytes reserved for KV, all ranks.",
     "kv_blocks_granted": "KV blocks that requests may use now.",
@@ -50,6 +54,7 @@ class TieredStats(KVConnectorStats):
             "write MiB": round(self.data.get("kv_write_bytes", 0) / 2**20, 1),
             "stall %": round(self.data.get("kv_stall_seconds", 0.0) * share, 2),
             "bookkeeping %": round(self.data.get("kv_bookkeeping_seconds", 0.0) * share, 2),
+            "expansion": round(self.data.get("kv_expansion", 1.0), 2),
             "blocks withheld": self.data.get("kv_blocks_withheld", 0),
         }
 

@@ -12,10 +12,18 @@ def register() -> None:
     Idempotent: vLLM may call it more than once per process. Raises VersionError if this vLLM is not
     the supported one or lacks what the hooks attach to.
     """
-    from vllm_tiered.adapter import cli_args, compat, endpoint, engine_config, kv_config
+    from vllm_tiered.adapter import (
+        cli_args,
+        compat,
+        endpoint,
+        engine_config,
+        kv_config,
+        load_errors,
+    )
 
     compat.check_vllm_version()
     cli_args.install()
     engine_config.install()
     endpoint.install()
     kv_config.install()
+    load_errors.install()

@@ -9,8 +9,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from vllm_tiered.adapter.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.adapter.load_errors import RecomputeLog
 from vllm_tiered.adapter.metrics import TieredStats
+from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.elastic import ElasticBlocks
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
@@ -23,14 +26,18 @@ class TieredMetadata(KVConnectorMetadata):
     plan: StepPlan
 
 
-def gauges(plan: KvPlan, world_size: int, *, withheld: int = 0) -> TieredStats:
+def gauges(
+    plan: KvPlan, world_size: int, *, far_layers: int | None = None, withheld: int = 0
+) -> TieredStats:
     """What the scheduler knows of the KV tiers; bytes are all ranks'."""
-    geometry = plan.geometry
+    if far_layers is None:
+        far_layers = plan.order.far_layers
     return TieredStats(
         data={
-            "kv_expansion": plan.expansion,
-            "kv_near_bytes": geometry.near_bytes * world_size,
-            "kv_far_bytes": geometry.far_bytes(plan.num_blocks) * world_size,
+            "kv_expansion": expansion_of(plan.geometry.num_layers, far_layers),
+            "kv_far_layers": far_layers,
+            "kv_near_bytes": plan.near_bytes * world_size,
+            "kv_far_bytes": plan.far_bytes * world_size,
             "kv_blocks_granted": plan.num_blocks - 1 - withheld,
             "kv_blocks_withheld": withheld,
         }
@@ -41,20 +48,29 @@ class TieredScheduler:
     """Runs beside vLLM's scheduler.
 
     Args:
-        plan: what was configured; it swaps (has rotating layers).
+        plan: what was configured; it swaps, now or when the load asks for it.
         world_size: ranks, for the gauges.
+        max_model_len: tokens of the longest request that the engine accepts.
     """
 
-    def __init__(self, plan: KvPlan, world_size: int) -> None:
+    def __init__(self, plan: KvPlan, world_size: int, max_model_len: int) -> None:
         self._plan = plan
         self._world_size = world_size
         self._planner = StepPlanner(
             num_blocks=plan.num_blocks, block_tokens=plan.geometry.block_tokens
         )
         self.elastic = ElasticBlocks(geometry=plan.geometry, usable_blocks=plan.num_blocks - 1)
+        self.adaptive: AdaptiveExpansion | None = None
+        if plan.levels is not None:
+            max_model_blocks = -(-max_model_len // plan.levels.block_tokens)
+            self.adaptive = AdaptiveExpansion(plan.levels, self.elastic, max_model_blocks)
         self._announced: set[int] = set()
         self._pool: Any = None
         self._withheld: dict[int, Any] = {}
+        self._num_tokens = 0  # output tokens of the step that is being planned
+        self._reported_changes = 0
+        self.recomputes = RecomputeLog()
+        self._reported_recomputes = 0
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Take the block pool, and see every allocation of a request that begins.
@@ -64,6 +80,8 @@ class TieredScheduler:
         reserved by this argument and withheld when the request is admitted.
         """
         self._pool = kv_cache_manager.block_pool
+        self._hold_back()
+        self._announced = set(self._withheld)
         kv_cache_manager.allocate_slots = self._reserving(kv_cache_manager.allocate_slots)
         kv_cache_manager.reset_prefix_cache = self._resetting(kv_cache_manager.reset_prefix_cache)
 
@@ -83,19 +101,40 @@ class TieredScheduler:
             if request_id not in scheduled:
                 self.elastic.end(request_id)
         self.grant()
+        requests = list(self._scheduled_requests(scheduler_output))
+        far_layers = write_out_for = None
+        if self.adaptive:
+            if requests:
+                self.adaptive.decide(
+                    num_running=len(requests),
+                    tokens=self._num_tokens,
+                    num_preempted=len(scheduler_output.preempted_req_ids or ()),
+                    used_blocks=self.elastic.granted_blocks - self._pool.get_num_free_blocks(),
+                )
+            self._withhold(min(self.elastic.excess, self._pool.get_num_free_blocks()))
+            far_layers, write_out_for = self.adaptive.expansion.next_step()
         withheld = set(self.elastic.withheld)
         step = self._planner.plan(
-            self._scheduled_requests(scheduler_output),
+            requests,
             ended,
             granted=sorted(self._announced - withheld),
             withheld=sorted(withheld - self._announced),
+            far_layers=far_layers,
+            write_out_for=write_out_for,
         )
         self._announced = withheld
         return TieredMetadata(replace(step, planning_seconds=time.perf_counter() - start))
 
+    def begin_request(self, request: Any) -> None:
+        if self.adaptive:
+            self.adaptive.begin_request(request.request_id, request.num_tokens)
+
     def request_finished(self, request_id: str) -> None:
         """Its tail slots are free: grant blocks at once, so that an idle engine has them all."""
         self.elastic.end(request_id)
+        self.recomputes.end(request_id)
+        if self.adaptive:
+            self.adaptive.end_request(request_id)
         self.grant()
 
     def grant(self) -> None:
@@ -104,27 +143,58 @@ class TieredScheduler:
             self._pool.free_blocks(granted)
 
     def stats(self) -> TieredStats:
-        """The gauges."""
-        return gauges(self._plan, self._world_size, withheld=len(self.elastic.withheld))
+        """The gauges, and how often the level changed since the last call."""
+        expansion = self.adaptive.expansion if self.adaptive else None
+        stats = gauges(
+            self._plan,
+            self._world_size,
+            far_layers=expansion.far_layers if expansion else None,
+            withheld=len(self.elastic.withheld),
+        )
+        num_changes = expansion.num_changes if expansion else 0
+        num_recomputed = self.recomputes.num_recomputed
+        stats.data["kv_level_changes"] = num_changes - self._reported_changes
+        stats.data["kv_recomputed_requests"] = num_recomputed - self._reported_recomputes
+        self._reported_changes, self._reported_recomputes = num_changes, num_recomputed
+        return stats
+
+    def _hold_back(self) -> None:
+        """Of a pool whose blocks are all free, withhold those above the limit, highest ids."""
+        blocks = self._pool.get_new_blocks(self._pool.get_num_free_blocks())
+        blocks.sort(key=lambda block: block.block_id)
+        limit = self.elastic.limit
+        self._pool.free_blocks(blocks[:limit])
+        self._withheld = {block.block_id: block for block in blocks[limit:]}
+        self.elastic.withheld = sorted(self._withheld, reverse=True)  # granted from the end
+
+    def _withhold(self, count: int) -> list[int]:
+        """Take free blocks away from the engine; their ids."""
+        blocks = self._pool.get_new_blocks(count) if count else []
+        self._withheld.update((block.block_id, block) for block in blocks)
+        self.elastic.withheld.extend(block.block_id for block in blocks)
+        return [block.block_id for block in blocks]
 
     def _reserving(self, allocate_slots: Any) -> Any:
         @functools.wraps(allocate_slots)
         def allocate(request: Any, *args: Any, reserved_blocks: int = 0, **kwargs: Any) -> Any:
             request_id = request.request_id
             if self.elastic.is_admitted(request_id) and not _begins(request):
-                return allocate_slots(request, *args, reserved_blocks=reserved_blocks, **kwargs)
+                blocks = allocate_slots(request, *args, reserved_blocks=reserved_blocks, **kwargs)
+                if blocks is None and self.adaptive:
+                    self.adaptive.is_blocked = True
+                return blocks
             extra = self.elastic.blocks_to_withhold(request_id)
             blocks = allocate_slots(
                 request, *args, reserved_blocks=reserved_blocks + extra, **kwargs
             )
             if blocks is not None:
-                withheld = self._pool.get_new_blocks(extra) if extra else []
-                self._withheld.update((block.block_id, block) for block in withheld)
+                self._withhold(extra)
                 self.elastic.admit(
                     request_id,
-                    [block.block_id for block in withheld],
                     prefill_tokens=max(request.num_prompt_tokens, request.num_tokens - 1),
                 )
+            elif self.adaptive:
+                self.adaptive.is_blocked = True
             return blocks
 
         return allocate
@@ -137,8 +207,8 @@ class TieredScheduler:
             held = list(self._withheld.values())
             self._pool.free_blocks(held)
             if reset_prefix_cache():
-                self._withheld.clear()
                 self.elastic.end_all()
+                self._hold_back()
                 return True
             self._pool.touch(held)
             return False
@@ -147,7 +217,9 @@ class TieredScheduler:
 
     def _scheduled_requests(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
         scheduled = scheduler_output.num_scheduled_tokens
+        self._num_tokens = 0
         for new in scheduler_output.scheduled_new_reqs:
+            self._follow(new.req_id, new.num_computed_tokens + scheduled[new.req_id])
             yield ScheduledRequest(
                 request_id=new.req_id,
                 new_block_ids=new.block_ids[0],
@@ -159,6 +231,7 @@ class TieredScheduler:
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, computed_tokens in rows:
             self.elastic.progress(request_id, computed_tokens)
+            self._follow(request_id, computed_tokens + scheduled[request_id])
             yield ScheduledRequest(
                 request_id=request_id,
                 new_block_ids=block_ids[0] if block_ids else (),
@@ -166,6 +239,11 @@ class TieredScheduler:
                 computed_tokens=computed_tokens,
                 scheduled_tokens=scheduled[request_id],
             )
+
+    def _follow(self, request_id: str, end_tokens: int) -> None:
+        if self.adaptive:
+            self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)
+            self.adaptive.follow(request_id, end_tokens)
 
 
 def _begins(request: Any) -> bool:

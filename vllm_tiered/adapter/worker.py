@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from vllm_tiered.adapter import manifest
-from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.adapter.adaptive import StepReport
+from vllm_tiered.adapter.kv_config import KvPlan, far_homes
 from vllm_tiered.adapter.metrics import TieredStats
 from vllm_tiered.adapter.translation import Translator
 from vllm_tiered.errors import UnsupportedError
@@ -45,17 +46,23 @@ class TieredWorker:
     """Owns the swapper of one rank.
 
     Args:
-        plan: what was configured; it swaps (has rotating layers).
+        plan: what was configured; it swaps, now or when the load asks for it.
         layers: vLLM's attention layers by name (the static forward context).
+        world_size: ranks, which share the far budget.
     """
 
-    def __init__(self, plan: KvPlan, layers: dict[str, Any]) -> None:
+    def __init__(self, plan: KvPlan, layers: dict[str, Any], world_size: int) -> None:
         self._plan = plan
+        self._world_size = world_size
         self._layers = layers
         self._device = make_device()
         self.swapper: Swapper
         self._translator: Translator | None = None
+        self._translates = False
+        self._layer_of: dict[str, int] = {}  # layers that may be far
         self._rotating: dict[str, int] = {}
+        self._report: StepReport | None = None
+        self._lost: set[int] = set()
         self._step_start = 0.0
         self._bookkeeping_seconds = 0.0
         self._stall_before = 0.0
@@ -72,7 +79,7 @@ class TieredWorker:
         from vllm.model_executor.models.utils import extract_layer_index
 
         names = sorted(kv_caches, key=extract_layer_index)
-        geometry = self._plan.geometry
+        geometry, near_pages = self._plan.geometry, self._plan.near_pages
         if len(names) != geometry.num_layers:
             raise UnsupportedError(
                 f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
@@ -88,21 +95,41 @@ class TieredWorker:
                 f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another --block-size"
             )
         near = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
-        swapper = Swapper(
-            geometry=geometry,
+        self.swapper = Swapper(
             order=self._plan.order,
             num_blocks=self._plan.num_blocks,
-            near=PageBuffer(near.view(geometry.near_pages, geometry.page_bytes)),
+            near=PageBuffer(near.view(near_pages, geometry.page_bytes)),
             device=self._device,
+            far_layers=self._plan.far_layers,
+            homes=far_homes(self._plan, self._world_size),
+            orders=self._plan.orders,
+            granted=self._plan.granted_blocks,
         )
-        pool_view = view.as_strided((geometry.near_pages, *view.shape[1:]), view.stride(), 0)
-        for layer, name in enumerate(names):
-            self._layers[name].kv_cache = pool_view
-            if layer in self._plan.order.rotating:
-                self._wait_before_update(self._layers[name].impl, layer)
-        self._rotating = {names[layer]: layer for layer in self._plan.order.rotating}
-        self._translator = Translator(swapper.table.pages, names, geometry.block_tokens)
-        self.swapper = swapper
+        self._translator = Translator(self.swapper.table.pages, names, geometry.block_tokens)
+        self._pool_view = view.as_strided((near_pages, *view.shape[1:]), view.stride(), 0)
+        self._names = names
+        self._layer_of = {names[layer]: layer for layer in sorted(self._plan.far_layers)}
+        for name, layer in self._layer_of.items():
+            self._wait_before_update(self._layers[name].impl, layer)
+        self._follow_level()
+
+    def _follow_level(self) -> None:
+        """Give every layer the view that the present layout asks for.
+
+        As long as no layer was ever far, block b of a layer is where vLLM would have it: each
+        layer sees its own pages, and nothing is translated.
+        """
+        rotating = set(self.swapper.order.rotating)
+        self._rotating = {n: layer for n, layer in self._layer_of.items() if layer in rotating}
+        self._far_layers = self.swapper.order.far_layers
+        self._translates = not self.swapper.is_laid_out_as_vllm
+        own_pages = len(self._pool_view) // len(self._names)
+        for layer, name in enumerate(self._names):
+            if self._translates:
+                self._layers[name].kv_cache = self._pool_view
+            else:
+                own = self._pool_view[layer * own_pages : (layer + 1) * own_pages]
+                self._layers[name].kv_cache = own
 
     # vLLM's hooks, in the order of a step ------------------------------------------------
 
@@ -110,17 +137,23 @@ class TieredWorker:
         start = time.perf_counter()
         self._step_start = start
         self.swapper.begin_step(plan)
+        if (
+            self.swapper.order.far_layers != self._far_layers
+            or self.swapper.is_laid_out_as_vllm == self._translates
+        ):
+            self._follow_level()
         self._bookkeeping_seconds = time.perf_counter() - start + plan.planning_seconds
 
     def translate(self, forward_context: Any) -> None:
-        if forward_context.attn_metadata is None or self._translator is None:
+        if forward_context.attn_metadata is None or not self._translates:
             return
+        assert self._translator is not None
         start = time.perf_counter()
         self._translator.translate(forward_context)
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
-        layer = self._rotating.get(layer_name)
+        layer = self._layer_of.get(layer_name)
         if layer is not None:
             self.swapper.wait_layer(layer)
 
@@ -137,12 +170,22 @@ class TieredWorker:
         self.swapper.end_step()
         end = time.perf_counter()
         self._bookkeeping_seconds += end - start
+        self._lost = self.swapper.take_lost()
         self._count(step_seconds=end - self._step_start)
 
     def take_stats(self) -> TieredStats:
         """What happened since the last call."""
         stats, self._stats = self._stats, TieredStats()
         return stats
+
+    def take_lost_blocks(self) -> set[int]:
+        """Blocks of which a page did not arrive intact in the last step."""
+        return self._lost
+
+    def take_report(self) -> StepReport | None:
+        """What the last step took; None where the level never changes."""
+        report, self._report = self._report, None
+        return report
 
     def close(self) -> None:
         self._device.close()
@@ -165,6 +208,7 @@ class TieredWorker:
             "kv_step_seconds": step_seconds,
             "kv_bookkeeping_seconds": self._bookkeeping_seconds,
             "kv_stall_seconds": self.swapper.stall_seconds - self._stall_before,
+            "kv_lost_blocks": len(self._lost),
         }
         self._stall_before = self.swapper.stall_seconds
         for direction, before in self._use_before.items():
@@ -173,6 +217,10 @@ class TieredWorker:
             data[f"kv_{direction.value}_seconds"] = use.busy_seconds - before.busy_seconds
             self._use_before[direction] = use
         self._stats.aggregate(TieredStats(data=data))
+        if self._plan.levels is not None:
+            self._report = StepReport(
+                stall_seconds=data["kv_stall_seconds"], read_seconds=data["kv_read_seconds"]
+            )
 
 
 def announce(plan: KvPlan, *, log: bool) -> None:

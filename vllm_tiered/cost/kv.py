@@ -103,3 +103,44 @@ class KvGeometry:
     def max_request_tokens(self, limit_blocks: int) -> int:
         """The longest request (tokens) that can run alone, ``limit_blocks`` bounding blocks."""
         return min(limit_blocks, self.block_limit(TAILS_WHILE_PREFILLING)) * self.block_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvLevels:
+    """The numbers of far layers between which a near budget may move at run time.
+
+    Attributes:
+        num_layers: layers with a KV cache (n).
+        page_bytes: bytes of one block in one layer.
+        block_tokens: tokens a block holds.
+        near_pages: pages of the near-tier pool (P).
+        max_far_layers: what ``max_expansion``, the far budget and the model allow.
+        max_blocks: usable blocks of the engine's pool; no level grants more.
+    """
+
+    num_layers: int
+    page_bytes: int
+    block_tokens: int
+    near_pages: int
+    max_far_layers: int
+    max_blocks: int
+
+    def geometry(self, far_layers: int) -> KvGeometry:
+        """The sizes with ``far_layers`` spread over the model; without one they are vLLM's own.
+
+        vLLM keeps a page of its null block in every layer, so that a layer's pages lie one after
+        the other: pages that other levels use.
+        """
+        null_pages = 0 if far_layers else self.num_layers
+        return KvGeometry(
+            num_layers=self.num_layers,
+            pinned_layers=self.num_layers - far_layers,
+            areas=min(STAGING_AREAS, far_layers),
+            page_bytes=self.page_bytes,
+            block_tokens=self.block_tokens,
+            near_pages=self.near_pages - null_pages,
+        )
+
+    def block_limit(self, far_layers: int, tail_slots: int) -> int:
+        """Usable blocks beside ``tail_slots`` tails."""
+        return min(self.max_blocks, self.geometry(far_layers).block_limit(tail_slots))

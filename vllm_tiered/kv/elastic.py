@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks the engine may use now: the limit falls as tails take near pages.
+"""How many blocks the engine may use now: the limit follows the level, and falls with tails.
 
 Pure bookkeeping of the scheduler's side. The engine's block pool is made for the largest
 limit; blocks above the current one are withheld (held as if a request had them) and granted
-again when requests end. Pie grows and shrinks its block lists likewise (section 4.1).
+again when requests end or more layers are far. Pie grows and shrinks its block lists likewise
+(section 4.1).
 """
 
 from dataclasses import dataclass, field
@@ -17,13 +18,15 @@ class ElasticBlocks:
     """Which blocks are withheld, and the tail slots that running requests are charged for.
 
     Args:
-        geometry: the near budget's arithmetic.
+        geometry: the near budget's arithmetic at the present level.
         usable_blocks: blocks of the engine's pool without the null block: the largest limit.
+        target: while the level changes, that of the level to come: both limits hold.
     """
 
     geometry: KvGeometry
     usable_blocks: int
     withheld: list[int] = field(default_factory=list)
+    target: KvGeometry | None = None
     _slots: dict[str, int] = field(default_factory=dict)
     _prefilling: dict[str, int] = field(default_factory=dict)
 
@@ -35,6 +38,16 @@ class ElasticBlocks:
     def tail_slots(self) -> int:
         return sum(self._slots.values())
 
+    @property
+    def limit(self) -> int:
+        """Blocks that may be granted beside the tail slots in use."""
+        return min(self.usable_blocks, self._limit(self.tail_slots))
+
+    @property
+    def excess(self) -> int:
+        """Granted blocks above the limit: to be withheld as they become free."""
+        return max(0, self.granted_blocks - self.limit)
+
     def is_admitted(self, request_id: str) -> bool:
         return request_id in self._slots
 
@@ -44,18 +57,17 @@ class ElasticBlocks:
         A request that is charged already (a streaming session that goes on) counts once.
         """
         others = self.tail_slots - self._slots.get(request_id, 0)
-        limit = self.geometry.block_limit(others + TAILS_WHILE_PREFILLING)
+        limit = self._limit(others + TAILS_WHILE_PREFILLING)
         return max(0, self.granted_blocks - limit)
 
-    def admit(self, request_id: str, withheld: list[int], prefill_tokens: int) -> None:
-        """Charge a request that begins, with the blocks withheld for it.
+    def admit(self, request_id: str, prefill_tokens: int) -> None:
+        """Charge a request that begins; blocks were withheld for it.
 
         A request is charged for two tails until ``prefill_tokens`` are computed, then for one:
         a decode step has one partly filled block at most.
         """
         self._slots[request_id] = TAILS_WHILE_PREFILLING
         self._prefilling[request_id] = prefill_tokens
-        self.withheld.extend(withheld)
 
     def progress(self, request_id: str, computed_tokens: int) -> None:
         """The request's next step begins with ``computed_tokens``."""
@@ -69,19 +81,26 @@ class ElasticBlocks:
         self._slots.pop(request_id, None)
         self._prefilling.pop(request_id, None)
 
-    def end_all(self) -> list[int]:
-        """No request runs any more: returns all withheld blocks, which are granted again."""
+    def end_all(self) -> None:
+        """No request runs any more."""
         self._slots.clear()
         self._prefilling.clear()
-        return self.grant()
 
     def grant(self) -> list[int]:
         """Blocks that may be used again; they are no longer withheld."""
-        spare = self.geometry.block_limit(self.tail_slots) - self.granted_blocks
+        spare = self._limit(self.tail_slots) - self.granted_blocks
         count = min(len(self.withheld), max(0, spare))
         granted = self.withheld[len(self.withheld) - count :]
         del self.withheld[len(self.withheld) - count :]
         return granted
+
+    def is_prefilling(self, request_id: str, computed_tokens: int) -> bool:
+        """Whether the request samples nothing yet with ``computed_tokens``."""
+        return computed_tokens < self._prefilling.get(request_id, 0)
+
+    def _limit(self, tail_slots: int) -> int:
+        limit = self.geometry.block_limit(tail_slots)
+        return limit if self.target is None else min(limit, self.target.block_limit(tail_slots))
 
     def check_integrity(self) -> None:
         """Granted blocks and charged tails fit the near pages; no block is withheld twice.

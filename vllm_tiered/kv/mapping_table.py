@@ -6,6 +6,7 @@ target is reserved and the operation noted, then the copy runs, and only when it
 is the row's presence published. Until then the kernels may not use the layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -49,7 +50,7 @@ class LayerRow:
     Attributes:
         far_row: the layer's slab in the far tier; None for a pinned layer.
         area: the staging area that holds or receives the layer; None while it is only far.
-        last_use: number of the step that computed the layer last.
+        last_use: number of the step that staged and computed the layer last.
     """
 
     home: Home
@@ -66,21 +67,39 @@ class MappingTable:
     An entry is meaningful only for blocks that a layer has near: granted blocks of pinned
     layers; tails and the running step's blocks of rotating layers. All others point to page
     ``HOLE``, which exists but which no kernel reads: they stand behind sequences' ends.
+
+    Args:
+        order: the layers' roles at first.
+        num_blocks: columns.
+        far_rows: layers that may be far, by their row in the far tier; the rotating ones if None.
     """
 
     HOLE = 0
 
-    def __init__(self, order: SwapOrder, num_blocks: int) -> None:
+    def __init__(
+        self, order: SwapOrder, num_blocks: int, far_rows: Sequence[int] | None = None
+    ) -> None:
         num_layers = len(order.pinned) + len(order.rotating)
-        self.order = order
+        rows = order.rotating if far_rows is None else far_rows
+        self._far_row = {layer: row for row, layer in enumerate(rows)}
         self.pages: npt.NDArray[np.int32] = np.full(
             (num_layers, num_blocks), self.HOLE, dtype=np.int32
         )
         self.rows = [LayerRow(Home.NEAR, None, None, State.IN_NEAR) for _ in range(num_layers)]
-        for far_row, layer in enumerate(order.rotating):
-            self.rows[layer] = LayerRow(Home.FAR, far_row, None, State.IN_FAR)
+        self.follow(order)
+
+    def follow(self, order: SwapOrder) -> None:
+        """Take over the roles; layers that change theirs are in no staging area."""
+        self.order = order
         self._pinned = np.array(order.pinned, dtype=np.int64)[:, None]
         self._rotating = np.array(order.rotating, dtype=np.int64)[:, None]
+        for layer in order.pinned:
+            row = self.rows[layer]
+            row.home, row.far_row, row.state = Home.NEAR, None, State.IN_NEAR
+        for layer in order.rotating:
+            row = self.rows[layer]
+            if row.home is Home.NEAR:
+                row.home, row.far_row, row.state = Home.FAR, self._far_row[layer], State.IN_FAR
 
     def set_pinned(self, block_ids: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
         """Near pages [pinned layers, blocks] of blocks that were granted."""

@@ -67,19 +67,30 @@ class PagePool:
         self._owner[pages] = owner
         return pages
 
+    def claim(self, pages: PageIds, owner: Owner) -> None:
+        """Take exactly these free pages.
+
+        Raises:
+            IntegrityError: one of them is not free.
+        """
+        self.transfer(pages, Owner.FREE, owner)
+
+    def transfer(self, pages: PageIds, owner: Owner, to: Owner) -> None:
+        """Pages change their owner and keep what is in them."""
+        self._leave(pages, owner)
+        self._owner[pages] = to
+
     def free(self, pages: PageIds, owner: Owner) -> None:
         """Give back pages that ``owner`` holds and nothing reads any more.
 
         Raises:
             IntegrityError: one of them is not ``owner``'s.
         """
-        self._leave(pages, owner)
-        self._owner[pages] = Owner.FREE
+        self.transfer(pages, owner, Owner.FREE)
 
     def drain(self, pages: PageIds, owner: Owner, done: Event) -> None:
         """Give back pages that a copy reads until ``done``."""
-        self._leave(pages, owner)
-        self._owner[pages] = Owner.DRAINING
+        self.transfer(pages, owner, Owner.DRAINING)
         self._draining.append((done, pages))
 
     def settle(self) -> None:

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_tiered.cost.kv import STAGING_AREAS
 
@@ -19,12 +19,14 @@ class SwapOrder:
         pinned: layers whose pages stay near, ascending.
         rotating: layers that pass through the staging areas, in the order of their use.
         areas: staging areas that the near budget must hold.
+        prefetches: layers are read before they are needed, not when.
     """
 
     far_layers: int
     pinned: tuple[int, ...]
     rotating: tuple[int, ...]
     areas: int
+    prefetches: bool = True
 
 
 def far_order(num_layers: int) -> list[int]:
@@ -67,4 +69,13 @@ def fifo(num_layers: int, far_layers: int) -> SwapOrder:
     )
 
 
-POLICIES: dict[str, Callable[[int, int], SwapOrder]] = {"interleave": interleave, "fifo": fifo}
+def on_demand(num_layers: int, far_layers: int) -> SwapOrder:
+    """The layers of ``interleave``, each read when it is needed, as FlexGen does: to compare."""
+    return replace(interleave(num_layers, far_layers), prefetches=False)
+
+
+POLICIES: dict[str, Callable[[int, int], SwapOrder]] = {
+    "interleave": interleave,
+    "fifo": fifo,
+    "on_demand": on_demand,
+}

@@ -59,6 +59,9 @@ class StepPlan:
         tail_release: tails whose requests ended or were preempted.
         granted: blocks that the engine may use from this step on.
         withheld: blocks that it may not.
+        far_layers: the level from this step on; None where it never changes.
+        write_out_for: the level to which the next step may rise: its new far layers are written
+            out behind this step.
         planning_seconds: what deciding this took.
     """
 
@@ -69,6 +72,8 @@ class StepPlan:
     tail_release: BlockIds = field(default_factory=_no_blocks)
     granted: BlockIds = field(default_factory=_no_blocks)
     withheld: BlockIds = field(default_factory=_no_blocks)
+    far_layers: int | None = None
+    write_out_for: int | None = None
     planning_seconds: float = 0.0
 
 
@@ -120,6 +125,8 @@ class StepPlanner:
         *,
         granted: Sequence[int] = (),
         withheld: Sequence[int] = (),
+        far_layers: int | None = None,
+        write_out_for: int | None = None,
     ) -> StepPlan:
         """The plan of one step; follows ``ended`` (finished or preempted) requests no longer.
 
@@ -136,7 +143,7 @@ class StepPlanner:
             full_before, partial = divmod(part.computed_tokens, self._block_tokens)
             end_tokens = part.computed_tokens + part.scheduled_tokens
             full_after, partial_after = divmod(end_tokens, self._block_tokens)
-            if full_before:
+            if full_before and far_layers != 0:
                 read.append(request.blocks(0, full_before))
             first_new = full_before
             if partial:
@@ -161,6 +168,8 @@ class StepPlanner:
             tail_release=np.array(released, dtype=np.int64),
             granted=np.array(granted, dtype=np.int64),
             withheld=np.array(withheld, dtype=np.int64),
+            far_layers=far_layers,
+            write_out_for=write_out_for,
         )
 
     def _follow(self, part: ScheduledRequest, released: list[int]) -> _Request:

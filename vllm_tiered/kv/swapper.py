@@ -9,17 +9,22 @@ One step, with rotating layers r0, r1, r2 … and two areas:
     …            (layers between them are pinned and compute without a wait)
     end_step     tails that were filled go out, all layers in one copy; areas are free,
                  pages that a write still reads drain
+
+Between two steps the number of far layers may change (``relocator.py``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tiered.cost.kv import STAGING_AREAS, KvGeometry
+from vllm_tiered.cost.kv import STAGING_AREAS
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.far_tier import FarHomes, FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
 from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
 
@@ -39,8 +44,12 @@ class Swapper:
     """The worker's side: applies a :class:`StepPlan`, layer by layer.
 
     Args:
-        geometry: sizes; ``near`` has ``geometry.near_pages`` pages.
-        order: the layers' roles.
+        order: the layers' roles at the start.
+        far_layers: layers that may be far, in the order in which they become it; the rotating
+            ones if None.
+        homes: where their slabs go.
+        orders: by number of far layers, if that may change; ``order`` is one of them.
+        granted: blocks 1 to ``granted`` are the engine's at the start; all if None.
         num_blocks: block ids are below this; block 0 is the engine's null block.
         near: the near tier's pages, which the kernels read and write.
         device: copies; the far tier is allocated from it.
@@ -54,30 +63,30 @@ class Swapper:
     def __init__(
         self,
         *,
-        geometry: KvGeometry,
         order: SwapOrder,
         num_blocks: int,
         near: PageBuffer,
         device: Device,
         max_areas: int = 4,
+        far_layers: Sequence[int] | None = None,
+        homes: FarHomes = FarHomes(),  # noqa: B008 - frozen
+        orders: Sequence[SwapOrder] = (),
+        granted: int | None = None,
     ) -> None:
-        self.geometry = geometry
-        self.order = order
-        self.table = MappingTable(order, num_blocks)
-        self.pool = PagePool(geometry.near_pages)
+        far_layers = order.rotating if far_layers is None else far_layers
+        self.table = MappingTable(order, num_blocks, far_layers)
+        self.pool = PagePool(near.num_pages)
+        self.far = FarTier(
+            device=device, near=near, layers=far_layers, num_blocks=num_blocks, homes=homes
+        )
         self.stall_seconds = 0.0
         self.num_steps = 0
         self._failure: Exception | None = None
         self._near = near
         self._device = device
         self._max_areas = max(max_areas, order.areas)
-        self._num_blocks = num_blocks
-        self._far = device.far_buffer(len(order.rotating) * num_blocks, geometry.page_bytes)
-        self._far_layers = [
-            self._far.part(row * num_blocks, num_blocks) for row in range(len(order.rotating))
-        ]
-        # A step's reads follow all writes of earlier steps: the last one, as writes are in order.
-        self._last_write: tuple[Event, ...] = ()
+        self._orders = orders
+        self._relocator = Relocator(self.pool, self.table, self.far)
         self._written_before: tuple[Event, ...] = ()
         self._granted: set[int] = set()
         self._tails: set[int] = set()
@@ -86,10 +95,24 @@ class Swapper:
         self._ring_blocks = Pages(np.empty(0, np.int64))
         self._staging: PageIds = np.empty(0, np.int64)
         self._copies: list[Copy] = []
-        self._reads: list[Event | None] = [None] * len(order.rotating)
         self._next_read = 0
-        self._position = {layer: i for i, layer in enumerate(order.rotating)}
-        self._grant(np.arange(1, num_blocks, dtype=np.int64))
+        self._follow_order()
+        granted = num_blocks - 1 if granted is None else granted
+        self._as_vllm = bool(orders) and not order.rotating
+        if self._as_vllm:
+            self._lay_out_as_vllm(granted)
+        else:
+            self._grant(np.arange(1, granted + 1, dtype=np.int64))
+
+    @property
+    def order(self) -> SwapOrder:
+        """The layers' roles now."""
+        return self.table.order
+
+    @property
+    def is_laid_out_as_vllm(self) -> bool:
+        """Whether block b of layer l still is page ``l * (P / n) + b``, as in vLLM's own layout."""
+        return self._as_vllm
 
     # One step ---------------------------------------------------------------------------
 
@@ -101,29 +124,42 @@ class Swapper:
         """
         self.num_steps += 1
         self._plan = plan
-        self._written_before = self._last_write
         self._release_tails(plan.tail_release)
+        if self._orders:
+            self._relocator.begin_step(plan)
         self._withhold(plan.withheld)
+        if plan.far_layers is not None and plan.far_layers != self.order.far_layers:
+            self._move_to(self._orders[plan.far_layers])
         self._grant(plan.granted)
+        self._written_before = self.far.last_write
+        if plan.write_out_for is not None and plan.write_out_for != self.order.far_layers:
+            self._relocator.write_out(self._orders[plan.write_out_for])
+        self._acquire_tails(plan.tail_acquire)
         if not self.order.rotating:
             return
-        self._acquire_tails(plan.tail_acquire)
         self._make_areas(len(plan.read) + len(plan.ring))
         self._next_read = 0
-        self._submit_reads(len(self._areas))
+        if self.order.prefetches:
+            self._submit_reads(len(self._areas))
 
     def wait_layer(self, layer: int) -> None:
-        """Hold compute until the layer's pages are near. Pinned layers need no wait.
+        """Hold compute until the layer's pages are near. Pinned layers are, or return just now.
 
         Raises:
             Exception: what made the copy fail; the pages must not be used.
         """
         position = self._position.get(layer)
-        if position is None or (event := self._reads[position]) is None:
-            return
-        self._reads[position] = None
         try:
-            self.stall_seconds += self._device.wait(event)
+            if position is None:
+                if self._relocator.returning:
+                    self.stall_seconds += self._relocator.wait(layer)
+                return
+            if not self.order.prefetches and self._areas:
+                self._submit_reads(position + 1)
+            if (event := self._reads[position]) is None:
+                return
+            self._reads[position] = None
+            self.stall_seconds += self.far.wait(event)
         except Exception as failure:
             self._failure = failure
             raise
@@ -138,9 +174,11 @@ class Swapper:
         if not len(self._plan.ring):
             area.vacated = (self._device.compute_event(),)
         else:
-            self._write(area.ring, self._far_layers[position], self._ring_blocks)
-            area.vacated = self._last_write
+            self.far.write_pages(area.ring, self._slabs[position], self._ring_blocks)
+            area.vacated = self.far.last_write
         self.table.evict(layer)
+        if not self.order.prefetches:
+            return
         end = min(position + len(self._areas) + 1, len(self._reads))
         # Two by two from three areas on: each submission wakes the copying thread.
         if end == len(self._reads) or end - self._next_read >= (len(self._areas) + 1) // 2:
@@ -160,14 +198,25 @@ class Swapper:
         plan, self._plan = self._plan, _NOTHING
         if len(plan.tail_flush):
             self._flush_tails(plan.tail_flush)
+        if self._orders:
+            self._relocator.end_step(plan)
         if not len(plan.ring):
             self.pool.free(self._staging, Owner.STAGING)
         else:
             for area in self._areas:
                 self.pool.free(area.read.ids, Owner.STAGING)
-                self.pool.drain(area.ring.ids, Owner.STAGING, self._last_write[0])
+                self.pool.drain(area.ring.ids, Owner.STAGING, self.far.last_write[0])
         self._areas = []
         self._staging = self._staging[:0]
+
+    def take_lost(self) -> set[int]:
+        """Blocks of which a page did not arrive intact since the last call.
+
+        What was computed with them is wrong; whoever uses them must compute them anew.
+        """
+        lost, self.far.lost = self.far.lost, set()
+        self._relocator.forget(lost)
+        return lost
 
     def check_integrity(self) -> None:
         """Pages are conserved: pinned x granted + rotating x tails + areas + draining + free.
@@ -189,8 +238,29 @@ class Swapper:
 
     # Pages ------------------------------------------------------------------------------
 
+    def _follow_order(self) -> None:
+        rotating = self.order.rotating
+        self._position = {layer: i for i, layer in enumerate(rotating)}
+        self._slabs = [self.far.slab(layer) for layer in rotating]
+        self._reads: list[Event | None] = [None] * len(rotating)
+
+    def _move_to(self, order: SwapOrder) -> None:
+        self._as_vllm = False
+        self._relocator.move(order, self._granted, self._tails)
+        self._follow_order()
+
+    def _lay_out_as_vllm(self, granted: int) -> None:
+        """Each layer's pages one after the other, that of the null block first."""
+        layers = np.arange(len(self.table.rows), dtype=np.int64)[:, None]
+        block_ids = np.arange(1, granted + 1, dtype=np.int64)
+        pages = layers * (self.pool.num_pages // len(layers)) + block_ids
+        self.pool.claim(pages.ravel(), Owner.PINNED)
+        self.table.set_pinned(block_ids, pages)
+        self._granted.update(block_ids.tolist())
+
     def _grant(self, block_ids: BlockIds) -> None:
         if len(block_ids):
+            self._as_vllm = False
             shape = (len(self.order.pinned), len(block_ids))
             pages = self.pool.allocate(shape[0] * shape[1], Owner.PINNED)
             self.table.set_pinned(block_ids, pages.reshape(shape))
@@ -198,6 +268,7 @@ class Swapper:
 
     def _withhold(self, block_ids: BlockIds) -> None:
         if len(block_ids):
+            self._as_vllm = False
             self.pool.free(self.table.pinned_pages(block_ids), Owner.PINNED)
             self.table.set_pinned(block_ids, np.array(MappingTable.HOLE))
             self._granted.difference_update(block_ids.tolist())
@@ -243,7 +314,7 @@ class Swapper:
             self._device.prepare(
                 Direction.READ, far, read_blocks, self._near, self._areas[position % count].read
             )
-            for position, far in enumerate(self._far_layers)
+            for position, far in enumerate(self._slabs)
         ]
         blocks = np.concatenate([self._plan.read, self._plan.ring])
         self.table.set_rotating(blocks, areas[np.arange(rotating) % count])
@@ -263,18 +334,11 @@ class Swapper:
         self.table.reserve(self.order.rotating[position], index)
         return self._copies[position], self._areas[index].vacated + self._written_before
 
-    def _write(self, pages: Pages, far: PageBuffer, far_pages: Pages) -> None:
-        """Write near pages out, when what was computed so far is done: each page once, ever."""
-        computed = (self._device.compute_event(),)
-        event = self._device.copy(Direction.WRITE, self._near, pages, far, far_pages, computed)
-        self._last_write = (event,)
-
     def _flush_tails(self, block_ids: BlockIds) -> None:
-        pages = self.table.rotating_pages(block_ids)
-        rows = np.arange(len(pages), dtype=np.int64)[:, None]
-        far_pages = (rows * self._num_blocks + block_ids).ravel()
-        self._write(Pages(pages.ravel()), self._far, Pages(far_pages))
-        self.pool.drain(pages.ravel(), Owner.TAIL, self._last_write[0])
+        if self.order.rotating:
+            pages = self.table.rotating_pages(block_ids)
+            self.far.write(self.order.rotating, block_ids, pages)
+            self.pool.drain(pages.ravel(), Owner.TAIL, self.far.last_write[0])
         self._tails.difference_update(block_ids.tolist())
 
     def _check_no_page_twice(self) -> None:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number of far layers changes while requests run: same tokens, whatever the schedule."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from tests.doubles import DelayedDevice
+from tests.engine.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from vllm_tiered.adapter import adaptive, worker
+from vllm_tiered.kv.controller import Decision
+
+MIB = 1 << 20
+PROMPTS = random_prompts(10, longest=100)
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 256}
+
+
+def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -> None:
+    """Replace the controller by one that aims anywhere, often before it has arrived."""
+    rng = random.Random(seed)
+    counter = itertools.count()
+
+    def step(signals, state, levels):
+        if next(counter) % steps_per_level == 0:
+            state = rng.randrange(levels.max_far_layers + 1)
+        return Decision(far_layers=state, reason="a random walk"), state
+
+    monkeypatch.setattr(adaptive.controller, "step", step)
+    monkeypatch.setattr(adaptive.controller, "initial_state", lambda levels: 0)
+
+
+def drive(llm) -> tuple[list[list[int]], float]:
+    return generate(llm, PROMPTS), metric("tiered_kv_level_changes")
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_walk_over_all_levels(monkeypatch, caching, asynchronous) -> None:
+    walk(monkeypatch, seed=1)
+    with engine(
+        "demo", {}, enable_prefix_caching=caching, async_scheduling=asynchronous, **TIGHT
+    ) as llm:
+        tokens, num_changes = drive(llm)
+        again, _ = drive(llm)
+    assert num_changes > 5
+    assert tokens == vllm_tokens("demo", PROMPTS) == again
+
+
+@pytest.mark.parametrize("model", ["opt", "qwen2"])
+def test_other_models(monkeypatch, force_levels, model) -> None:
+    force_levels()
+    walk(monkeypatch, seed=2, steps_per_level=2)
+    result = run(model, PROMPTS, {}, max_model_len=256, kv_cache_memory_bytes=8 * MIB)
+    assert result.metrics["tiered_kv_read_bytes"] > 0
+    assert result.tokens == vllm_tokens(model, PROMPTS)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_delayed_copies_and_poisoned_staging(monkeypatch, seed) -> None:
+    walk(monkeypatch, seed=seed, steps_per_level=2)
+    monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(seed, 2e-3))
+    result = run("demo", PROMPTS, {}, enable_prefix_caching=True, **TIGHT)
+    assert result.tokens == vllm_tokens("demo", PROMPTS)
+
+
+def test_grows_when_requests_wait() -> None:
+    with engine("demo", {}, **TIGHT) as llm:
+        tokens, num_changes = drive(llm)
+        read_bytes = metric("tiered_kv_read_bytes")
+    assert num_changes >= 1 and read_bytes > 0
+    assert tokens == vllm_tokens("demo", PROMPTS)
+
+
+def test_steps_aside_when_nothing_waits() -> None:
+    with engine("demo", {}) as llm:
+        tokens, num_changes = drive(llm)
+        assert num_changes == 0 and metric("tiered_kv_expansion") == 1.0
+        assert metric("tiered_kv_read_bytes") == metric("tiered_kv_write_bytes") == 0
+    assert tokens == vllm_tokens("demo", PROMPTS)
+
+
+def test_a_request_larger_than_the_near_tier() -> None:
+    """vLLM refuses it: 12 MiB hold 8 blocks of 32 tokens; the request needs 14."""
+    prompts = [*random_prompts(1, seed=3, longest=5), random_prompts(1, seed=4)[0] * 30]
+    prompts[1] = prompts[1][:400]
+    with (
+        pytest.raises(ValueError, match="max seq len"),
+        engine("demo", kv_cache_memory_bytes=12 * MIB, max_model_len=448),
+    ):
+        pass
+    with engine("demo", {}, kv_cache_memory_bytes=12 * MIB, max_model_len=448) as llm:
+        tokens = generate(llm, prompts)
+        assert metric("tiered_kv_expansion") > 1.0
+    assert tokens == vllm_tokens("demo", prompts)
+
+
+def test_prefix_cache_reset_keeps_the_level(monkeypatch) -> None:
+    walk(monkeypatch, seed=5, steps_per_level=4)
+    with engine("demo", {}, enable_prefix_caching=True, **TIGHT) as llm:
+        first, _ = drive(llm)
+        assert llm.reset_prefix_cache()
+        second, _ = drive(llm)
+        granted = metric("tiered_kv_blocks_granted") + metric("tiered_kv_blocks_withheld")
+        assert granted == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+    assert first == second == vllm_tokens("demo", PROMPTS)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page that does not come back as it was written costs a recompute, never a wrong token."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from vllm_tiered.adapter import worker
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.tiers.base import Direction
+from vllm_tiered.tiers.cpu import CopyJob, CopyThread, CpuDevice
+
+MIB = 1 << 20
+PROMPTS = random_prompts(8, longest=100)
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 48 * MIB, "max_model_len": 256}
+
+
+class FlippingThread(CopyThread):
+    """Damages one page in far memory before some reads of it."""
+
+    flips = iter(())  # numbers of the reads before which it does
+
+    def run(self, job: CopyJob) -> None:
+        if self.name.endswith(Direction.READ.value) and len(job.src_pages):
+            cls = type(self)
+            cls.num_reads = getattr(cls, "num_reads", 0) + 1
+            if cls.num_reads in cls.flips:
+                job.src.data[job.src_pages.ids[0], 17] ^= 4
+        super().run(job)
+
+
+def flipping_device(reads: set[int]) -> CpuDevice:
+    class Thread(FlippingThread):
+        flips = reads
+
+    class Device(CpuDevice):
+        thread_class = Thread
+
+    return Device()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_flipped_bit_in_far_memory(monkeypatch, asynchronous, caching) -> None:
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device({300}))
+    with engine(
+        "demo",
+        {"expansion": 2.0, "verify": "full"},
+        enable_prefix_caching=caching,
+        async_scheduling=asynchronous,
+        **TIGHT,
+    ) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_lost_blocks") >= 1
+        assert metric("tiered_kv_recomputed_requests") == 1  # exactly the one that was hit
+        again = generate(llm, PROMPTS)
+    assert tokens == again == vllm_tokens("demo", PROMPTS)
+
+
+def test_unverified_damage_changes_tokens(monkeypatch) -> None:
+    """What the test above rests on: the damage is where attention sees it."""
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device(set(range(0, 9999, 5))))
+    result = run("demo", PROMPTS, {"expansion": 2.0}, **TIGHT)
+    assert result.tokens != vllm_tokens("demo", PROMPTS)
+
+
+def test_many_flipped_bits(monkeypatch) -> None:
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device(set(range(50, 4000, 400))))
+    with engine("demo", {"expansion": 2.0, "verify": "full"}, **TIGHT) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_recomputed_requests") >= 3
+    assert tokens == vllm_tokens("demo", PROMPTS)
+
+
+@pytest.mark.parametrize(("far_gib", "expansion"), [(0, 2.0), (0.03, 3.0), (0, "auto")])
+def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion) -> None:
+    """Nothing in memory; some layers in memory, the others in the file; growing into it."""
+    config = {
+        "tier": "storage",
+        "path": str(tmp_path),
+        "far_gib": far_gib,
+        "expansion": expansion,
+    }
+    result = run("demo", PROMPTS, config, **TIGHT)
+    assert result.metrics["tiered_kv_read_bytes"] > 0
+    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_device_that_fails_some_reads(monkeypatch, tmp_path: Path) -> None:
+    original = os.preadv
+    calls = iter(range(1 << 30))
+
+    def preadv(*args, **kwargs):
+        if next(calls) % 500 == 100:
+            raise OSError(5, "Input/output error")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
+    with engine("demo", config, **TIGHT) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_recomputed_requests") >= 1
+    assert tokens == vllm_tokens("demo", PROMPTS)
+
+
+def test_a_device_that_never_works_stops_the_engine(monkeypatch, tmp_path: Path) -> None:
+    def preadv(*args, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
+    with (
+        pytest.raises(Exception, match=r"lost KV blocks \d+ times.*kv\.path"),
+        engine("demo", config, **TIGHT) as llm,
+    ):
+        generate(llm, PROMPTS)
+
+
+def test_a_full_disk_is_refused_at_start(monkeypatch, tmp_path: Path) -> None:
+    def posix_fallocate(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
+    with pytest.raises(BudgetError, match=r"kv\.path"), engine("demo", config, **TIGHT):
+        pass

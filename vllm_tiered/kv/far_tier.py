@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The far tier's pages: a slab for each layer that may be far, and the order of writes to them.
+
+Layers that become far first have their slabs in memory, those beyond its budget in a file: a KV
+cache larger than DRAM. As layers become far in a low-discrepancy order, those on storage are spread
+over the model, and each has the transfers of several others to arrive behind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, PageIds, Pages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FarHomes:
+    """Where slabs go.
+
+    Attributes:
+        memory_layers: how many layers' slabs fit into memory; None for all.
+        path: folder of the file for the others.
+        verify: which reads from memory compare checksums: "off", "sample" or "full". Pages in a
+            file always do.
+    """
+
+    memory_layers: int | None = None
+    path: Path | None = None
+    verify: str = "off"
+
+
+class FarTier:
+    """Far copies of full blocks. A page is written when its block is full, and never changed.
+
+    Args:
+        device: copies; the slabs are allocated from it.
+        near: the near tier's pages.
+        layers: layers that may be far, in the order in which they become it.
+        num_blocks: pages of a slab.
+        homes: where slabs go.
+
+    Raises:
+        BudgetError: a tier does not have the space.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        near: PageBuffer,
+        layers: Sequence[int],
+        num_blocks: int,
+        homes: FarHomes,
+    ) -> None:
+        # A read follows all writes before it: the last one, as writes are in order.
+        self.last_write: tuple[Event, ...] = ()
+        self.lost: set[int] = set()  # blocks of which a page did not arrive intact
+        self._device = device
+        self._near = near
+        self._num_blocks = num_blocks
+        self._row = {layer: row for row, layer in enumerate(layers)}
+        memory = len(layers) if homes.memory_layers is None else homes.memory_layers
+        self._memory_layers = min(len(layers), memory)
+        self._memory = device.far_buffer(
+            self._memory_layers * num_blocks, near.page_bytes, homes.verify
+        )
+        self._storage: PageBuffer | None = None
+        if self._memory_layers < len(layers):
+            assert homes.path is not None, "slabs beyond memory need a folder"
+            pages = (len(layers) - self._memory_layers) * num_blocks
+            self._storage = device.storage_buffer(homes.path, pages, near.page_bytes)
+
+    def slab(self, layer: int) -> PageBuffer:
+        """The layer's pages, by block id."""
+        buffer, row = self._home(layer)
+        return buffer.part(row * self._num_blocks, self._num_blocks)
+
+    def write(
+        self, layers: Sequence[int], block_ids: PageIds, pages: npt.NDArray[np.int64]
+    ) -> None:
+        """Write near ``pages`` [layers, blocks] out, in one copy for each home."""
+        homes = [self._home(layer) for layer in layers]
+        for buffer in {id(buffer): buffer for buffer, _ in homes}.values():
+            here = [at for at, (home, _) in enumerate(homes) if home is buffer]
+            rows = np.array([homes[at][1] for at in here], dtype=np.int64)[:, None]
+            far_pages = (rows * self._num_blocks + block_ids).ravel()
+            self.write_pages(Pages(pages[here].ravel()), buffer, Pages(far_pages))
+
+    def write_pages(self, pages: Pages, far: PageBuffer, far_pages: Pages) -> None:
+        """Write near pages out, when what was computed so far is done: each page once."""
+        computed = (self._device.compute_event(),)
+        event = self._device.copy(Direction.WRITE, self._near, pages, far, far_pages, computed)
+        self.last_write = (event,)
+
+    def read(self, layer: int, block_ids: PageIds, pages: PageIds) -> Event:
+        """Read blocks of a layer into near ``pages`` that nothing submitted later uses before."""
+        copy = self._device.prepare(
+            Direction.READ, self.slab(layer), Pages(block_ids), self._near, Pages(pages)
+        )
+        return self._device.submit(copy, (self._device.compute_event(), *self.last_write))
+
+    def wait(self, event: Event) -> float:
+        """Hold compute until a read has arrived, and note what did not; seconds of standstill."""
+        seconds = self._device.wait(event)
+        failed = self._device.failed_pages(event)
+        if len(failed):
+            self.lost.update(failed.tolist())
+        return seconds
+
+    def discard(self) -> None:
+        """Give memory back to the system; no page is far from now on."""
+        self._memory.discard(0, self._memory.num_pages)
+
+    def _home(self, layer: int) -> tuple[PageBuffer, int]:
+        row = self._row[layer]
+        if row < self._memory_layers:
+            return self._memory, row
+        assert self._storage is not None
+        return self._storage, row - self._memory_layers

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engine steps say about a level of expansion: signals, windows of them, records."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_LONGEST_RECORD = 16
+"""Samples behind a record: older ones fade, as the load drifts."""
+
+_OTHER_LOAD = math.log(2.0)
+"""From this ratio on, the running requests or the time of a step are those of another load."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signals:
+    """One engine step, as the scheduler and the slowest rank saw it.
+
+    Attributes:
+        far_layers: the level that the step ran at.
+        is_settled: False while a change of level is on its way.
+        seconds: wall time of the step, scheduling included, idle time not.
+        tokens: output tokens that it made.
+        stall_seconds: compute stood still for a transfer (maximum over ranks).
+        link_seconds: the read direction of the link was busy (maximum over ranks).
+        is_blocked: a request could not get the blocks it asked for.
+        num_preempted: requests preempted in the step.
+        num_running: requests in the step.
+        num_waiting: requests that wait, for whatever reason.
+        used_blocks: blocks that requests hold.
+        tail_slots: tails that running requests are charged for.
+        needed_blocks: what the largest live request will need in the end.
+    """
+
+    far_layers: int
+    is_settled: bool
+    seconds: float
+    tokens: int
+    stall_seconds: float
+    link_seconds: float
+    is_blocked: bool
+    num_preempted: int
+    num_running: int
+    num_waiting: int
+    used_blocks: int
+    tail_slots: int
+    needed_blocks: int
+
+
+class Window(NamedTuple):
+    """Sums over steps, and two maxima. (A tuple: one is made in every step.)"""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    stall_seconds: float = 0.0
+    stalled_steps: int = 0
+    link_seconds: float = 0.0
+    blocked_steps: int = 0
+    num_preempted: int = 0
+    running: int = 0
+    used: int = 0
+    tails: int = 0
+    compute_rate: float = 0.0  # sum of 1 / seconds without stall
+    most_used: int = 0
+    most_tails: int = 0
+
+    def with_step(self, signals: Signals, max_stall: float) -> "Window":
+        """Add a step; it stalled if it stood still for more than ``max_stall`` of its time."""
+        used, tails, stall = signals.used_blocks, signals.tail_slots, signals.stall_seconds
+        return Window(
+            self.steps + 1,
+            self.seconds + signals.seconds,
+            self.tokens + signals.tokens,
+            self.stall_seconds + stall,
+            self.stalled_steps + (stall > max_stall * signals.seconds),
+            self.link_seconds + signals.link_seconds,
+            self.blocked_steps + signals.is_blocked,
+            self.num_preempted + signals.num_preempted,
+            self.running + signals.num_running,
+            self.used + used,
+            self.tails + tails,
+            self.compute_rate + 1.0 / (signals.seconds - stall if stall < signals.seconds else 1e9),
+            used if used > self.most_used else self.most_used,
+            tails if tails > self.most_tails else self.most_tails,
+        )
+
+    def merged(self, other: "Window") -> "Window":
+        """The steps of both."""
+        sums = [mine + theirs for mine, theirs in zip(self[:-2], other[:-2], strict=True)]
+        maxima = [max(mine, theirs) for mine, theirs in zip(self[-2:], other[-2:], strict=True)]
+        return Window._make((*sums, *maxima))
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a step, without its stall: the harmonic mean, as transfers must hide behind decode
+        steps, and a few long prefill steps say nothing of those."""
+        return self.steps / self.compute_rate
+
+    def is_blocked(self, share: float) -> bool:
+        """Whether requests wanted for blocks, in ``share`` of the steps at least."""
+        return self.blocked_steps >= share * self.steps or self.num_preempted > 0
+
+    def is_stalled(self, max_stall: float) -> bool:
+        """Whether compute stands still throughout, not for one hiccup of the link."""
+        return self.stall_seconds > max_stall * self.seconds and 2 * self.stalled_steps > self.steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """Output throughput at a level: samples of equal length, all taken under pressure.
+
+    Logarithms, so that differences are shares. Mean running requests and step time tell whether
+    a later sample is of the same load.
+    """
+
+    level: int = 0
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    running: float = 0.0
+    step_seconds: float = 0.0
+
+    def with_sample(self, sample: Window) -> "Record":
+        """Welford's running mean and variance; beyond the longest record, exponential ones."""
+        rate = math.log(max(sample.tokens, 1) / sample.seconds)
+        count = min(self.count + 1, _LONGEST_RECORD)
+        change = rate - self.mean
+        mean = self.mean + change / count
+        variance = self.variance
+        if self.count:
+            variance += (change * change - self.variance * count / (count - 1)) / count
+        running, step_seconds = _load(sample)
+        return Record(
+            level=self.level,
+            count=count,
+            mean=mean,
+            variance=max(0.0, variance),
+            running=self.running + (running - self.running) / count,
+            step_seconds=self.step_seconds + (step_seconds - self.step_seconds) / count,
+        )
+
+    def is_like(self, sample: Window) -> bool:
+        """Whether the sample is of the record's load; of an empty record's, any is."""
+        if not self.count:
+            return True
+        return all(
+            abs(math.log(now / then)) < _OTHER_LOAD
+            for now, then in zip(_load(sample), (self.running, self.step_seconds), strict=True)
+        )
+
+    def is_as_good_as(self, other: "Record", same: float) -> bool:
+        """Whether it is above ``other`` less ``same``, by two standard errors."""
+        return self.mean - other.mean > 2 * self._error(other) - same
+
+    def is_worse_than(self, other: "Record", same: float) -> bool:
+        """Whether it is below ``other`` less ``same`` by two standard errors."""
+        return other.mean - self.mean > 2 * self._error(other) + same
+
+    def _error(self, other: "Record") -> float:
+        return math.sqrt(self.variance / self.count + other.variance / other.count)
+
+
+def _load(sample: Window) -> tuple[float, float]:
+    """Mean running requests, and mean seconds of a step without its stall."""
+    compute_seconds = max(sample.seconds - sample.stall_seconds, 1e-9)
+    return sample.running / sample.steps, compute_seconds / sample.steps

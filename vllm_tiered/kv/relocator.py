@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers change their home between steps, while requests run (Pie, sections 3.4.2 and 4.1).
+
+KV is append-only, so all that must be known is which blocks are full and of which layers the far
+tier has them. A layer that leaves writes out what it does not have there yet, and keeps its tails
+where they are; one that returns is read back whole. A layer that left before and comes again
+finds its old blocks still in place.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from vllm_tiered.kv.far_tier import FarTier
+from vllm_tiered.kv.mapping_table import MappingTable
+from vllm_tiered.kv.page_pool import Owner, PagePool
+from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.step_plan import StepPlan
+from vllm_tiered.tiers.base import Event, PageIds
+
+
+class Relocator:
+    """Follows the blocks of every step, and moves layers when the level changes.
+
+    Args:
+        pool: the near tier's pages and who holds them.
+        table: where every layer's pages are.
+        far: the far tier.
+    """
+
+    def __init__(self, pool: PagePool, table: MappingTable, far: FarTier) -> None:
+        self.returning: dict[int, Event] = {}
+        self._pool = pool
+        self._table = table
+        self._far = far
+        self._is_idle = True  # nothing is far, and the far tier's memory is given back
+        num_layers, num_blocks = table.pages.shape
+        self._is_full = np.zeros(num_blocks, dtype=np.bool_)
+        self._is_far = np.zeros((num_layers, num_blocks), dtype=np.bool_)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Blocks that the step writes anew, or that are withheld, hold nothing."""
+        self._settle()
+        for block_ids in (plan.ring, plan.tail_acquire, plan.withheld):
+            if len(block_ids):
+                self._is_full[block_ids] = False
+                self._is_far[:, block_ids] = False
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Blocks that the step filled are full, and far in the rotating layers."""
+        for block_ids in (plan.ring, plan.tail_flush):
+            if len(block_ids):
+                self._is_full[block_ids] = True
+                self._is_far[np.array(self._table.order.rotating, np.int64)[:, None], block_ids] = (
+                    True
+                )
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Blocks of which a page was lost: they are computed anew before they are used."""
+        for block_id in block_ids:
+            self._is_full[block_id] = False
+            self._is_far[:, block_id] = False
+
+    def write_out(self, order: SwapOrder) -> None:
+        """Write out what layers that leave under ``order`` hold, behind the next computation."""
+        for layer in _added(order.rotating, self._table.order.rotating):
+            block_ids = np.flatnonzero(self._is_full & ~self._is_far[layer])
+            if len(block_ids):
+                pages = self._table.pages[layer, block_ids].astype(np.int64)
+                self._far.write([layer], block_ids, pages[None])
+                self._is_far[layer, block_ids] = True
+                self._is_idle = False
+
+    def move(self, order: SwapOrder, granted: Iterable[int], tails: Iterable[int]) -> None:
+        """Change the layers' homes to those under ``order``.
+
+        Raises:
+            IntegrityError: the pages do not suffice; the scheduler's limit is wrong.
+        """
+        self.write_out(order)
+        tail_ids = np.fromiter(tails, np.int64)
+        inner_ids = np.setdiff1d(np.fromiter(granted, np.int64), tail_ids)
+        before = self._table.order.rotating
+        for layer in _added(order.rotating, before):
+            self._leave(layer, inner_ids, tail_ids)
+            self._is_idle = False
+        for layer in _added(before, order.rotating):
+            self._return(layer, inner_ids, tail_ids)
+        self._table.follow(order)
+
+    def wait(self, layer: int) -> float:
+        """Hold compute until a layer that returns is near; seconds of standstill."""
+        event = self.returning.pop(layer, None)
+        return 0.0 if event is None else self._far.wait(event)
+
+    def _settle(self) -> None:
+        """Wait for what no step has waited for, before its pages may be anybody else's."""
+        for layer in list(self.returning):
+            self.wait(layer)
+        if not self._is_idle and not self._table.order.rotating:
+            self._far.discard()
+            self._is_far[:] = False
+            self._is_idle = True
+
+    def _leave(self, layer: int, inner_ids: PageIds, tail_ids: PageIds) -> None:
+        pages = self._table.pages[layer, inner_ids].astype(np.int64)
+        if self._far.last_write:
+            self._pool.drain(pages, Owner.PINNED, self._far.last_write[0])
+        else:
+            self._pool.free(pages, Owner.PINNED)
+        self._table.pages[layer, inner_ids] = MappingTable.HOLE
+        tail_pages = self._table.pages[layer, tail_ids].astype(np.int64)
+        self._pool.transfer(tail_pages, Owner.PINNED, Owner.TAIL)
+
+    def _return(self, layer: int, inner_ids: PageIds, tail_ids: PageIds) -> None:
+        tail_pages = self._table.pages[layer, tail_ids].astype(np.int64)
+        self._pool.transfer(tail_pages, Owner.TAIL, Owner.PINNED)
+        self._table.pages[layer, inner_ids] = self._pool.allocate(len(inner_ids), Owner.PINNED)
+        block_ids = np.flatnonzero(self._is_full & self._is_far[layer])
+        if len(block_ids):
+            pages = self._table.pages[layer, block_ids].astype(np.int64)
+            self.returning[layer] = self._far.read(layer, block_ids, pages)
+
+
+def _added(layers: Iterable[int], before: Iterable[int]) -> list[int]:
+    return sorted(set(layers) - set(before))
