@@ -4,8 +4,11 @@
 import random
 import threading
 import time
+from pathlib import Path
 
-from vllm_tiered.tiers.base import Direction
+import numpy as np
+
+from vllm_tiered.tiers.base import Direction, PageBuffer
 from vllm_tiered.tiers.cpu import CopyJob, CopyThread, CpuDevice
 
 NAN_BYTE = 0xFF  # a float or bfloat16 whose bytes are all 0xFF is a NaN
@@ -20,15 +23,19 @@ class DelayedThread(CopyThread):
 
     random = random.Random(0)
     max_delay_seconds = 0.0
+    lost_share = 0.0
     lock = threading.Lock()
 
     def run(self, job: CopyJob) -> None:
         for event in job.after:
             event.wait()
-        if self.name.endswith(Direction.READ.value):
+        is_read = self.name.endswith(Direction.READ.value)
+        if is_read:
             job.dst.data[job.dst_pages.ids] = NAN_BYTE
         self.delay()
         super().run(job)
+        if is_read and self.lost_share:
+            self.lose(job)
         self.delay()
 
     def delay(self) -> None:
@@ -37,6 +44,13 @@ class DelayedThread(CopyThread):
         if self.random.random() < 0.5:
             time.sleep(seconds)
 
+    def lose(self, job: CopyJob) -> None:
+        """Some of the pages did not arrive: their targets are poisoned again."""
+        ids = job.src_pages.ids
+        is_lost = np.array([self.random.random() < self.lost_share for _ in ids], dtype=np.bool_)
+        job.dst.data[job.dst_pages.ids[is_lost]] = NAN_BYTE
+        job.done.failed_pages = np.union1d(job.done.failed_pages, ids[is_lost])
+
 
 class DelayedDevice(CpuDevice):
     """A :class:`CpuDevice` whose copies take random times and whose staging is poisoned.
@@ -44,12 +58,34 @@ class DelayedDevice(CpuDevice):
     Args:
         seed: of the delays; printed by the tests that use it.
         max_delay_seconds: each copy is held up twice by at most this.
+        lost_share: share of the pages read that do not arrive (``failed_pages``).
     """
 
-    def __init__(self, seed: int, max_delay_seconds: float) -> None:
+    def __init__(self, seed: int, max_delay_seconds: float, lost_share: float = 0.0) -> None:
         self.thread_class = type(
             "SeededThread",
             (DelayedThread,),
-            {"random": random.Random(seed), "max_delay_seconds": max_delay_seconds},
+            {
+                "random": random.Random(seed),
+                "max_delay_seconds": max_delay_seconds,
+                "lost_share": lost_share,
+            },
         )
         super().__init__()
+
+
+class DelayedStorageDevice(DelayedDevice):
+    """Keeps all far pages in a file, whatever it is asked for.
+
+    Args:
+        folder: where the file lives.
+    """
+
+    def __init__(
+        self, folder: Path, seed: int, max_delay_seconds: float, lost_share: float = 0.0
+    ) -> None:
+        super().__init__(seed, max_delay_seconds, lost_share)
+        self.folder = folder
+
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+        return self.storage_buffer(self.folder, num_pages, page_bytes)

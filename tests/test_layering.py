@@ -3,7 +3,7 @@
 
 L3  cli
 L2  adapter --> vllm
-L1  kv weights ffn l2 (each alone) and cost (which the four may import)
+L1  kv weights ffn l2 report (each alone) and cost (which the five may import)
 L0  tiers kernels, above config errors units
 """
 
@@ -21,7 +21,7 @@ PACKAGE = "vllm_tiered"
 
 BASE = {"config", "errors", "units"}
 L0 = BASE | {"tiers", "kernels"}
-L1 = {"kv", "weights", "ffn", "l2"}
+L1 = {"kv", "weights", "ffn", "l2", "report"}
 EVERYTHING = frozenset({"<any>"})
 
 
@@ -36,10 +36,11 @@ class Layer:
 LAYERS = {
     "": Layer(units=set(), third_party=set()),  # vllm_tiered/__init__.py
     **{name: Layer(units=BASE, third_party=set()) for name in BASE},
-    "tiers": Layer(units=BASE, third_party={"torch", "numpy", "numba", "psutil"}),
+    "tiers": Layer(units=BASE, third_party={"torch", "numpy", "psutil", "xxhash"}),
     "kernels": Layer(units=BASE, third_party={"torch", "triton"}),
     "cost": Layer(units=L0, third_party={"numpy", "scipy"}),
     **{name: Layer(units=L0 | {"cost"}, third_party={"torch", "numpy"}) for name in L1},
+    "report": Layer(units=BASE | {"cost"}, third_party={"numpy", "psutil", "matplotlib", "jinja2"}),
     "adapter": Layer(units=L0 | L1 | {"cost"}, third_party=EVERYTHING),
     "cli": Layer(units=L0 | L1 | {"cost", "adapter"}, third_party=EVERYTHING),
 }
@@ -143,6 +144,7 @@ def test_all_sources_are_read():
         pytest.param("vllm_tiered.kernels.copy", "import vllm", id="kernels-engine"),
         pytest.param("vllm_tiered.kv.pool", "from vllm_tiered import weights", id="l1-siblings"),
         pytest.param("vllm_tiered.kv.pool", "def f():\n  import vllm.config", id="l1-engine-late"),
+        pytest.param("vllm_tiered.report.page", "from vllm_tiered import tiers", id="report"),
         pytest.param("vllm_tiered.cost.plan", "import vllm_tiered.kv.pool", id="cost-up"),
         pytest.param("vllm_tiered.cost.plan", "import torch", id="cost-is-pure"),
         pytest.param("vllm_tiered.adapter.worker", "import vllm_tiered.cli", id="adapter-up"),

@@ -267,3 +267,26 @@ def test_different_numbers_of_pages_are_refused(device):
     src, dst = make_buffer(3), make_buffer(3, value=-1)
     with pytest.raises(IntegrityError):
         copy(device, READ, src, pages_of(0, 1, 2), dst, pages_of(0, 1))
+
+
+def test_an_event_tells_when_its_copy_began_and_ended(device):
+    gate, buffer = Gate(), make_buffer(2)
+    submitted = time.perf_counter()
+    event = copy(device, READ, buffer, pages_of(0), buffer, pages_of(1), [gate])
+    assert isinstance(event, CpuEvent)
+    assert gate.waited_for.wait(timeout=60)
+    assert (event.began, event.ended) == (0.0, 0.0)
+    opened = time.perf_counter()
+    gate.open()
+    event.wait()
+    assert submitted < opened < event.began < event.ended < time.perf_counter()
+    busy = device.use(READ).busy_seconds
+    assert busy == pytest.approx(event.ended - event.began)
+
+
+def test_plain_memory_loses_no_pages(device):
+    buffer = make_buffer(2)
+    event = copy(device, READ, buffer, pages_of(0), buffer, pages_of(1))
+    event.wait()
+    assert device.failed_pages(event).tolist() == []
+    assert device.failed_pages(device.compute_event()).tolist() == []

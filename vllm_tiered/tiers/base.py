@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a device: page buffers, and asynchronous copies ordered by events.
 
-A copy that fails makes all later copies of its direction fail with its error.
+A copy that fails makes all later copies of its direction fail with its error. A read that cannot
+bring some of its pages, as their bytes are damaged or the disk does not answer, has not failed: it
+names those pages (:meth:`Device.failed_pages`), and all others are good.
 
 A device has two copy queues, one per direction, and the *compute* order in which the engine
 submits its kernels. Within a queue, copies run in the order of submission. Across queues and
@@ -15,13 +17,19 @@ against compute nothing is ordered except through events:
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_tiered.errors import IntegrityError, UnsupportedError
+from vllm_tiered.tiers.memory import Words, give_back
+
 PageIds: TypeAlias = npt.NDArray[np.int64]
+
+NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
 
 
 class Direction(Enum):
@@ -80,25 +88,103 @@ class Pages:
         return self._runs
 
 
+class PageError(Enum):
+    """Why a page did not arrive, or was not kept."""
+
+    CHECKSUM = "checksum"  # its bytes are not those that were written
+    SHORT = "short"  # the file ends before it
+    IO = "io"  # the system reported an error
+    LATE = "late"  # the device did not answer in time
+    UNWRITTEN = "unwritten"  # it was never written, or its last write failed
+    WRITE = "write"  # its write failed: it is unwritten from then on
+
+
+class PageStore(ABC):
+    """Carries far pages for which a copy of memory is not enough: in a file, or with checksums.
+
+    Page ids are the store's own. Reads come from one thread at a time, and so do writes; a page is
+    not read while it is written.
+
+    Attributes:
+        errors: pages lost so far, by kind; every kind is a key.
+    """
+
+    def __init__(self) -> None:
+        self.errors = dict.fromkeys(PageError, 0)
+
+    @abstractmethod
+    def read(self, page_ids: PageIds, near: "PageBuffer", near_pages: Pages) -> PageIds:
+        """``near[near_pages.ids[i]] = page_ids[i]`` for all i.
+
+        Returns:
+            Those of ``page_ids`` that did not arrive intact; their near pages hold anything.
+        """
+
+    @abstractmethod
+    def write(self, near: "PageBuffer", near_ids: PageIds, page_ids: PageIds) -> None:
+        """Keep ``near[near_ids[i]]`` as ``page_ids[i]``; what cannot be kept is unwritten."""
+
+    @abstractmethod
+    def forget(self, first_page: int, num_pages: int) -> None:
+        """Make a range of pages unwritten."""
+
+    def close(self) -> None:
+        """Release what the store holds beside the memory of its buffer. Idempotent."""
+        return None
+
+
 class PageBuffer:
     """Pages of equal size in one tier.
 
+    Args:
+        data: uint8 [num_pages, page_bytes], contiguous; a tensor on torch's "meta" device (a shape
+            without memory) if the pages are kept by ``store`` alone.
+        store: carries the pages, if a copy of ``data`` is not enough.
+        first_page: the store's id of the first page.
+
     Attributes:
-        data: uint8 [num_pages, page_bytes].
         words: the same memory as int64 [num_pages, page_bytes / 8] if the CPU can address it.
     """
 
-    __slots__ = ("data", "num_pages", "page_bytes", "words")
+    __slots__ = ("data", "first_page", "num_pages", "page_bytes", "store", "words")
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(
+        self, data: torch.Tensor, store: PageStore | None = None, first_page: int = 0
+    ) -> None:
         self.data = data
+        self.store = store
+        self.first_page = first_page
         self.num_pages, self.page_bytes = data.shape
         on_cpu = data.device.type == "cpu"
-        self.words: npt.NDArray[np.int64] | None = data.numpy().view(np.int64) if on_cpu else None
+        self.words: Words | None = data.numpy().view(np.int64) if on_cpu else None
 
     def part(self, first_page: int, num_pages: int) -> "PageBuffer":
         """The same memory, ``num_pages`` pages from ``first_page`` on."""
-        return PageBuffer(self.data[first_page : first_page + num_pages])
+        data = self.data[first_page : first_page + num_pages]
+        return PageBuffer(data, self.store, self.first_page + first_page)
+
+    def discard(self, first_page: int, num_pages: int) -> int:
+        """Give the memory of a range back to the system; its contents are undefined from then on.
+
+        With a store the pages are unwritten from then on. No copy may use them meanwhile.
+
+        Returns:
+            Bytes given back: whole system pages inside the range. 0 where it is impossible, as for
+            pages in a file, whose space stays reserved.
+
+        Raises:
+            IntegrityError: the range is not within the buffer.
+        """
+        if first_page < 0 or num_pages < 0 or first_page + num_pages > self.num_pages:
+            raise IntegrityError(
+                f"pages {first_page} to {first_page + num_pages - 1} out of {self.num_pages}"
+            )
+        if self.store is not None:
+            self.store.forget(self.first_page + first_page, num_pages)
+        if self.words is None:
+            return 0
+        begin = self.data.data_ptr() + first_page * self.page_bytes
+        return give_back(begin, num_pages * self.page_bytes)
 
 
 class LinkUse(NamedTuple):
@@ -116,12 +202,37 @@ class Device(ABC):
     """Copies pages between a near and a far tier behind the computation."""
 
     @abstractmethod
-    def far_buffer(self, num_pages: int, page_bytes: int) -> PageBuffer:
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         """Far-tier memory of exactly that size.
+
+        Args:
+            verify: "off", or a checksum a page, looked at in all reads ("full") or in each page's
+                every 16th ("sample").
 
         Raises:
             BudgetError: the tier does not have it.
         """
+
+    def storage_buffer(
+        self,
+        path: str | Path,
+        num_pages: int,
+        page_bytes: int,
+        *,
+        deadline_seconds: float = 10.0,
+    ) -> PageBuffer:
+        """Pages in a file without a name in folder ``path``, which goes away with the device.
+
+        Args:
+            deadline_seconds: a copy gives up what is still on its way when the storage has been
+                silent for this long.
+
+        Raises:
+            ConfigError: no file can be made there.
+            BudgetError: the file system does not have the space.
+            UnsupportedError: this device has no storage tier.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no storage tier: set kv.tier=far")
 
     @abstractmethod
     def prepare(
@@ -167,6 +278,16 @@ class Device(ABC):
         """Prepare a copy and submit it."""
         return self.submit(self.prepare(direction, src, src_pages, dst, dst_pages), after)
 
+    def failed_pages(self, event: Event) -> PageIds:
+        """Pages of a read that did not arrive intact; their target pages hold anything.
+
+        Valid when ``event`` is done. Empty unless the source has checksums or is a file.
+
+        Returns:
+            Ids in the numbering of the copy's source.
+        """
+        return NO_PAGES
+
     @abstractmethod
     def compute_event(self) -> Event:
         """An event that is done when all compute submitted so far is done."""
@@ -182,6 +303,10 @@ class Device(ABC):
     @abstractmethod
     def use(self, direction: Direction) -> LinkUse:
         """What ``direction`` has carried since the start."""
+
+    def page_errors(self) -> dict[PageError, int]:
+        """Pages lost since the start, by kind."""
+        return dict.fromkeys(PageError, 0)
 
     @abstractmethod
     def close(self) -> None:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A link slowed to a given bandwidth and latency, to run another machine's memory on this one.
+
+All transfers of a throttle stand in one line, as on a link. The line moves at the bandwidth, and a
+transfer has arrived ``latency_seconds`` after the line has passed its last byte:
+
+    line      ├─── A ───┤├────── B ──────┤           C admitted later: idle time is lost
+    arrived             └latency┘ A       └latency┘ B
+"""
+
+import math
+import threading
+import time
+
+from vllm_tiered.errors import ConfigError
+
+
+class Throttle:
+    """A bandwidth and a latency, for one user or for several, who then share the bandwidth.
+
+    Thread-safe. It slows down and never speeds up: a transfer that takes longer by itself is not
+    held. Latencies of different users overlap; those of one user who waits for each transfer
+    add up.
+
+    Args:
+        bytes_per_second: above 0; ``math.inf`` for no limit.
+        latency_seconds: at least 0.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        _check(bytes_per_second, latency_seconds)
+        self._changed = threading.Condition()
+        self._bytes_per_second = bytes_per_second
+        self._latency_seconds = latency_seconds
+        self._since = 0.0  # the line had passed ``_passed_bytes`` at this time
+        self._passed_bytes = 0.0
+        self._admitted_bytes = 0.0
+
+    def set(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        """Change both from now on; transfers that are under way go on at the new bandwidth.
+
+        Raises:
+            ConfigError: a number is out of range; nothing changes.
+        """
+        _check(bytes_per_second, latency_seconds)
+        with self._changed:
+            self._move(time.perf_counter())
+            self._bytes_per_second = bytes_per_second
+            self._latency_seconds = latency_seconds
+            self._changed.notify_all()
+
+    def off(self) -> None:
+        """No limit from now on; transfers that are being held arrive at once."""
+        self.set(math.inf)
+
+    def admit(self, num_bytes: int, now: float) -> float:
+        """Put a transfer in the line at ``now`` (``time.perf_counter``).
+
+        Returns:
+            The ticket to :meth:`hold` with, when the bytes have really been moved.
+        """
+        with self._changed:
+            self._move(now)
+            self._admitted_bytes += num_bytes
+            return self._admitted_bytes
+
+    def hold(self, ticket: float) -> None:
+        """Sleep until the ticket's transfer has arrived."""
+        with self._changed:
+            while (passed := self._passes_at(ticket)) > (now := time.perf_counter()):
+                self._changed.wait(min(passed - now, threading.TIMEOUT_MAX))
+            while (left := passed + self._latency_seconds - time.perf_counter()) > 0:
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+
+    def _move(self, now: float) -> None:
+        """Bring the line to ``now``."""
+        if self._passes_at(self._admitted_bytes) <= now:
+            self._passed_bytes = self._admitted_bytes
+        elif now > self._since:
+            self._passed_bytes += (now - self._since) * self._bytes_per_second
+        self._since = max(self._since, now)
+
+    def _passes_at(self, ticket: float) -> float:
+        """When the line passes, or passed, the end of the transfer."""
+        return self._since + (ticket - self._passed_bytes) / self._bytes_per_second
+
+
+def _check(bytes_per_second: float, latency_seconds: float) -> None:
+    if not bytes_per_second > 0:
+        raise ConfigError(f"a link of {bytes_per_second} bytes/s: give a bandwidth above 0")
+    if not 0 <= latency_seconds < math.inf:
+        raise ConfigError(f"a link with {latency_seconds} s latency: give a finite one, at least 0")
