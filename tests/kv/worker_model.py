@@ -19,7 +19,16 @@ from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
+from vllm_tiered.tiers.base import (
+    Copy,
+    Device,
+    Direction,
+    Event,
+    LinkUse,
+    PageBuffer,
+    PageIds,
+    Pages,
+)
 
 NEVER_WRITTEN = -2
 FREED = -3
@@ -73,6 +82,9 @@ class CountedDevice(Device):
 
     def use(self, direction: Direction) -> LinkUse:
         return self.inner.use(direction)
+
+    def failed_pages(self, event: Event) -> PageIds:
+        return self.inner.failed_pages(event)
 
     def close(self) -> None:
         self.inner.close()

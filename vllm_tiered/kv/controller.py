@@ -6,7 +6,7 @@ Steps are summed into windows; at a window's end the first rule that applies mov
 | rule      | when                                            | the level                          |
 |-----------|-------------------------------------------------|------------------------------------|
 | serve     | a live request will not fit (at any step)       | up to the lowest that holds it     |
-| shed      | compute stalls in two windows running           | down one, or to what the link can  |
+| shed      | compute stalls, window after window             | down one, or to what the link can  |
 | judge     | enough long windows here and where we came from | back, if the lower was as good     |
 | grow      | requests are blocked, no stall, the link bears  | up: 3, 5, 9, 17 …, at last one by  |
 |           | it, and they would use the blocks               | one; at once to what worked before |
@@ -53,7 +53,10 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
-    """Opaque to callers: pass back what `step` returned."""
+    """Opaque to callers: pass back what `step` returned.
+
+    ``holds`` is the longest request, in blocks, that asks for no other level.
+    """
 
     decision: Decision
     holds: int
@@ -175,12 +178,12 @@ def _apply(
 
 
 def _shed(view: Outlook) -> _Move | None:
-    """Give layers back until the link keeps up; one stalled window is enough after a stride."""
+    """Give layers back until the link keeps up; at once if a stride was plainly too long."""
     memory, window, tuning = view.memory, view.window, view.tuning
     is_heavy = window.stall_seconds > tuning.heavy_stall * window.seconds
-    patience = 2 if is_heavy else tuning.mild_windows
-    if memory.is_ramping:
-        patience = 1 if is_heavy else 2
+    patience = tuning.mild_windows
+    if is_heavy:
+        patience = 1 if memory.is_ramping else 2
     if memory.stalled_windows < patience:
         return None
     lower = view.lower()
@@ -243,7 +246,7 @@ def _judge(view: Outlook) -> _Move | None:
             trial_gap=gap,
             trial_age=memory.age + gap,
         )
-        return _Move(before.level, "lower was slower", memory)
+        return _Move(before.level, "lower was not as good", memory)
     return None
 
 

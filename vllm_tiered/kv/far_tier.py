@@ -112,7 +112,9 @@ class FarTier:
 
     def discard(self) -> None:
         """Give memory back to the system; no page is far from now on."""
-        self._memory.discard(0, self._memory.num_pages)
+        for buffer in (self._memory, self._storage):
+            if buffer is not None:
+                buffer.discard(0, buffer.num_pages)
 
     def _home(self, layer: int) -> tuple[PageBuffer, int]:
         row = self._row[layer]

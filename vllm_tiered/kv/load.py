@@ -68,19 +68,20 @@ class Window(NamedTuple):
     def with_step(self, signals: Signals, max_stall: float) -> "Window":
         """Add a step; it stalled if it stood still for more than ``max_stall`` of its time."""
         used, tails, stall = signals.used_blocks, signals.tail_slots, signals.stall_seconds
+        seconds = signals.seconds or 1e-9
         return Window(
             self.steps + 1,
-            self.seconds + signals.seconds,
+            self.seconds + seconds,
             self.tokens + signals.tokens,
             self.stall_seconds + stall,
-            self.stalled_steps + (stall > max_stall * signals.seconds),
+            self.stalled_steps + (stall > max_stall * seconds),
             self.link_seconds + signals.link_seconds,
             self.blocked_steps + signals.is_blocked,
             self.num_preempted + signals.num_preempted,
             self.running + signals.num_running,
             self.used + used,
             self.tails + tails,
-            self.compute_rate + 1.0 / (signals.seconds - stall if stall < signals.seconds else 1e9),
+            self.compute_rate + 1.0 / (seconds - stall if stall < seconds else seconds),
             used if used > self.most_used else self.most_used,
             tails if tails > self.most_tails else self.most_tails,
         )

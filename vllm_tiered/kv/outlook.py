@@ -104,14 +104,11 @@ class Memory:
     is_trial: bool = False
 
     @property
-    def is_under_ceiling(self) -> bool:
-        return self.ceiling is not None and self.age < self.ceiling.until
-
-    @property
-    def ceiling_level(self) -> int:
-        """The level that failed last."""
-        assert self.ceiling is not None
-        return self.ceiling.level
+    def barred_from(self) -> int | None:
+        """Levels from here on are not to be chosen now; None if all may be."""
+        if self.ceiling is not None and self.age < self.ceiling.until:
+            return self.ceiling.level
+        return None
 
 
 def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning: Tuning) -> Memory:
@@ -209,9 +206,11 @@ class Outlook:
         """
         capacities = _capacities(self.levels, math.ceil(self.memory.tail_share * 32) / 32)
         held = held_blocks(self.levels)
-        needed = held[lowest_level(self.levels, self.last.needed_blocks)]
-        needed = min(needed, self.last.needed_blocks)
-        return {level: blocks for level, blocks in capacities.items() if held[level] >= needed}
+        lowest = lowest_level(self.levels, self.last.needed_blocks)
+        needed = min(held[lowest], self.last.needed_blocks)
+        choices = {level: blocks for level, blocks in capacities.items() if held[level] >= needed}
+        # Many tails may make every level that holds the request worse than one that does not.
+        return choices or {lowest: held[lowest]}
 
     def lower(self) -> list[int]:
         """Choices below the present level, ascending."""
@@ -242,12 +241,13 @@ class Outlook:
         mean_blocks = window.used / max(1, window.running)
         demand = used + max(2 * mean_blocks * self.last.num_waiting, tuning.slack * used)
         max_link = tuning.ramp_link if memory.is_ramping else tuning.max_link
+        barred_from = memory.barred_from
         higher: list[int] = []
         for level, blocks in self.choices().items():
             if level <= self.level or blocks <= used:
                 continue
-            is_failed = memory.is_under_ceiling and level >= memory.ceiling_level
-            if is_failed or self.link_use(level, min(blocks, demand)) > max_link:
+            is_barred = barred_from is not None and level >= barred_from
+            if is_barred or self.link_use(level, min(blocks, demand)) > max_link:
                 return higher, True
             higher.append(level)
             if blocks >= demand:
@@ -257,11 +257,11 @@ class Outlook:
     def with_ceiling_lifted(self) -> Outlook:
         """The same, less what is no longer so: the link may be free again."""
         memory, ceiling = self.memory, self.memory.ceiling
-        if not self.level and not memory.is_under_ceiling:
+        if ceiling is None or memory.barred_from is None:
+            if self.level:
+                return self
             return replace(self, memory=replace(memory, unit_link=None))  # nothing was read lately
-        if ceiling is None or not memory.is_under_ceiling or not self.level:
-            return self
-        if not ceiling.unit_link or not memory.unit_link:
+        if not self.level or not ceiling.unit_link or not memory.unit_link:
             return self
         if memory.unit_link > self.tuning.freer_link * ceiling.unit_link:
             return self

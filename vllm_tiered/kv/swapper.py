@@ -209,6 +209,16 @@ class Swapper:
         self._areas = []
         self._staging = self._staging[:0]
 
+    def pending_read(self, layer: int) -> Event | None:
+        """The copy that :meth:`wait_layer` will wait for."""
+        position = self._position.get(layer)
+        return None if position is None else self._reads[position]
+
+    def last_write_of_step(self) -> Event | None:
+        """The latest copy to the far tier, if the running step has made one."""
+        written = self.far.last_write
+        return written[0] if written and written != self._written_before else None
+
     def take_lost(self) -> set[int]:
         """Blocks of which a page did not arrive intact since the last call.
 

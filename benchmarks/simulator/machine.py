@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines and models as the simulator sees them: a few figures each, every one with its source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+_MACHINES = Path(__file__).parent / "machines"
+_KINDS = {"measured", "published", "calibrated", "assumed"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a step's time follows from.
+
+    Attributes:
+        read_gb_per_s: far to near, alone on the link (10^9 bytes).
+        write_gb_per_s: near to far.
+        near_gb_per_s: near-tier bandwidth that decoding reaches.
+        tflops: dense 16-bit throughput that large batches reach.
+        near_bytes_per_copied_byte: near-tier traffic of a copied byte, which compute then lacks.
+        step_overhead_ms: of a step apart from the layers: scheduling, sampling, launches.
+        request_overhead_us: of a step, for each request in it.
+        far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies.
+    """
+
+    read_gb_per_s: float
+    write_gb_per_s: float
+    near_gb_per_s: float
+    tflops: float
+    near_bytes_per_copied_byte: float
+    step_overhead_ms: float
+    request_overhead_us: float
+    far_layer_overhead_us: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A dense transformer with uniform full attention, in 16 bit."""
+
+    num_layers: int
+    num_parameters: float
+    kv_heads: int
+    head_size: int
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2 * self.num_parameters
+
+    def page_bytes(self, block_tokens: int) -> int:
+        """KV bytes of one block in one layer."""
+        return 2 * 2 * self.kv_heads * self.head_size * block_tokens
+
+
+MODELS: Mapping[str, ModelShape] = {
+    "smollm2-135m": ModelShape(num_layers=30, num_parameters=134.5e6, kv_heads=3, head_size=64),
+    "opt-13b": ModelShape(num_layers=40, num_parameters=12.85e9, kv_heads=40, head_size=128),
+    "opt-30b": ModelShape(num_layers=48, num_parameters=29.97e9, kv_heads=56, head_size=128),
+    "llama-13b": ModelShape(num_layers=40, num_parameters=13.02e9, kv_heads=40, head_size=128),
+    "llama-3-8b": ModelShape(num_layers=32, num_parameters=8.03e9, kv_heads=8, head_size=128),
+}
+
+
+def machine_names() -> list[str]:
+    """Return the machines there are files for."""
+    return sorted(path.stem for path in _MACHINES.glob("*.toml"))
+
+
+@cache
+def machine(name: str) -> Machine:
+    """Return a machine by name.
+
+    Raises KeyError, naming those there are, for an unknown one, and ValueError for a file with
+    figures that are missing, unknown or without a kind and a source.
+    """
+    path = _MACHINES / f"{name}.toml"
+    if not path.is_file():
+        raise KeyError(f"no machine {name!r}; there are {', '.join(machine_names())}")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    expected = {field.name for field in fields(Machine)}
+    if table.keys() != expected:
+        odd = sorted(table.keys() ^ expected)
+        raise ValueError(f"{path.name}: figures missing or unknown: {', '.join(odd)}")
+    for key, figure in table.items():
+        if figure.get("kind") not in _KINDS or not figure.get("source"):
+            raise ValueError(f"{path.name}: {key} needs a source and a kind of {sorted(_KINDS)}")
+    return Machine(**{key: float(figure["value"]) for key, figure in table.items()})

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a load on a machine: at a fixed level, or with the controller that serves use."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+from benchmarks.simulator.machine import Machine, ModelShape
+from benchmarks.simulator.scheduler import SimulatedScheduler
+from benchmarks.simulator.timing import StepTimer
+from benchmarks.simulator.trace import Trace
+from vllm_tiered.cost.kv import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
+from vllm_tiered.kv import controller
+
+_BLOCKS_TO_GROW = 4  # as the adapter asks for, above the longest live request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What is simulated, but for the level.
+
+    Attributes:
+        near_bytes: KV budget.
+        noise: standard deviation of the logarithm of a step's time.
+        interval_s: of the timeline.
+    """
+
+    machine: Machine
+    model: ModelShape
+    trace: Trace
+    near_bytes: float
+    block_tokens: int = 16
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 2048
+    max_expansion: float = 4.0
+    noise: float = 0.05
+    seed: int = 0
+    interval_s: float = 1.0
+
+    @property
+    def levels(self) -> KvLevels:
+        """The levels of this budget."""
+        n = self.model.num_layers
+        page_bytes = self.model.page_bytes(self.block_tokens)
+        near_pages = int(self.near_bytes // page_bytes)
+        most = max(m for m in range(max_far_layers(n) + 1) if self._is_allowed(m))
+        levels = KvLevels(
+            num_layers=n,
+            page_bytes=page_bytes,
+            block_tokens=self.block_tokens,
+            near_pages=near_pages,
+            max_far_layers=most,
+            max_blocks=near_pages,
+        )
+        blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
+        return KvLevels(
+            num_layers=n,
+            page_bytes=page_bytes,
+            block_tokens=self.block_tokens,
+            near_pages=near_pages,
+            max_far_layers=most,
+            max_blocks=blocks,
+        )
+
+    def _is_allowed(self, far_layers: int) -> bool:
+        return expansion_of(self.model.num_layers, far_layers) <= self.max_expansion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A stretch of the timeline that ends at `end_s`; shares are of its busy time."""
+
+    end_s: float
+    expansion: float
+    tokens_per_s: float
+    stall_share: float
+    link_share: float
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A change of the level."""
+
+    step: int
+    time_s: float
+    far_layers: int
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What a simulation gave."""
+
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    steps: int = 0
+    output_tokens: int = 0
+    num_preempted: int = 0
+    num_finished: int = 0
+    seconds_per_token: float = math.nan  # mean over finished requests, queueing included
+    steps_at: dict[int, int] = field(default_factory=dict)  # by level
+    changes: list[Change] = field(default_factory=list)
+    timeline: list[Interval] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Meter:
+    """Sums over the present interval of the timeline."""
+
+    end_s: float
+    busy_s: float = 0.0
+    stall_s: float = 0.0
+    link_s: float = 0.0
+    tokens: int = 0
+
+
+def simulate(
+    case: Case, far_layers: int | None = None, tuning: controller.Tuning | None = None
+) -> Run:
+    """Run the load at a fixed level, or with the controller if it is None.
+
+    Raises ValueError if the longest request does not fit the near budget at any level.
+    """
+    return _Simulation(case, far_layers, tuning or controller.Tuning()).run()
+
+
+class _Simulation:
+    def __init__(self, case: Case, fixed: int | None, tuning: controller.Tuning) -> None:
+        self._case = case
+        self._levels = case.levels
+        self._fixed = fixed
+        self._tuning = tuning
+        self._state = controller.initial_state(self._levels, tuning)
+        self._scheduler = SimulatedScheduler(
+            self._levels,
+            max_num_seqs=case.max_num_seqs,
+            max_batched_tokens=case.max_batched_tokens,
+            far_layers=fixed or 0,
+        )
+        self._timer = StepTimer(case.machine, case.model, self._levels.page_bytes)
+        self._rng = random.Random(f"noise-{case.seed}")
+        self._run = Run()
+        self._meter = _Meter(end_s=case.interval_s)
+        self._link_busy_s = 0.0  # at the start of the next step, for layers that move
+        self._needed = 0
+        self._max_request_blocks = _longest_blocks(case, self._levels, fixed)
+
+    def run(self) -> Run:
+        scheduler, run, trace = self._scheduler, self._run, self._case.trace
+        arrivals = trace.arrivals
+        now, next_arrival = 0.0, 0
+        while now < trace.horizon_s:
+            while next_arrival < len(arrivals) and arrivals[next_arrival].arrival_s <= now:
+                scheduler.add(arrivals[next_arrival])
+                next_arrival += 1
+            if not scheduler.running and not scheduler.waiting:
+                if next_arrival == len(arrivals):
+                    break
+                now = min(arrivals[next_arrival].arrival_s, trace.horizon_s)
+                self._note_until(now)
+                continue
+            now = self._step(now)
+        run.seconds = now
+        run.num_preempted = scheduler.num_preempted
+        run.num_finished = len(scheduler.finished)
+        if scheduler.finished:
+            run.seconds_per_token = sum(
+                ((request.finished_s or 0.0) - request.arrival.arrival_s)
+                / request.arrival.output_tokens
+                for request in scheduler.finished
+            ) / len(scheduler.finished)
+        return run
+
+    def _step(self, now: float) -> float:
+        scheduler, run, case = self._scheduler, self._run, self._case
+        expansion = scheduler.expansion
+        work = scheduler.schedule()
+        level = expansion.far_layers
+        was_settled = expansion.is_settled
+        read_blocks = max(0, work.used_blocks - work.num_requests)
+        time = self._timer.step(
+            far_layers=level,
+            scheduled_tokens=work.scheduled_tokens,
+            context_tokens=work.context_tokens,
+            num_requests=work.num_requests,
+            read_blocks=read_blocks,
+            areas=STAGING_AREAS,
+            link_share=case.trace.link_share(now),
+            link_busy_s=self._link_busy_s,
+        )
+        noise = math.exp(case.noise * self._rng.gauss(0.0, 1.0))
+        seconds = time.seconds * noise
+        now += seconds
+        scheduler.end_step(now)
+        self._link_busy_s = max(0.0, self._relocate(level, read_blocks) - seconds)
+        run.steps += 1
+        run.steps_at[level] = run.steps_at.get(level, 0) + 1
+        run.busy_seconds += seconds
+        run.stall_seconds += time.stall_seconds * noise
+        run.output_tokens += work.output_tokens
+        meter = self._meter
+        meter.busy_s += seconds
+        meter.stall_s += time.stall_seconds * noise
+        meter.link_s += time.link_seconds * noise
+        meter.tokens += work.output_tokens
+        self._note_until(now)
+        if self._fixed is None:
+            signals = controller.Signals(
+                far_layers=level,
+                is_settled=was_settled,
+                seconds=seconds,
+                tokens=work.output_tokens,
+                stall_seconds=time.stall_seconds * noise,
+                link_seconds=time.link_seconds * noise,
+                is_blocked=work.is_blocked,
+                num_preempted=work.num_preempted,
+                num_running=work.num_requests,
+                num_waiting=len(scheduler.waiting),
+                used_blocks=work.used_blocks,
+                tail_slots=scheduler.elastic.tail_slots,
+                needed_blocks=self._needed_blocks(),
+            )
+            self._control(signals, now)
+        return now
+
+    def _needed_blocks(self) -> int:
+        """Of the longest request at its present length; looked up now and then."""
+        if self._run.steps % 16 == 1 or not self._scheduler.running:
+            longest = self._scheduler.longest_blocks() + _BLOCKS_TO_GROW
+            self._needed = min(longest, self._max_request_blocks)
+        return self._needed
+
+    def _control(self, signals: controller.Signals, now: float) -> None:
+        decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
+        expansion = self._scheduler.expansion
+        if decision.far_layers != expansion.target:
+            self._run.changes.append(
+                Change(
+                    step=self._run.steps,
+                    time_s=now,
+                    far_layers=decision.far_layers,
+                    reason=decision.reason,
+                )
+            )
+            expansion.aim(decision.far_layers)
+
+    def _relocate(self, level: int, used_blocks: int) -> float:
+        """Let the level move; seconds for which the link is busy with the layers that do."""
+        machine = self._case.machine
+        after, write_out_for = self._scheduler.change_level()
+        bytes_per_layer = used_blocks * self._levels.page_bytes
+        if write_out_for > level:
+            return (write_out_for - level) * bytes_per_layer / (machine.write_gb_per_s * 1e9)
+        if after < level:
+            return (level - after) * bytes_per_layer / (machine.read_gb_per_s * 1e9)
+        return 0.0
+
+    def _note_until(self, now: float) -> None:
+        meter, case, scheduler = self._meter, self._case, self._scheduler
+        while now >= meter.end_s:
+            level = scheduler.expansion.far_layers
+            busy = meter.busy_s or 1.0
+            self._run.timeline.append(
+                Interval(
+                    end_s=meter.end_s,
+                    expansion=expansion_of(self._levels.num_layers, level),
+                    tokens_per_s=meter.tokens / case.interval_s,
+                    stall_share=meter.stall_s / busy,
+                    link_share=meter.link_s / busy,
+                    num_running=len(scheduler.running),
+                    num_waiting=len(scheduler.waiting),
+                )
+            )
+            meter = self._meter = _Meter(end_s=meter.end_s + case.interval_s)
+
+
+def _longest_blocks(case: Case, levels: KvLevels, fixed: int | None) -> int:
+    """Blocks of the longest request. Raises ValueError if no level holds it."""
+    longest = max((a.prompt_tokens + a.output_tokens for a in case.trace.arrivals), default=0)
+    candidates = [fixed] if fixed is not None else list(range(levels.max_far_layers + 1))
+    most = max(levels.geometry(m).max_request_tokens(levels.max_blocks) for m in candidates)
+    if longest > most:
+        raise ValueError(
+            f"the longest request has {longest} tokens, but {case.near_bytes / 1e9:.2f} GB of near"
+            f" KV hold {most} at level {fixed}: raise near_bytes or shorten the requests"
+        )
+    return -(-longest // levels.block_tokens)

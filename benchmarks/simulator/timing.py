@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a step: layers compute one after another, far ones wait until they are staged.
+
+             ┌ overhead ┐
+    compute  │··········│ 0 │ 1 │ 2 │··stall··│ 3 │ 4 │ ...        far layers: 2, 3, ...
+    link     │ read 2 │  read 3              │ read 5: layer 2's area is free │
+
+Compute of a layer is the larger of its memory traffic and its arithmetic (roofline). Copies that
+share the near tier's bandwidth slow compute down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.simulator.machine import Machine, ModelShape
+from vllm_tiered.kv.policy import interleave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step, of its stall, and for which the link was busy reading."""
+
+    seconds: float
+    stall_seconds: float
+    link_seconds: float
+
+
+class StepTimer:
+    """Times steps of one model on one machine. All layers take the same time."""
+
+    def __init__(self, machine: Machine, model: ModelShape, page_bytes: int) -> None:
+        self._machine = machine
+        self._model = model
+        self._page_bytes = page_bytes
+        self._token_bytes = 4 * model.kv_heads * model.head_size * model.num_layers
+        self._far_layers = [
+            interleave(model.num_layers, m).rotating for m in range(model.num_layers)
+        ]
+
+    def step(
+        self,
+        *,
+        far_layers: int,
+        scheduled_tokens: int,
+        context_tokens: int,
+        num_requests: int,
+        read_blocks: int,
+        areas: int,
+        link_share: float = 1.0,
+        link_busy_s: float = 0.0,
+    ) -> StepTime:
+        """Time one step.
+
+        Args:
+            far_layers: the level.
+            scheduled_tokens: tokens computed, decode and prefill.
+            context_tokens: tokens whose KV attention reads.
+            num_requests: requests in the step.
+            read_blocks: blocks staged in every far layer.
+            areas: staging areas.
+            link_share: share of the link's bandwidth that others leave.
+            link_busy_s: from the start of the step, for layers that change their home.
+        """
+        machine, model = self._machine, self._model
+        near = machine.near_gb_per_s * 1e9
+        read_bytes = read_blocks * self._page_bytes
+        memory_s = (model.weight_bytes + context_tokens * self._token_bytes) / near
+        arithmetic_s = 2 * model.num_parameters * scheduled_tokens / (machine.tflops * 1e12)
+        copied = read_bytes * far_layers * machine.near_bytes_per_copied_byte
+        compute_s = max(memory_s, arithmetic_s) + copied / near
+        compute_s += far_layers * machine.far_layer_overhead_us * 1e-6
+        overhead_s = (
+            machine.step_overhead_ms * 1e-3 + num_requests * machine.request_overhead_us * 1e-6
+        )
+        layer_s = compute_s / model.num_layers
+        transfer_s = read_bytes / (machine.read_gb_per_s * 1e9 * link_share)
+        stall_s = self._stall(far_layers, layer_s, transfer_s, overhead_s, areas, link_busy_s)
+        return StepTime(
+            seconds=overhead_s + compute_s + stall_s,
+            stall_seconds=stall_s,
+            link_seconds=transfer_s * far_layers,
+        )
+
+    def _stall(
+        self,
+        far_layers: int,
+        layer_s: float,
+        transfer_s: float,
+        overhead_s: float,
+        areas: int,
+        link_busy_s: float,
+    ) -> float:
+        if not far_layers or not transfer_s:
+            return max(0.0, link_busy_s - overhead_s) if link_busy_s else 0.0
+        layers = self._far_layers[far_layers]
+        done = [0.0] * far_layers  # when the far layer was computed
+        link_free = link_busy_s
+        stall_s = 0.0
+        for position, layer in enumerate(layers):
+            start = link_free
+            if position >= areas and done[position - areas] > start:
+                start = done[position - areas]
+            link_free = start + transfer_s
+            arrives = overhead_s + layer * layer_s + stall_s
+            if link_free > arrives:
+                stall_s += link_free - arrives
+                arrives = link_free
+            done[position] = arrives + layer_s
+        return stall_s

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads: when requests of which lengths arrive, and when others use the link."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A request: when it arrives, and its tokens."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Log-normal token counts. Means are published, the spread (sigma of the logarithm) assumed."""
+
+    prompt_mean: float
+    output_mean: float
+    prompt_sigma: float
+    output_sigma: float
+    max_tokens: int = 1024
+
+    def draw(self, rng: random.Random, arrival_s: float) -> Arrival:
+        """One request."""
+        return Arrival(
+            arrival_s=arrival_s,
+            prompt_tokens=self._one(rng, self.prompt_mean, self.prompt_sigma),
+            output_tokens=self._one(rng, self.output_mean, self.output_sigma),
+        )
+
+    def _one(self, rng: random.Random, mean: float, sigma: float) -> int:
+        tokens = rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
+        return max(1, min(self.max_tokens, round(tokens)))
+
+
+LENGTHS: Mapping[str, Lengths] = {
+    # Means: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    # PagedAttention", figure 11.
+    "sharegpt": Lengths(prompt_mean=161, output_mean=338, prompt_sigma=1.0, output_sigma=0.8),
+    "alpaca": Lengths(prompt_mean=19, output_mean=58, prompt_sigma=0.5, output_sigma=0.8),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contention:
+    """Another process takes this share of the link's bandwidth for a while."""
+
+    start_s: float
+    end_s: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """A load. The run ends at `horizon_s`, or when all requests are done."""
+
+    arrivals: Sequence[Arrival]
+    horizon_s: float
+    contention: Sequence[Contention] = ()
+
+    def link_share(self, now_s: float) -> float:
+        """Return the share of the link's bandwidth that is left."""
+        left = 1.0
+        for other in self.contention:
+            if other.start_s <= now_s < other.end_s:
+                left *= 1 - other.share
+        return left
+
+
+def poisson(lengths: Lengths, phases: Sequence[tuple[float, float]], *, seed: int) -> list[Arrival]:
+    """Return arrivals with exponential gaps; phases are (seconds, requests/s), one after another.
+
+    Raises ValueError for a phase of no length or a negative rate.
+    """
+    rng = random.Random(f"trace-{seed}")
+    arrivals: list[Arrival] = []
+    start = 0.0
+    for seconds, rate in phases:
+        if seconds <= 0 or rate < 0:
+            raise ValueError(f"a phase of {seconds} s at {rate} requests/s: both must be above 0")
+        now = start
+        while rate and (now := now + rng.expovariate(rate)) < start + seconds:
+            arrivals.append(lengths.draw(rng, now))
+        start += seconds
+    return arrivals
+
+
+def all_at_once(lengths: Lengths, count: int, *, seed: int) -> list[Arrival]:
+    """Return `count` requests that arrive at 0: a saturated system, until they run out."""
+    rng = random.Random(f"trace-{seed}")
+    return [lengths.draw(rng, 0.0) for _ in range(count)]
