@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tiered.config import KvConfig, TieredConfig
+from vllm_tiered.config import KvConfig, ReportConfig, TieredConfig
 from vllm_tiered.errors import ConfigError
 
 FACTORS = st.floats(min_value=1, allow_nan=False, allow_infinity=False)
@@ -19,8 +19,12 @@ CONFIGS = st.builds(
         far_gib=st.just("auto") | SIZES,
         expansion=st.just("auto") | FACTORS,
         max_expansion=FACTORS,
-        policy=st.sampled_from(["interleave", "fifo"]),
+        policy=st.sampled_from(["interleave", "fifo", "on_demand"]),
+        tier=st.sampled_from(["far", "storage"]),
+        path=st.none() | st.text(min_size=1),
+        verify=st.sampled_from(["off", "sample", "full"]),
     ),
+    report=st.builds(ReportConfig, path=st.none() | st.text(min_size=1)),
 )
 
 
@@ -37,7 +41,8 @@ def test_json_round_trip(config):
 
 @given(CONFIGS)
 def test_every_value_may_be_text(config):
-    as_text = {key: str(value) for key, value in config.to_dict()["kv"].items()}
+    given = {key: value for key, value in config.to_dict()["kv"].items() if value is not None}
+    as_text = {key: str(value) for key, value in given.items()}
     assert TieredConfig.from_dict({"kv": as_text}) == config
 
 
@@ -63,6 +68,8 @@ def test_config_is_frozen():
         ({"kv": {"expantion": 2}}, "tiered.kv.expansion"),
         ({"kv": {"max-expansion": 2}}, "tiered.kv.max_expansion"),
         ({"kv": {"polici": "fifo"}}, "tiered.kv.policy"),
+        ({"reports": {}}, "tiered.report"),
+        ({"report": {"pth": "t.jsonl"}}, "tiered.report.path"),
         # A key one level too high is the usual slip: say where it belongs.
         ({"far_gib": 8}, "tiered.kv.far_gib"),
     ],
@@ -77,7 +84,6 @@ def test_unknown_key_names_the_nearest(values, named):
     [
         ("enabled", 1),
         ("enabled", "yes"),
-        ("far_gib", 0),
         ("far_gib", -1.5),
         ("far_gib", float("nan")),
         ("far_gib", float("inf")),
@@ -92,12 +98,36 @@ def test_unknown_key_names_the_nearest(values, named):
         ("max_expansion", "auto"),
         ("policy", "lru"),
         ("policy", ["fifo"]),
+        ("tier", "ssd"),
+        ("path", ""),
+        ("path", 3),
+        ("verify", True),
     ],
 )
 def test_a_bad_value_is_named_with_what_to_set(key, value):
     with pytest.raises(ConfigError) as caught:
         TieredConfig.from_dict({"kv": {key: value}})
     assert f"tiered.kv.{key} is {value!r}: set it to " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"far_gib": 0}, r"far_gib is 0: set it to a number > 0, or set .*tier"),
+        ({"tier": "storage"}, r"tier is .*: set tiered\.kv\.path"),
+        ({"path": "/ssd"}, r"path is '/ssd', but nothing is stored there: set tiered\.kv\.tier"),
+    ],
+)
+def test_keys_that_do_not_go_together(keys, named):
+    with pytest.raises(ConfigError, match=named):
+        KvConfig(**keys).check()
+    KvConfig(tier="storage", path="/ssd", far_gib=0).check()
+
+
+@pytest.mark.parametrize("value", ["", 3, True, ["t.jsonl"]])
+def test_a_bad_report_path_is_named(value):
+    with pytest.raises(ConfigError, match=r"tiered\.report\.path is .*: set it to the path of a"):
+        TieredConfig.from_dict({"report": {"path": value}})
 
 
 def test_direct_construction_is_checked_too():

@@ -17,11 +17,15 @@ def test_keys_and_defaults():
             "expansion": "auto",
             "max_expansion": 4.0,
             "policy": "interleave",
+            "tier": "far",
+            "path": None,
+            "verify": "off",
         },
+        "report": {"path": None},
     }
 
 
-@pytest.mark.parametrize("policy", ["interleave", "fifo"])
+@pytest.mark.parametrize("policy", ["interleave", "fifo", "on_demand"])
 def test_policies(policy):
     assert KvConfig(policy=policy).policy == policy
 

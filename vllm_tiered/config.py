@@ -167,13 +167,16 @@ class KvConfig(_Section):
         default="off", metadata={_RULE: _OneOf(words=("off", "sample", "full"))}
     )
 
-    def __post_init__(self) -> None:
-        _Section.__post_init__(self)
+    def check(self) -> None:
+        """Whether the keys go together.
+
+        Raises:
+            ConfigError: naming the keys that do not.
+        """
         where = f"{ROOT_KEY}.{self.NAME}"
         if self.tier == "far" and self.far_gib == 0:
             raise ConfigError(
-                f"{where}.far_gib is 0, which leaves no far memory: set it above 0, or set "
-                f'{where}.tier to "storage"'
+                f'{where}.far_gib is 0: set it to a number > 0, or set {where}.tier to "storage"'
             )
         if self.tier == "storage" and self.path is None:
             raise ConfigError(
@@ -182,7 +185,7 @@ class KvConfig(_Section):
             )
         if self.tier == "far" and self.path is not None:
             raise ConfigError(
-                f'{where}.path is {self.path!r}, but nothing is stored there: set {where}.tier to '
+                f"{where}.path is {self.path!r}, but nothing is stored there: set {where}.tier to "
                 '"storage", or leave the path out'
             )
 

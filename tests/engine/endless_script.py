@@ -22,7 +22,7 @@ def up_and_down() -> None:
         print(f"level {signals.far_layers} aims at {target}", flush=True)
         return Decision(far_layers=target, reason="up and down"), state
 
-    adaptive.controller.step = step
+    adaptive.controller.step = step  # type: ignore[assignment]
 
 
 def main() -> None:

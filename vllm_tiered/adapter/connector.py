@@ -23,15 +23,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context
 
-from vllm_tiered.adapter.adaptive import StepReport
-from vllm_tiered.adapter.kv_config import plan_from_config
+from vllm_tiered.adapter.kv_config import plan_from_config, tiered_config
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges
+from vllm_tiered.adapter.steps import StepReport
+from vllm_tiered.adapter.timeline import timeline_of
 from vllm_tiered.adapter.worker import TieredWorker, announce
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.step_plan import StepPlan
 
 logger = logging.getLogger("vllm.tiered")
+
+
+TRACE_EVERY = 64
+"""Steps from one that the report tells layer by layer to the next."""
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
@@ -50,6 +55,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 'additional_config={"tiered": {...}} instead of kv_transfer_config'
             )
         parallel = vllm_config.parallel_config
+        config = tiered_config(vllm_config)
+        report_path = config.report.path if config else None
         self._plan = plan
         self._world_size = parallel.world_size
         self._schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
@@ -60,10 +67,18 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             announce(plan, log=parallel.rank == 0)
             if plan.swaps:
                 layers = vllm_config.compilation_config.static_forward_context
-                self._worker = TieredWorker(plan, layers, self._world_size)
+                traces = report_path is not None and parallel.rank == 0
+                self._worker = TieredWorker(
+                    plan, layers, self._world_size, trace_every=TRACE_EVERY if traces else 0
+                )
         elif plan.swaps:
             max_model_len = vllm_config.model_config.max_model_len
-            self._scheduler = TieredScheduler(plan, self._world_size, max_model_len)
+            timeline = timeline_of(vllm_config, plan, self._world_size, report_path)
+            self._scheduler = TieredScheduler(plan, self._world_size, max_model_len, timeline)
+        elif report_path is not None:
+            logger.warning(
+                "tiered: report.path is set, but there is nothing to report: no layer is ever far"
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -123,8 +138,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        if self._scheduler and self._scheduler.adaptive and report is not None:
-            self._scheduler.adaptive.report(report)
+        if self._scheduler and report is not None:
+            self._scheduler.report(report)
 
     # Worker side ------------------------------------------------------------------------
 
@@ -165,7 +180,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def recomputed(self, request_ids: set[str]) -> None:
         """Requests are computed anew because blocks of theirs were lost."""
         assert self._scheduler is not None
-        self._scheduler.recomputes.add(request_ids)
+        self._scheduler.recomputed(request_ids)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         return self._worker.take_report() if self._worker else None
@@ -173,6 +188,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker:
             self._worker.close()
+        if self._scheduler:
+            self._scheduler.close()
 
     # Metrics ----------------------------------------------------------------------------
 

@@ -70,10 +70,11 @@ def chosen_config(
     if ROOT_KEY not in tables and ROOT_KEY not in (plugins or ()):
         return None
     given = tables.get(ROOT_KEY, {})
-    TieredConfig.from_dict(given)
-    if config_file is None:
-        return TieredConfig.from_dict(given)
-    return TieredConfig.from_dict(merge_sections(_file_sections(config_file), given))
+    config = TieredConfig.from_dict(given)
+    if config_file is not None:
+        config = TieredConfig.from_dict(merge_sections(_file_sections(config_file), given))
+    config.kv.check()  # the whole: a file may say what the command line leaves out
+    return config
 
 
 def _file_sections(config_file: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from vllm_tiered.adapter.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv_config import KvPlan
 from vllm_tiered.adapter.load_errors import RecomputeLog
 from vllm_tiered.adapter.metrics import TieredStats
+from vllm_tiered.adapter.steps import StepReport, StepWatch
+from vllm_tiered.adapter.timeline import Timeline
 from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.elastic import ElasticBlocks
@@ -51,9 +53,16 @@ class TieredScheduler:
         plan: what was configured; it swaps, now or when the load asks for it.
         world_size: ranks, for the gauges.
         max_model_len: tokens of the longest request that the engine accepts.
+        timeline: told what happens, if anybody wants to know.
     """
 
-    def __init__(self, plan: KvPlan, world_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        plan: KvPlan,
+        world_size: int,
+        max_model_len: int,
+        timeline: Timeline | None = None,
+    ) -> None:
         self._plan = plan
         self._world_size = world_size
         self._planner = StepPlanner(
@@ -63,7 +72,11 @@ class TieredScheduler:
         self.adaptive: AdaptiveExpansion | None = None
         if plan.levels is not None:
             max_model_blocks = -(-max_model_len // plan.levels.block_tokens)
-            self.adaptive = AdaptiveExpansion(plan.levels, self.elastic, max_model_blocks)
+            self.adaptive = AdaptiveExpansion(
+                plan.levels, self.elastic, max_model_blocks, self._note
+            )
+        self._watch = StepWatch()
+        self._timeline = timeline
         self._announced: set[int] = set()
         self._pool: Any = None
         self._withheld: dict[int, Any] = {}
@@ -103,14 +116,9 @@ class TieredScheduler:
         self.grant()
         requests = list(self._scheduled_requests(scheduler_output))
         far_layers = write_out_for = None
+        if requests:
+            self._look_back(len(requests), len(scheduler_output.preempted_req_ids or ()))
         if self.adaptive:
-            if requests:
-                self.adaptive.decide(
-                    num_running=len(requests),
-                    tokens=self._num_tokens,
-                    num_preempted=len(scheduler_output.preempted_req_ids or ()),
-                    used_blocks=self.elastic.granted_blocks - self._pool.get_num_free_blocks(),
-                )
             self._withhold(min(self.elastic.excess, self._pool.get_num_free_blocks()))
             far_layers, write_out_for = self.adaptive.expansion.next_step()
         withheld = set(self.elastic.withheld)
@@ -126,15 +134,26 @@ class TieredScheduler:
         return TieredMetadata(replace(step, planning_seconds=time.perf_counter() - start))
 
     def begin_request(self, request: Any) -> None:
-        if self.adaptive:
-            self.adaptive.begin_request(request.request_id, request.num_tokens)
+        self._watch.begin_request(request.request_id, request.num_tokens)
+
+    def report(self, report: StepReport) -> None:
+        """Workers have run a step."""
+        self._watch.report(report)
+
+    def recomputed(self, request_ids: set[str]) -> None:
+        """Requests are computed anew because blocks of theirs were lost."""
+        self._note("load error", f"{len(request_ids)} requests are computed anew")
+        self.recomputes.add(request_ids)
+
+    def close(self) -> None:
+        if self._timeline:
+            self._timeline.close()
 
     def request_finished(self, request_id: str) -> None:
         """Its tail slots are free: grant blocks at once, so that an idle engine has them all."""
         self.elastic.end(request_id)
         self.recomputes.end(request_id)
-        if self.adaptive:
-            self.adaptive.end_request(request_id)
+        self._watch.end_request(request_id)
         self.grant()
 
     def grant(self) -> None:
@@ -158,6 +177,28 @@ class TieredScheduler:
         self._reported_changes, self._reported_recomputes = num_changes, num_recomputed
         return stats
 
+    def _look_back(self, num_running: int, num_preempted: int) -> None:
+        """The step before is over: tell the controller and the timeline."""
+        step = self._watch.take(
+            tokens=self._num_tokens,
+            num_running=num_running,
+            num_preempted=num_preempted,
+            used_blocks=self.elastic.granted_blocks - self._pool.get_num_free_blocks(),
+        )
+        if step is None:
+            return
+        if self.adaptive:
+            self.adaptive.decide(step)
+        if self._timeline:
+            far_layers = self._plan.order.far_layers
+            if self.adaptive:
+                far_layers = self.adaptive.expansion.far_layers
+            self._timeline.step(step, self.elastic, far_layers)
+
+    def _note(self, kind: str, text: str) -> None:
+        if self._timeline:
+            self._timeline.event(kind, text)
+
     def _hold_back(self) -> None:
         """Of a pool whose blocks are all free, withhold those above the limit, highest ids."""
         blocks = self._pool.get_new_blocks(self._pool.get_num_free_blocks())
@@ -180,8 +221,7 @@ class TieredScheduler:
             request_id = request.request_id
             if self.elastic.is_admitted(request_id) and not _begins(request):
                 blocks = allocate_slots(request, *args, reserved_blocks=reserved_blocks, **kwargs)
-                if blocks is None and self.adaptive:
-                    self.adaptive.is_blocked = True
+                self._watch.is_blocked |= blocks is None
                 return blocks
             extra = self.elastic.blocks_to_withhold(request_id)
             blocks = allocate_slots(
@@ -193,8 +233,8 @@ class TieredScheduler:
                     request_id,
                     prefill_tokens=max(request.num_prompt_tokens, request.num_tokens - 1),
                 )
-            elif self.adaptive:
-                self.adaptive.is_blocked = True
+            else:
+                self._watch.is_blocked = True
             return blocks
 
         return allocate
@@ -241,9 +281,8 @@ class TieredScheduler:
             )
 
     def _follow(self, request_id: str, end_tokens: int) -> None:
-        if self.adaptive:
-            self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)
-            self.adaptive.follow(request_id, end_tokens)
+        self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)
+        self._watch.follow(request_id, end_tokens)
 
 
 def _begins(request: Any) -> bool:

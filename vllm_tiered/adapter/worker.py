@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from vllm_tiered.adapter import manifest
-from vllm_tiered.adapter.adaptive import StepReport
 from vllm_tiered.adapter.kv_config import KvPlan, far_homes
+from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats
+from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.translation import Translator
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.step_plan import StepPlan
@@ -49,11 +50,16 @@ class TieredWorker:
         plan: what was configured; it swaps, now or when the load asks for it.
         layers: vLLM's attention layers by name (the static forward context).
         world_size: ranks, which share the far budget.
+        trace_every: steps from one that is told layer by layer to the next; 0 for none.
     """
 
-    def __init__(self, plan: KvPlan, layers: dict[str, Any], world_size: int) -> None:
+    def __init__(
+        self, plan: KvPlan, layers: dict[str, Any], world_size: int, trace_every: int = 0
+    ) -> None:
         self._plan = plan
         self._world_size = world_size
+        self._trace_every = trace_every
+        self._trace: LayerTrace | None = None
         self._layers = layers
         self._device = make_device()
         self.swapper: Swapper
@@ -136,6 +142,8 @@ class TieredWorker:
     def begin_step(self, plan: StepPlan) -> None:
         start = time.perf_counter()
         self._step_start = start
+        if self._trace_every and self.swapper.num_steps % self._trace_every == 0:
+            self._trace = LayerTrace(self.swapper, start)
         self.swapper.begin_step(plan)
         if (
             self.swapper.order.far_layers != self._far_layers
@@ -154,7 +162,9 @@ class TieredWorker:
 
     def wait_layer(self, layer_name: str) -> None:
         layer = self._layer_of.get(layer_name)
-        if layer is not None:
+        if self._trace:
+            self._traced_wait(self._names.index(layer_name))
+        elif layer is not None:
             self.swapper.wait_layer(layer)
 
     def layer_done(self, layer_name: str) -> None:
@@ -163,6 +173,8 @@ class TieredWorker:
             return
         start = time.perf_counter()
         self.swapper.layer_done(layer)
+        if self._trace:
+            self._trace.done(layer)
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def end_step(self) -> None:
@@ -183,7 +195,7 @@ class TieredWorker:
         return self._lost
 
     def take_report(self) -> StepReport | None:
-        """What the last step took; None where the level never changes."""
+        """What the last step took."""
         report, self._report = self._report, None
         return report
 
@@ -197,10 +209,20 @@ class TieredWorker:
             return
 
         def do_kv_cache_update(*args: Any, **kwargs: Any) -> Any:
-            self.swapper.wait_layer(layer)
+            if self._trace:
+                self._traced_wait(layer)
+            else:
+                self.swapper.wait_layer(layer)
             return update(*args, **kwargs)
 
         impl.do_kv_cache_update = do_kv_cache_update
+
+    def _traced_wait(self, layer: int) -> None:
+        assert self._trace is not None
+        self._trace.before_wait(layer)
+        begin = time.perf_counter()
+        self.swapper.wait_layer(layer)
+        self._trace.waited(layer, begin, time.perf_counter())
 
     def _count(self, *, step_seconds: float) -> None:
         data: dict[str, Any] = {
@@ -217,10 +239,17 @@ class TieredWorker:
             data[f"kv_{direction.value}_seconds"] = use.busy_seconds - before.busy_seconds
             self._use_before[direction] = use
         self._stats.aggregate(TieredStats(data=data))
-        if self._plan.levels is not None:
-            self._report = StepReport(
-                stall_seconds=data["kv_stall_seconds"], read_seconds=data["kv_read_seconds"]
-            )
+        self._report = StepReport(
+            stall_seconds=data["kv_stall_seconds"],
+            read_seconds=data["kv_read_seconds"],
+            write_seconds=data["kv_write_seconds"],
+            read_bytes=data["kv_read_bytes"],
+            write_bytes=data["kv_write_bytes"],
+        )
+        if self._trace:
+            end = self._step_start + step_seconds
+            self._report.layers.append(self._trace.finish(end))
+            self._trace = None
 
 
 def announce(plan: KvPlan, *, log: bool) -> None:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engine steps take, seen from the scheduler: for the controller and for the timeline."""
+
+import time
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+from vllm_tiered.report.records import LayerTimeline
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """What a step took in a worker, on its way to the scheduler.
+
+    Of seconds the slowest rank's count, bytes are all ranks'.
+    """
+
+    stall_seconds: float = 0.0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    layers: list[LayerTimeline] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
+        """Of two ranks, in the same step."""
+        assert isinstance(other, StepReport)
+        return StepReport(
+            stall_seconds=max(self.stall_seconds, other.stall_seconds),
+            read_seconds=max(self.read_seconds, other.read_seconds),
+            write_seconds=max(self.write_seconds, other.write_seconds),
+            read_bytes=self.read_bytes + other.read_bytes,
+            write_bytes=self.write_bytes + other.write_bytes,
+            layers=self.layers or other.layers,
+        )
+
+    def followed_by(self, later: "StepReport") -> "StepReport":
+        """Of two steps."""
+        return StepReport(
+            stall_seconds=self.stall_seconds + later.stall_seconds,
+            read_seconds=self.read_seconds + later.read_seconds,
+            write_seconds=self.write_seconds + later.write_seconds,
+            read_bytes=self.read_bytes + later.read_bytes,
+            write_bytes=self.write_bytes + later.write_bytes,
+            layers=self.layers + later.layers,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One engine step, as far as it is known when the next is planned.
+
+    Attributes:
+        end: time.perf_counter() at its end.
+        seconds: its wall time, scheduling included.
+        report: what the workers said since the step before; with steps scheduled ahead, of an
+            earlier step.
+        is_blocked: a request could not get the blocks it asked for.
+        num_preempted: requests that lost their blocks.
+        tokens: output tokens that the planned step makes.
+        num_running, num_waiting: requests.
+        used_blocks: blocks that requests hold.
+        longest: tokens of the longest live request.
+    """
+
+    end: float
+    seconds: float
+    report: StepReport
+    is_blocked: bool
+    num_preempted: int
+    tokens: int
+    num_running: int
+    num_waiting: int
+    used_blocks: int
+    longest: int
+
+
+class StepWatch:
+    """Follows requests and reports between two steps."""
+
+    def __init__(self) -> None:
+        self.is_blocked = False
+        self._tokens: dict[str, int] = {}
+        self._last_time: float | None = None
+        self._pending = StepReport()
+
+    def begin_request(self, request_id: str, num_tokens: int) -> None:
+        self._tokens[request_id] = num_tokens
+
+    def follow(self, request_id: str, num_tokens: int) -> None:
+        """The request is scheduled up to ``num_tokens``."""
+        if request_id in self._tokens:
+            self._tokens[request_id] = num_tokens
+
+    def end_request(self, request_id: str) -> None:
+        self._tokens.pop(request_id, None)
+        if not self._tokens:
+            self._last_time = None  # what follows is idle time, and no step's
+
+    def report(self, report: StepReport) -> None:
+        self._pending = self._pending.followed_by(report)
+
+    def take(
+        self, *, tokens: int, num_running: int, num_preempted: int, used_blocks: int
+    ) -> Step | None:
+        """The step that ends now; None if the engine was idle before."""
+        now = time.perf_counter()
+        last_time, self._last_time = self._last_time, now
+        if last_time is None:
+            return None
+        step = Step(
+            end=now,
+            seconds=now - last_time,
+            report=self._pending,
+            is_blocked=self.is_blocked or num_preempted > 0,
+            num_preempted=num_preempted,
+            tokens=tokens,
+            num_running=num_running,
+            num_waiting=max(0, len(self._tokens) - num_running),
+            used_blocks=used_blocks,
+            longest=max(self._tokens.values(), default=0),
+        )
+        self._pending = StepReport()
+        self.is_blocked = False
+        return step

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record as a line of the timeline file, and back."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_tiered.report.records import (
+    FORMAT_VERSION,
+    Event,
+    Header,
+    LayerSpan,
+    LayerTimeline,
+    Machine,
+    Window,
+)
+
+FORMAT = "vllm-tiered timeline"
+_DECIMALS = 6  # microseconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The last line of a file that was closed; a file without it was cut off, or goes on."""
+
+    time: float
+
+
+Record = Header | Window | LayerTimeline | Event | End
+
+_CLASSES: dict[str, type[Any]] = {
+    "header": Header,
+    "window": Window,
+    "layers": LayerTimeline,
+    "event": Event,
+    "end": End,
+}
+_NAMES = {cls: name for name, cls in _CLASSES.items()}
+
+
+def encode(record: Record) -> str:
+    """The record's line, with its newline."""
+    values: dict[str, Any] = {"type": _NAMES[type(record)]}
+    if isinstance(record, Header):
+        values |= {"format": FORMAT, "version": FORMAT_VERSION}
+    values |= _plain(record)
+    # numpy's numbers are not JSON's, and a sample may hold some.
+    return json.dumps(values, separators=(",", ":"), default=lambda value: value.item()) + "\n"
+
+
+def decode(line: str | bytes) -> Record:
+    """The record of a line.
+
+    Raises ValueError that says what is wrong: no JSON, no timeline, another version, an unknown
+    type, a field that is missing, unknown or of another type.
+    """
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"no JSON: {error}") from error
+    if not isinstance(values, dict) or (cls := _class_of(values.pop("type", None))) is None:
+        raise ValueError("not a record of a timeline")
+    if cls is Header:
+        _check_format(values)
+    record: Record = _build(cls, values)
+    return record
+
+
+def is_timeline(line: bytes) -> bool:
+    """Whether a file's first line is the header of a timeline, whatever its version."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(values, dict) and values.get("format") == FORMAT
+
+
+def _class_of(name: object) -> type[Any] | None:
+    return _CLASSES.get(name) if isinstance(name, str) else None
+
+
+def _check_format(values: dict[str, Any]) -> None:
+    if values.pop("format", None) != FORMAT:
+        raise ValueError("not the header of a vllm-tiered timeline")
+    version = values.pop("version", None)
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"a timeline of format version {version}, this vllm-tiered reads {FORMAT_VERSION}: "
+            f"use the vllm-tiered that wrote it ({values.get('vllm_tiered', 'unknown')})"
+        )
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """Fields by name, JSON-safe; None is left out, since most layers have no read and no write."""
+    plain = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, float):
+            value = round(value, _DECIMALS)
+        elif isinstance(value, tuple):
+            value = [_plain(item) for item in value]
+        elif isinstance(value, Machine):
+            value = _plain(value)
+        if value is not None:
+            plain[field.name] = value
+    return plain
+
+
+def _build(cls: type[Any], values: object) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{cls.__name__} is {values!r}, not a table")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    if missing := required - values.keys():
+        raise ValueError(f"{cls.__name__} without {', '.join(sorted(missing))}")
+    if unknown := values.keys() - fields.keys():
+        raise ValueError(f"{cls.__name__} with unknown {', '.join(sorted(unknown))}")
+    return cls(**{name: _value(fields[name], value) for name, value in values.items()})
+
+
+def _value(field: Any, value: Any) -> Any:
+    """`value` in the type of the field; raises ValueError if it is of another."""
+    if field.type is Machine:
+        return _build(Machine, value)
+    if field.type == tuple[LayerSpan, ...] and isinstance(value, list):
+        return tuple(_build(LayerSpan, item) for item in value)
+    accepted = _ACCEPTED.get(field.type)
+    if accepted is None or not accepted(value):
+        raise ValueError(f"{field.name} is {value!r}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_ACCEPTED: dict[Any, Callable[[Any], bool]] = {
+    float: _is_number,
+    float | None: _is_number,
+    int: lambda value: _is_number(value) and value == int(value),
+    str: lambda value: isinstance(value, str),
+    Literal["pinned", "rotating"]: lambda value: value in ("pinned", "rotating"),
+    Mapping[str, Any]: lambda value: isinstance(value, dict),
+}
+"""What a field of each type takes from a file."""

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a timeline file, also one that its engine still writes or did not live to close."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.report.codec import End, Record, decode
+from vllm_tiered.report.records import Event, Header, LayerTimeline, Window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """A timeline file.
+
+    Attributes:
+        windows, layers, events: by time.
+        is_closed: False if the engine still writes it, or ended without closing it.
+    """
+
+    header: Header
+    windows: tuple[Window, ...]
+    layers: tuple[LayerTimeline, ...]
+    events: tuple[Event, ...]
+    is_closed: bool
+
+
+def read_timeline(path: str | Path) -> Timeline:
+    """The timeline at `path`. A last line that is cut off is taken for the end.
+
+    Raises ConfigError that names the file and the line: it cannot be read, is empty, no timeline,
+    of another version, or damaged before its last line.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if not content:
+        raise ConfigError(f"{path}: is empty; an engine writes its first line when it starts")
+    *lines, cut_off = content.split(b"\n")
+    if not lines:
+        # The header is short and written at once: more than a cut-off line, this is another file.
+        raise ConfigError(f"{path}: is not a timeline, or was cut off in its first line")
+    header, *records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
+    if not isinstance(header, Header):
+        raise ConfigError(f"{path}, line 1: not the header of a timeline")
+    return Timeline(
+        header=header,
+        windows=tuple(sorted((r for r in records if isinstance(r, Window)), key=lambda w: w.end)),
+        layers=tuple(
+            sorted((r for r in records if isinstance(r, LayerTimeline)), key=lambda t: t.time)
+        ),
+        events=tuple(sorted((r for r in records if isinstance(r, Event)), key=lambda e: e.time)),
+        is_closed=bool(records) and isinstance(records[-1], End) and not cut_off,
+    )
+
+
+def _decode(path: Path, number: int, line: bytes) -> Record:
+    try:
+        return decode(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number}: {error}") from error

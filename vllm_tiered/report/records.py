@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a timeline tells: the header, windows of steps, single steps layer by layer, and events.
+
+The file is JSON lines, each with its `type`; the header comes first. Times are seconds since the
+engine's start, as the engine gives them. Steps are told one by one (`StepSample`) and kept as
+windows of consecutive steps (`Window`): counts add up, gauges become the mean over the steps, the
+level is the last one. Windows combine to longer windows by the same rule, so a file can be made
+coarser at any time without looking at single steps again.
+"""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import psutil
+
+FORMAT_VERSION = 1
+"""Written into the header; a reader refuses any other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What the engine ran on; `memory_bytes` is the host's, `cores` are logical CPUs."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """This machine."""
+        return cls(
+            cpu=_cpu_name(),
+            cores=os.cpu_count() or 1,
+            memory_bytes=psutil.virtual_memory().total,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What was configured.
+
+    Attributes:
+        vllm_tiered, vllm: versions.
+        model: as the engine names it.
+        started: UTC, ISO 8601.
+        num_layers: layers with a KV cache.
+        block_tokens: tokens a KV block holds.
+        num_blocks: usable blocks at the largest expansion, which the block figures are drawn
+            against.
+        near_bytes, far_bytes: of the KV cache, all ranks.
+        machine: what it runs on.
+        manifest: further settings to show beside these, JSON-safe; nested tables are fine.
+    """
+
+    vllm_tiered: str
+    vllm: str
+    model: str
+    started: str
+    num_layers: int
+    block_tokens: int
+    num_blocks: int
+    near_bytes: int
+    far_bytes: int
+    machine: Machine
+    manifest: Mapping[str, Any]
+
+
+class StepSample(NamedTuple):
+    """One engine step. A tuple, as it is made in every step: a frozen dataclass costs 3x more.
+
+    Attributes:
+        time: end of the step.
+        seconds: the step's wall time; idle time is in no step.
+        tokens: output tokens that it made.
+        stall_seconds: compute stood still for a transfer (the slowest rank).
+        read_seconds, write_seconds: the direction was copying (the slowest rank).
+        read_bytes, write_bytes: far to near, near to far (all ranks).
+        far_layers, expansion: the level that the step ran at.
+        granted_blocks: blocks that requests may use, used ones included.
+        withheld_blocks: blocks held back for the tails' pages.
+        used_blocks: blocks that requests hold.
+        tail_slots: partly filled blocks, which stay near in every layer.
+        num_running, num_waiting: requests.
+        num_preempted: requests preempted in this step.
+    """
+
+    time: float
+    seconds: float
+    tokens: int
+    stall_seconds: float
+    read_seconds: float
+    read_bytes: int
+    write_seconds: float
+    write_bytes: int
+    far_layers: int
+    expansion: float
+    granted_blocks: int
+    withheld_blocks: int
+    used_blocks: int
+    tail_slots: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Consecutive steps as one record; fields as in :class:`StepSample` unless said.
+
+    Attributes:
+        start, end: the first step's begin, the last one's end.
+        num_steps: how many.
+        longest_seconds: the longest step.
+        level_changes: steps that ran at another level than the step before.
+    """
+
+    start: float
+    end: float
+    num_steps: int
+    seconds: float
+    longest_seconds: float
+    tokens: int
+    stall_seconds: float
+    read_seconds: float
+    read_bytes: int
+    write_seconds: float
+    write_bytes: int
+    num_preempted: int
+    level_changes: int
+    far_layers: int
+    expansion: float
+    granted_blocks: float
+    withheld_blocks: float
+    used_blocks: float
+    tail_slots: float
+    num_running: float
+    num_waiting: float
+
+    @classmethod
+    def of(cls, step: StepSample, *, level_changed: bool) -> "Window":
+        """The window of one step."""
+        return cls(
+            start=step.time - step.seconds,
+            end=step.time,
+            num_steps=1,
+            seconds=step.seconds,
+            longest_seconds=step.seconds,
+            tokens=step.tokens,
+            stall_seconds=step.stall_seconds,
+            read_seconds=step.read_seconds,
+            read_bytes=step.read_bytes,
+            write_seconds=step.write_seconds,
+            write_bytes=step.write_bytes,
+            num_preempted=step.num_preempted,
+            level_changes=int(level_changed),
+            far_layers=step.far_layers,
+            expansion=step.expansion,
+            granted_blocks=step.granted_blocks,
+            withheld_blocks=step.withheld_blocks,
+            used_blocks=step.used_blocks,
+            tail_slots=step.tail_slots,
+            num_running=step.num_running,
+            num_waiting=step.num_waiting,
+        )
+
+
+_COUNTS = (
+    "num_steps",
+    "seconds",
+    "tokens",
+    "stall_seconds",
+    "read_seconds",
+    "read_bytes",
+    "write_seconds",
+    "write_bytes",
+    "num_preempted",
+    "level_changes",
+)
+_GAUGES = (
+    "granted_blocks",
+    "withheld_blocks",
+    "used_blocks",
+    "tail_slots",
+    "num_running",
+    "num_waiting",
+)
+
+
+def combine(windows: Sequence[Window]) -> Window:
+    """One window over all of `windows`, which follow each other; at least one."""
+    if len(windows) == 1:
+        return windows[0]
+    last = windows[-1]
+    values: dict[str, Any] = {
+        name: sum(getattr(window, name) for window in windows) for name in _COUNTS
+    }
+    num_steps = values["num_steps"]
+    for name in _GAUGES:
+        values[name] = sum(getattr(w, name) * w.num_steps for w in windows) / num_steps
+    return Window(
+        start=windows[0].start,
+        end=last.end,
+        longest_seconds=max(window.longest_seconds for window in windows),
+        far_layers=last.far_layers,
+        expansion=last.expansion,
+        **values,
+    )
+
+
+def coarsen(windows: Sequence[Window], slot_seconds: float) -> list[Window]:
+    """Combine the windows that end in the same slot of time, each `slot_seconds` long."""
+    slots: list[list[Window]] = []
+    current: int | None = None
+    for window in windows:
+        slot = int(window.end / slot_seconds)
+        if slot != current:
+            slots.append([])
+            current = slot
+        slots[-1].append(window)
+    return [combine(slot) for slot in slots]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpan:
+    """One layer in one step; seconds relative to the step's start, None where there was none.
+
+    A read stages the layer's pages (far to near), a write takes out what the layer filled; both
+    run beside the compute of other layers. A wait is compute standing still for the layer's read.
+    """
+
+    layer: int
+    role: Literal["pinned", "rotating"]
+    compute_start: float | None = None
+    compute_end: float | None = None
+    wait_start: float | None = None
+    wait_end: float | None = None
+    read_start: float | None = None
+    read_end: float | None = None
+    write_start: float | None = None
+    write_end: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTimeline:
+    """One step in detail, layer by layer (Pie, figure 4).
+
+    Attributes:
+        step: number of the step.
+        time: when it began.
+        layers: in order of execution.
+    """
+
+    step: int
+    time: float
+    layers: tuple[LayerSpan, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something worth a mark: `kind` is a word or two ("grow", "load error"), `text` says why."""
+
+    time: float
+    kind: str
+    text: str
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
