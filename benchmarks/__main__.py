@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks list | run NAME [--profile quick|full] [--out FILE] | demo | model`.
+"""`python -m benchmarks list | run NAME | plot RESULT DIR | demo | model`.
 
-The last line that `run` prints is `RESULT {json}`. It prints none and exits with 1 if the figures
-may not be reported (a failed engine, outputs that differ).
+`run` takes `--profile quick|full`, `--set KEY=VALUE`, `--out FILE` and `--plots DIR`; `plot` draws
+the plots of a file that `run` wrote; `demo` compares vLLM with and without the plugin on the
+terminal; `model` prepares the demo model.
+
+The last line that `run` prints is `RESULT {json}`, after a table. It prints none and exits with 1
+if the figures may not be reported (a failed engine, outputs that differ).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import registry
+from benchmarks import plots, registry
 from benchmarks.cache import write_atomic
 from benchmarks.environment import environment_stamp
 from benchmarks.progress import progress
@@ -45,6 +49,8 @@ def _list(_: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     benchmark = registry.load(arguments.name)
     settings = registry.with_overrides(benchmark.profiles[arguments.profile], arguments.set)
+    if arguments.plots is not None:
+        plots.require_matplotlib()  # before measuring, not after
     stamp = environment_stamp()
     start = time.perf_counter()
     with progress(benchmark.num_steps(settings), arguments.name) as step:
@@ -64,8 +70,23 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(arguments.out, json.dumps(result, indent=2) + "\n")
     sys.stderr.flush()
+    if benchmark.table is not None:
+        print(benchmark.table(result), end="\n\n")
     print(f"RESULT {json.dumps(result)}", flush=True)
+    if arguments.plots is not None:
+        _print_plots(plots.draw(result, arguments.plots))
     return 0
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    result = json.loads(arguments.result.read_text(encoding="utf-8"))
+    _print_plots(plots.draw(result, arguments.directory))
+    return 0
+
+
+def _print_plots(paths: list[Path]) -> None:
+    for path in paths:
+        print(f"plot: {path}", file=sys.stderr)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -82,7 +103,7 @@ def _model(_: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"list": _list, "run": _run, "demo": _demo, "model": _model}
+_COMMANDS = {"list": _list, "run": _run, "plot": _plot, "demo": _demo, "model": _model}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("name", choices=list(registry.BENCHMARKS))
     run.add_argument("--profile", choices=("quick", "full"), default="quick")
     run.add_argument("--out", type=Path, help="also write the result to this file")
+    run.add_argument("--plots", type=Path, metavar="DIR", help="also draw plots (extra: report)")
+    plot = commands.add_parser("plot", help="draw the plots of a result written with --out")
+    plot.add_argument("result", type=Path)
+    plot.add_argument("directory", type=Path)
     demo = commands.add_parser("demo", help="vLLM alone and with the plugin, side by side")
     for command in (run, demo):
         command.add_argument(

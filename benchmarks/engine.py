@@ -16,11 +16,13 @@ from typing import Any
 
 import psutil
 
-from benchmarks.jobs import EngineSpec, RequestTimes, RoundResult
+from benchmarks import integrity
+from benchmarks.jobs import EngineSpec, ExpansionAt, RequestTimes, RoundResult
 from benchmarks.workload import Request
 
 _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 _GRANTED_GAUGE = "vllm:tiered_kv_blocks_granted"
+_EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
 _EXTRA_METRICS = ("vllm:num_preemptions",)
 _TIERED_PREFIX = "vllm:tiered_"
 
@@ -67,10 +69,13 @@ def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
 def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundResult:
     """Run all requests to their end, each from its arrival time on, greedy and ignoring EOS.
 
+    A request with `abort_after_tokens` is aborted once it has given that many.
+
     Raises RuntimeError if the prefix cache cannot be reset or a request ends with another number
     of tokens than it asked for (the systems would not have done equal work).
     """
-    if spec.enable_prefix_caching and not llm.reset_prefix_cache():
+    resets = spec.enable_prefix_caching and spec.resets_prefix_cache
+    if resets and not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
     gc.collect()
     counters_before, _ = read_metrics()
@@ -86,7 +91,7 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         tiered=spec.tiered is not None,
         seconds=seconds,
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-        num_output_tokens=sum(request.num_output_tokens for request in requests),
+        num_output_tokens=sum(len(track.token_ids) for track in clock.tracks.values()),
         num_steps=clock.num_steps,
         # vLLM alone has no such gauge, and a plugin that stepped aside leaves it at 0.
         num_blocks=int(gauges.get(_GRANTED_GAUGE, 0)) or num_blocks,
@@ -98,11 +103,14 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
             cpu_after[1] - cpu_before[1],
             seconds * (os.cpu_count() or 1),
         ),
-        requests=[track.times() for track in clock.tracks.values()],
+        requests=[track.times() for track in clock.tracks.values() if not track.is_aborted],
         token_gaps_s=[gap for track in clock.tracks.values() for gap in track.gaps_s],
         counters={name: value - counters_before.get(name, 0) for name, value in counters.items()},
         gauges=gauges,
         output_token_ids=[track.token_ids for track in clock.tracks.values()],
+        aborted_ids=[name for name, track in clock.tracks.items() if track.is_aborted],
+        expansions=clock.expansions,
+        integrity_checks=integrity.num_checks(),
     )
 
 
@@ -127,6 +135,12 @@ class _Track:
     gaps_s: list[float] = field(default_factory=list)
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    is_aborted: bool = False
+
+    @property
+    def is_due_to_abort(self) -> bool:
+        limit = self.request.abort_after_tokens
+        return limit is not None and len(self.token_ids) >= limit
 
     def add(self, token_ids: Sequence[int], now_s: float) -> None:
         if not token_ids:
@@ -156,17 +170,19 @@ class _Clock:
         self.num_steps = 0
         self.peak_blocks = 0
         self.peak_in_flight = 0
+        self.expansions: list[ExpansionAt] = []
         self._block_size = block_size
         # The null block is never used for tokens, and vLLM leaves it out of the usage share.
         self._usable_blocks = num_blocks - 1
         self._waiting = [track.request for track in reversed(self.tracks.values())]
         self._in_flight: set[str] = set()
+        self._abortable: set[str] = set()
 
     def drive(self, engine: Any) -> float:
         """Run the loop; return the seconds from the first arrival to the last token."""
         from prometheus_client import REGISTRY
 
-        usage = REGISTRY.restricted_registry([_USAGE_GAUGE])
+        gauges = REGISTRY.restricted_registry([_USAGE_GAUGE, _EXPANSION_GAUGE])
         start = time.perf_counter()
         while self._waiting or engine.has_unfinished_requests():
             self._add_due(engine, time.perf_counter() - start)
@@ -174,11 +190,9 @@ class _Clock:
                 time.sleep(max(0.0, self._waiting[-1].arrival_s - (time.perf_counter() - start)))
                 continue
             outputs = engine.step()
-            freed_blocks = self._note(outputs, time.perf_counter() - start)
-            shares = [sample.value for metric in usage.collect() for sample in metric.samples]
-            # The gauge is read after finished requests gave back their blocks: add those.
-            used_blocks = round(max(shares, default=0.0) * self._usable_blocks)
-            self.peak_blocks = max(self.peak_blocks, used_blocks + freed_blocks)
+            now_s = time.perf_counter() - start
+            self._note_gauges(gauges, self._note(outputs, now_s), now_s)
+            self._abort_due(engine)
         return time.perf_counter() - start
 
     def _add_due(self, engine: Any, now_s: float) -> None:
@@ -196,6 +210,17 @@ class _Clock:
             )
             prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
             engine.add_request(request.request_id, prompt, params)
+            if request.abort_after_tokens is not None:
+                self._abortable.add(request.request_id)
+
+    def _abort_due(self, engine: Any) -> None:
+        due = [name for name in self._abortable if self.tracks[name].is_due_to_abort]
+        if due:
+            engine.abort_request(due)
+            for name in due:
+                self.tracks[name].is_aborted = True
+            self._abortable.difference_update(due)
+            self._in_flight.difference_update(due)
 
     def _note(self, outputs: Sequence[Any], now_s: float) -> int:
         """Record one step's outputs; return the KV blocks that requests finished in it had held."""
@@ -209,12 +234,33 @@ class _Clock:
             if output.finished:
                 # The last token is never fed back, so it has no KV.
                 freed_blocks += math.ceil((track.request.num_tokens - 1) / self._block_size)
-        self._in_flight -= {output.request_id for output in outputs if output.finished}
+        finished = {output.request_id for output in outputs if output.finished}
+        self._in_flight -= finished
+        self._abortable -= finished
         return freed_blocks
 
+    def _note_gauges(self, gauges: Any, freed_blocks: int, now_s: float) -> None:
+        """Follow the peak of used blocks, and the expansion."""
+        values: dict[str, float] = {}
+        for metric in gauges.collect():
+            values[metric.name] = max((s.value for s in metric.samples), default=0.0)
+        # The gauge is read after finished requests gave back their blocks: add those.
+        used_blocks = round(values.get(_USAGE_GAUGE, 0.0) * self._usable_blocks)
+        self.peak_blocks = max(self.peak_blocks, used_blocks + freed_blocks)
+        expansion = values.get(_EXPANSION_GAUGE)
+        if expansion and (not self.expansions or self.expansions[-1].expansion != expansion):
+            self.expansions.append(
+                ExpansionAt(step=self.num_steps, seconds=now_s, expansion=expansion)
+            )
+
     def check_lengths(self) -> None:
-        """Raise RuntimeError unless every request gave exactly the tokens it asked for."""
+        """Raise RuntimeError unless every request gave as many tokens as it asked for.
+
+        Those that were aborted gave fewer.
+        """
         for name, track in self.tracks.items():
+            if track.is_aborted:
+                continue
             if len(track.token_ids) != track.request.num_output_tokens:
                 raise RuntimeError(
                     f"request {name} gave {len(track.token_ids)} tokens,"

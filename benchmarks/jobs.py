@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.workload import Request
@@ -15,6 +15,8 @@ class EngineSpec:
     """One engine configuration. Systems that are compared differ in `tiered` alone.
 
     `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
+    With `resets_prefix_cache` false, prefixes live on from round to round. `checks_integrity` has
+    the plugin's structures checked at every step (slower: not for timing).
     """
 
     label: str
@@ -26,6 +28,8 @@ class EngineSpec:
     max_model_len: int
     enable_prefix_caching: bool
     tiered: Mapping[str, Any] | None = None
+    resets_prefix_cache: bool = True
+    checks_integrity: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""
@@ -43,6 +47,15 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpansionAt:
+    """The expansion from one engine step of a round on; seconds since the round began."""
+
+    step: int
+    seconds: float
+    expansion: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundResult:
     """One round of one engine: what was measured, before any summarising.
 
@@ -52,6 +65,9 @@ class RoundResult:
     `peak_in_flight` are the most requests between their first and last token at once.
     `token_gaps_s` are the times between consecutive steps that gave a request tokens.
     `foreign_cpu_share` is the share of all cores' time that other processes took meanwhile.
+    `requests` leaves out those aborted, whose ids are `aborted_ids`; `output_token_ids` has all.
+    `expansions` is the level at the first step and after each change (none without the plugin).
+    `integrity_checks` are those made since the engine started.
     """
 
     label: str
@@ -70,6 +86,9 @@ class RoundResult:
     counters: Mapping[str, float]
     gauges: Mapping[str, float]
     output_token_ids: Sequence[Sequence[int]]
+    aborted_ids: Sequence[str] = field(default_factory=list)
+    expansions: Sequence[ExpansionAt] = field(default_factory=list)
+    integrity_checks: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `RoundResult.from_json` reads back."""
@@ -79,7 +98,8 @@ class RoundResult:
     def from_json(cls, data: Mapping[str, Any]) -> RoundResult:
         """Read `to_json` back."""
         requests = [RequestTimes(**times) for times in data["requests"]]
-        return cls(**{**data, "requests": requests})
+        expansions = [ExpansionAt(**level) for level in data["expansions"]]
+        return cls(**{**data, "requests": requests, "expansions": expansions})
 
 
 def request_to_json(request: Request) -> dict[str, Any]:

@@ -8,22 +8,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.jobs import EngineSpec
 from benchmarks.workload import Request
+
+Expansion = float | Literal["auto"]
+"""The plugin's `kv.expansion`: a number fixes it, "auto" has it follow the load."""
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlan:
-    """What all engines of one comparison share: model, requests, block size, prefix caching."""
+    """What all engines of one comparison share: model, requests, block size, prefix caching.
+
+    At most `max_num_seqs` requests run at once, all of them if it is None.
+    """
 
     model_dir: Path
     requests: Sequence[Request]
     block_size: int
     prefix_caching: bool
+    max_num_seqs: int | None = None
 
     def block_bytes(self, dtype: str = "bfloat16") -> int:
         """Return the KV bytes of one block in all layers."""
@@ -60,19 +67,23 @@ class KvPlan:
         num_blocks: int,
         *,
         dtype: str = "bfloat16",
-        expansion: float | None = None,
+        expansion: Expansion | None = None,
+        kv: Mapping[str, Any] | None = None,
     ) -> EngineSpec:
-        """Return a specification with near-tier KV for `num_blocks`; an expansion means plugin."""
+        """Return a specification with near-tier KV for `num_blocks`; an expansion means plugin.
+
+        `kv` are further keys of the plugin's section `kv`, and need an expansion.
+        """
         return EngineSpec(
             label=label,
             model_dir=str(self.model_dir),
             dtype=dtype,
             block_size=self.block_size,
             kv_cache_memory_bytes=num_blocks * self.block_bytes(dtype),
-            max_num_seqs=len(self.requests),
+            max_num_seqs=self.max_num_seqs or len(self.requests),
             max_model_len=self.max_model_len(),
             enable_prefix_caching=self.prefix_caching,
-            tiered=None if expansion is None else {"kv": {"expansion": expansion}},
+            tiered=None if expansion is None else {"kv": {"expansion": expansion, **(kv or {})}},
         )
 
 

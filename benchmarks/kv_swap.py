@@ -3,8 +3,9 @@
 
 The workload (ShareGPT lengths, all requests at once) is first run by vLLM with unlimited KV, which
 gives its peak KV demand. Then, at each budget (a share of that demand), vLLM alone, the plugin at
-each expansion and the unlimited vLLM, the ceiling, run the same requests in interleaved rounds.
-They differ in nothing but `additional_config` and the ceiling's KV size.
+each fixed expansion and with the adaptive one (`auto`), and the unlimited vLLM, the ceiling, run
+the same requests in interleaved rounds. They differ in nothing but `additional_config` and the
+ceiling's KV size. Pie's figures 6 and 7.
 
 Choices:
 
@@ -14,6 +15,7 @@ Choices:
 * Block size 32 for both systems, as it does not handicap vLLM: at a quarter of the demand vLLM
   alone ran at 292, 282 and 290 tokens/s with 32, 64 and 128, and unlimited at 709, 713 and 682
   (same machine). Its CPU backend refuses 16.
+* `auto` runs the load before it is measured, as a server would have: it keeps its level.
 * Exactness is a separate float32 run, since in bfloat16 the outputs of a request differ with the
   batch it is in, in vLLM alone too. It comes first, and nothing is reported unless all its outputs
   equal vLLM's.
@@ -25,20 +27,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.convergence import summarise_convergence, warm_up
 from benchmarks.jobs import RoundResult
-from benchmarks.kv_plan import KvPlan
+from benchmarks.kv_plan import Expansion, KvPlan
 from benchmarks.kv_summary import (
     BASELINE,
     CEILING,
     DEFINITIONS,
+    expansion_key,
     plugin_label,
     summarise,
     summarise_budget,
 )
 from benchmarks.model import demo_model_dir
 from benchmarks.progress import Step
-from benchmarks.runner import Engine, MeasurementError, engines, interleave
-from benchmarks.summary import count_equal, summarise_rounds
+from benchmarks.runner import Engine, engines, interleave, require_equal
+from benchmarks.summary import summarise_rounds
+from benchmarks.tables import markdown, number
 from benchmarks.workload import Request, sharegpt_requests, warmup_requests
 
 RESULT_KEYS = (
@@ -46,6 +51,8 @@ RESULT_KEYS = (
     "by_budget",
     "fraction_of_ceiling",
     "mean_tpot_ratio",
+    "mean_token_latency_ratio",
+    "memory_ratio_for_equal_throughput",
     "stall_fraction",
     "bookkeeping_fraction",
     "bytes_per_step",
@@ -65,12 +72,24 @@ class Settings:
     expansions: tuple[float, ...]
     control_requests: int
     max_repeats: int  # of disturbed rounds, per budget
+    auto: bool = True
+    auto_warmup_rounds: int = 2
     rounds: int = 3
     seed: int = 0
     block_size: int = 32
     prefix_caching: bool = False
     control_budget: float = 0.25
     control_expansion: float = 2.0
+
+    @property
+    def plugin_expansions(self) -> list[Expansion]:
+        """The fixed expansions, and the adaptive one."""
+        return [*self.expansions, "auto"] if self.auto else [*self.expansions]
+
+    @property
+    def control_expansions(self) -> list[Expansion]:
+        """Those whose float32 outputs are compared with vLLM's."""
+        return [self.control_expansion, "auto"] if self.auto else [self.control_expansion]
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -79,7 +98,7 @@ PROFILES: Mapping[str, Settings] = {
         max_prompt_tokens=128,
         max_output_tokens=64,
         budgets=(0.25, 1.0),
-        expansions=(1.0, 2.0, 3.0),
+        expansions=(1.0, 2.0),
         control_requests=12,
         max_repeats=4,
     ),
@@ -91,16 +110,18 @@ PROFILES: Mapping[str, Settings] = {
         expansions=(1.0, 1.25, 1.5, 2.0, 2.5, 3.0),
         control_requests=24,
         max_repeats=8,
+        auto_warmup_rounds=3,
     ),
 }
 
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: every engine start and every round."""
-    ceiling_and_control = 2 + 4
-    starts = 1 + len(settings.expansions)
+    ceiling_and_control = 2 + 2 * (1 + len(settings.control_expansions))
+    starts = 1 + len(settings.plugin_expansions)
     rounds = settings.rounds * (starts + 1)
-    return ceiling_and_control + len(settings.budgets) * (starts + rounds)
+    warmup = settings.auto_warmup_rounds if settings.auto else 0
+    return ceiling_and_control + len(settings.budgets) * (starts + warmup + rounds)
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -128,11 +149,14 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         by_budget = {}
         for budget in settings.budgets:
             num_blocks = plan.budget_blocks(budget, demand_blocks)
-            measured = _measure_budget(plan, settings, num_blocks, ceiling, warmup, step)
+            measured, convergence = _measure_budget(
+                plan, settings, num_blocks, ceiling, warmup, step
+            )
             by_budget[str(budget)] = {
                 "near_bytes": num_blocks * plan.block_bytes(),
                 "near_blocks": num_blocks,
-                **summarise_budget(measured, settings.expansions),
+                **summarise_budget(measured, settings.plugin_expansions),
+                "convergence": convergence,
             }
     return {
         **summarise(by_budget),
@@ -159,14 +183,24 @@ def _measure_budget(
     ceiling: Engine,
     warmup: Sequence[Request],
     step: Step,
-) -> dict[str, list[RoundResult]]:
-    """Run vLLM alone, the plugin at every expansion, and the ceiling, interleaved."""
+) -> tuple[dict[str, list[RoundResult]], dict[str, Any] | None]:
+    """Run vLLM alone, the plugin at every expansion, and the ceiling, interleaved.
+
+    Returns the rounds by label, and how `auto` converged.
+    """
+    expansions = settings.plugin_expansions
     specs = [plan.spec(BASELINE, num_blocks)]
-    specs += [plan.spec(plugin_label(x), num_blocks, expansion=x) for x in settings.expansions]
+    specs += [plan.spec(plugin_label(x), num_blocks, expansion=x) for x in expansions]
     with engines(specs, warmup, step) as group:
-        return interleave(
+        adapted: list[RoundResult] = []
+        if settings.auto:
+            adapted = warm_up(group[-1], plan.requests, settings.auto_warmup_rounds, step)
+        measured = interleave(
             [*group, ceiling], plan.requests, settings.rounds, step, settings.max_repeats
         )
+    if not settings.auto:
+        return measured, None
+    return measured, summarise_convergence(adapted, measured[plugin_label("auto")])
 
 
 def _fp32_control(
@@ -175,30 +209,47 @@ def _fp32_control(
     """Compare greedy tokens in float32. Raises MeasurementError unless all are equal."""
     requests = plan.requests[: settings.control_requests]
     num_blocks = plan.budget_blocks(settings.control_budget, demand_blocks)
-    expansion = settings.control_expansion
     vllm = plan.spec(f"{BASELINE}, float32", num_blocks, dtype="float32")
-    plugin = plan.spec(
-        f"{plugin_label(expansion)}, float32", num_blocks, dtype="float32", expansion=expansion
-    )
-    with engines([vllm, plugin], warmup, step) as group:
+    plugin = {
+        expansion: plan.spec(
+            f"{plugin_label(expansion)}, float32", num_blocks, dtype="float32", expansion=expansion
+        )
+        for expansion in settings.control_expansions
+    }
+    with engines([vllm, *plugin.values()], warmup, step) as group:
         results = interleave(group, requests, 1, step)
-    (theirs,), (ours,) = results[vllm.label], results[plugin.label]
-    counted = require_equal(ours, theirs)
+    (theirs,) = results[vllm.label]
+    ours = {expansion: results[spec.label][0] for expansion, spec in plugin.items()}
+    counted = [require_equal(result, theirs) for result in ours.values()]
     return {
-        **counted,
-        "expansion": expansion,
-        "near_bytes": plugin.kv_cache_memory_bytes,
+        "equal": sum(count["equal"] for count in counted),
+        "total": sum(count["total"] for count in counted),
+        "near_bytes": vllm.kv_cache_memory_bytes,
         "vllm": summarise_rounds([theirs]),
-        "plugin": summarise_rounds([ours]),
+        "plugin": {expansion_key(x): summarise_rounds([result]) for x, result in ours.items()},
     }
 
 
-def require_equal(ours: RoundResult, theirs: RoundResult) -> dict[str, int]:
-    """Return {"equal", "total"}. Raises MeasurementError unless all outputs are equal."""
-    counted = count_equal(ours, theirs)
-    if counted["equal"] != counted["total"]:
-        raise MeasurementError(
-            f"float32 control: only {counted['equal']} of {counted['total']} outputs of"
-            f" {ours.label!r} equal those of {theirs.label!r}; nothing is reported"
+def table(result: Mapping[str, Any]) -> str:
+    """Return tokens/s by budget and system, as in the documentation."""
+    by_budget: Mapping[str, Any] = result["by_budget"]
+    keys = list(next(iter(by_budget.values()))["plugin"])
+    headings = ["near KV", "vLLM", *(key if key == "auto" else f"x{key}" for key in keys)]
+    rows = []
+    for budget, entry in by_budget.items():
+        cells = [
+            f"{number(entry['plugin'][key]['tokens_per_s'])}"
+            f" ({entry['plugin'][key]['throughput_ratio']:.2f})"
+            for key in keys
+        ]
+        memory = result["memory_ratios"].get(budget)
+        rows.append(
+            [
+                budget,
+                number(entry["vllm"]["tokens_per_s"]),
+                *cells,
+                number(entry["ceiling"]["tokens_per_s"]),
+                number(memory, 2),
+            ]
         )
-    return counted
+    return markdown([*headings, "ceiling", "memory ratio"], rows)

@@ -20,7 +20,8 @@ class Benchmark:
     * `RESULT_KEYS`: the keys its result has at least,
     * `num_steps(settings)`: how often `run` calls `step`, for the progress display,
     * `run(settings, step)`: measure and return the result, JSON-safe; raises MeasurementError
-      rather than return figures that may not be reported.
+      rather than return figures that may not be reported,
+    * `table(result)`, if it has one: Markdown for people to read.
     """
 
     name: str
@@ -36,6 +37,31 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             summary="throughput with too little KV memory: vLLM alone, with the plugin, unlimited",
             module="benchmarks.kv_swap",
         ),
+        Benchmark(
+            name="kv_adaptive",
+            summary="expansion=auto against the best fixed expansion, by workload and KV memory",
+            module="benchmarks.kv_adaptive",
+        ),
+        Benchmark(
+            name="kv_rate",
+            summary="throughput and latency over the rate at which requests arrive",
+            module="benchmarks.kv_rate",
+        ),
+        Benchmark(
+            name="kv_storage",
+            summary="far KV pages on an SSD against preempting and computing again",
+            module="benchmarks.kv_storage",
+        ),
+        Benchmark(
+            name="kv_soak",
+            summary="minutes of random load: integrity, memory growth, float32 control",
+            module="benchmarks.kv_soak",
+        ),
+        Benchmark(
+            name="kv_simulate",
+            summary="expansion=auto on other machines and loads: a simulation",
+            module="benchmarks.kv_simulate",
+        ),
     )
 }
 
@@ -48,6 +74,7 @@ class LoadedBenchmark:
     result_keys: frozenset[str]
     num_steps: Callable[[Any], int]
     run: Callable[[Any, Step], dict[str, Any]]
+    table: Callable[[Mapping[str, Any]], str] | None = None
 
 
 def load(name: str) -> LoadedBenchmark:
@@ -60,6 +87,7 @@ def load(name: str) -> LoadedBenchmark:
         result_keys=frozenset(module.RESULT_KEYS),
         num_steps=module.num_steps,
         run=module.run,
+        table=getattr(module, "table", None),
     )
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 from benchmarks.cache import REPO_ROOT
 from benchmarks.jobs import EngineSpec, RoundResult, request_to_json
 from benchmarks.progress import Step
+from benchmarks.summary import count_equal
 from benchmarks.workload import Request
 
 _START_TIMEOUT_S = 300
@@ -203,3 +204,14 @@ def _describe(result: RoundResult, num_attempts: int) -> str:
     if result.foreign_cpu_share > DISTURBED_SHARE:
         text += f", disturbed: others took {result.foreign_cpu_share:.0%} of the CPU"
     return text
+
+
+def require_equal(ours: RoundResult, theirs: RoundResult) -> dict[str, int]:
+    """Return {"equal", "total"}. Raises MeasurementError unless all outputs are equal."""
+    counted = count_equal(ours, theirs)
+    if counted["equal"] != counted["total"]:
+        raise MeasurementError(
+            f"float32 control: only {counted['equal']} of {counted['total']} outputs of"
+            f" {ours.label!r} equal those of {theirs.label!r}; nothing is reported"
+        )
+    return counted

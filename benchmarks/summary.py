@@ -11,6 +11,7 @@ from benchmarks.jobs import RoundResult
 
 PREEMPTIONS = "vllm:num_preemptions"
 EXPANSION = "vllm:tiered_kv_expansion"
+LEVEL_CHANGES = "vllm:tiered_kv_level_changes"
 STEPS = "vllm:tiered_kv_steps"
 STEP_SECONDS = "vllm:tiered_kv_step_seconds"
 STALL_SECONDS = "vllm:tiered_kv_stall_seconds"
@@ -21,6 +22,7 @@ READ_SECONDS = "vllm:tiered_kv_read_seconds"
 WRITE_SECONDS = "vllm:tiered_kv_write_seconds"
 TIERED_COUNTERS = (
     STEPS,
+    LEVEL_CHANGES,
     STEP_SECONDS,
     STALL_SECONDS,
     BOOKKEEPING_SECONDS,
@@ -59,20 +61,35 @@ def time_per_output_token_s(result: RoundResult) -> list[float]:
     ]
 
 
+def token_latency_s(result: RoundResult) -> list[float]:
+    """Return each request's time from arrival to last token, per token: queueing is in it.
+
+    vLLM's normalised latency, and Pie's per-token latency (section 5.1).
+    """
+    return [
+        (times.last_token_s - times.arrival_s) / times.num_output_tokens
+        for times in result.requests
+    ]
+
+
 def summarise_round(result: RoundResult) -> dict[str, float]:
     """Return the figures of one round; those of the plugin only where it ran.
 
     Times in milliseconds; TPOT and TTFT as in vLLM's serving benchmark: TPOT per request, from its
-    first token to its last; TTFT from the request's arrival, so waiting for KV space counts.
+    first token to its last; TTFT from the request's arrival, so waiting for KV space counts, as it
+    does in the latency per token.
     """
     tpot_s = time_per_output_token_s(result)
     ttft_s = [times.first_token_s - times.arrival_s for times in result.requests]
+    latency_s = token_latency_s(result)
     figures = {
         "tokens_per_s": result.num_output_tokens / result.seconds,
         "seconds": result.seconds,
         "mean_tpot_ms": 1e3 * statistics.fmean(tpot_s),
         "p99_tpot_ms": 1e3 * percentile(tpot_s, 99),
         "p99_token_gap_ms": 1e3 * percentile(result.token_gaps_s, 99),
+        "mean_token_latency_ms": 1e3 * statistics.fmean(latency_s),
+        "p99_token_latency_ms": 1e3 * percentile(latency_s, 99),
         "mean_ttft_ms": 1e3 * statistics.fmean(ttft_s),
         "p99_ttft_ms": 1e3 * percentile(ttft_s, 99),
         "preemptions": result.counters[PREEMPTIONS],
@@ -84,6 +101,10 @@ def summarise_round(result: RoundResult) -> dict[str, float]:
     }
     if result.tiered:
         figures.update(_tiered_figures(result.counters, result.gauges))
+        for direction in ("read", "write"):
+            figures[f"{direction}_bytes_per_token"] = (
+                figures[f"{direction}_bytes"] / result.num_output_tokens
+            )
     return figures
 
 
@@ -93,6 +114,7 @@ def _tiered_figures(counters: Mapping[str, float], gauges: Mapping[str, float]) 
     steps = counters[STEPS]
     return {
         "expansion": gauges[EXPANSION],
+        "level_changes": counters[LEVEL_CHANGES],
         "stall_fraction": share(counters[STALL_SECONDS], step_seconds),
         "bookkeeping_fraction": share(counters[BOOKKEEPING_SECONDS], step_seconds),
         "read_bytes": counters[READ_BYTES],

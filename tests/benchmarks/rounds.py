@@ -2,7 +2,7 @@
 """Made-up rounds whose figures can be worked out by hand."""
 
 from benchmarks import summary
-from benchmarks.jobs import RequestTimes, RoundResult
+from benchmarks.jobs import ExpansionAt, RequestTimes, RoundResult
 
 
 def make_round(
@@ -15,13 +15,22 @@ def make_round(
     output_token_ids=((1, 2, 3), (4,)),
     tpot_s=0.1,
     foreign_cpu_share=0.0,
+    levels=(),
+    level_changes=0.0,
+    num_steps=10,
+    rss_mib=3,
+    integrity_checks=0,
 ):
-    """One round of a request of 3 tokens (first at 0.5 s) and one of 1 token (at 1.5 s)."""
+    """One round of a request of 3 tokens (first at 0.5 s) and one of 1 token (at 1.5 s).
+
+    `levels` are pairs of engine step and expansion from then on.
+    """
     counters = {summary.PREEMPTIONS: preemptions}
     gauges = {}
     if tiered:
         counters |= {
-            summary.STEPS: 10.0,
+            summary.STEPS: float(num_steps),
+            summary.LEVEL_CHANGES: level_changes,
             summary.STEP_SECONDS: 2.0,
             summary.STALL_SECONDS: 0.01,
             summary.BOOKKEEPING_SECONDS: 0.1,
@@ -37,11 +46,11 @@ def make_round(
         seconds=seconds,
         num_prompt_tokens=20,
         num_output_tokens=400,
-        num_steps=10,
+        num_steps=num_steps,
         num_blocks=64,
         peak_blocks=60,
         peak_in_flight=2,
-        rss_bytes=3 * 2**20,
+        rss_bytes=rss_mib * 2**20,
         foreign_cpu_share=foreign_cpu_share,
         requests=[
             RequestTimes(
@@ -56,4 +65,8 @@ def make_round(
         counters=counters,
         gauges=gauges,
         output_token_ids=[list(ids) for ids in output_token_ids],
+        integrity_checks=integrity_checks,
+        expansions=[
+            ExpansionAt(step=step, seconds=0.1 * step, expansion=level) for step, level in levels
+        ],
     )

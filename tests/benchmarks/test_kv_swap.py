@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV benchmark: sizes, headline figures, keys, and its refusal; engines are stood in for."""
 
+import dataclasses
 import json
-from contextlib import contextmanager
 
 import pytest
 
 from benchmarks import kv_swap
 from benchmarks.kv_plan import KvPlan, kv_bytes_per_token
-from benchmarks.kv_summary import BASELINE, CEILING, plugin_label, summarise, summarise_budget
+from benchmarks.kv_summary import (
+    BASELINE,
+    CEILING,
+    bytes_for_rate,
+    memory_ratios,
+    plugin_label,
+    summarise,
+    summarise_budget,
+)
 from benchmarks.runner import MeasurementError
 from benchmarks.workload import Request
+from tests.benchmarks.engines import TOKENS, FakeEngines, answer_in
 from tests.benchmarks.rounds import make_round
 
 LLAMA = {
@@ -98,7 +107,12 @@ def measured(plugin_seconds, *, vllm=4.0, ceiling=1.0):
     }
     for expansion, seconds in plugin_seconds.items():
         systems[plugin_label(expansion)] = [
-            make_round(seconds=seconds, tiered=True, expansion=expansion, preemptions=1.0)
+            make_round(
+                seconds=seconds,
+                tiered=True,
+                expansion=1.9 if expansion == "auto" else expansion,
+                preemptions=1.0,
+            )
         ] * 3
     return systems
 
@@ -118,11 +132,12 @@ def test_budget_takes_the_fastest_expansion():
 
 
 def test_headline_is_the_best_budget_and_the_share_of_the_ceiling_the_worst_from_half_on():
-    by_budget = {
+    summaries = {
         "0.25": summarise_budget(measured({1.0: 4.0, 2.0: 2.0}), [1.0, 2.0]),
         "0.5": summarise_budget(measured({1.0: 1.6, 2.0: 1.25}, vllm=2.0), [1.0, 2.0]),
         "1.0": summarise_budget(measured({1.0: 1.0, 2.0: 1.1}, vllm=1.0), [1.0, 2.0]),
     }
+    by_budget = {k: {"near_bytes": 100 * float(k), **entry} for k, entry in summaries.items()}
     headline = summarise(by_budget)
     assert headline["throughput_ratio_vs_vllm"] == 2.0
     assert headline["best"] == {"budget": 0.25, "expansion": 2.0}
@@ -131,65 +146,112 @@ def test_headline_is_the_best_budget_and_the_share_of_the_ceiling_the_worst_from
         "from_half_demand": pytest.approx(0.8),
     }
     assert headline["mean_tpot_ratio"] == pytest.approx(0.5)
+    # Arrivals at 0.25 and 0.5 s: (0.25 + 2 tpot) / 3 and 1 s per token, with tpot 0.1 and 0.2.
+    assert headline["mean_token_latency_ratio"] == pytest.approx((0.15 + 1) / (0.65 / 3 + 1))
     assert headline["stall_fraction"] == pytest.approx(0.005)
     assert headline["worst_foreign_cpu_share"] == 0.0
     assert headline["bytes_per_step"] == {"far_to_near": 5e8, "near_to_far": 1e8}
 
 
+def test_auto_is_set_against_the_best_fixed_expansion():
+    entry = summarise_budget(
+        measured({1.0: 4.0, 2.0: 2.0, 3.0: 2.5, "auto": 2.0 / 0.96}), [1.0, 2.0, 3.0, "auto"]
+    )
+    assert entry["best_expansion"] == 2.0
+    assert entry["auto"]["best_fixed"] == 2.0
+    assert entry["auto"]["fraction_of_best_fixed"] == pytest.approx(0.96)
+    assert entry["auto"]["throughput_ratio"] == pytest.approx(1.92)
+    assert entry["plugin"]["auto"]["expansion"] == 1.9
+    assert summarise({"0.25": entry})["auto"] == {"0.25": entry["auto"]}
+
+
+def test_auto_may_be_the_best_of_all():
+    entry = summarise_budget(measured({2.0: 2.0, "auto": 1.6}), [2.0, "auto"])
+    assert entry["best_expansion"] == "auto"
+    assert summarise({"0.25": entry})["throughput_ratio_vs_vllm"] == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(100, 10), (150, 15), (200, 20), (350, 35), (400, 40), (50, 10), (500, 40)],
+    ids=["first", "between", "point", "second leg", "last", "below", "above"],
+)
+def test_bytes_for_a_rate_are_interpolated_and_never_outside_what_was_measured(rate, expected):
+    assert bytes_for_rate([(40, 400), (10, 100), (20, 200)], rate) == expected
+
+
+def test_bytes_for_a_rate_on_a_curve_with_a_dip_are_the_first_that_reach_it():
+    assert bytes_for_rate([(10, 100), (20, 90), (30, 190)], 140) == 25
+
+
+def test_memory_ratio_is_what_vllm_alone_needs_over_what_the_plugin_has():
+    # vLLM: 100 tokens/s at 10 bytes, 200 at 20. The plugin reaches 150 at 10, 210 at 20.
+    by_budget = {
+        "0.5": {"near_bytes": 10, **summarise_budget(measured({2.0: 400 / 150}), [2.0])},
+        "1.0": {
+            "near_bytes": 20,
+            **summarise_budget(measured({2.0: 400 / 210}, vllm=2.0), [2.0]),
+        },
+    }
+    assert memory_ratios(by_budget) == {"0.5": pytest.approx(1.5), "1.0": 1.0}
+    assert summarise(by_budget)["memory_ratio_for_equal_throughput"] == pytest.approx(1.5)
+
+
+def test_one_budget_makes_no_memory_ratio():
+    entry = {"near_bytes": 10, **summarise_budget(measured({2.0: 2.0}), [2.0])}
+    assert summarise({"0.25": entry})["memory_ratio_for_equal_throughput"] is None
+
+
 def test_without_a_budget_of_half_the_demand_that_figure_is_absent_not_invented():
-    by_budget = {"0.25": summarise_budget(measured({2.0: 2.0}), [2.0])}
+    entry = {"near_bytes": 10, **summarise_budget(measured({2.0: 2.0}), [2.0])}
+    by_budget = {"0.25": entry}
     assert summarise(by_budget)["fraction_of_ceiling"]["from_half_demand"] is None
 
 
-class FakeEngine:
-    """Answers rounds at once; in float32 the plugin's tokens are those of `outputs`."""
-
-    def __init__(self, spec, outputs):
-        self.spec = spec
-        self._outputs = outputs
-
-    def run(self, requests):
-        tiered = self.spec.tiered is not None
-        exact = ((1, 2, 3), (4,))
-        return make_round(
-            self.spec.label,
-            seconds=2.0 if tiered else 4.0,
-            tiered=tiered,
-            output_token_ids=self._outputs if tiered and self.spec.dtype == "float32" else exact,
-        )
-
-
-def run_with_fakes(monkeypatch, plan, outputs):
+def run_with_fakes(monkeypatch, plan, tokens_of, settings=SETTINGS):
     steps: list[str] = []
-
-    @contextmanager
-    def fake_engines(specs, warmup, step):
-        for spec in specs:
-            step(f"engine up: {spec.label}")
-        yield [FakeEngine(spec, outputs) for spec in specs]
-
-    monkeypatch.setattr(kv_swap, "engines", fake_engines)
+    fakes = FakeEngines(answer_in(lambda spec: 2.0 if spec.tiered else 4.0, tokens_of))
+    monkeypatch.setattr(kv_swap, "engines", fakes)
     monkeypatch.setattr(kv_swap, "demo_model_dir", lambda: plan.model_dir)
     monkeypatch.setattr(kv_swap, "sharegpt_requests", lambda *_: plan.requests)
-    return kv_swap.run(SETTINGS, steps.append), steps
+    return kv_swap.run(settings, steps.append), steps, fakes.specs
 
 
 def test_result_has_its_keys_and_every_step_is_reported(monkeypatch, plan):
-    result, steps = run_with_fakes(monkeypatch, plan, ((1, 2, 3), (4,)))
+    result, steps, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS)
     assert set(kv_swap.RESULT_KEYS) <= result.keys()
     assert len(steps) == kv_swap.num_steps(SETTINGS)
     assert list(result["by_budget"]) == ["0.25", "1.0"]
-    assert list(result["by_budget"]["0.25"]["plugin"]) == ["1", "2"]
+    assert list(result["by_budget"]["0.25"]["plugin"]) == ["1", "2", "auto"]
+    assert result["by_budget"]["0.25"]["convergence"]["steps_to_converge"] == 0
     assert result["throughput_ratio_vs_vllm"] == 2.0
     assert result["demand_blocks"] == 61
     assert result["by_budget"]["0.25"]["near_bytes"] == 16 * 32 * 23040
-    assert result["tokens_equal_fp32"]["equal"] == result["tokens_equal_fp32"]["total"] == 2
+    assert result["tokens_equal_fp32"]["equal"] == result["tokens_equal_fp32"]["total"] == 4
+    assert {"kv": {"expansion": "auto"}} in [spec.tiered for spec in specs]
     json.dumps(result)
+    table = kv_swap.table(result).splitlines()
+    assert table[0] == "| near KV | vLLM | x1 | x2 | auto | ceiling | memory ratio |"
+    assert table[2] == "| 0.25 | 100 | 200 (2.00) | 200 (2.00) | 200 (2.00) | 100 | 3.81 |"
 
 
-def test_nothing_is_reported_if_one_float32_output_differs(monkeypatch, plan):
+def test_without_auto_nothing_is_said_of_it(monkeypatch, plan):
+    settings = dataclasses.replace(SETTINGS, auto=False)
+    result, steps, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS, settings)
+    assert len(steps) == kv_swap.num_steps(settings)
+    assert result["auto"] == {}
+    assert result["by_budget"]["0.25"]["convergence"] is None
+    assert not any(spec.tiered and spec.tiered["kv"]["expansion"] == "auto" for spec in specs)
+
+
+@pytest.mark.parametrize("wrong", [2.0, "auto"])
+def test_nothing_is_reported_if_one_float32_output_differs(monkeypatch, plan, wrong):
+    def tokens_of(spec):
+        is_wrong = spec.dtype == "float32" and spec.tiered == {"kv": {"expansion": wrong}}
+        return ((1, 2, 9), (4,)) if is_wrong else TOKENS
+
     with pytest.raises(MeasurementError, match="only 1 of 2 outputs"):
-        run_with_fakes(monkeypatch, plan, ((1, 2, 9), (4,)))
+        run_with_fakes(monkeypatch, plan, tokens_of)
 
 
 def test_profiles_ask_for_what_the_report_states():

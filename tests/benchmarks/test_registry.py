@@ -88,6 +88,17 @@ def refuse(settings, step):
     raise MeasurementError("2 of 3 outputs equal")
 
 
+def test_a_table_comes_before_the_result(monkeypatch, capsys):
+    loaded = dataclasses.replace(
+        fake(lambda settings, step: {"score": 7}), table=lambda result: f"| {result['score']} |"
+    )
+    monkeypatch.setattr(registry, "load", lambda name: loaded)
+    assert command_line.main(["run", "kv_swap"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| 7 |"
+    assert lines[-1].startswith("RESULT {")
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [(refuse, "2 of 3 outputs equal"), (lambda settings, step: {}, "kv_swap gave no score")],

@@ -26,6 +26,7 @@ class FakeLLM:
         self.llm_engine = self
         self.added = {}
         self.resets = 0
+        self.aborted = []
         self._usage = usage
         self._short = short
         self._left = {}
@@ -40,6 +41,11 @@ class FakeLLM:
     def add_request(self, request_id, prompt, params):
         self.added[request_id] = (time.perf_counter(), prompt["prompt_token_ids"], params)
         self._left[request_id] = params["max_tokens"] - (request_id in self._short)
+
+    def abort_request(self, request_ids):
+        self.aborted += request_ids
+        for request_id in request_ids:
+            del self._left[request_id]
 
     def step(self):
         time.sleep(STEP_S)
@@ -73,16 +79,17 @@ def usage(monkeypatch):
     REGISTRY.unregister(preemptions)
 
 
-def make_request(name, num_prompt, num_output, arrival_s=0.0):
+def make_request(name, num_prompt, num_output, arrival_s=0.0, abort_after_tokens=None):
     return Request(
         request_id=name,
         prompt_token_ids=tuple(range(num_prompt)),
         num_output_tokens=num_output,
         arrival_s=arrival_s,
+        abort_after_tokens=abort_after_tokens,
     )
 
 
-def make_spec(prefix_caching=False):
+def make_spec(prefix_caching=False, resets_prefix_cache=True):
     return EngineSpec(
         label="fake",
         model_dir="unused",
@@ -92,6 +99,7 @@ def make_spec(prefix_caching=False):
         max_num_seqs=2,
         max_model_len=32,
         enable_prefix_caching=prefix_caching,
+        resets_prefix_cache=resets_prefix_cache,
     )
 
 
@@ -145,6 +153,57 @@ def test_prefix_cache_is_reset_before_a_round_or_the_round_is_refused(usage):
     assert llm.resets == 1
     with pytest.raises(RuntimeError, match="prefix cache could not be reset"):
         engine.run_round(llm, make_spec(prefix_caching=True), [make_request("a", 4, 1)])
+
+
+def test_prefixes_may_live_on_from_round_to_round(usage):
+    llm = FakeLLM(usage)
+    spec = make_spec(prefix_caching=True, resets_prefix_cache=False)
+    for _ in range(2):
+        engine.run_round(llm, spec, [make_request("a", 4, 1)])
+    assert llm.resets == 0
+
+
+def test_a_client_goes_away_after_the_tokens_it_wanted(usage):
+    llm = FakeLLM(usage)
+    requests = [
+        make_request("stays", 4, 6),
+        make_request("leaves", 4, 6, abort_after_tokens=2),
+        make_request("leaves at once", 4, 6, arrival_s=2 * STEP_S, abort_after_tokens=1),
+    ]
+    result = engine.run_round(llm, make_spec(), requests)
+    assert llm.aborted == ["leaves", "leaves at once"]
+    assert result.aborted_ids == ["leaves", "leaves at once"]
+    assert [len(tokens) for tokens in result.output_token_ids] == [6, 2, 1]
+    assert result.num_output_tokens == 9
+    assert [times.num_output_tokens for times in result.requests] == [6]
+
+
+def test_a_request_that_ends_before_its_client_leaves_is_not_aborted(usage):
+    llm = FakeLLM(usage)
+    result = engine.run_round(llm, make_spec(), [make_request("a", 4, 3, abort_after_tokens=3)])
+    assert llm.aborted == []
+    assert result.aborted_ids == []
+
+
+def test_changes_of_the_expansion_are_noted_with_their_step(usage):
+    gauge = Gauge("vllm:tiered_kv_expansion", "made up")
+
+    class Adapting(FakeLLM):
+        def step(self):
+            outputs = super().step()
+            left = self._left.get("a", 0)
+            gauge.set({4: 1.0, 3: 1.5, 2: 1.5, 1: 2.0, 0: 1.0}[left])
+            return outputs
+
+    try:
+        result = engine.run_round(Adapting(usage), make_spec(), [make_request("a", 4, 5)])
+    finally:
+        REGISTRY.unregister(gauge)
+    levels = [(level.step, level.expansion) for level in result.expansions]
+    assert levels == [(1, 1.0), (2, 1.5), (4, 2.0), (5, 1.0)]
+    seconds = [level.seconds for level in result.expansions]
+    assert seconds == sorted(seconds)
+    assert seconds[0] >= STEP_S
 
 
 def test_counters_of_seconds_keep_their_fractions(usage):

@@ -38,6 +38,9 @@ def test_figures_of_a_round():
     assert figures["tokens_per_s"] == 200.0
     assert figures["mean_tpot_ms"] == pytest.approx(100.0)
     assert figures["mean_ttft_ms"] == pytest.approx((250 + 1000) / 2)
+    # From arrival to the last token: 450 ms for 3 tokens, 1000 ms for 1.
+    assert figures["mean_token_latency_ms"] == pytest.approx((150 + 1000) / 2)
+    assert figures["p99_token_latency_ms"] == pytest.approx(150 + 0.99 * 850)
     assert figures["preemptions"] == 3.0
     assert figures["rss_mib"] == 3.0
     assert figures["logical_blocks"] == 64
@@ -56,6 +59,8 @@ def test_figures_of_the_plugin():
     assert figures["stall_fraction"] == pytest.approx(0.005)
     assert figures["bookkeeping_fraction"] == pytest.approx(0.05)
     assert figures["read_bytes_per_step"] == pytest.approx(5e8)
+    assert figures["read_bytes_per_token"] == 5e9 / 400
+    assert figures["write_bytes_per_token"] == 1e9 / 400
     assert figures["write_bytes_per_step"] == pytest.approx(1e8)
     assert figures["read_gb_per_s"] == pytest.approx(5.0)
     assert figures["write_gb_per_s"] == pytest.approx(2.0)

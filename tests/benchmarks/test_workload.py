@@ -55,6 +55,51 @@ def test_request_ids_are_unique(sample):
     assert len({r.request_id for r in requests(n=50)}) == 50
 
 
+def test_alpaca_like_requests_have_its_mean_lengths_whatever_the_seed(monkeypatch):
+    pairs = [(list(range(1000 * i, 1000 * i + 64)), 10) for i in range(80)]
+    monkeypatch.setattr(workload, "_tokenised_sample", lambda *_: pairs)
+    drawn = [workload.alpaca_like_requests(60, seed, "unused") for seed in (1, 2)]
+    for made in drawn:
+        prompts = [len(r.prompt_token_ids) for r in made]
+        outputs = [r.num_output_tokens for r in made]
+        assert statistics.fmean(prompts) == pytest.approx(
+            workload.ALPACA_MEAN_PROMPT_TOKENS, abs=0.5
+        )
+        assert statistics.fmean(outputs) == pytest.approx(
+            workload.ALPACA_MEAN_OUTPUT_TOKENS, abs=0.5
+        )
+        assert max(prompts) <= 64
+        assert max(outputs) <= 256
+        # The tail is long: some answers are three times the mean, half of them are below it.
+        assert max(outputs) > 150
+        assert statistics.median(outputs) < workload.ALPACA_MEAN_OUTPUT_TOKENS
+    assert drawn[0] != drawn[1]
+    assert drawn[0] == workload.alpaca_like_requests(60, 1, "unused")
+
+
+def test_alpaca_like_prompts_are_the_beginnings_of_different_conversations(monkeypatch):
+    pairs = [(list(range(1000 * i, 1000 * i + 70)), 10) for i in range(20)]
+    monkeypatch.setattr(workload, "_tokenised_sample", lambda *_: pairs)
+    made = workload.alpaca_like_requests(20, 0, "unused", rate=2.0)
+    starts = [request.prompt_token_ids[0] for request in made]
+    assert sorted(starts) == [1000 * i for i in range(20)]
+    for request in made:
+        start, length = request.prompt_token_ids[0], len(request.prompt_token_ids)
+        assert request.prompt_token_ids == tuple(range(start, start + length))
+    assert made[-1].arrival_s > 0
+
+
+def test_more_alpaca_like_requests_than_long_enough_prompts_are_refused(sample):
+    with pytest.raises(ValueError, match=r"n=30 requests, but only \d+ prompts"):
+        workload.alpaca_like_requests(30, 0, "unused")
+
+
+@pytest.mark.parametrize(("n", "mean", "longest"), [(0, 5.0, 10), (3, 1.0, 10), (3, 10.0, 10)])
+def test_lengths_that_cannot_have_the_mean_are_refused(n, mean, longest):
+    with pytest.raises(ValueError, match=f"{n} lengths of mean {mean} and at most {longest}"):
+        workload.lognormal_lengths(n, mean, 0.5, longest)
+
+
 @pytest.mark.parametrize("n", [0, 51])
 def test_a_number_the_sample_does_not_hold_is_refused(sample, n):
     with pytest.raises(ValueError, match=f"n={n} requests, but the ShareGPT sample holds 1 to 50"):

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a disk gives: plain sequential O_DIRECT writes and reads, one at a time.
+
+The figure that a storage tier's traffic is put in relation to. Not a device benchmark: one thread,
+queue depth 1, 1 MiB a call; a device may give more to many readers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_CALL_BYTES = 1 << 20  # above 256 KiB a call no longer decides the rate of common SSDs
+
+
+def probe_disk(directory: Path, num_bytes: int) -> dict[str, Any]:
+    """Write and read `num_bytes` in `directory`; return GB/s of each, and whether it was direct.
+
+    Where the file system refuses O_DIRECT, the reads may come from the page cache: `is_direct` then
+    is false. Raises ValueError unless `num_bytes` is a multiple of 1 MiB above 0.
+    """
+    if num_bytes <= 0 or num_bytes % _CALL_BYTES:
+        raise ValueError(f"{num_bytes} bytes: expected a multiple of {_CALL_BYTES} above 0")
+    handle, name = tempfile.mkstemp(prefix=".disk-probe.", dir=directory)
+    os.close(handle)
+    try:
+        descriptor, is_direct = _open(name)
+        try:
+            # Anonymous memory is page-aligned, as O_DIRECT asks for.
+            with mmap.mmap(-1, _CALL_BYTES) as buffer:
+                buffer[:] = os.urandom(_CALL_BYTES)  # no disk compresses it away
+                write_s = _timed(descriptor, buffer, num_bytes, os.pwritev)
+                read_s = _timed(descriptor, buffer, num_bytes, os.preadv)
+        finally:
+            os.close(descriptor)
+    finally:
+        os.unlink(name)
+    return {
+        "write_gb_per_s": num_bytes / write_s / 1e9,
+        "read_gb_per_s": num_bytes / read_s / 1e9,
+        "num_bytes": num_bytes,
+        "is_direct": is_direct,
+    }
+
+
+def _open(name: str) -> tuple[int, bool]:
+    try:
+        return os.open(name, os.O_RDWR | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(name, os.O_RDWR), False
+
+
+def _timed(descriptor: int, buffer: mmap.mmap, num_bytes: int, call: Any) -> float:
+    """Return the seconds of one pass. Raises OSError for a call that moved fewer bytes."""
+    start = time.perf_counter()
+    for offset in range(0, num_bytes, _CALL_BYTES):
+        moved = call(descriptor, [buffer], offset)
+        if moved != _CALL_BYTES:
+            raise OSError(errno.EIO, f"{moved} of {_CALL_BYTES} bytes at offset {offset}")
+    os.fdatasync(descriptor)
+    return time.perf_counter() - start

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the plugin's structures at every engine step, in an engine process that asks for it.
+
+The plugin's own `check_integrity()` state the conservation laws (pages, blocks, homes) and raise
+IntegrityError with the numbers; here they are only called, after each step is planned and after
+each step has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_checks_made = 0
+
+
+def num_checks() -> int:
+    """Return how many checks were made in this process, each of them passed."""
+    return _checks_made
+
+
+def install() -> None:
+    """Have every scheduler and worker of the plugin checked from now on (call once)."""
+    from vllm_tiered.adapter.scheduler import TieredScheduler
+    from vllm_tiered.adapter.worker import TieredWorker
+
+    check_after(TieredScheduler, "build_metadata", lambda scheduler: scheduler.elastic)
+    check_after(TieredWorker, "end_step", lambda worker: worker.swapper)
+
+
+def check_after(owner: type, method_name: str, part_of: Callable[[Any], Any]) -> None:
+    """Call `part_of(self).check_integrity()` after each call of the owner's method."""
+    method = getattr(owner, method_name)
+
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _checks_made
+        result = method(self, *args, **kwargs)
+        part_of(self).check_integrity()
+        _checks_made += 1
+        return result
+
+    setattr(owner, method_name, checked)
