@@ -80,7 +80,7 @@ PROFILES: Mapping[str, Settings] = {
         budget=0.25,
         loads=(1.0, 2.0),
         expansions=(2.0,),
-        num_requests=20,
+        num_requests=14,
         max_repeats=1,
     ),
     "full": Settings(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput when the KV cache does not fit: vLLM alone, with the plugin, and with all it wants.
 
-The workload (ShareGPT lengths, all requests at once) is first run by vLLM with unlimited KV, which
-gives its peak KV demand. Then, at each budget (a share of that demand), vLLM alone, the plugin at
-each fixed expansion and with the adaptive one (`auto`), and the unlimited vLLM, the ceiling, run
-the same requests in interleaved rounds. They differ in nothing but `additional_config` and the
-ceiling's KV size. Pie's figures 6 and 7.
+The workload (ShareGPT or Alpaca-like, all requests at once) is first run by vLLM with unlimited KV,
+which gives its peak KV demand. Then, at each budget (a share of that demand), vLLM alone, the
+plugin at each fixed expansion and with the adaptive one (`auto`), and the unlimited vLLM, the
+ceiling, run the same requests in interleaved rounds. They differ in nothing but `additional_config`
+and the ceiling's KV size. Pie's figures 6 and 7.
 
 Choices:
 
@@ -39,12 +39,13 @@ from benchmarks.kv_summary import (
     summarise,
     summarise_budget,
 )
+from benchmarks.kv_workloads import workload
 from benchmarks.model import demo_model_dir
 from benchmarks.progress import Step
 from benchmarks.runner import Engine, engines, interleave, require_equal
 from benchmarks.summary import summarise_rounds
 from benchmarks.tables import markdown, number
-from benchmarks.workload import Request, sharegpt_requests, warmup_requests
+from benchmarks.workload import Request, warmup_requests
 
 RESULT_KEYS = (
     "throughput_ratio_vs_vllm",
@@ -80,6 +81,7 @@ class Settings:
     prefix_caching: bool = False
     control_budget: float = 0.25
     control_expansion: float = 2.0
+    workload: str = "sharegpt"
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
@@ -101,6 +103,7 @@ PROFILES: Mapping[str, Settings] = {
         expansions=(1.0, 2.0),
         control_requests=12,
         max_repeats=4,
+        auto_warmup_rounds=1,
     ),
     "full": Settings(
         num_requests=36,
@@ -127,7 +130,8 @@ def num_steps(settings: Settings) -> int:
 def run(settings: Settings, step: Step) -> dict[str, Any]:
     """Measure; see the module's docstring. Raises MeasurementError if outputs differ."""
     model_dir = demo_model_dir()
-    requests = sharegpt_requests(
+    source = workload(settings.workload)
+    requests = source.draw(
         settings.num_requests,
         settings.seed,
         model_dir,
@@ -164,7 +168,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         "demand_blocks": demand_blocks,
         "demand_bytes": demand_bytes,
         "workload": {
-            "source": "ShareGPT_V3",
+            "source": source.source,
             "model": model_dir.name,
             "dtype": "bfloat16",
             "requests": len(requests),

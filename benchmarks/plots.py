@@ -7,7 +7,7 @@ reported comes from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,9 +168,10 @@ def _adaptive_bars(axes: Axes, result: Result) -> None:
         label="auto",
     )
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks([case + 0.4 for case in range(len(cases))], [name for name, _ in cases])
+    _name_groups(axes, [name for name, _ in cases], width)
     axes.tick_params(axis="x", labelsize="small")
     axes.set_ylabel("throughput over the best fixed")
+    axes.set_ylim(0, 1.25)
     axes.legend(fontsize="x-small", ncols=4)
 
 
@@ -182,15 +183,21 @@ def _storage_bars(axes: Axes, result: Result) -> None:
         systems["vLLM alone"].append(entry["vllm"]["tokens_per_s"])
         for tier, title in (("host", "host memory"), ("storage", "SSD")):
             for key, summary in entry[tier].items():
-                systems.setdefault(f"{title}, {key}", []).append(summary["tokens_per_s"])
+                system = f"{title}, {key if key == 'auto' else f'x{key}'}"
+                systems.setdefault(system, []).append(summary["tokens_per_s"])
     width = 0.8 / len(systems)
     for index, (system, rates) in enumerate(systems.items()):
         positions = [budget + index * width for budget in range(len(budgets))]
         axes.bar(positions, rates, width, label=system)
-    axes.set_xticks([budget + 0.4 for budget in range(len(budgets))], budgets)
+    _name_groups(axes, budgets, width)
     axes.set_xlabel("near-tier KV over the demand")
     axes.set_ylabel("tokens/s")
     axes.legend(fontsize="small")
+
+
+def _name_groups(axes: Axes, names: Sequence[str], width: float) -> None:
+    """Put a name under the middle of each group of bars, which together are 0.8 wide."""
+    axes.set_xticks([group + (0.8 - width) / 2 for group in range(len(names))], names)
 
 
 def _resident_memory(axes: Axes, result: Result) -> None:

@@ -41,9 +41,11 @@ def test_json_round_trip(config):
 
 @given(CONFIGS)
 def test_every_value_may_be_text(config):
-    given = {key: value for key, value in config.to_dict()["kv"].items() if value is not None}
-    as_text = {key: str(value) for key, value in given.items()}
-    assert TieredConfig.from_dict({"kv": as_text}) == config
+    as_text = {
+        section: {key: str(value) for key, value in keys.items() if value is not None}
+        for section, keys in config.to_dict().items()
+    }
+    assert TieredConfig.from_dict(as_text) == config
 
 
 def test_given_keys_go_over_the_defaults():

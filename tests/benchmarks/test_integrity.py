@@ -51,3 +51,14 @@ def test_what_a_check_finds_ends_the_step_and_does_not_count(owner):
     with pytest.raises(ValueError, match="value 10"):
         owner.step(10)
     assert integrity.num_checks() == before
+
+
+def test_what_is_checked_is_there(monkeypatch):
+    targets = []
+    monkeypatch.setattr(integrity, "check_after", lambda *target: targets.append(target))
+    integrity.install()
+    assert [(owner.__name__, method) for owner, method, _ in targets] == [
+        ("TieredScheduler", "build_metadata"),
+        ("TieredWorker", "end_step"),
+    ]
+    assert all(callable(getattr(owner, method)) for owner, method, _ in targets)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -213,7 +214,8 @@ def run_with_fakes(monkeypatch, plan, tokens_of, settings=SETTINGS):
     fakes = FakeEngines(answer_in(lambda spec: 2.0 if spec.tiered else 4.0, tokens_of))
     monkeypatch.setattr(kv_swap, "engines", fakes)
     monkeypatch.setattr(kv_swap, "demo_model_dir", lambda: plan.model_dir)
-    monkeypatch.setattr(kv_swap, "sharegpt_requests", lambda *_: plan.requests)
+    source = SimpleNamespace(source="made up", draw=lambda *_: plan.requests)
+    monkeypatch.setattr(kv_swap, "workload", lambda name: source)
     return kv_swap.run(settings, steps.append), steps, fakes.specs
 
 

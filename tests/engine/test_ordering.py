@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Late, slow and poisoned copies: the engine waits for exactly what it needs."""
 
-from typing import cast
-
 import pytest
 
 from tests.doubles import DelayedDevice
 from tests.engine.harness import random_prompts, run, vllm_tokens
 from vllm_tiered.adapter import worker
-from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Device
+from vllm_tiered.kv.far_tier import FarTier
 
 PROMPTS = random_prompts(8, seed=20)
 
@@ -52,18 +49,7 @@ def test_delayed_copies_with_preemption_and_prefix_cache(delayed, force_far_laye
 
 def test_these_tests_fail_without_the_wait(delayed, force_far_layers, monkeypatch) -> None:
     """The same run with the wait left out gives other tokens: poisoned pages are noticed."""
-    original = Swapper.wait_layer
-
-    def publish_without_waiting(self: Swapper, layer: int) -> None:
-        device, self._device = self._device, cast(Device, NoWait())
-        original(self, layer)
-        self._device = device
-
-    class NoWait:
-        def wait(self, event: object) -> float:
-            return 0.0
-
-    monkeypatch.setattr(Swapper, "wait_layer", publish_without_waiting)
+    monkeypatch.setattr(FarTier, "wait", lambda self, event: 0.0)
     force_far_layers(3)
     delayed(seed=1, max_delay_seconds=0.01)
     result = run("opt", PROMPTS, {}, kv_cache_memory_bytes=14 << 20)

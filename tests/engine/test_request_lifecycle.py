@@ -183,7 +183,7 @@ def test_streamed_sessions_are_aborted_when_scheduled_ahead() -> None:
             connector._schedules_ahead = ahead
             for resumable in (False, True):
                 request = SimpleNamespace(
-                    request_id="a", resumable=resumable, abort_immediately=False
+                    request_id="a", resumable=resumable, abort_immediately=False, num_tokens=1
                 )
                 connector.on_new_request(request)
                 assert request.abort_immediately is (resumable and ahead)

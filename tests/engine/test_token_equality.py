@@ -94,4 +94,5 @@ def test_preemption(policy) -> None:
 def test_auto_expansion_is_the_default() -> None:
     result = run("demo", PROMPTS, {}, kv_cache_memory_bytes=64 << 20)
     assert result.tokens == vllm_tokens("demo", PROMPTS)
-    assert result.manifest["kv"]["expansion"] == 2.0
+    assert result.manifest["kv"]["expansion"] == 1.0
+    assert result.manifest["kv"]["max_far_layers"] == 24
