@@ -46,6 +46,7 @@ def calibration_case(near_blocks: int) -> Case:
         near_bytes=near_blocks * model.num_layers * model.page_bytes(32),
         block_tokens=32,
         max_num_seqs=36,
+        tails_stay=True,
         noise=0.0,
     )
 

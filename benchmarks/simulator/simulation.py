@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ class Case:
 
     Attributes:
         near_bytes: KV budget.
+        tails_stay: partly filled blocks stay near in far layers, as with fixed expansions.
         noise: standard deviation of the logarithm of a step's time.
         interval_s: of the timeline.
     """
@@ -35,6 +37,7 @@ class Case:
     max_num_seqs: int = 256
     max_batched_tokens: int = 2048
     max_expansion: float = 4.0
+    tails_stay: bool = False
     noise: float = 0.05
     seed: int = 0
     interval_s: float = 1.0
@@ -53,16 +56,10 @@ class Case:
             near_pages=near_pages,
             max_far_layers=most,
             max_blocks=near_pages,
+            tails_stay=self.tails_stay,
         )
         blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
-        return KvLevels(
-            num_layers=n,
-            page_bytes=page_bytes,
-            block_tokens=self.block_tokens,
-            near_pages=near_pages,
-            max_far_layers=most,
-            max_blocks=blocks,
-        )
+        return dataclasses.replace(levels, max_blocks=blocks)
 
     def _is_allowed(self, far_layers: int) -> bool:
         return expansion_of(self.model.num_layers, far_layers) <= self.max_expansion
@@ -186,7 +183,9 @@ class _Simulation:
         work = scheduler.schedule()
         level = expansion.far_layers
         was_settled = expansion.is_settled
-        read_blocks = max(0, work.used_blocks - work.num_requests)
+        # Of blocks that change, only the way back is on the link that is modelled, the reads'.
+        num_tails = work.num_requests if self._levels.tails_stay else 0
+        read_blocks = max(0, work.used_blocks - num_tails)
         time = self._timer.step(
             far_layers=level,
             scheduled_tokens=work.scheduled_tokens,

@@ -26,6 +26,7 @@ class Setup:
         spare_pages: near pages beyond the fewest for that.
         unused_blocks: blocks that the far tier has no room for, if there are so many.
         adaptive: start without far layers and change up to ``far_layers`` while requests run.
+        tails_stay: partly filled blocks stay near in rotating layers.
     """
 
     num_layers: int = 4
@@ -38,6 +39,7 @@ class Setup:
     ahead: bool = False
     defer_frees: bool = False
     adaptive: bool = False
+    tails_stay: bool = True
 
     @property
     def levels(self) -> KvLevels | None:
@@ -49,14 +51,14 @@ class Setup:
             "block_tokens": self.block_tokens,
             "max_far_layers": self.far_layers,
         }
-        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0)
+        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0, tails_stay=self.tails_stay)
         fewest = max(
             boundless.geometry(far_layers).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
             for far_layers in range(self.far_layers + 1)
         )
         rows = 1 + -(-(fewest + self.spare_pages) // self.num_layers)
         near_pages = rows * self.num_layers
-        levels = KvLevels(**sizes, near_pages=near_pages, max_blocks=near_pages)
+        levels = replace(boundless, near_pages=near_pages, max_blocks=near_pages)
         limits = [levels.block_limit(far_layers, 0) for far_layers in range(self.far_layers + 1)]
         return replace(levels, max_blocks=max(limits))
 
@@ -76,10 +78,9 @@ class Setup:
             "page_bytes": 8 * self.block_tokens,
             "block_tokens": self.block_tokens,
         }
-        fewest = KvGeometry(**sizes, near_pages=0).pages_needed(
-            self.sure_blocks, TAILS_WHILE_PREFILLING
-        )
-        return KvGeometry(**sizes, near_pages=fewest + self.spare_pages)
+        boundless = KvGeometry(**sizes, near_pages=0, tails_stay=self.tails_stay)
+        fewest = boundless.pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
+        return replace(boundless, near_pages=fewest + self.spare_pages)
 
     @property
     def usable_blocks(self) -> int:

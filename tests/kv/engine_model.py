@@ -38,7 +38,11 @@ class EngineModel:
         self.max_running = max_running
         self.ahead = ahead
         self.pool = BlockPool(usable_blocks + 1)
-        self.planner = StepPlanner(num_blocks=usable_blocks + 1, block_tokens=geometry.block_tokens)
+        self.planner = StepPlanner(
+            num_blocks=usable_blocks + 1,
+            block_tokens=geometry.block_tokens,
+            tails_stay=geometry.tails_stay,
+        )
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()

@@ -32,6 +32,7 @@ def setups(draw):
         ahead=draw(st.booleans()),
         defer_frees=draw(st.booleans()),
         adaptive=adaptive,
+        tails_stay=draw(st.booleans()),
     )
 
 

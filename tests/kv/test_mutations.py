@@ -7,7 +7,7 @@ schedules must fail under it, as it must pass without.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ SETUPS = (
     Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
     Setup(num_layers=5, far_layers=4, sure_blocks=4, spare_pages=4, adaptive=True),
     Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
+    Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, tails_stay=False),
+    Setup(num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, tails_stay=False),
 )
 HASTES = (0.0, 0.4, 1.0)
 SEEDS = range(4)
@@ -96,19 +98,27 @@ def read_before_earlier_writes(original):
     return read
 
 
-def read_into_area_that_is_written_out(original):
-    def read(self, position):
-        self._areas[position % len(self._areas)].vacated = ()
-        return original(self, position)
-
-    return read
-
-
 def write_nothing(original):
     def write(self, pages, far, far_pages):
         self.last_write = (self._device.compute_event(),)
 
     return write
+
+
+def submit_no_writes(original):
+    def submit_writes(self, writes, reads):
+        self.last_write = (self._device.compute_event(),)
+        return [], self._device.submit_together(reads)
+
+    return submit_writes
+
+
+def read_before_area_is_written_out(original):
+    def submit_writes(self, writes, reads):
+        events = self._device.submit_together(reads) if reads else []
+        return original(self, writes, [])[0], events
+
+    return submit_writes
 
 
 def flush_nothing(original):
@@ -217,6 +227,13 @@ def forget_that_blocks_are_reused(original):
     return begin_step
 
 
+def forget_that_tails_change(original):
+    def end_step(self, plan):
+        original(self, replace(plan, extend=plan.extend[:0]))
+
+    return end_step
+
+
 def shrink_before_blocks_fit(original):
     return property(lambda self: 0)
 
@@ -225,9 +242,10 @@ MUTATIONS = (
     Mutation(Swapper, "wait_layer", wait_layer_does_not_wait, WrongKv),
     Mutation(Swapper, "_read", read_before_earlier_writes, WrongKv),
     Mutation(Swapper, "_flush_tails", flush_nothing, WrongKv),
-    Mutation(Swapper, "_read", read_into_area_that_is_written_out, WrongKv),
     Mutation(FarTier, "write_pages", write_nothing, WrongKv),
     Mutation(FarTier, "write_pages", write_all_but_one_page, WrongKv),
+    Mutation(FarTier, "submit_writes", submit_no_writes, WrongKv),
+    Mutation(FarTier, "submit_writes", read_before_area_is_written_out, WrongKv),
     Mutation(FarTier, "write_pages", write_twice, AssertionError, check_bytes=True),
     Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
     Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
@@ -240,6 +258,7 @@ MUTATIONS = (
     Mutation(FarTier, "read", return_without_reading, WrongKv),
     Mutation(Relocator, "wait", use_returning_layers_at_once, WrongKv),
     Mutation(Relocator, "begin_step", forget_that_blocks_are_reused, WrongKv),
+    Mutation(Relocator, "end_step", forget_that_tails_change, WrongKv),
     Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),
     Mutation(elastic, "TAILS_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
     Mutation(ElasticBlocks, "blocks_to_withhold", withhold_one_too_few, IntegrityError),

@@ -179,7 +179,7 @@ def test_a_plan_that_does_not_fit_is_refused():
 def test_a_layer_that_was_staged_must_be_computed():
     swapper, _ = make_swapper()
     swapper.begin_step(plan_of(read=[1]))
-    with pytest.raises(IntegrityError, match="layer 1 was staged and never computed"):
+    with pytest.raises(IntegrityError, match="never computed"):
         swapper.end_step()
 
 

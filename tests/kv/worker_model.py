@@ -239,16 +239,22 @@ class WorkerModel:
         block_tokens = self._geometry.block_tokens
         read: set[int] = set()
         touched: set[int] = set()
+        extended: set[int] = set()
         filled: list[int] = []
         for part in step.parts:
-            first = part.scheduled.computed_tokens // block_tokens
+            first, partial = divmod(part.scheduled.computed_tokens, block_tokens)
             read.update(part.blocks[:first])
+            extended.update(part.blocks[first : first + bool(partial)])
             touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
             filled += part.blocks[first : part.end_tokens // block_tokens]
         assert len(set(filled)) == len(filled)
         per_block = len(order.rotating) * self._geometry.page_bytes
-        self._expected[Direction.READ] += len(read - touched) * per_block
-        self._expected[Direction.WRITE] += len(filled) * per_block
+        num_read, num_written = len(read - touched), len(filled)
+        if not self._geometry.tails_stay:
+            num_read += len(extended)
+            num_written = len(touched)
+        self._expected[Direction.READ] += num_read * per_block
+        self._expected[Direction.WRITE] += num_written * per_block
         if self._check_bytes:
             assert self.device.submitted == self._expected
         if self._poison_freed:

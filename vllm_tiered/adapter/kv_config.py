@@ -67,6 +67,11 @@ class KvPlan:
         return self.levels.max_far_layers if self.levels else self.order.far_layers
 
     @property
+    def tails_stay(self) -> bool:
+        """Whether partly filled blocks stay near in rotating layers."""
+        return self.geometry.tails_stay
+
+    @property
     def far_bytes(self) -> int:
         """Far-tier bytes reserved; the system gives them when they are first written."""
         return len(self.far_layers) * self.num_blocks * self.geometry.page_bytes
@@ -141,6 +146,8 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
         near_pages=near_pages,
         max_far_layers=far_layers[-1],
         max_blocks=near_pages,
+        # On an SSD a page that changes in every step would be written in every step.
+        tails_stay=kv.tier == "storage",
     )
     return with_max_far_layers(levels, far_layers[-1])
 

@@ -66,7 +66,9 @@ class TieredScheduler:
         self._plan = plan
         self._world_size = world_size
         self._planner = StepPlanner(
-            num_blocks=plan.num_blocks, block_tokens=plan.geometry.block_tokens
+            num_blocks=plan.num_blocks,
+            block_tokens=plan.geometry.block_tokens,
+            tails_stay=plan.tails_stay,
         )
         self.elastic = ElasticBlocks(geometry=plan.geometry, usable_blocks=plan.num_blocks - 1)
         self.adaptive: AdaptiveExpansion | None = None
@@ -273,11 +275,11 @@ class TieredScheduler:
             self.elastic.progress(request_id, computed_tokens)
             self._follow(request_id, computed_tokens + scheduled[request_id])
             yield ScheduledRequest(
-                request_id=request_id,
-                new_block_ids=block_ids[0] if block_ids else (),
-                restarts=request_id in cached.resumed_req_ids,
-                computed_tokens=computed_tokens,
-                scheduled_tokens=scheduled[request_id],
+                request_id,
+                block_ids[0] if block_ids else (),
+                request_id in cached.resumed_req_ids,
+                computed_tokens,
+                scheduled[request_id],
             )
 
     def _follow(self, request_id: str, end_tokens: int) -> None:

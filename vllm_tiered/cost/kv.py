@@ -10,7 +10,10 @@ some are *pinned* (their pages stay near) and the others *rotate* through stagin
     └──────────────────────────────────────┴──────────────────────┴─────────────────────┘
 
 T counts tail slots: a running request's last, partly filled block stays near in every
-rotating layer, so it is neither staged nor written before it is full.
+rotating layer, so it is neither staged nor written before it is full. Or tails do not stay
+(``tails_stay``): they are staged like full blocks and written out after every step that adds to
+them, and T is 0. That moves a page more per request, layer and step, and holds more blocks: with 4
+blocks a request and 22 of 30 layers far, half as many again.
 """
 
 from dataclasses import dataclass
@@ -57,6 +60,8 @@ class KvGeometry:
         page_bytes: bytes of one block in one layer.
         block_tokens: tokens a block holds.
         near_pages: pages of the near-tier pool (P).
+        tails_stay: partly filled blocks stay near in rotating layers; otherwise tail slots cost
+            nothing.
     """
 
     num_layers: int
@@ -65,6 +70,7 @@ class KvGeometry:
     page_bytes: int
     block_tokens: int
     near_pages: int
+    tails_stay: bool = True
 
     @property
     def rotating_layers(self) -> int:
@@ -80,6 +86,7 @@ class KvGeometry:
         The staging areas must at least hold one layer of every block, however few tails
         are in use, or a step might not run at all: hence the lower bound.
         """
+        tail_slots *= self.tails_stay
         staged = max(self.areas * (granted_blocks - tail_slots), granted_blocks)
         return (
             self.pinned_layers * granted_blocks
@@ -89,6 +96,7 @@ class KvGeometry:
 
     def block_limit(self, tail_slots: int) -> int:
         """The most usable blocks that fit beside ``tail_slots`` tails (0 if none do)."""
+        tail_slots *= self.tails_stay
         free = self.near_pages - self.rotating_layers * tail_slots
         if not self.areas:
             return max(0, free // self.pinned_layers)
@@ -116,6 +124,7 @@ class KvLevels:
         near_pages: pages of the near-tier pool (P).
         max_far_layers: what ``max_expansion``, the far budget and the model allow.
         max_blocks: usable blocks of the engine's pool; no level grants more.
+        tails_stay: see ``KvGeometry``.
     """
 
     num_layers: int
@@ -124,6 +133,7 @@ class KvLevels:
     near_pages: int
     max_far_layers: int
     max_blocks: int
+    tails_stay: bool = True
 
     def geometry(self, far_layers: int) -> KvGeometry:
         """The sizes with ``far_layers`` spread over the model; without one they are vLLM's own.
@@ -139,6 +149,7 @@ class KvLevels:
             page_bytes=self.page_bytes,
             block_tokens=self.block_tokens,
             near_pages=self.near_pages - null_pages,
+            tails_stay=self.tails_stay,
         )
 
     def block_limit(self, far_layers: int, tail_slots: int) -> int:

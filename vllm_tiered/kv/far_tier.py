@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class FarHomes:
 
 
 class FarTier:
-    """Far copies of full blocks. A page is written when its block is full, and never changed.
+    """Far copies of blocks: of full ones, written once; of tails, if those do not stay near.
 
     Args:
         device: copies; the slabs are allocated from it.
@@ -94,6 +94,19 @@ class FarTier:
         computed = (self._device.compute_event(),)
         event = self._device.copy(Direction.WRITE, self._near, pages, far, far_pages, computed)
         self.last_write = (event,)
+
+    def submit_writes(
+        self,
+        writes: Sequence[tuple[Copy, tuple[Event, ...]]],
+        reads: Sequence[tuple[Copy, tuple[Event, ...]]],
+    ) -> tuple[list[Event], list[Event]]:
+        """Queue prepared writes, and reads behind all of them, each with what it must wait for."""
+        if reads:
+            written, read = self._device.submit_in_turn(writes, reads)
+        else:
+            written, read = self._device.submit_together(writes), []
+        self.last_write = (written[-1],)
+        return written, read
 
     def read(self, layer: int, block_ids: PageIds, pages: PageIds) -> Event:
         """Read blocks of a layer into near ``pages`` that nothing submitted later uses before."""

@@ -86,6 +86,7 @@ class MappingTable:
             (num_layers, num_blocks), self.HOLE, dtype=np.int32
         )
         self.rows = [LayerRow(Home.NEAR, None, None, State.IN_NEAR) for _ in range(num_layers)]
+        self.num_staged = 0  # rows that have an area
         self.follow(order)
 
     def follow(self, order: SwapOrder) -> None:
@@ -124,6 +125,7 @@ class MappingTable:
             raise _illegal(layer, row, State.SWAP_IN)
         row.state = State.SWAP_IN
         row.area = area
+        self.num_staged += 1
 
     def publish(self, layer: int, step: int) -> None:
         """Second phase: the copy is confirmed, the layer may be computed (and is)."""
@@ -140,6 +142,7 @@ class MappingTable:
             raise _illegal(layer, row, State.IN_FAR)
         row.state = State.IN_FAR
         row.area = None
+        self.num_staged -= 1
 
     def check_integrity(self) -> None:
         """Pinned rows stay near, far pointers are the rotating rows', no two rows share an area.
@@ -155,6 +158,8 @@ class MappingTable:
                 raise IntegrityError(f"layer {layer} is homed {row.home.value}: {row}")
             if (row.area is not None) != (row.state not in (State.IN_NEAR, State.IN_FAR)):
                 raise IntegrityError(f"layer {layer} is {row.state.name} with area {row.area}")
+        if len(areas) != self.num_staged:
+            raise IntegrityError(f"{self.num_staged} layers staged, in areas {areas}")
 
 
 def _illegal(layer: int, row: LayerRow, state: State) -> IntegrityError:

@@ -33,7 +33,7 @@ class PagePool:
 
     def count(self, owner: Owner) -> int:
         """Pages that ``owner`` holds."""
-        return int(np.count_nonzero(self._owner == owner))
+        return int(np.count_nonzero(self._owner == int(owner)))  # numpy is slow with enums
 
     @property
     def num_free(self) -> int:
@@ -53,10 +53,10 @@ class PagePool:
         Raises:
             IntegrityError: fewer are free even then. No state changes.
         """
-        free = np.flatnonzero(self._owner == Owner.FREE)
+        free = self._free_pages()
         if len(free) < num_pages:
             self.free_at_least(num_pages)
-            free = np.flatnonzero(self._owner == Owner.FREE)
+            free = self._free_pages()
         if len(free) < num_pages:
             raise IntegrityError(
                 f"{num_pages} pages asked for {owner.name}, {len(free)} of {self.num_pages} free "
@@ -64,7 +64,7 @@ class PagePool:
             )
         low_end = num_pages if owner is not Owner.STAGING else None
         pages = free[:low_end] if low_end is not None else free[len(free) - num_pages :]
-        self._owner[pages] = owner
+        self._owner[pages] = int(owner)
         return pages
 
     def claim(self, pages: PageIds, owner: Owner) -> None:
@@ -78,7 +78,7 @@ class PagePool:
     def transfer(self, pages: PageIds, owner: Owner, to: Owner) -> None:
         """Pages change their owner and keep what is in them."""
         self._leave(pages, owner)
-        self._owner[pages] = to
+        self._owner[pages] = int(to)
 
     def free(self, pages: PageIds, owner: Owner) -> None:
         """Give back pages that ``owner`` holds and nothing reads any more.
@@ -97,7 +97,7 @@ class PagePool:
         """Take back the draining pages whose copies are done, oldest first."""
         while self._draining and self._draining[0][0].done():
             _, pages = self._draining.popleft()
-            self._owner[pages] = Owner.FREE
+            self._owner[pages] = int(Owner.FREE)
 
     def describe(self) -> str:
         """Pages per owner, for messages."""
@@ -115,6 +115,9 @@ class PagePool:
         if not np.isin(self._owner, [int(owner) for owner in Owner]).all():
             raise IntegrityError("a page has an unknown owner")
 
+    def _free_pages(self) -> PageIds:
+        return np.flatnonzero(self._owner == int(Owner.FREE))
+
     def _leave(self, pages: PageIds, owner: Owner) -> None:
-        if not (self._owner[pages] == owner).all():
+        if not (self._owner[pages] == int(owner)).all():
             raise IntegrityError(f"pages {pages.tolist()} are not all {owner.name}'s")

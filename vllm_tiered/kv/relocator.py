@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers change their home between steps, while requests run (Pie, sections 3.4.2 and 4.1).
 
-KV is append-only, so all that must be known is which blocks are full and of which layers the far
-tier has them. A layer that leaves writes out what it does not have there yet, and keeps its tails
-where they are; one that returns is read back whole. A layer that left before and comes again
-finds its old blocks still in place.
+KV is append-only, so all that must be known is which blocks hold tokens that are not a tail's, and
+of which layers the far tier has them as they are now. A layer that leaves writes out what it does
+not have there yet, and keeps its tails where they are; one that returns is read back whole. A layer
+that left before and comes again finds its old blocks still in place. Where tails do not stay near,
+they are blocks like others, which change.
 """
 
 from collections.abc import Iterable
@@ -35,7 +36,9 @@ class Relocator:
         self._far = far
         self._is_idle = True  # nothing is far, and the far tier's memory is given back
         num_layers, num_blocks = table.pages.shape
-        self._is_full = np.zeros(num_blocks, dtype=np.bool_)
+        self._holds = np.zeros(num_blocks, dtype=np.bool_)
+        self._is_rotating = np.zeros(num_layers, dtype=np.bool_)
+        self._is_rotating[list(table.order.rotating)] = True
         self._is_far = np.zeros((num_layers, num_blocks), dtype=np.bool_)
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -43,28 +46,26 @@ class Relocator:
         self._settle()
         for block_ids in (plan.ring, plan.tail_acquire, plan.withheld):
             if len(block_ids):
-                self._is_full[block_ids] = False
+                self._holds[block_ids] = False
                 self._is_far[:, block_ids] = False
 
     def end_step(self, plan: StepPlan) -> None:
-        """Blocks that the step filled are full, and far in the rotating layers."""
-        for block_ids in (plan.ring, plan.tail_flush):
+        """What the step wrote is far in the rotating layers, and only there."""
+        for block_ids in (plan.ring, plan.extend, plan.tail_flush):
             if len(block_ids):
-                self._is_full[block_ids] = True
-                self._is_far[np.array(self._table.order.rotating, np.int64)[:, None], block_ids] = (
-                    True
-                )
+                self._holds[block_ids] = True
+                self._is_far[:, block_ids] = self._is_rotating[:, None]
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Blocks of which a page was lost: they are computed anew before they are used."""
         for block_id in block_ids:
-            self._is_full[block_id] = False
+            self._holds[block_id] = False
             self._is_far[:, block_id] = False
 
     def write_out(self, order: SwapOrder) -> None:
         """Write out what layers that leave under ``order`` hold, behind the next computation."""
         for layer in _added(order.rotating, self._table.order.rotating):
-            block_ids = np.flatnonzero(self._is_full & ~self._is_far[layer])
+            block_ids = np.flatnonzero(self._holds & ~self._is_far[layer])
             if len(block_ids):
                 pages = self._table.pages[layer, block_ids].astype(np.int64)
                 self._far.write([layer], block_ids, pages[None])
@@ -87,6 +88,8 @@ class Relocator:
         for layer in _added(before, order.rotating):
             self._return(layer, inner_ids, tail_ids)
         self._table.follow(order)
+        self._is_rotating[:] = False
+        self._is_rotating[list(order.rotating)] = True
 
     def wait(self, layer: int) -> float:
         """Hold compute until a layer that returns is near; seconds of standstill."""
@@ -116,7 +119,7 @@ class Relocator:
         tail_pages = self._table.pages[layer, tail_ids].astype(np.int64)
         self._pool.transfer(tail_pages, Owner.TAIL, Owner.PINNED)
         self._table.pages[layer, inner_ids] = self._pool.allocate(len(inner_ids), Owner.PINNED)
-        block_ids = np.flatnonzero(self._is_full & self._is_far[layer])
+        block_ids = np.flatnonzero(self._holds & self._is_far[layer])
         if len(block_ids):
             pages = self._table.pages[layer, block_ids].astype(np.int64)
             self.returning[layer] = self._far.read(layer, block_ids, pages)

@@ -10,6 +10,9 @@ KV is append-only, so a block lives through three stages, each a class of the pl
                  └─► full at the end of this step ───────────► `tail_flush`: written to the
                                                                 far tier, tail pages drain
     full before this step ──────────────────────────────────► `read`: staged for this step
+
+Where tails do not stay near, a block that is not full is `ring` in the step that writes it first,
+and `extend` in every later one that adds to it: staged, computed, and written out again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,7 +56,8 @@ class StepPlan:
 
     Attributes:
         read: full before this step and used by it: staged from the far tier; ascending.
-        ring: first written and filled by this step.
+        extend: partly filled before this step, which adds to them: staged, and written out again.
+        ring: first written by this step, and filled unless tails do not stay.
         tail_acquire: first written by this step and partly filled at its end.
         tail_flush: tails that this step fills.
         tail_release: tails whose requests ended or were preempted.
@@ -66,6 +70,7 @@ class StepPlan:
     """
 
     read: BlockIds = field(default_factory=_no_blocks)
+    extend: BlockIds = field(default_factory=_no_blocks)
     ring: BlockIds = field(default_factory=_no_blocks)
     tail_acquire: BlockIds = field(default_factory=_no_blocks)
     tail_flush: BlockIds = field(default_factory=_no_blocks)
@@ -106,10 +111,12 @@ class StepPlanner:
     Args:
         num_blocks: block ids are below this.
         block_tokens: tokens a block holds.
+        tails_stay: partly filled blocks stay near in rotating layers.
     """
 
-    def __init__(self, *, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, *, num_blocks: int, block_tokens: int, tails_stay: bool = True) -> None:
         self._block_tokens = block_tokens
+        self._tails_stay = tails_stay
         self._requests: dict[str, _Request] = {}
         self._is_read = np.zeros(num_blocks, dtype=np.bool_)
 
@@ -137,6 +144,7 @@ class StepPlanner:
         read: list[BlockIds] = []
         ring: list[BlockIds] = []
         acquired: list[int] = []
+        extended: list[int] = []
         flushed: list[int] = []
         for part in scheduled:
             request = self._follow(part, released)
@@ -148,20 +156,31 @@ class StepPlanner:
             first_new = full_before
             if partial:
                 tail = self._tail_at(part, request, full_before)
+                if not self._tails_stay:
+                    extended.append(tail)
                 if full_after == full_before:
-                    continue  # the tail fills further: nothing moves
+                    continue  # the tail fills further
                 request.tail = None
-                flushed.append(tail)
+                if self._tails_stay:
+                    flushed.append(tail)
                 first_new += 1
-            if first_new < full_after:
-                ring.append(request.blocks(first_new, full_after))
+            end_ring = full_after
             if partial_after:
                 request.tail = int(request.blocks(full_after, full_after + 1)[0])
-                acquired.append(request.tail)
+                if self._tails_stay:
+                    acquired.append(request.tail)
+                else:
+                    end_ring += 1
+            if first_new < end_ring:
+                ring.append(request.blocks(first_new, end_ring))
         ring_ids = np.concatenate(ring) if ring else _no_blocks()
+        extended_ids = np.array(extended, dtype=np.int64)
         flushed_ids = np.array(flushed, dtype=np.int64)
+        if not self._tails_stay:
+            released = []
         return StepPlan(
-            read=self._unique(read, ring_ids, flushed_ids),
+            read=self._unique(read, ring_ids, extended_ids, flushed_ids),
+            extend=extended_ids,
             ring=ring_ids,
             tail_acquire=np.array(acquired, dtype=np.int64),
             tail_flush=flushed_ids,

@@ -4,11 +4,11 @@
 One step, with rotating layers r0, r1, r2 … and two areas:
 
     begin_step   read r0→A, r1→B
-    r0 computes  blocks that r0 filled in A go out; then read r2→A
-    r1 computes  blocks that r1 filled in B go out; then read r3→B
+    r0 computes  blocks that r0 wrote in A go out; then read r2→A
+    r1 computes  blocks that r1 wrote in B go out; then read r3→B
     …            (layers between them are pinned and compute without a wait)
-    end_step     tails that were filled go out, all layers in one copy; areas are free,
-                 pages that a write still reads drain
+    end_step     tails that were filled go out, all layers in one copy, if tails stay near; areas
+                 are free, pages that a write still reads drain
 
 Between two steps the number of far layers may change (``relocator.py``).
 """
@@ -33,10 +33,10 @@ _NOTHING = StepPlan()
 
 @dataclass(slots=True)
 class _Area:
-    """Staging pages of one layer: those of the blocks read, those of the blocks filled."""
+    """Staging pages of one layer: of the blocks read, and of the blocks that the step writes."""
 
     read: Pages
-    ring: Pages
+    written: Pages
     vacated: tuple[Event, ...]
 
 
@@ -92,10 +92,14 @@ class Swapper:
         self._tails: set[int] = set()
         self._plan = _NOTHING
         self._areas: list[_Area] = []
-        self._ring_blocks = Pages(np.empty(0, np.int64))
-        self._staging: PageIds = np.empty(0, np.int64)
-        self._copies: list[Copy] = []
+        self._staging: PageIds = np.empty((0, 0), np.int64)
+        self._is_written = np.empty(0, np.bool_)
+        self._reads_of_step: list[Copy] = []
+        self._writes_of_step: list[Copy] = []
         self._next_read = 0
+        self._ahead = 0
+        self._together = 1
+        self._due_writes: list[int] = []
         self._follow_order()
         granted = num_blocks - 1 if granted is None else granted
         self._as_vllm = bool(orders) and not order.rotating
@@ -137,7 +141,7 @@ class Swapper:
         self._acquire_tails(plan.tail_acquire)
         if not self.order.rotating:
             return
-        self._make_areas(len(plan.read) + len(plan.ring))
+        self._make_areas()
         self._next_read = 0
         if self.order.prefetches:
             self._submit_reads(len(self._areas))
@@ -170,18 +174,20 @@ class Swapper:
         position = self._position.get(layer)
         if position is None or not self._areas:
             return
-        area = self._areas[position % len(self._areas)]
-        if not len(self._plan.ring):
-            area.vacated = (self._device.compute_event(),)
-        else:
-            self.far.write_pages(area.ring, self._slabs[position], self._ring_blocks)
-            area.vacated = self.far.last_write
+        self._areas[position % len(self._areas)].vacated = (self._device.compute_event(),)
         self.table.evict(layer)
-        if not self.order.prefetches:
-            return
-        end = min(position + len(self._areas) + 1, len(self._reads))
-        # Two by two from three areas on: each submission wakes the copying thread.
-        if end == len(self._reads) or end - self._next_read >= (len(self._areas) + 1) // 2:
+        if self._writes_of_step:
+            self._due_writes.append(position)
+        last = len(self._reads)
+        end = min(position + self._ahead, last)
+        num_due = end - self._next_read
+        if num_due < self._together and (num_due <= 0 or end < last):
+            end = self._next_read  # too few: each submission wakes a copying thread
+            if len(self._due_writes) < self._together and position + 1 < last:
+                return
+        if self._due_writes:
+            self._submit_writes(end)
+        elif self._next_read < end:
             self._submit_reads(end)
 
     def end_step(self) -> None:
@@ -192,20 +198,20 @@ class Swapper:
         """
         if self._failure is not None:  # vLLM ends a step also when its forward has raised
             raise self._failure
-        for layer in self.order.rotating:
-            if self.table.rows[layer].area is not None:
-                raise IntegrityError(f"layer {layer} was staged and never computed")
+        if self.table.num_staged:
+            staged = [at for at, row in enumerate(self.table.rows) if row.area is not None]
+            raise IntegrityError(f"layers {staged} were staged and never computed")
         plan, self._plan = self._plan, _NOTHING
         if len(plan.tail_flush):
             self._flush_tails(plan.tail_flush)
         if self._orders:
             self._relocator.end_step(plan)
-        if not len(plan.ring):
-            self.pool.free(self._staging, Owner.STAGING)
+        if not self._writes_of_step:
+            self.pool.free(self._staging.ravel(), Owner.STAGING)
         else:
-            for area in self._areas:
-                self.pool.free(area.read.ids, Owner.STAGING)
-                self.pool.drain(area.ring.ids, Owner.STAGING, self.far.last_write[0])
+            written = self._staging[:, self._is_written]
+            self.pool.free(self._staging[:, ~self._is_written].ravel(), Owner.STAGING)
+            self.pool.drain(written.ravel(), Owner.STAGING, self.far.last_write[0])
         self._areas = []
         self._staging = self._staging[:0]
 
@@ -239,7 +245,7 @@ class Swapper:
         expected = {
             Owner.PINNED: len(self.order.pinned) * len(self._granted),
             Owner.TAIL: len(self.order.rotating) * len(self._tails),
-            Owner.STAGING: sum(len(area.read) + len(area.ring) for area in self._areas),
+            Owner.STAGING: self._staging.size,
         }
         for owner, pages in expected.items():
             if self.pool.count(owner) != pages:
@@ -295,8 +301,18 @@ class Swapper:
             self.pool.free(self.table.rotating_pages(block_ids).ravel(), Owner.TAIL)
             self._tails.difference_update(block_ids.tolist())
 
-    def _make_areas(self, pages_per_area: int) -> None:
-        """As many areas as free pages give, up to the number of rotating layers."""
+    def _make_areas(self) -> None:
+        """As many areas as free pages give, up to the number of rotating layers.
+
+        An area holds the blocks read, by id, and then those that are new.
+        """
+        plan = self._plan
+        read_ids, written_ids = plan.read, plan.ring
+        if len(plan.extend):
+            read_ids = np.sort(np.concatenate([plan.read, plan.extend]))
+            written_ids = np.concatenate([plan.extend, plan.ring])
+        num_read = len(read_ids)
+        pages_per_area = num_read + len(plan.ring)
         if not pages_per_area:
             return
         rotating = len(self.order.rotating)
@@ -305,28 +321,45 @@ class Swapper:
         num_free = self.pool.free_at_least(min(wanted, STAGING_AREAS) * pages_per_area)
         count = max(1, min(wanted, num_free // pages_per_area))
         pages = self.pool.allocate(count * pages_per_area, Owner.STAGING)
-        areas = pages.reshape(count, pages_per_area)
-        self._staging = pages
-        num_read = len(self._plan.read)
+        self._staging = areas = pages.reshape(count, pages_per_area)
+        extended = np.searchsorted(read_ids, plan.extend)
+        # How far reads run ahead, and from three areas on how many copies are submitted together.
+        self._ahead = count + 1 if self.order.prefetches else 0
+        self._together = (count + 1) // 2 if self.order.prefetches else 1
+        written = np.concatenate([extended, np.arange(num_read, pages_per_area)])
+        self._is_written = np.zeros(pages_per_area, np.bool_)
+        self._is_written[written] = True
         # On a device whose compute runs later, the step before may still use these pages.
         vacated = (self._device.compute_event(),)
         self._areas = [
             _Area(
                 Pages(area[:num_read], ascending=True),
-                Pages(area[num_read:], ascending=True),
+                Pages(area[written]),
                 vacated,
             )
             for area in areas
         ]
-        read_blocks = Pages(self._plan.read, ascending=True)
-        self._ring_blocks = Pages(self._plan.ring)
-        self._copies = [
+        read_blocks = Pages(read_ids, ascending=True)
+        self._reads_of_step = [
             self._device.prepare(
                 Direction.READ, far, read_blocks, self._near, self._areas[position % count].read
             )
             for position, far in enumerate(self._slabs)
         ]
-        blocks = np.concatenate([self._plan.read, self._plan.ring])
+        self._writes_of_step = []
+        if len(written):
+            written_blocks = Pages(written_ids)
+            self._writes_of_step = [
+                self._device.prepare(
+                    Direction.WRITE,
+                    self._near,
+                    self._areas[position % count].written,
+                    far,
+                    written_blocks,
+                )
+                for position, far in enumerate(self._slabs)
+            ]
+        blocks = np.concatenate([read_ids, plan.ring])
         self.table.set_rotating(blocks, areas[np.arange(rotating) % count])
 
     # Copies -----------------------------------------------------------------------------
@@ -342,7 +375,19 @@ class Swapper:
         """The copy that stages the ``position``-th rotating layer (two-phase: reserve now)."""
         index = position % len(self._areas)
         self.table.reserve(self.order.rotating[position], index)
-        return self._copies[position], self._areas[index].vacated + self._written_before
+        after = self._areas[index].vacated + self._written_before
+        return self._reads_of_step[position], after
+
+    def _submit_writes(self, end: int) -> None:
+        """Write out what computed layers have written; behind that, stage layers before ``end``."""
+        writes = [
+            (self._writes_of_step[position], self._areas[position % len(self._areas)].vacated)
+            for position in self._due_writes
+        ]
+        self._due_writes = []
+        reads = [self._read(position) for position in range(self._next_read, end)]
+        self._reads[self._next_read : end] = self.far.submit_writes(writes, reads)[1]
+        self._next_read = end
 
     def _flush_tails(self, block_ids: BlockIds) -> None:
         if self.order.rotating:
@@ -354,7 +399,7 @@ class Swapper:
     def _check_no_page_twice(self) -> None:
         held = [self.table.pinned_pages(np.fromiter(self._granted, np.int64))]
         held.append(self.table.rotating_pages(np.fromiter(self._tails, np.int64)).ravel())
-        held.extend(pages.ids for area in self._areas for pages in (area.read, area.ring))
+        held.append(self._staging.ravel())
         pages = np.concatenate(held)
         if len(np.unique(pages)) != len(pages):
             raise IntegrityError("a page stands for two blocks or layers")

@@ -266,6 +266,20 @@ class Device(ABC):
         """
         return [self.submit(copy, after) for copy, after in copies]
 
+    def submit_in_turn(
+        self,
+        first: Sequence[tuple["Copy", tuple[Event, ...]]],
+        then: Sequence[tuple["Copy", tuple[Event, ...]]],
+    ) -> tuple[list[Event], list[Event]]:
+        """Queue copies of one direction, and copies of the other that run when those are done.
+
+        Nothing else may be queued in the second direction before ``then`` has run. One wake-up
+        where two are two.
+        """
+        events = self.submit_together(first)
+        behind = (events[-1],)
+        return events, self.submit_together([(copy, after + behind) for copy, after in then])
+
     def copy(
         self,
         direction: Direction,

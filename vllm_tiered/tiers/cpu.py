@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -125,6 +126,13 @@ class CopyJob:
         self.done = CpuEvent()
 
 
+class Jobs(NamedTuple):
+    """Jobs of one thread, and those that it hands to the other one when it has run them."""
+
+    now: list[CopyJob]
+    then: list[CopyJob]
+
+
 class CopyThread:
     """Runs jobs in order; counts bytes and busy seconds (written by the thread alone)."""
 
@@ -136,7 +144,7 @@ class CopyThread:
         self.num_bytes = 0
         self.busy_seconds = 0.0
         self.is_closed = False
-        self.jobs: SimpleQueue[list[CopyJob] | None] = SimpleQueue()
+        self.jobs: SimpleQueue[Jobs | None] = SimpleQueue()
         self._cpus = cpus
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -169,7 +177,7 @@ class CopyThread:
         self._unbind()
         failure: BaseException | None = None
         while (jobs := self.jobs.get()) is not None:
-            for job in jobs:
+            for job in jobs.now:
                 if failure is None:
                     try:
                         self.run(job)
@@ -178,6 +186,8 @@ class CopyThread:
                 # After a failure nothing of this direction is done: whoever waits for a later
                 # copy relies on the earlier ones too, as they run in order.
                 job.done.finish(failure)
+            if jobs.then:
+                jobs.then[0].thread.jobs.put(Jobs(jobs.then, []))
 
     def _unbind(self) -> None:
         """Leave the CPU of the creating thread, to which the engine has bound it."""
@@ -259,16 +269,22 @@ class CpuDevice(Device):
 
     def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
         """One wake-up of the copying thread, which costs as much as all the rest."""
-        jobs: list[CopyJob] = []
-        for copy, after in copies:
-            assert isinstance(copy, CopyJob), "a copy of another device"
-            copy.after = after
-            jobs.append(copy)
-        thread = jobs[0].thread
+        return self.submit_in_turn(copies, ())[0]
+
+    def submit_in_turn(
+        self,
+        first: Sequence[tuple[Copy, tuple[Event, ...]]],
+        then: Sequence[tuple[Copy, tuple[Event, ...]]],
+    ) -> tuple[list[Event], list[Event]]:
+        """The first thread wakes the second."""
+        jobs = Jobs(_jobs(first), _jobs(then))
+        thread = jobs.now[0].thread
         if thread.is_closed:
             raise IntegrityError("a copy after the device was closed")
+        for job in jobs.then:
+            job.after += (jobs.now[-1].done,)  # done by then, or failed
         thread.jobs.put(jobs)
-        return [job.done for job in jobs]
+        return [job.done for job in jobs.now], [job.done for job in jobs.then]
 
     def failed_pages(self, event: Event) -> PageIds:
         return event.failed_pages if isinstance(event, CpuEvent) else NO_PAGES
@@ -291,10 +307,19 @@ class CpuDevice(Device):
         return LinkUse(num_bytes=thread.num_bytes, busy_seconds=thread.busy_seconds)
 
     def close(self) -> None:
-        for thread in self._threads.values():
-            thread.close()
+        for direction in (Direction.WRITE, Direction.READ):  # reads may come behind writes
+            self._threads[direction].close()
         for store in self._stores:
             store.close()
+
+
+def _jobs(copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[CopyJob]:
+    jobs: list[CopyJob] = []
+    for copy, after in copies:
+        assert isinstance(copy, CopyJob), "a copy of another device"
+        copy.after = after
+        jobs.append(copy)
+    return jobs
 
 
 def _check_range(pages: Pages, buffer: PageBuffer) -> None:
