@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from tests.engine.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
 from vllm_tiered.adapter import worker
+from vllm_tiered.adapter.load_errors import RecentSteps
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.cpu import CopyJob, CopyThread, CpuDevice
@@ -24,12 +25,13 @@ class FlippingThread(CopyThread):
     whole = False
     flips: frozenset[int] = frozenset()  # numbers of the reads before which it does
     num_reads = 0
+    is_off = False
 
     def run(self, job: CopyJob) -> None:
         if self.name.endswith(Direction.READ.value) and len(job.src_pages):
             cls = type(self)
             cls.num_reads += 1
-            if cls.num_reads in cls.flips:
+            if cls.num_reads in cls.flips and not FlippingThread.is_off:
                 page = job.src.data[job.src_pages.ids[0]]
                 page[slice(3, None, 4) if cls.whole else 17] ^= 64
         super().run(job)
@@ -77,6 +79,40 @@ def test_many_flipped_bits(monkeypatch) -> None:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_recomputed_requests") >= 3
     assert tokens == vllm_tokens("demo", PROMPTS)
+
+
+def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
+    """Answers to prompts that go on behind those of a damaged first turn; and vLLM's."""
+    flips = set(range(40, 6000, 45))
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device(flips, whole_pages=True))
+    prompts = [prompt * 4 for prompt in random_prompts(6, seed=3, longest=40)]
+    expected = vllm_tokens("demo", prompts, max_tokens=8)
+    longer = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    with engine(
+        "demo",
+        {"expansion": 2.0, "verify": "full"},
+        enable_prefix_caching=True,
+        max_num_batched_tokens=64,
+        **TIGHT,
+    ) as llm:
+        assert generate(llm, prompts, 8) == expected
+        assert metric("tiered_kv_recomputed_requests") >= 1
+        FlippingThread.is_off = True
+        again = generate(llm, longer, 8)
+    return again, vllm_tokens("demo", longer, max_tokens=8)
+
+
+def test_what_was_computed_from_a_lost_page_is_not_hit(monkeypatch) -> None:
+    monkeypatch.setattr(FlippingThread, "is_off", False)
+    again, expected = second_turns(monkeypatch)
+    assert again == expected
+
+
+def test_the_test_above_fails_if_such_blocks_stay(monkeypatch) -> None:
+    monkeypatch.setattr(FlippingThread, "is_off", False)
+    monkeypatch.setattr(RecentSteps, "written", lambda self: set())
+    again, expected = second_turns(monkeypatch)
+    assert again != expected
 
 
 @pytest.mark.parametrize(("far_gib", "expansion"), [(0, 2.0), (0.03, 3.0), (0, "auto")])

@@ -9,7 +9,11 @@ from tests.kv.driver import Driver, Setup, run_schedule
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.cpu import CopyThread, CpuDevice
 
-SETUP = Setup(num_layers=5, far_layers=3, spare_pages=12)
+SETUPS = (
+    Setup(num_layers=5, far_layers=3, spare_pages=12),
+    Setup(num_layers=5, far_layers=3, spare_pages=12, tails_stay=False),
+    Setup(num_layers=5, far_layers=4, spare_pages=4, tails_stay=False, adaptive=True),
+)
 
 
 class LinkDown(OSError):
@@ -35,14 +39,15 @@ def failing_device(direction: Direction, number: int) -> CpuDevice:
     return FailingDevice()
 
 
+@pytest.mark.parametrize("setup", SETUPS, ids=["fixed", "staged-tails", "adaptive"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("first", [1, 11, 21])
-def test_one_failed_copy(direction, first):
+def test_one_failed_copy(direction, first, setup):
     for number in range(first, first + 10):
         device = failing_device(direction, number)
         try:
             with pytest.raises(LinkDown):
-                driver = Driver(SETUP, device, check_bytes=False)
+                driver = Driver(setup, device, check_bytes=False)
                 run_schedule(driver, random.Random(5), num_steps=40)
         finally:
             device.close()

@@ -16,11 +16,14 @@ SETUPS = (
     Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True),
     Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, tails_stay=False),
     Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, adaptive=True),
+    Setup(num_layers=6, far_layers=5, policy="on_demand", spare_pages=2),
 )
 
 
 @pytest.mark.parametrize(
-    "setup", SETUPS, ids=["interleave", "fifo", "small-blocks", "staged-tails", "adaptive"]
+    "setup",
+    SETUPS,
+    ids=["interleave", "fifo", "small-blocks", "staged-tails", "adaptive", "on-demand"],
 )
 def test_late_compute_reads_its_own_kv(setup):
     run_late(setup)

@@ -37,6 +37,7 @@ SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=4, spare_pages=4, adaptive=True),
     Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
     Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, tails_stay=False),
+    Setup(num_layers=6, far_layers=5, policy="on_demand", sure_blocks=4, spare_pages=2),
     Setup(num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, tails_stay=False),
 )
 HASTES = (0.0, 0.4, 1.0)
@@ -108,7 +109,15 @@ def write_nothing(original):
 def submit_no_writes(original):
     def submit_writes(self, writes, reads):
         self.last_write = (self._device.compute_event(),)
-        return [], self._device.submit_together(reads)
+        return [*self.last_write * len(writes)], self._device.submit_together(reads)
+
+    return submit_writes
+
+
+def areas_do_not_wait_for_writes(original):
+    def submit_writes(self, writes, reads):
+        events, read = original(self, writes, reads)
+        return [self._device.compute_event() for _ in events], read
 
     return submit_writes
 
@@ -198,9 +207,9 @@ def withhold_nothing_in_the_worker(original):
 
 def move_without_what_was_filled_since(original):
     def move(self, order, granted, tails):
-        write_out, self.write_out = self.write_out, lambda order: None
+        self.write_out_one = lambda: self.leaving.pop()
         original(self, order, granted, tails)
-        self.write_out = write_out
+        del self.write_out_one
 
     return move
 
@@ -246,6 +255,7 @@ MUTATIONS = (
     Mutation(FarTier, "write_pages", write_all_but_one_page, WrongKv),
     Mutation(FarTier, "submit_writes", submit_no_writes, WrongKv),
     Mutation(FarTier, "submit_writes", read_before_area_is_written_out, WrongKv),
+    Mutation(FarTier, "submit_writes", areas_do_not_wait_for_writes, WrongKv),
     Mutation(FarTier, "write_pages", write_twice, AssertionError, check_bytes=True),
     Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
     Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),

@@ -49,7 +49,7 @@ class AdaptiveExpansion:
             seconds=step.seconds,
             tokens=step.tokens,
             stall_seconds=step.report.stall_seconds,
-            link_seconds=step.report.read_seconds,
+            link_seconds=max(step.report.read_seconds, step.report.write_seconds),
             is_blocked=step.is_blocked,
             num_preempted=step.num_preempted,
             num_running=step.num_running,

@@ -344,7 +344,7 @@ def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None
             f"one request of max_model_len={max_model_len} tokens does not fit: "
             f"{format_bytes(geometry.near_bytes)} near KV memory with "
             f"{geometry.rotating_layers} rotating layers holds {longest} tokens of one request "
-            f"({TAILS_WHILE_PREFILLING} partly filled blocks stay near); raise "
+            f"{'(partly filled blocks stay near)' if geometry.tails_stay else ''}; raise "
             f"--kv-cache-memory-bytes, set --max-model-len {longest} or change kv.expansion"
         )
 
@@ -383,7 +383,7 @@ def tiered_kv_cache_configs(
     configs = _with_blocks(original, vllm_config, kv_cache_specs, num_blocks, block_bytes)
     check_supported_groups(vllm_config, configs)
     model_config = vllm_config.model_config
-    if model_config.original_max_model_len == -1:  # vLLM fitted it to all blocks, tails left out
+    if model_config.original_max_model_len == -1:  # vLLM fitted it to all blocks, tails too
         longest = geometry.max_request_tokens(num_blocks - 1)
         model_config.max_model_len = min(model_config.max_model_len, longest)
     for kv_cache_config in configs:

@@ -20,7 +20,6 @@ class LayerTrace:
         self._start = start
         self._waits: dict[int, tuple[float, float]] = {}
         self._reads: dict[int, Event] = {}
-        self._writes: dict[int, Event] = {}
 
     def before_wait(self, layer: int) -> None:
         event = self._swapper.pending_read(layer)
@@ -30,11 +29,6 @@ class LayerTrace:
     def waited(self, layer: int, begin: float, end: float) -> None:
         """A layer is waited for twice, before its KV is written and before its attention."""
         self._waits[layer] = (self._waits.get(layer, (begin, end))[0], end)
-
-    def done(self, layer: int) -> None:
-        event = self._swapper.last_write_of_step()
-        if event is not None and event not in self._writes.values():
-            self._writes[layer] = event
 
     def finish(self, end: float) -> LayerTimeline:
         """Copies that are still under way are left out."""
@@ -55,7 +49,7 @@ class LayerTrace:
     ) -> LayerSpan:
         wait_start, wait_end = self._waits[layer]
         read = self._copied(self._reads.get(layer))
-        write = self._copied(self._writes.get(layer))
+        write = self._copied(self._swapper.write_of(layer))
         return LayerSpan(
             layer=layer,
             role=role,

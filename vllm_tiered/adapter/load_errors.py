@@ -6,15 +6,21 @@ it delivers what the next step, already under way, made of that block; and a req
 block may read it before it is whole again. So the affected requests are preempted instead, as for a
 reset of the prefix cache: their blocks leave the cache, and what steps under way sample for them is
 dropped.
+
+What a step computed from a lost page is wrong too, and vLLM put those blocks into its prefix cache
+when it scheduled the step. So all blocks that the latest steps wrote leave the cache, and a request
+that has hit one of them meanwhile counts as affected.
 """
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_tiered.adapter import compat
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -42,11 +48,14 @@ def _handle_invalid_blocks(
     if not isinstance(scheduler.connector, TieredConnector):
         result: set[str] = original(scheduler, invalid_block_ids, num_scheduled_tokens)
         return result
-    scheduler.kv_cache_manager.evict_blocks(invalid_block_ids)
+    recent = scheduler.connector.recent_steps
+    scheduler.kv_cache_manager.evict_blocks(invalid_block_ids | recent.written())
+    has_hit_wrong_blocks = recent.hit_what_was_written()
     affected = [
         request
         for request in scheduler.running
-        if not invalid_block_ids.isdisjoint(
+        if request.request_id in has_hit_wrong_blocks
+        or not invalid_block_ids.isdisjoint(
             scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         )
     ]
@@ -64,6 +73,51 @@ def _handle_invalid_blocks(
         len(affected),
     )
     return affected_ids
+
+
+class RecentSteps:
+    """Blocks that the latest steps wrote, and who hit which in the prefix cache.
+
+    At most ``_IN_FLIGHT`` steps are planned before the first one's result is known.
+    """
+
+    _IN_FLIGHT = 4
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._plans: deque[StepPlan] = deque(maxlen=self._IN_FLIGHT)
+        self._hits: deque[dict[str, Sequence[int]]] = deque(maxlen=self._IN_FLIGHT)
+
+    def add(self, plan: StepPlan, requests: Iterable[ScheduledRequest]) -> None:
+        self._plans.append(plan)
+        self._hits.append(
+            {
+                request.request_id: request.new_block_ids[
+                    : request.computed_tokens // self._block_tokens
+                ]
+                for request in requests
+                if request.restarts and request.computed_tokens
+            }
+        )
+
+    def written(self) -> set[int]:
+        """Blocks to which these steps added tokens, but for tails that stay tails."""
+        return {
+            block_id
+            for plan in self._plans
+            for block_ids in (plan.ring, plan.extend, plan.tail_acquire, plan.tail_flush)
+            for block_id in block_ids.tolist()
+        }
+
+    def hit_what_was_written(self) -> set[str]:
+        """Requests that began on blocks which one of these steps wrote."""
+        written = self.written()
+        return {
+            request_id
+            for hits in self._hits
+            for request_id, block_ids in hits.items()
+            if not written.isdisjoint(block_ids)
+        }
 
 
 class RecomputeLog:

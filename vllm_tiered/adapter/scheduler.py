@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from vllm_tiered.adapter.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv_config import KvPlan
-from vllm_tiered.adapter.load_errors import RecomputeLog
+from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredStats
 from vllm_tiered.adapter.steps import StepReport, StepWatch
 from vllm_tiered.adapter.timeline import Timeline
@@ -85,14 +85,15 @@ class TieredScheduler:
         self._num_tokens = 0  # output tokens of the step that is being planned
         self._reported_changes = 0
         self.recomputes = RecomputeLog()
+        self.recent = RecentSteps(plan.geometry.block_tokens)
         self._reported_recomputes = 0
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Take the block pool, and see every allocation of a request that begins.
 
-        vLLM asks ``allocate_slots`` whether a request fits, and leaves ``reserved_blocks`` free;
-        partly filled blocks cost near pages beside the blocks themselves, so their share is
-        reserved by this argument and withheld when the request is admitted.
+        vLLM asks ``allocate_slots`` whether a request fits, and leaves ``reserved_blocks`` free.
+        Where partly filled blocks stay near they cost pages beside the blocks themselves; their
+        share is reserved by this argument and withheld when the request is admitted.
         """
         self._pool = kv_cache_manager.block_pool
         self._hold_back()
@@ -133,6 +134,7 @@ class TieredScheduler:
             write_out_for=write_out_for,
         )
         self._announced = withheld
+        self.recent.add(step, requests)
         return TieredMetadata(replace(step, planning_seconds=time.perf_counter() - start))
 
     def begin_request(self, request: Any) -> None:

@@ -173,8 +173,6 @@ class TieredWorker:
             return
         start = time.perf_counter()
         self.swapper.layer_done(layer)
-        if self._trace:
-            self._trace.done(layer)
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def end_step(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks the engine may use now: the limit follows the level, and falls with tails.
+"""How many blocks the engine may use now: the limit follows the level, and tails that stay.
 
 Pure bookkeeping of the scheduler's side. The engine's block pool is made for the largest
 limit; blocks above the current one are withheld (held as if a request had them) and granted

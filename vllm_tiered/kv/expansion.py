@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the number of far layers while requests run (Pie, sections 3.4.2 and 4.1).
 
-Growing        step k     the leaving layers' full blocks are written out behind the computation
-               step k+1   what step k filled follows; the layers are far, their near pages drain
+Growing        step k     the leaving layers' blocks are written out behind the computation
+               step k+1   what step k wrote follows; the layers are far, their near pages drain
                step k+2   the limit rises: the engine gets blocks made of those pages
 Shrinking      the limit falls first: free blocks are withheld (cached ones are evicted), the
                others as requests end or are preempted; when all fit, the layers are read back

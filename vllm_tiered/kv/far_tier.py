@@ -90,7 +90,7 @@ class FarTier:
             self.write_pages(Pages(pages[here].ravel()), buffer, Pages(far_pages))
 
     def write_pages(self, pages: Pages, far: PageBuffer, far_pages: Pages) -> None:
-        """Write near pages out, when what was computed so far is done: each page once."""
+        """Write near pages out, when what was computed so far is done."""
         computed = (self._device.compute_event(),)
         event = self._device.copy(Direction.WRITE, self._near, pages, far, far_pages, computed)
         self.last_write = (event,)
@@ -101,10 +101,7 @@ class FarTier:
         reads: Sequence[tuple[Copy, tuple[Event, ...]]],
     ) -> tuple[list[Event], list[Event]]:
         """Queue prepared writes, and reads behind all of them, each with what it must wait for."""
-        if reads:
-            written, read = self._device.submit_in_turn(writes, reads)
-        else:
-            written, read = self._device.submit_together(writes), []
+        written, read = self._device.submit_in_turn(writes, reads)
         self.last_write = (written[-1],)
         return written, read
 

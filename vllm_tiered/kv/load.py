@@ -22,7 +22,7 @@ class Signals:
         seconds: wall time of the step, scheduling included, idle time not.
         tokens: output tokens that it made.
         stall_seconds: compute stood still for a transfer (maximum over ranks).
-        link_seconds: the read direction of the link was busy (maximum over ranks).
+        link_seconds: the busier direction of the link was busy (maximum over ranks).
         is_blocked: a request could not get the blocks it asked for.
         num_preempted: requests preempted in the step.
         num_running: requests in the step.

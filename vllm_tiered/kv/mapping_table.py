@@ -39,8 +39,8 @@ LEGAL_MOVES: dict[State, frozenset[State]] = {
     State.SWAP_IN: frozenset({State.IN_COMPUTE}),
     State.IN_COMPUTE: frozenset({State.IN_FAR}),
 }
-"""Pinned layers stay near. Swapping out is no operation of its own: pages are written when they
-are full, so a layer that was computed leaves the near tier by being forgotten there."""
+"""Pinned layers stay near. Swapping out is no operation of its own: what a step writes goes out in
+that step, so a layer that was computed leaves the near tier by being forgotten there."""
 
 
 @dataclass(slots=True)

@@ -90,8 +90,9 @@ class PagePool:
 
     def drain(self, pages: PageIds, owner: Owner, done: Event) -> None:
         """Give back pages that a copy reads until ``done``."""
-        self.transfer(pages, owner, Owner.DRAINING)
-        self._draining.append((done, pages))
+        if len(pages):
+            self.transfer(pages, owner, Owner.DRAINING)
+            self._draining.append((done, pages))
 
     def settle(self) -> None:
         """Take back the draining pages whose copies are done, oldest first."""

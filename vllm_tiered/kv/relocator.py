@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers change their home between steps, while requests run (Pie, sections 3.4.2 and 4.1).
 
-KV is append-only, so all that must be known is which blocks hold tokens that are not a tail's, and
-of which layers the far tier has them as they are now. A layer that leaves writes out what it does
-not have there yet, and keeps its tails where they are; one that returns is read back whole. A layer
-that left before and comes again finds its old blocks still in place. Where tails do not stay near,
-they are blocks like others, which change.
+KV is append-only, so all that must be known is which blocks hold something, and of which layers the
+far tier has that as it is now. A layer that leaves writes out what it does not have there yet; one
+that returns is read back whole. A layer that left before and comes again finds its full blocks
+still in place. Tails that stay near are no part of this: they stay where they are.
 """
 
 from collections.abc import Iterable
@@ -30,6 +29,7 @@ class Relocator:
     """
 
     def __init__(self, pool: PagePool, table: MappingTable, far: FarTier) -> None:
+        self.leaving: list[int] = []  # layers that are still to be written out
         self.returning: dict[int, Event] = {}
         self._pool = pool
         self._table = table
@@ -62,15 +62,25 @@ class Relocator:
             self._holds[block_id] = False
             self._is_far[:, block_id] = False
 
-    def write_out(self, order: SwapOrder) -> None:
-        """Write out what layers that leave under ``order`` hold, behind the next computation."""
-        for layer in _added(order.rotating, self._table.order.rotating):
-            block_ids = np.flatnonzero(self._holds & ~self._is_far[layer])
-            if len(block_ids):
-                pages = self._table.pages[layer, block_ids].astype(np.int64)
-                self._far.write([layer], block_ids, pages[None])
-                self._is_far[layer, block_ids] = True
-                self._is_idle = False
+    def begin_write_out(self, order: SwapOrder) -> None:
+        """Layers leave under ``order`` in the next step: begin to write out what they hold.
+
+        One layer at a time (:meth:`write_out_one`), so that the reads which wait behind the
+        writes of a step do not wait for all of them; all at once if no layer is far yet.
+        """
+        self.leaving = _added(order.rotating, self._table.order.rotating)
+        while self.leaving and not self._table.order.rotating:
+            self.write_out_one()
+
+    def write_out_one(self) -> None:
+        """Write out what one of the leaving layers holds and the far tier does not have."""
+        layer = self.leaving.pop()
+        block_ids = np.flatnonzero(self._holds & ~self._is_far[layer])
+        if len(block_ids):
+            pages = self._table.pages[layer, block_ids].astype(np.int64)
+            self._far.write([layer], block_ids, pages[None])
+            self._is_far[layer, block_ids] = True
+            self._is_idle = False
 
     def move(self, order: SwapOrder, granted: Iterable[int], tails: Iterable[int]) -> None:
         """Change the layers' homes to those under ``order``.
@@ -78,7 +88,9 @@ class Relocator:
         Raises:
             IntegrityError: the pages do not suffice; the scheduler's limit is wrong.
         """
-        self.write_out(order)
+        self.leaving = _added(order.rotating, self._table.order.rotating)
+        while self.leaving:
+            self.write_out_one()
         tail_ids = np.fromiter(tails, np.int64)
         inner_ids = np.setdiff1d(np.fromiter(granted, np.int64), tail_ids)
         before = self._table.order.rotating
@@ -100,7 +112,9 @@ class Relocator:
         """Wait for what no step has waited for, before its pages may be anybody else's."""
         for layer in list(self.returning):
             self.wait(layer)
-        if not self._is_idle and not self._table.order.rotating:
+        self.leaving = []
+        is_near = not self._is_idle and not self._table.order.rotating
+        if is_near and all(event.done() for event in self._far.last_write):
             self._far.discard()
             self._is_far[:] = False
             self._is_idle = True

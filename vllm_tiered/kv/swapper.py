@@ -96,6 +96,8 @@ class Swapper:
         self._is_written = np.empty(0, np.bool_)
         self._reads_of_step: list[Copy] = []
         self._writes_of_step: list[Copy] = []
+        self._reads: list[Event | None] = []
+        self._writes: list[Event | None] = []
         self._next_read = 0
         self._ahead = 0
         self._together = 1
@@ -128,6 +130,7 @@ class Swapper:
         """
         self.num_steps += 1
         self._plan = plan
+        self._writes = [None] * len(self.order.rotating)
         self._release_tails(plan.tail_release)
         if self._orders:
             self._relocator.begin_step(plan)
@@ -137,7 +140,7 @@ class Swapper:
         self._grant(plan.granted)
         self._written_before = self.far.last_write
         if plan.write_out_for is not None and plan.write_out_for != self.order.far_layers:
-            self._relocator.write_out(self._orders[plan.write_out_for])
+            self._relocator.begin_write_out(self._orders[plan.write_out_for])
         self._acquire_tails(plan.tail_acquire)
         if not self.order.rotating:
             return
@@ -170,7 +173,7 @@ class Swapper:
         self.table.publish(layer, self.num_steps)
 
     def layer_done(self, layer: int) -> None:
-        """The layer was computed: write out what it filled, read a later layer into its area."""
+        """The layer was computed: write out what it wrote, read a later layer into its area."""
         position = self._position.get(layer)
         if position is None or not self._areas:
             return
@@ -189,6 +192,8 @@ class Swapper:
             self._submit_writes(end)
         elif self._next_read < end:
             self._submit_reads(end)
+        if self._relocator.leaving:  # behind the copies that the layers to come wait for
+            self._relocator.write_out_one()
 
     def end_step(self) -> None:
         """All layers were computed: write out filled tails; areas become free, or drain.
@@ -214,16 +219,17 @@ class Swapper:
             self.pool.drain(written.ravel(), Owner.STAGING, self.far.last_write[0])
         self._areas = []
         self._staging = self._staging[:0]
+        self._writes_of_step = []
 
     def pending_read(self, layer: int) -> Event | None:
         """The copy that :meth:`wait_layer` will wait for."""
         position = self._position.get(layer)
         return None if position is None else self._reads[position]
 
-    def last_write_of_step(self) -> Event | None:
-        """The latest copy to the far tier, if the running step has made one."""
-        written = self.far.last_write
-        return written[0] if written and written != self._written_before else None
+    def write_of(self, layer: int) -> Event | None:
+        """The copy that wrote out what the layer computed, in the step that ran last."""
+        position = self._position.get(layer)
+        return None if position is None else self._writes[position]
 
     def take_lost(self) -> set[int]:
         """Blocks of which a page did not arrive intact since the last call.
@@ -258,7 +264,8 @@ class Swapper:
         rotating = self.order.rotating
         self._position = {layer: i for i, layer in enumerate(rotating)}
         self._slabs = [self.far.slab(layer) for layer in rotating]
-        self._reads: list[Event | None] = [None] * len(rotating)
+        self._reads = [None] * len(rotating)
+        self._writes = [None] * len(rotating)
 
     def _move_to(self, order: SwapOrder) -> None:
         self._as_vllm = False
@@ -384,10 +391,13 @@ class Swapper:
             (self._writes_of_step[position], self._areas[position % len(self._areas)].vacated)
             for position in self._due_writes
         ]
-        self._due_writes = []
         reads = [self._read(position) for position in range(self._next_read, end)]
-        self._reads[self._next_read : end] = self.far.submit_writes(writes, reads)[1]
+        written, self._reads[self._next_read : end] = self.far.submit_writes(writes, reads)
         self._next_read = end
+        for position, event in zip(self._due_writes, written, strict=True):
+            self._areas[position % len(self._areas)].vacated = (event,)
+            self._writes[position] = event
+        self._due_writes = []
 
     def _flush_tails(self, block_ids: BlockIds) -> None:
         if self.order.rotating:

@@ -81,9 +81,9 @@ class StepSample(NamedTuple):
         read_bytes, write_bytes: far to near, near to far (all ranks).
         far_layers, expansion: the level that the step ran at.
         granted_blocks: blocks that requests may use, used ones included.
-        withheld_blocks: blocks held back for the tails' pages.
+        withheld_blocks: blocks that the level, or tails that stay near, leave no pages for.
         used_blocks: blocks that requests hold.
-        tail_slots: partly filled blocks, which stay near in every layer.
+        tail_slots: partly filled blocks that running requests are charged for.
         num_running, num_waiting: requests.
         num_preempted: requests preempted in this step.
     """
