@@ -293,7 +293,7 @@ class Device(ABC):
         return self.submit(self.prepare(direction, src, src_pages, dst, dst_pages), after)
 
     def failed_pages(self, event: Event) -> PageIds:
-        """Pages of a read that did not arrive intact; their target pages hold anything.
+        """Pages of a read that did not arrive intact; their target pages are zero.
 
         Valid when ``event`` is done. Empty unless the source has checksums or is a file.
 

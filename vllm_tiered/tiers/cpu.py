@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_tiered.errors import BudgetError, IntegrityError
@@ -38,11 +39,16 @@ def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
     """``dst[dst_pages.ids[i]] = src[src_pages.ids[i]]`` for all i.
 
     Returns:
-        Those of ``src_pages.ids`` that did not arrive intact.
+        Those of ``src_pages.ids`` that did not arrive intact. Their targets are zero: what is
+        computed from them is dropped, but it stays in pages that other blocks will use, where the
+        kernels multiply also what they mask; a NaN would go on from there.
     """
     if src.store is not None:
         ids = src_pages.ids + src.first_page
-        return src.store.read(ids, dst, dst_pages) - src.first_page
+        lost = src.store.read(ids, dst, dst_pages)
+        if len(lost) and dst.words is not None:
+            dst.words[dst_pages.ids[np.isin(ids, lost)]] = 0
+        return lost - src.first_page
     if dst.store is not None:
         dst.store.write(src, src_pages.ids, dst_pages.ids + dst.first_page)
         return NO_PAGES
