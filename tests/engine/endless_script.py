@@ -44,7 +44,7 @@ def main() -> None:
         **json.loads(arguments),
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts(12)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     while True:
         llm.generate(prompts, sampling, use_tqdm=False)
         print("generated", flush=True)
