@@ -87,7 +87,7 @@ def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
     and fills two blocks, which are then in the prefix cache twice.
     """
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device({1}, whole_pages=True))
-    prompts = [sum(random_prompts(12, seed=3), [])[:200]]
+    prompts = [[token for prompt in random_prompts(12, seed=3) for token in prompt][:200]]
     expected = vllm_tokens("demo", prompts, max_tokens=8)
     longer = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     with engine(
