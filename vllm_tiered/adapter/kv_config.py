@@ -343,8 +343,8 @@ def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None
         raise BudgetError(
             f"one request of max_model_len={max_model_len} tokens does not fit: "
             f"{format_bytes(geometry.near_bytes)} near KV memory with "
-            f"{geometry.rotating_layers} rotating layers holds {longest} tokens of one request "
-            f"{'(partly filled blocks stay near)' if geometry.tails_stay else ''}; raise "
+            f"{geometry.rotating_layers} rotating layers holds {longest} tokens of one request"
+            f"{' (partly filled blocks stay near)' if geometry.tails_stay else ''}; raise "
             f"--kv-cache-memory-bytes, set --max-model-len {longest} or change kv.expansion"
         )
 
