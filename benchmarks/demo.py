@@ -197,7 +197,8 @@ Start a server with the plugin (as "vllm serve" does, which does not start with 
   {python} -m vllm.entrypoints.launchers.api_server.entry \\
     --model "$({python} -m benchmarks model)" --plugin tiered \\
     --tiered-config.report.path timeline.jsonl \\
-    --kv-cache-memory-bytes {kv_bytes} --block-size {settings.block_size} --max-model-len 512
+    --kv-cache-memory-bytes {kv_bytes} --block-size {settings.block_size} \\
+    --max-model-len 512 --enforce-eager
 Look at what it does, and at what it did (in timeline-report/):
   curl -s http://localhost:8000/metrics | grep tiered
   {os.path.join(os.path.dirname(python), "vllm-tiered")} report timeline.jsonl
