@@ -62,8 +62,9 @@ class PagePool:
                 f"{num_pages} pages asked for {owner.name}, {len(free)} of {self.num_pages} free "
                 f"({self.describe()})"
             )
-        low_end = num_pages if owner is not Owner.STAGING else None
-        pages = free[:low_end] if low_end is not None else free[len(free) - num_pages :]
+        pages = free[:num_pages]
+        if owner is Owner.STAGING:
+            pages = free[len(free) - num_pages :]
         self._owner[pages] = int(owner)
         return pages
 
