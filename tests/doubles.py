@@ -31,7 +31,7 @@ class DelayedThread(CopyThread):
             event.wait()
         is_read = self.name.endswith(Direction.READ.value)
         if is_read:
-            job.dst.data[job.dst_pages.ids] = NAN_BYTE
+            job.copy.dst.data[job.copy.dst_pages.ids] = NAN_BYTE
         self.delay()
         super().run(job)
         if is_read and self.lost_share:
@@ -46,9 +46,9 @@ class DelayedThread(CopyThread):
 
     def lose(self, job: CopyJob) -> None:
         """Some of the pages did not arrive: their targets are poisoned again."""
-        ids = job.src_pages.ids
+        ids = job.copy.src_pages.ids
         is_lost = np.array([self.random.random() < self.lost_share for _ in ids], dtype=np.bool_)
-        job.dst.data[job.dst_pages.ids[is_lost]] = NAN_BYTE
+        job.copy.dst.data[job.copy.dst_pages.ids[is_lost]] = NAN_BYTE
         job.done.failed_pages = np.union1d(job.done.failed_pages, ids[is_lost])
 
 

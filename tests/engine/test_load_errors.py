@@ -27,11 +27,11 @@ class FlippingThread(CopyThread):
     num_reads = 0
 
     def run(self, job: CopyJob) -> None:
-        if self.name.endswith(Direction.READ.value) and len(job.src_pages):
+        if self.name.endswith(Direction.READ.value) and len(job.copy.src_pages):
             cls = type(self)
             cls.num_reads += 1
             if cls.num_reads in cls.flips:
-                page = job.src.data[job.src_pages.ids[0]]
+                page = job.copy.src.data[job.copy.src_pages.ids[0]]
                 page[slice(3, None, 4) if cls.whole else 17] ^= 64
         super().run(job)
 

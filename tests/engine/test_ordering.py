@@ -6,7 +6,7 @@ import pytest
 from tests.doubles import DelayedDevice
 from tests.engine.harness import random_prompts, run, vllm_tokens
 from vllm_tiered.adapter import worker
-from vllm_tiered.kv.far_tier import FarTier
+from vllm_tiered.tiers.cpu import CpuDevice
 
 PROMPTS = random_prompts(8, seed=20)
 
@@ -49,7 +49,7 @@ def test_delayed_copies_with_preemption_and_prefix_cache(delayed, force_far_laye
 
 def test_these_tests_fail_without_the_wait(delayed, force_far_layers, monkeypatch) -> None:
     """The same run with the wait left out gives other tokens: poisoned pages are noticed."""
-    monkeypatch.setattr(FarTier, "wait", lambda self, event: 0.0)
+    monkeypatch.setattr(CpuDevice, "wait", lambda self, event: 0.0)
     force_far_layers(3)
     delayed(seed=1, max_delay_seconds=0.01)
     result = run("opt", PROMPTS, {}, kv_cache_memory_bytes=14 << 20)

@@ -115,6 +115,18 @@ class SimulatedDevice(Device):
         over.advance()
         return over
 
+    def milestones(self, count: int) -> list[Operation]:
+        return [Operation(self, (), iter(())) for _ in range(count)]
+
+    def reach(self, milestone: Event) -> None:
+        assert isinstance(milestone, Operation), "a milestone of another device"
+        assert not milestone.over and milestone not in self._compute, "reached twice"
+        if self._late_compute:
+            self._compute.append(milestone)
+            self.run_a_while()
+        else:
+            milestone.advance()
+
     def wait(self, event: Event) -> float:
         if self._late_compute:
             self._enqueue(self._compute, (event,), _one_piece(lambda: None))
@@ -144,12 +156,19 @@ class SimulatedDevice(Device):
             self._rng.choice(ready).advance()
             self._drop_finished()
 
+    def run_all(self) -> None:
+        """Let all queues advance until nothing can."""
+        haste, self._haste = self._haste, 1.0
+        self.run_a_while()
+        self._haste = haste
+
     def advance_towards(self, operation: Operation) -> None:
         """One piece of what ``operation`` needs first; other queues stand still if they can."""
         while True:
-            queue = next(
-                queue for queue in (self._compute, *self._queues.values()) if operation in queue
-            )
+            queues = (self._compute, *self._queues.values())
+            queue = next((queue for queue in queues if operation in queue), None)
+            if queue is None:
+                raise IntegrityError("a copy waits for compute that comes after it")
             operation = queue[0]
             blocker = operation.blocker()
             if blocker is None:

@@ -30,13 +30,13 @@ def test_late_compute_reads_its_own_kv(setup):
 
 
 def test_reads_into_an_area_still_computed_on_are_found(monkeypatch):
-    original = Swapper._read
+    original = Swapper._queue_copies
 
-    def read_at_once(self, position):
-        self._areas[position % len(self._areas)].vacated = ()
-        return original(self, position)
+    def read_at_once(self):
+        self._staging.vacated = [()] * self._staging.num_areas
+        original(self)
 
-    monkeypatch.setattr(Swapper, "_read", read_at_once)
+    monkeypatch.setattr(Swapper, "_queue_copies", read_at_once)
     with pytest.raises(WrongKv):
         run_late(SETUPS[0])
 

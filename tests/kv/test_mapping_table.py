@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv.mapping_table import LEGAL_MOVES, Home, MappingTable, State
+from vllm_tiered.kv.mapping_table import Home, MappingTable, State
 from vllm_tiered.kv.policy import SwapOrder
 
 ORDER = SwapOrder(far_layers=2, pinned=(0, 2), rotating=(1, 3), areas=2)
@@ -14,6 +14,11 @@ REACH = {
     State.IN_FAR: [],
     State.SWAP_IN: ["reserve"],
     State.IN_COMPUTE: ["reserve", "publish"],
+}
+NEXT = {
+    State.IN_FAR: State.SWAP_IN,
+    State.SWAP_IN: State.IN_COMPUTE,
+    State.IN_COMPUTE: State.IN_FAR,
 }
 MOVES = {
     "reserve": (State.SWAP_IN, lambda table, layer: table.reserve(layer, 0)),
@@ -53,7 +58,7 @@ def test_only_legal_moves(table, state, name):
     for step in REACH[state]:
         move(table, step, ROTATING)
     target = MOVES[name][0]
-    if target in LEGAL_MOVES[state]:
+    if target is NEXT[state]:
         move(table, name, ROTATING)
         assert table.rows[ROTATING].state is target
     else:
@@ -86,6 +91,9 @@ def test_pages_of_both_roles_do_not_touch(table):
 def test_check_integrity_finds_two_layers_in_one_area(table):
     table.reserve(1, 0)
     table.reserve(3, 0)
+    table.publish(1, 0)
+    table.check_integrity()
+    table.publish(3, 0)
     with pytest.raises(IntegrityError, match="share a staging area"):
         table.check_integrity()
 

@@ -16,7 +16,7 @@ import pytest
 from tests.doubles import DelayedDevice
 from tests.kv.driver import Driver, Setup, run_schedule
 from tests.kv.simulated_device import SimulatedDevice
-from tests.kv.worker_model import WrongKv
+from tests.kv.worker_model import CountedDevice, WrongKv
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv import elastic
 from vllm_tiered.kv.elastic import ElasticBlocks
@@ -24,9 +24,10 @@ from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import PagePool
 from vllm_tiered.kv.relocator import Relocator
+from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_plan import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Pages
+from vllm_tiered.tiers.base import Direction, Pages
 
 SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
@@ -39,6 +40,8 @@ SETUPS = (
     Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, tails_stay=False),
     Setup(num_layers=6, far_layers=5, policy="on_demand", sure_blocks=4, spare_pages=2),
     Setup(num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, tails_stay=False),
+    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, spare_pages=9),
+    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, tails_stay=False),
 )
 HASTES = (0.0, 0.4, 1.0)
 SEEDS = range(4)
@@ -92,42 +95,40 @@ def wait_layer_does_not_wait(original):
 
 
 def read_before_earlier_writes(original):
-    def read(self, position):
+    def queue_copies(self):
         self._written_before = ()
-        return original(self, position)
+        original(self)
 
-    return read
+    return queue_copies
 
 
 def write_nothing(original):
-    def write(self, pages, far, far_pages):
+    def submit_writes(self, writes):
         self.last_write = (self._device.compute_event(),)
+        return [*self.last_write * len(writes)]
 
-    return write
+    return submit_writes
 
 
-def submit_no_writes(original):
-    def submit_writes(self, writes, reads):
-        self.last_write = (self._device.compute_event(),)
-        return [*self.last_write * len(writes)], self._device.submit_together(reads)
+def write_before_it_is_computed(original):
+    def submit_writes(self, writes):
+        return original(self, [(copy, ()) for copy, _ in writes])
 
     return submit_writes
 
 
 def areas_do_not_wait_for_writes(original):
-    def submit_writes(self, writes, reads):
-        events, read = original(self, writes, reads)
-        return [self._device.compute_event() for _ in events], read
+    def submit_writes(self, writes):
+        return [after[0] for (_, after), _ in zip(writes, original(self, writes), strict=True)]
 
     return submit_writes
 
 
-def read_before_area_is_written_out(original):
-    def submit_writes(self, writes, reads):
-        events = self._device.submit_together(reads) if reads else []
-        return original(self, writes, [])[0], events
+def areas_do_not_wait_at_all(original):
+    def submit_reads(self, reads):
+        return original(self, [(copy, after[1:]) for copy, after in reads])
 
-    return submit_writes
+    return submit_reads
 
 
 def flush_nothing(original):
@@ -140,11 +141,14 @@ def flush_nothing(original):
 
 
 def write_all_but_one_page(original):
-    def write(self, pages, far, far_pages):
-        kept = max(1, len(pages) - 1)
-        original(self, Pages(pages.ids[:kept]), far, Pages(far_pages.ids[:kept]))
+    def prepare(self, direction, src, src_pages, dst, dst_pages):
+        kept = len(src_pages)
+        if direction is Direction.WRITE:
+            kept = max(1, kept - 1)
+        pages = Pages(src_pages.ids[:kept]), Pages(dst_pages.ids[:kept])
+        return original(self, direction, src, pages[0], dst, pages[1])
 
-    return write
+    return prepare
 
 
 def free_instead_of_drain(original):
@@ -174,11 +178,11 @@ def read_nothing(original):
 
 
 def write_twice(original):
-    def write(self, *pages_and_target):
-        original(self, *pages_and_target)
-        original(self, *pages_and_target)
+    def submit_writes(self, writes):
+        original(self, writes)
+        return original(self, writes)
 
-    return write
+    return submit_writes
 
 
 def forget_released_tails(original):
@@ -207,7 +211,7 @@ def withhold_nothing_in_the_worker(original):
 
 def move_without_what_was_filled_since(original):
     def move(self, order, granted, tails):
-        self.write_out_one = lambda: self.leaving.pop()
+        self.write_out_one = lambda: [self.leaving.pop()][:0]
         original(self, order, granted, tails)
         del self.write_out_one
 
@@ -243,20 +247,36 @@ def forget_that_tails_change(original):
     return end_step
 
 
+def keep_areas_of_other_blocks(original):
+    def serves(self, plan):
+        same_numbers = len(plan.read) == len(self._read) and len(plan.extend) == len(self._extend)
+        return original(self, replace(plan, read=self._read, extend=self._extend)) and same_numbers
+
+    return serves
+
+
+def keep_areas_that_had_new_blocks(original):
+    def serves(self, plan):
+        self._has_ring = False
+        return original(self, plan)
+
+    return serves
+
+
 def shrink_before_blocks_fit(original):
     return property(lambda self: 0)
 
 
 MUTATIONS = (
     Mutation(Swapper, "wait_layer", wait_layer_does_not_wait, WrongKv),
-    Mutation(Swapper, "_read", read_before_earlier_writes, WrongKv),
+    Mutation(Swapper, "_queue_copies", read_before_earlier_writes, WrongKv),
     Mutation(Swapper, "_flush_tails", flush_nothing, WrongKv),
-    Mutation(FarTier, "write_pages", write_nothing, WrongKv),
-    Mutation(FarTier, "write_pages", write_all_but_one_page, WrongKv),
-    Mutation(FarTier, "submit_writes", submit_no_writes, WrongKv),
-    Mutation(FarTier, "submit_writes", read_before_area_is_written_out, WrongKv),
+    Mutation(FarTier, "submit_writes", write_nothing, WrongKv),
+    Mutation(FarTier, "submit_writes", write_before_it_is_computed, WrongKv),
     Mutation(FarTier, "submit_writes", areas_do_not_wait_for_writes, WrongKv),
-    Mutation(FarTier, "write_pages", write_twice, AssertionError, check_bytes=True),
+    Mutation(FarTier, "submit_writes", write_twice, AssertionError, check_bytes=True),
+    Mutation(FarTier, "submit_reads", areas_do_not_wait_at_all, WrongKv),
+    Mutation(CountedDevice, "prepare", write_all_but_one_page, WrongKv),
     Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
     Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
     Mutation(PagePool, "settle", settle_without_looking, WrongKv),
@@ -269,6 +289,8 @@ MUTATIONS = (
     Mutation(Relocator, "wait", use_returning_layers_at_once, WrongKv),
     Mutation(Relocator, "begin_step", forget_that_blocks_are_reused, WrongKv),
     Mutation(Relocator, "end_step", forget_that_tails_change, WrongKv),
+    Mutation(Staging, "serves", keep_areas_of_other_blocks, WrongKv),
+    Mutation(Staging, "serves", keep_areas_that_had_new_blocks, IntegrityError),
     Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),
     Mutation(elastic, "TAILS_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
     Mutation(ElasticBlocks, "blocks_to_withhold", withhold_one_too_few, IntegrityError),
@@ -286,6 +308,7 @@ def test_unbroken_passes():
     assert sum(driver.engine.num_hits for driver in drivers) > 100
     expansions = [driver.engine.expansion for driver in drivers]
     assert sum(expansion.num_changes for expansion in expansions if expansion) > 100
+    assert sum(driver.worker.num_kept for driver in drivers) > 100
 
 
 def test_unbroken_passes_on_delayed_threads():
@@ -299,7 +322,7 @@ def test_broken_fails(mutation, monkeypatch):
         run_all(check_bytes=mutation.check_bytes)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS[:3], ids=mutation_id)
+@pytest.mark.parametrize("mutation", MUTATIONS[:4], ids=mutation_id)
 def test_broken_fails_on_delayed_threads(mutation, monkeypatch):
     mutation.apply(monkeypatch)
     with pytest.raises(mutation.kind):

@@ -2,6 +2,7 @@
 """How a step's blocks are classified. Blocks hold 4 tokens here."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -135,3 +136,43 @@ def test_block_tokens_of_one_never_have_tails():
 def test_going_on_behind_a_block_that_is_no_tail(planner, scheduled):
     with pytest.raises(IntegrityError, match="continues at token 6 in block 3"):
         planner.plan([part("a", 6, scheduled, [7, 3], restarts=True)], ())
+
+
+@pytest.mark.parametrize("tails_stay", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_planning_again_says_what_planning_would(seed, tails_stay):
+    """Requests decode; whenever one planner needs not look, the other one finds the same."""
+    rng = random.Random(seed)
+    quick, thorough = (
+        StepPlanner(num_blocks=999, block_tokens=8, tails_stay=tails_stay) for _ in range(2)
+    )
+    free = iter(range(1, 999))
+    lengths: dict[str, int] = {}
+    num_again = 0
+    for at in range(120):
+        parts = []
+        for name, computed in lengths.items():
+            new = [next(free)] if computed % 8 == 0 else []
+            parts.append(part(name, computed, 1, new))
+            lengths[name] += 1
+        if rng.random() < 0.1 or at == 0:
+            prompt = rng.randint(1, 20)
+            blocks = [next(free) for _ in range(-(-prompt // 8))]
+            parts.append(part(f"request-{at}", 0, prompt, blocks, restarts=True))
+            lengths[f"request-{at}"] = prompt
+        ended = [name for name in lengths if len(lengths) > 4 and lengths[name] > 30][:1]
+        parts = [scheduled for scheduled in parts if scheduled.request_id not in ended]
+        for name in ended:
+            del lengths[name]
+        far_layers = rng.choice((3, 3, 3, 3, 3, 0))
+        again = None
+        if not ended and all(p.scheduled_tokens == 1 and not p.restarts for p in parts):
+            again = quick.plan_again(far_layers=far_layers, write_out_for=5)
+        plan = thorough.plan(parts, ended, far_layers=far_layers, write_out_for=5)
+        if again is None:
+            again = quick.plan(parts, ended, far_layers=far_layers, write_out_for=5)
+        else:
+            num_again += 1
+        assert classes(again) == classes(plan)
+        assert (again.far_layers, again.write_out_for) == (plan.far_layers, plan.write_out_for)
+    assert num_again > 3

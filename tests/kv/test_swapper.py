@@ -3,6 +3,7 @@
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,15 @@ from vllm_tiered.tiers.base import Copy, Direction, Event, PageBuffer
 
 
 class LoggingDevice(SimulatedDevice):
-    """Notes each copy as it is submitted: direction, far layer of the first page, pages."""
+    """Notes each copy as it is submitted and when it is done.
+
+    A note: direction, far layer of the first page, pages.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(random.Random(0), haste=0.0)
         self.log: list[tuple[str, int, int]] = []
+        self._done: list[tuple[str, int, int]] = []
         self._num_blocks = num_blocks
         self._far_start = 0
 
@@ -34,14 +39,25 @@ class LoggingDevice(SimulatedDevice):
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
         assert isinstance(copy, PreparedCopy)
-        far = copy.src if copy.direction is Direction.READ else copy.dst
-        page = (far.data.data_ptr() - self._far_start) // far.page_bytes
-        self.log.append((copy.direction.value, page // self._num_blocks, len(copy.src_pages)))
+        self.log.append(self._entry(copy))
         return super().submit(copy, after)
 
     def take_log(self) -> list[tuple[str, int, int]]:
         log, self.log = self.log, []
         return log
+
+    def take_done(self) -> list[tuple[str, int, int]]:
+        done, self._done = self._done, []
+        return done
+
+    def _entry(self, copy: PreparedCopy) -> tuple[str, int, int]:
+        far = copy.src if copy.direction is Direction.READ else copy.dst
+        page = (far.data.data_ptr() - self._far_start) // far.page_bytes
+        return copy.direction.value, page // self._num_blocks, len(copy.src_pages)
+
+    def _copy_pieces(self, copy: PreparedCopy) -> Iterator[None]:
+        yield from super()._copy_pieces(copy)
+        self._done.append(self._entry(copy))
 
 
 def make_swapper(*, far_layers=3, policy="interleave", near_pages=60, num_blocks=9, **options):
@@ -70,23 +86,62 @@ def compute(swapper):
 
 
 def test_layers_are_read_as_far_ahead_as_there_are_areas():
+    """All copies are queued at once; those into an area wait until it is computed and written."""
     swapper, device = make_swapper(max_areas=2)
     assert swapper.order.rotating == (1, 3, 4)
     swapper.begin_step(plan_of(read=[2, 5], ring=[7]))
-    assert device.take_log() == [("read", 0, 2), ("read", 1, 2)]
+    assert device.take_log() == [
+        *[("write", layer, 1) for layer in range(3)],
+        *[("read", layer, 2) for layer in range(3)],
+    ]
+    device.run_all()
+    assert device.take_done() == [("read", 0, 2), ("read", 1, 2)]
     swapper.wait_layer(0)
     swapper.layer_done(0)
     swapper.wait_layer(1)
-    assert device.take_log() == []
+    device.run_all()
+    assert device.take_done() == []
     swapper.layer_done(1)  # gives its area to layer 4
-    assert device.take_log() == [("write", 0, 1), ("read", 2, 2)]
+    device.run_all()
+    assert device.take_done() == [("write", 0, 1), ("read", 2, 2)]
     for layer in (2, 3, 4):
         swapper.wait_layer(layer)
         swapper.layer_done(layer)
-    assert device.take_log() == [("write", 1, 1), ("write", 2, 1)]
+    device.run_all()
+    assert device.take_done() == [("write", 1, 1), ("write", 2, 1)]
     swapper.end_step()
     assert device.take_log() == []
     swapper.check_integrity()
+
+
+def test_with_many_areas_layers_take_turns():
+    """From three areas on a copying thread is woken for two layers at a time."""
+    swapper, device = make_swapper(far_layers=4, max_areas=3)
+    assert swapper.order.rotating == (1, 2, 3, 4)
+    swapper.begin_step(plan_of(read=[2]))
+    device.run_all()
+    assert device.take_done() == [("read", layer, 1) for layer in range(3)]
+    for layer in (0, 1):
+        swapper.wait_layer(layer)
+        swapper.layer_done(layer)
+    device.run_all()
+    assert device.take_done() == []
+    swapper.wait_layer(2)
+    swapper.layer_done(2)
+    device.run_all()
+    assert device.take_done() == [("read", 3, 1)]
+
+
+def test_on_demand_reads_when_asked():
+    swapper, device = make_swapper(policy="on_demand")
+    swapper.begin_step(plan_of(read=[2]))
+    device.run_all()
+    assert device.take_done() == []
+    for layer in range(5):
+        swapper.wait_layer(layer)
+        assert len(device.take_done()) == (layer in swapper.order.rotating)
+        swapper.layer_done(layer)
+    swapper.end_step()
 
 
 def test_filled_tails_go_out_in_one_copy():
@@ -124,20 +179,70 @@ def test_number_of_areas(near_pages, max_areas, areas):
     """As many as layers, limit and free pages give, and one if it must be. 16 pages are pinned."""
     swapper, device = make_swapper(near_pages=near_pages, max_areas=max_areas)
     swapper.begin_step(plan_of(read=[1, 2, 3, 4]))
-    assert len(device.take_log()) == areas
+    device.run_all()
+    assert len(device.take_done()) == areas
     assert swapper.pool.count(Owner.STAGING) == 4 * areas
     compute(swapper)
     swapper.end_step()
+    swapper.begin_step(plan_of())
     assert swapper.pool.count(Owner.STAGING) == 0
+
+
+def test_areas_stay_while_the_blocks_are_the_same():
+    """… and the step reads and writes through them as if they were new."""
+    swapper, device = make_swapper(max_areas=2)
+    held = []
+    for _ in range(3):
+        swapper.begin_step(plan_of(read=[2, 5], extend=[7]))
+        held.append(np.flatnonzero(swapper.pool._owner == int(Owner.STAGING)).tolist())
+        compute(swapper)
+        swapper.end_step()
+        assert sorted(device.take_log()) == sorted(
+            (direction, layer, pages)
+            for layer in range(3)
+            for direction, pages in (("read", 3), ("write", 1))
+        )
+        swapper.check_integrity()
+    assert held[0] == held[1] == held[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"read": [2, 6]},
+        {"read": [2, 5, 6]},
+        {"extend": [8]},
+        {"extend": []},
+        {"ring": [8]},
+        {"tail_acquire": [8]},
+        {"withheld": [8]},
+    ],
+    ids=str,
+)
+def test_areas_go_when_blocks_change(change):
+    swapper, _ = make_swapper(max_areas=2)
+    blocks = {"read": [2, 5], "extend": [7]}
+    swapper.begin_step(plan_of(**blocks))
+    assert swapper.serves(plan_of(**blocks))
+    assert not swapper.serves(plan_of(**(blocks | change)))
+
+
+def test_areas_with_new_blocks_go():
+    """What was new is read in the next step."""
+    swapper, _ = make_swapper(max_areas=2)
+    swapper.begin_step(plan_of(read=[2], ring=[5]))
+    assert not swapper.serves(plan_of(read=[2], ring=[5]))
+    assert not swapper.serves(plan_of(read=[2]))
 
 
 def test_fifo_has_the_areas_of_all_near_layers():
     swapper, device = make_swapper(policy="fifo", far_layers=3)
     swapper.begin_step(plan_of(read=[1, 2]))
     assert swapper.order.areas == 4
-    assert device.take_log() == [("read", layer, 2) for layer in range(4)]
+    device.run_all()
+    assert device.take_done() == [("read", layer, 2) for layer in range(4)]
     compute(swapper)
-    assert device.take_log() == [("read", 4, 2)]
+    assert device.take_done() == [("read", 4, 2)]
     swapper.end_step()
 
 
@@ -179,12 +284,12 @@ def test_a_plan_that_does_not_fit_is_refused():
 def test_a_layer_that_was_staged_must_be_computed():
     swapper, _ = make_swapper()
     swapper.begin_step(plan_of(read=[1]))
-    with pytest.raises(IntegrityError, match="never computed"):
+    with pytest.raises(IntegrityError, match="staged, never computed"):
         swapper.end_step()
 
 
 def test_a_layer_must_be_waited_for():
     swapper, _ = make_swapper()
     swapper.begin_step(plan_of(read=[1]))
-    with pytest.raises(IntegrityError, match=r"layer 1 .* is SWAP_IN, cannot become IN_FAR"):
+    with pytest.raises(IntegrityError, match="layer 1 was computed before"):
         swapper.layer_done(1)

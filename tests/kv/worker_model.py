@@ -77,6 +77,12 @@ class CountedDevice(Device):
     def compute_event(self) -> Event:
         return self.inner.compute_event()
 
+    def milestones(self, count: int) -> Sequence[Event]:
+        return self.inner.milestones(count)
+
+    def reach(self, milestone: Event) -> None:
+        self.inner.reach(milestone)
+
     def wait(self, event: Event) -> float:
         return self.inner.wait(event)
 
@@ -131,6 +137,7 @@ class WorkerModel:
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
         self._geometry = geometry
+        self.num_kept = 0  # steps that went on in the areas of the step before
         self._next_value = 1
         self._expected = dict.fromkeys(Direction, 0)
         self._poison_freed = poison_freed
@@ -144,6 +151,7 @@ class WorkerModel:
         """
         self._follow_prefixes(step.parts)
         self.swapper.begin_step(step.plan)
+        self.num_kept += self.swapper.keeps_pages
         self.swapper.check_integrity()
         # vLLM's block tables are translated once a step, for all layers, right here.
         pages = self.swapper.table.pages.astype(np.int64)
@@ -235,7 +243,6 @@ class WorkerModel:
         pool = self.swapper.pool
         order = self.swapper.order
         assert pool.count(Owner.PINNED) == len(order.pinned) * len(step.granted)
-        assert pool.count(Owner.STAGING) == 0
         block_tokens = self._geometry.block_tokens
         read: set[int] = set()
         touched: set[int] = set()

@@ -135,6 +135,30 @@ def test_compute_is_over_when_it_returns(device):
     assert event.done() and device.wait(event) == 0.0
 
 
+def test_copies_wait_for_a_milestone(device):
+    dst = make_buffer(2, value=-1)
+    first, second = device.milestones(2)
+    copy(device, WRITE, make_buffer(9), pages_of(3), dst, pages_of(0), [first])
+    event = copy(device, WRITE, make_buffer(9), pages_of(5), dst, pages_of(1), [second])
+    device.reach(second)
+    time.sleep(0.01)
+    assert not event.done() and contents(dst) == [-1, -1]
+    device.reach(first)
+    event.wait()
+    assert contents(dst) == [3, 5]
+
+
+def test_a_prepared_copy_may_be_submitted_again(device):
+    src, dst = make_buffer(4), make_buffer(1, value=-1)
+    prepared = device.prepare(READ, src, pages_of(2), dst, pages_of(0))
+    for value in (7, 8):
+        assert src.words is not None
+        src.words[2] = value
+        event = device.submit(prepared)
+        event.wait()
+        assert contents(dst) == [value]
+
+
 # Threads and errors ----------------------------------------------------------------------
 
 
@@ -253,6 +277,20 @@ def test_close_finishes_all_copies_and_may_be_called_again():
     assert all(event.done() for event in events)
     assert contents(dst) == list(range(20))
     assert set(threading.enumerate()) <= threads_before
+
+
+def test_close_fails_what_waits_for_compute_that_never_came():
+    """A step that raises in its middle must not leave a thread behind that nobody can end."""
+    device, dst = CpuDevice(), make_buffer(1, value=-1)
+    reached, never = device.milestones(2)
+    done = copy(device, WRITE, make_buffer(1), pages_of(0), dst, pages_of(0), [reached])
+    behind = copy(device, WRITE, make_buffer(9), pages_of(5), dst, pages_of(0), [never])
+    device.reach(reached)
+    device.milestones(3)  # of a later step
+    device.close()
+    assert done.done() and contents(dst) == [0]
+    with pytest.raises(IntegrityError, match="closed before compute came here"):
+        behind.wait()
 
 
 def test_a_closed_device_refuses_copies():

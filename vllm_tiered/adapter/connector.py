@@ -151,7 +151,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker:
             assert isinstance(kv_connector_metadata, TieredMetadata)
-            self._worker.begin_step(kv_connector_metadata.plan)
+            self._worker.begin_step(
+                kv_connector_metadata.plan, kv_connector_metadata.planning_seconds
+            )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

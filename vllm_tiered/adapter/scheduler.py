@@ -4,7 +4,7 @@
 import functools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -13,7 +13,7 @@ from vllm_tiered.adapter.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv_config import KvPlan
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredStats
-from vllm_tiered.adapter.steps import StepReport, StepWatch
+from vllm_tiered.adapter.steps import DecodeStreak, StepReport, StepWatch
 from vllm_tiered.adapter.timeline import Timeline
 from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.errors import UnsupportedError
@@ -23,9 +23,14 @@ from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
 
 @dataclass
 class TieredMetadata(KVConnectorMetadata):
-    """One step's plan, on its way from the scheduler to every worker."""
+    """One step's plan, on its way from the scheduler to every worker.
+
+    Attributes:
+        planning_seconds: what deciding it took.
+    """
 
     plan: StepPlan
+    planning_seconds: float
 
 
 def gauges(
@@ -82,6 +87,8 @@ class TieredScheduler:
         self._announced: set[int] = set()
         self._pool: Any = None
         self._withheld: dict[int, Any] = {}
+        self._withheld_changed = False  # since the workers were told
+        self._streak = DecodeStreak()
         self._num_tokens = 0  # output tokens of the step that is being planned
         self._reported_changes = 0
         self.recomputes = RecomputeLog()
@@ -117,25 +124,38 @@ class TieredScheduler:
             if request_id not in scheduled:
                 self.elastic.end(request_id)
         self.grant()
-        requests = list(self._scheduled_requests(scheduler_output))
+        goes_on = self._streak.goes_on(scheduler_output) and not ended
+        goes_on &= not self.elastic.num_prefilling
+        requests: list[ScheduledRequest] = []
+        if goes_on:
+            self._num_tokens = len(scheduled)
+        else:
+            requests = list(self._scheduled_requests(scheduler_output))
         far_layers = write_out_for = None
-        if requests:
-            self._look_back(len(requests), len(scheduler_output.preempted_req_ids or ()))
+        if scheduled:
+            self._look_back(len(scheduled), len(scheduler_output.preempted_req_ids or ()))
         if self.adaptive:
             self._withhold(min(self.elastic.excess, self._pool.get_num_free_blocks()))
             far_layers, write_out_for = self.adaptive.expansion.next_step()
-        withheld = set(self.elastic.withheld)
-        step = self._planner.plan(
-            requests,
-            ended,
-            granted=sorted(self._announced - withheld),
-            withheld=sorted(withheld - self._announced),
-            far_layers=far_layers,
-            write_out_for=write_out_for,
-        )
-        self._announced = withheld
+        step = None
+        if goes_on and not self._withheld_changed:
+            step = self._planner.plan_again(far_layers=far_layers, write_out_for=write_out_for)
+        if step is None:
+            if goes_on:
+                requests = list(self._scheduled_requests(scheduler_output))
+            withheld = set(self.elastic.withheld)
+            step = self._planner.plan(
+                requests,
+                ended,
+                granted=sorted(self._announced - withheld),
+                withheld=sorted(withheld - self._announced),
+                far_layers=far_layers,
+                write_out_for=write_out_for,
+            )
+            self._announced = withheld
+            self._withheld_changed = False
         self.recent.add(step, requests)
-        return TieredMetadata(replace(step, planning_seconds=time.perf_counter() - start))
+        return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
 
     def begin_request(self, request: Any) -> None:
         self._watch.begin_request(request.request_id, request.num_tokens)
@@ -163,6 +183,7 @@ class TieredScheduler:
     def grant(self) -> None:
         granted = [self._withheld.pop(block_id) for block_id in self.elastic.grant()]
         if granted:
+            self._withheld_changed = True
             self._pool.free_blocks(granted)
 
     def stats(self) -> TieredStats:
@@ -210,11 +231,13 @@ class TieredScheduler:
         limit = self.elastic.limit
         self._pool.free_blocks(blocks[:limit])
         self._withheld = {block.block_id: block for block in blocks[limit:]}
+        self._withheld_changed = True
         self.elastic.withheld = sorted(self._withheld, reverse=True)  # granted from the end
 
     def _withhold(self, count: int) -> list[int]:
         """Take free blocks away from the engine; their ids."""
         blocks = self._pool.get_new_blocks(count) if count else []
+        self._withheld_changed |= bool(blocks)
         self._withheld.update((block.block_id, block) for block in blocks)
         self.elastic.withheld.extend(block.block_id for block in blocks)
         return [block.block_id for block in blocks]

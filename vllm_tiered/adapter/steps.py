@@ -3,6 +3,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
@@ -74,6 +75,31 @@ class Step:
     num_waiting: int
     used_blocks: int
     longest: int
+
+
+class DecodeStreak:
+    """Sees whether a step is the one before with a token more for each request."""
+
+    def __init__(self) -> None:
+        self._request_ids: list[str] = []
+        self._computed_tokens = 0
+
+    def goes_on(self, scheduler_output: Any) -> bool:
+        """Ask once a step. Requests that ended are for the caller to see."""
+        cached = scheduler_output.scheduled_cached_reqs
+        before, num_before = self._request_ids, self._computed_tokens
+        self._request_ids, self._computed_tokens = [], 0
+        if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids:
+            return False
+        self._request_ids = list(cached.req_ids)
+        self._computed_tokens = sum(cached.num_computed_tokens)
+        num_requests = len(before)
+        return (
+            self._request_ids == before
+            and scheduler_output.total_num_scheduled_tokens == num_requests
+            and self._computed_tokens == num_before + num_requests
+            and not any(cached.new_block_ids)
+        )
 
 
 class StepWatch:

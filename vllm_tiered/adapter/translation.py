@@ -30,45 +30,69 @@ class Translator:
         self._pages = pages
         self._layer_names = layer_names
         self._block_tokens = block_tokens
+        self._blocks: np.ndarray[Any, np.dtype[np.int32]] = np.empty((0, 0), np.int32)
+        self._tables: tuple[torch.Tensor, ...] = ()
+        self._shared_slots = np.empty(0, np.int64)
+        self._slot_blocks = np.empty(0, np.int64)
+        self._num_own = 0
+        self._slots = np.empty((0, 0), np.int64)
+        self._layer_slots: dict[str, torch.Tensor] = {}
+        self._own_slots: tuple[torch.Tensor, ...] = ()
+        self._metadata: dict[str, Any] = {}
 
-    def translate(self, forward_context: Any) -> None:
+    def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
 
-        vLLM's shared metadata object and tensors are left as they are.
+        vLLM's shared metadata object and tensors are left as they are. Those of the layers are
+        used again in the next step, by when nobody computes with them any more.
+
+        Args:
+            keeps_pages: every block of the step has the pages that it had in the step before.
         """
-        metadata = forward_context.attn_metadata
         slots = forward_context.slot_mapping
-        shared = metadata[self._layer_names[0]]
-        tables = self._block_tables(shared).unbind()
-        padded = self._slot_mappings(slots[self._layer_names[0]])
-        layer_slots = own_slots = padded.unbind()
-        num_slots = shared.slot_mapping.shape[0]
-        if num_slots != padded.shape[1]:
-            own_slots = padded[:, :num_slots].unbind()
-        layer_metadata: dict[str, Any] = dict(metadata)
-        for name, table, own_slot in zip(self._layer_names, tables, own_slots, strict=True):
-            own = layer_metadata[name] = object.__new__(type(shared))
+        shared = forward_context.attn_metadata[self._layer_names[0]]
+        tables = self._block_tables(shared, keeps_pages)
+        self._map_slots(slots[self._layer_names[0]], len(shared.slot_mapping), keeps_pages)
+        if type(self._metadata.get(self._layer_names[0])) is not type(shared):
+            self._metadata = {name: object.__new__(type(shared)) for name in self._layer_names}
+        every_layer = zip(self._metadata.values(), tables, self._own_slots, strict=True)
+        for own, table, own_slot in every_layer:
             own.__dict__.update(shared.__dict__)
             own.block_table = table
             own.slot_mapping = own_slot
-        forward_context.attn_metadata = layer_metadata
-        forward_context.slot_mapping = {
-            **slots,
-            **dict(zip(self._layer_names, layer_slots, strict=True)),
-        }
+        forward_context.attn_metadata = self._metadata
+        forward_context.slot_mapping = self._layer_slots
 
-    def _block_tables(self, metadata: Any) -> torch.Tensor:
-        """int32 [num_layers, requests, blocks of the longest sequence]."""
+    def _block_tables(self, metadata: Any, keeps_pages: bool) -> tuple[torch.Tensor, ...]:
+        """By layer, int32 [requests, blocks of the longest sequence]."""
         columns = -(-metadata.max_seq_len // self._block_tokens)
-        blocks = metadata.block_table[:, :columns].numpy()
-        return torch.from_numpy(self._pages.take(blocks, axis=1))
+        blocks = metadata.block_table.numpy()[:, :columns]
+        if not (keeps_pages and np.array_equal(blocks, self._blocks)):
+            self._blocks = blocks.copy()  # vLLM writes the next step's in place
+            self._tables = torch.from_numpy(self._pages.take(blocks, axis=1)).unbind()
+        return self._tables
 
-    def _slot_mappings(self, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [num_layers, tokens]; padding stays -1."""
+    def _map_slots(self, slots: torch.Tensor, num_own: int, keeps_pages: bool) -> None:
+        """By layer, int64 [tokens], padding stays -1; and the first ``num_own`` of them.
+
+        Written where the step before had its own, if it had as many: to make 2 x 30 tensors takes
+        longer than all the rest.
+        """
         own = slots.numpy()
         blocks = own // self._block_tokens  # -1 stays -1: "wrap" takes any page for it
+        same_blocks = num_own == self._num_own and np.array_equal(blocks, self._slot_blocks)
+        if keeps_pages and same_blocks:
+            self._slots += own - self._shared_slots
+            self._shared_slots = own.copy()  # vLLM writes the next step's in place
+            return
+        self._shared_slots, self._slot_blocks = own.copy(), blocks
         moved = self._pages.take(blocks, axis=1, mode="wrap") - blocks
         moved *= self._block_tokens
-        moved += own
-        moved[:, own < 0] = -1
-        return torch.from_numpy(moved)
+        if self._slots.shape != moved.shape or self._num_own != num_own:
+            self._num_own = num_own
+            self._slots = np.empty(moved.shape, np.int64)
+            padded = torch.from_numpy(self._slots)
+            self._layer_slots = dict(zip(self._layer_names, padded.unbind(), strict=True))
+            self._own_slots = padded[:, :num_own].unbind()
+        np.add(moved, own, out=self._slots)
+        self._slots[:, own < 0] = -1

@@ -66,11 +66,13 @@ class TieredWorker:
         self._translator: Translator | None = None
         self._translates = False
         self._layer_of: dict[str, int] = {}  # layers that may be far
+        self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
         self._rotating: dict[str, int] = {}
         self._report: StepReport | None = None
         self._lost: set[int] = set()
         self._step_start = 0.0
         self._bookkeeping_seconds = 0.0
+        self._wait_seconds = 0.0
         self._stall_before = 0.0
         self._use_before = {direction: LinkUse() for direction in Direction}
         self._stats = TieredStats()
@@ -115,8 +117,11 @@ class TieredWorker:
         self._pool_view = view.as_strided((near_pages, *view.shape[1:]), view.stride(), 0)
         self._names = names
         self._layer_of = {names[layer]: layer for layer in sorted(self._plan.far_layers)}
-        for name, layer in self._layer_of.items():
-            self._wait_before_update(self._layers[name].impl, layer)
+        self._waits_here = {
+            name: layer
+            for name, layer in self._layer_of.items()
+            if not self._wait_before_update(self._layers[name].impl, layer)
+        }
         self._follow_level()
 
     def _follow_level(self) -> None:
@@ -139,7 +144,7 @@ class TieredWorker:
 
     # vLLM's hooks, in the order of a step ------------------------------------------------
 
-    def begin_step(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: StepPlan, planning_seconds: float = 0.0) -> None:
         start = time.perf_counter()
         self._step_start = start
         if self._trace_every and self.swapper.num_steps % self._trace_every == 0:
@@ -150,22 +155,21 @@ class TieredWorker:
             or self.swapper.is_laid_out_as_vllm == self._translates
         ):
             self._follow_level()
-        self._bookkeeping_seconds = time.perf_counter() - start + plan.planning_seconds
+        self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
         if forward_context.attn_metadata is None or not self._translates:
             return
         assert self._translator is not None
         start = time.perf_counter()
-        self._translator.translate(forward_context)
+        self._translator.translate(forward_context, keeps_pages=self.swapper.keeps_pages)
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
-        layer = self._layer_of.get(layer_name)
         if self._trace:
             self._traced_wait(self._names.index(layer_name))
-        elif layer is not None:
-            self.swapper.wait_layer(layer)
+        elif (layer := self._waits_here.get(layer_name)) is not None:
+            self._wait(layer)
 
     def layer_done(self, layer_name: str) -> None:
         layer = self._rotating.get(layer_name)
@@ -200,20 +204,30 @@ class TieredWorker:
     def close(self) -> None:
         self._device.close()
 
-    def _wait_before_update(self, impl: Any, layer: int) -> None:
-        """vLLM writes a layer's new KV before it asks the connector to wait for the layer."""
+    def _wait_before_update(self, impl: Any, layer: int) -> bool:
+        """vLLM writes a layer's new KV before it asks the connector to wait for the layer.
+
+        Returns:
+            False if the attention call writes the KV itself, after the connector's wait.
+        """
         update: Callable[..., Any] | None = getattr(impl, "do_kv_cache_update", None)
-        if update is None:  # the attention call writes the KV itself, after the wait
-            return
+        if update is None:
+            return False
 
         def do_kv_cache_update(*args: Any, **kwargs: Any) -> Any:
             if self._trace:
                 self._traced_wait(layer)
             else:
-                self.swapper.wait_layer(layer)
+                self._wait(layer)
             return update(*args, **kwargs)
 
         impl.do_kv_cache_update = do_kv_cache_update
+        return True
+
+    def _wait(self, layer: int) -> None:
+        start = time.perf_counter()
+        self.swapper.wait_layer(layer)
+        self._wait_seconds += time.perf_counter() - start
 
     def _traced_wait(self, layer: int) -> None:
         assert self._trace is not None
@@ -223,11 +237,15 @@ class TieredWorker:
         self._trace.waited(layer, begin, time.perf_counter())
 
     def _count(self, *, step_seconds: float) -> None:
+        stall_seconds = self.swapper.stall_seconds - self._stall_before
+        # What a wait takes beside the standstill is bookkeeping too; traced waits are not timed.
+        waiting_seconds = max(0.0, self._wait_seconds - stall_seconds)
+        self._wait_seconds = 0.0
         data: dict[str, Any] = {
             "kv_steps": 1,
             "kv_step_seconds": step_seconds,
-            "kv_bookkeeping_seconds": self._bookkeeping_seconds,
-            "kv_stall_seconds": self.swapper.stall_seconds - self._stall_before,
+            "kv_bookkeeping_seconds": self._bookkeeping_seconds + waiting_seconds,
+            "kv_stall_seconds": stall_seconds,
             "kv_lost_blocks": len(self._lost),
         }
         self._stall_before = self.swapper.stall_seconds

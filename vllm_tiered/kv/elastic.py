@@ -76,6 +76,11 @@ class ElasticBlocks:
             self._slots[request_id] = 1
             del self._prefilling[request_id]
 
+    @property
+    def num_prefilling(self) -> int:
+        """Requests that are charged for their prefill."""
+        return len(self._prefilling)
+
     def end(self, request_id: str) -> None:
         """The request finished or was preempted. Unknown requests are ignored."""
         self._slots.pop(request_id, None)

@@ -57,7 +57,7 @@ class FarTier:
     ) -> None:
         # A read follows all writes before it: the last one, as writes are in order.
         self.last_write: tuple[Event, ...] = ()
-        self.lost: set[int] = set()  # blocks of which a page did not arrive intact
+        self._reads: list[Event] = []  # of which it is not known whether all pages arrived
         self._device = device
         self._near = near
         self._num_blocks = num_blocks
@@ -81,44 +81,69 @@ class FarTier:
     def write(
         self, layers: Sequence[int], block_ids: PageIds, pages: npt.NDArray[np.int64]
     ) -> None:
-        """Write near ``pages`` [layers, blocks] out, in one copy for each home."""
+        """Write near ``pages`` [layers, blocks] out, in one copy for each home.
+
+        They run when what was computed so far is done.
+        """
+        copies = []
         homes = [self._home(layer) for layer in layers]
         for buffer in {id(buffer): buffer for buffer, _ in homes}.values():
             here = [at for at, (home, _) in enumerate(homes) if home is buffer]
             rows = np.array([homes[at][1] for at in here], dtype=np.int64)[:, None]
             far_pages = (rows * self._num_blocks + block_ids).ravel()
-            self.write_pages(Pages(pages[here].ravel()), buffer, Pages(far_pages))
+            near_pages = Pages(pages[here].ravel())
+            copies.append(
+                self._device.prepare(
+                    Direction.WRITE, self._near, near_pages, buffer, Pages(far_pages)
+                )
+            )
+        self.write_computed(copies)
 
-    def write_pages(self, pages: Pages, far: PageBuffer, far_pages: Pages) -> None:
-        """Write near pages out, when what was computed so far is done."""
+    def prepare_write(self, layer: int, block_ids: PageIds, pages: PageIds) -> Copy:
+        """A copy that writes near ``pages`` of a layer out; for :meth:`submit_writes`."""
+        far = self.slab(layer)
+        return self._device.prepare(
+            Direction.WRITE, self._near, Pages(pages), far, Pages(block_ids)
+        )
+
+    def submit_writes(self, writes: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
+        """Queue prepared writes, in order, each with what it must wait for."""
+        events = self._device.submit_together(writes)
+        self.last_write = (events[-1],)
+        return events
+
+    def write_computed(self, writes: Sequence[Copy]) -> None:
+        """Queue prepared writes that run when what was computed so far is done."""
         computed = (self._device.compute_event(),)
-        event = self._device.copy(Direction.WRITE, self._near, pages, far, far_pages, computed)
-        self.last_write = (event,)
+        self.submit_writes([(copy, computed) for copy in writes])
 
-    def submit_writes(
-        self,
-        writes: Sequence[tuple[Copy, tuple[Event, ...]]],
-        reads: Sequence[tuple[Copy, tuple[Event, ...]]],
-    ) -> tuple[list[Event], list[Event]]:
-        """Queue prepared writes, and reads behind all of them, each with what it must wait for."""
-        written, read = self._device.submit_in_turn(writes, reads)
-        self.last_write = (written[-1],)
-        return written, read
+    def submit_reads(self, reads: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
+        """Queue prepared reads, in order, each with what it must wait for."""
+        events = self._device.submit_together(reads)
+        self._reads += events
+        return events
 
     def read(self, layer: int, block_ids: PageIds, pages: PageIds) -> Event:
         """Read blocks of a layer into near ``pages`` that nothing submitted later uses before."""
         copy = self._device.prepare(
             Direction.READ, self.slab(layer), Pages(block_ids), self._near, Pages(pages)
         )
-        return self._device.submit(copy, (self._device.compute_event(), *self.last_write))
+        return self.submit_reads([(copy, (self._device.compute_event(), *self.last_write))])[0]
 
     def wait(self, event: Event) -> float:
-        """Hold compute until a read has arrived, and note what did not; seconds of standstill."""
-        seconds = self._device.wait(event)
-        failed = self._device.failed_pages(event)
-        if len(failed):
-            self.lost.update(failed.tolist())
-        return seconds
+        """Hold compute until a read has arrived; seconds of standstill."""
+        return self._device.wait(event)
+
+    def take_lost(self) -> set[int]:
+        """Blocks of which a page did not arrive, in the reads that are over since the last call."""
+        reads, self._reads = self._reads, []
+        lost: set[int] = set()
+        for event in reads:
+            if not event.done():
+                self._reads.append(event)
+            elif len(failed := self._device.failed_pages(event)):
+                lost.update(failed.tolist())
+        return lost
 
     def discard(self) -> None:
         """Give memory back to the system; no page is far from now on."""

@@ -8,7 +8,7 @@ is the row's presence published. Until then the kernels may not use the layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -24,23 +24,18 @@ class Home(Enum):
     FAR = "far"
 
 
-class State(IntEnum):
-    """Where a layer is, and the operation in flight."""
+class State(Enum):
+    """Where a layer is, and the operation in flight.
 
-    IN_NEAR = 0
-    IN_FAR = 1
-    SWAP_IN = 2  # in far; the near copy is not valid yet
-    IN_COMPUTE = 3  # in near
+    Pinned layers stay near. A rotating one goes round: IN_FAR, SWAP_IN, IN_COMPUTE. Swapping out
+    is no operation of its own: what a step writes goes out in that step, so a layer that was
+    computed leaves the near tier by being forgotten there.
+    """
 
-
-LEGAL_MOVES: dict[State, frozenset[State]] = {
-    State.IN_NEAR: frozenset(),
-    State.IN_FAR: frozenset({State.SWAP_IN}),
-    State.SWAP_IN: frozenset({State.IN_COMPUTE}),
-    State.IN_COMPUTE: frozenset({State.IN_FAR}),
-}
-"""Pinned layers stay near. Swapping out is no operation of its own: what a step writes goes out in
-that step, so a layer that was computed leaves the near tier by being forgotten there."""
+    IN_NEAR = "in near"
+    IN_FAR = "in far"
+    SWAP_IN = "swap in"  # in far; the near copy is not valid yet
+    IN_COMPUTE = "in compute"  # in near
 
 
 @dataclass(slots=True)
@@ -49,7 +44,8 @@ class LayerRow:
 
     Attributes:
         far_row: the layer's slab in the far tier; None for a pinned layer.
-        area: the staging area that holds or receives the layer; None while it is only far.
+        area: the staging area that holds the layer, or will in its turn; None while it is only
+            far.
         last_use: number of the step that staged and computed the layer last.
     """
 
@@ -86,7 +82,6 @@ class MappingTable:
             (num_layers, num_blocks), self.HOLE, dtype=np.int32
         )
         self.rows = [LayerRow(Home.NEAR, None, None, State.IN_NEAR) for _ in range(num_layers)]
-        self.num_staged = 0  # rows that have an area
         self.follow(order)
 
     def follow(self, order: SwapOrder) -> None:
@@ -119,18 +114,20 @@ class MappingTable:
         return self.pages[self._rotating, block_ids].astype(np.int64)
 
     def reserve(self, layer: int, area: int) -> None:
-        """First phase of a swap-in: the area is the layer's, its pages are not yet valid."""
+        """First phase of a swap-in: the layer comes to the area, its pages are not yet valid.
+
+        Layers that share an area come one after the other, as the copies are ordered.
+        """
         row = self.rows[layer]
-        if State.SWAP_IN not in LEGAL_MOVES[row.state]:
+        if row.state is not State.IN_FAR:
             raise _illegal(layer, row, State.SWAP_IN)
         row.state = State.SWAP_IN
         row.area = area
-        self.num_staged += 1
 
     def publish(self, layer: int, step: int) -> None:
         """Second phase: the copy is confirmed, the layer may be computed (and is)."""
         row = self.rows[layer]
-        if State.IN_COMPUTE not in LEGAL_MOVES[row.state]:
+        if row.state is not State.SWAP_IN:
             raise _illegal(layer, row, State.IN_COMPUTE)
         row.state = State.IN_COMPUTE
         row.last_use = step
@@ -138,28 +135,25 @@ class MappingTable:
     def evict(self, layer: int) -> None:
         """The layer was computed: its area belongs to another now, or to nobody."""
         row = self.rows[layer]
-        if State.IN_FAR not in LEGAL_MOVES[row.state]:
+        if row.state is not State.IN_COMPUTE:
             raise _illegal(layer, row, State.IN_FAR)
         row.state = State.IN_FAR
         row.area = None
-        self.num_staged -= 1
 
     def check_integrity(self) -> None:
-        """Pinned rows stay near, far pointers are the rotating rows', no two rows share an area.
+        """Pinned rows stay near, far pointers are the rotating rows', no two computed rows share.
 
         Raises:
             IntegrityError: naming the layers.
         """
-        areas = [row.area for row in self.rows if row.area is not None]
-        if len(set(areas)) != len(areas):
-            raise IntegrityError(f"layers share a staging area: {areas}")
+        used = [row.area for row in self.rows if row.state is State.IN_COMPUTE]
+        if len(set(used)) != len(used):
+            raise IntegrityError(f"layers share a staging area: {used}")
         for layer, row in enumerate(self.rows):
             if (row.home is Home.FAR) != (row.far_row is not None):
                 raise IntegrityError(f"layer {layer} is homed {row.home.value}: {row}")
             if (row.area is not None) != (row.state not in (State.IN_NEAR, State.IN_FAR)):
                 raise IntegrityError(f"layer {layer} is {row.state.name} with area {row.area}")
-        if len(areas) != self.num_staged:
-            raise IntegrityError(f"{self.num_staged} layers staged, in areas {areas}")
 
 
 def _illegal(layer: int, row: LayerRow, state: State) -> IntegrityError:

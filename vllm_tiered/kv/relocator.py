@@ -16,7 +16,7 @@ from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.step_plan import StepPlan
-from vllm_tiered.tiers.base import Event, PageIds
+from vllm_tiered.tiers.base import Copy, Event, PageIds
 
 
 class Relocator:
@@ -69,18 +69,23 @@ class Relocator:
         writes of a step do not wait for all of them; all at once if no layer is far yet.
         """
         self.leaving = _added(order.rotating, self._table.order.rotating)
-        while self.leaving and not self._table.order.rotating:
-            self.write_out_one()
+        if not self._table.order.rotating:
+            self._write_out_all()
 
-    def write_out_one(self) -> None:
-        """Write out what one of the leaving layers holds and the far tier does not have."""
+    def write_out_one(self) -> list[Copy]:
+        """Of one of the leaving layers, what it holds and the far tier does not have.
+
+        Returns:
+            The copy, to be submitted; none if the far tier has all.
+        """
         layer = self.leaving.pop()
         block_ids = np.flatnonzero(self._holds & ~self._is_far[layer])
-        if len(block_ids):
-            pages = self._table.pages[layer, block_ids].astype(np.int64)
-            self._far.write([layer], block_ids, pages[None])
-            self._is_far[layer, block_ids] = True
-            self._is_idle = False
+        if not len(block_ids):
+            return []
+        self._is_far[layer, block_ids] = True
+        self._is_idle = False
+        pages = self._table.pages[layer, block_ids].astype(np.int64)
+        return [self._far.prepare_write(layer, block_ids, pages)]
 
     def move(self, order: SwapOrder, granted: Iterable[int], tails: Iterable[int]) -> None:
         """Change the layers' homes to those under ``order``.
@@ -89,8 +94,7 @@ class Relocator:
             IntegrityError: the pages do not suffice; the scheduler's limit is wrong.
         """
         self.leaving = _added(order.rotating, self._table.order.rotating)
-        while self.leaving:
-            self.write_out_one()
+        self._write_out_all()
         tail_ids = np.fromiter(tails, np.int64)
         inner_ids = np.setdiff1d(np.fromiter(granted, np.int64), tail_ids)
         before = self._table.order.rotating
@@ -107,6 +111,11 @@ class Relocator:
         """Hold compute until a layer that returns is near; seconds of standstill."""
         event = self.returning.pop(layer, None)
         return 0.0 if event is None else self._far.wait(event)
+
+    def _write_out_all(self) -> None:
+        copies = [copy for _ in range(len(self.leaving)) for copy in self.write_out_one()]
+        if copies:
+            self._far.write_computed(copies)
 
     def _settle(self) -> None:
         """Wait for what no step has waited for, before its pages may be anybody else's."""

@@ -16,7 +16,7 @@ and `extend` in every later one that adds to it: staged, computed, and written o
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +46,15 @@ class ScheduledRequest(NamedTuple):
     scheduled_tokens: int
 
 
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
+
+
 def _no_blocks() -> BlockIds:
-    return np.empty(0, dtype=np.int64)
+    return _NO_BLOCKS
+
+
+def _block_ids(ids: Sequence[int]) -> BlockIds:
+    return np.array(ids, dtype=np.int64) if ids else _NO_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +73,6 @@ class StepPlan:
         far_layers: the level from this step on; None where it never changes.
         write_out_for: the level to which the next step may rise: its new far layers are written
             out behind this step.
-        planning_seconds: what deciding this took.
     """
 
     read: BlockIds = field(default_factory=_no_blocks)
@@ -79,7 +85,6 @@ class StepPlan:
     withheld: BlockIds = field(default_factory=_no_blocks)
     far_layers: int | None = None
     write_out_for: int | None = None
-    planning_seconds: float = 0.0
 
 
 class _Request:
@@ -104,6 +109,9 @@ class _Request:
     def blocks(self, first: int, end: int) -> BlockIds:
         return self._blocks[first:end]
 
+    def block(self, position: int) -> int:
+        return int(self._blocks[position])
+
 
 class StepPlanner:
     """Follows every request's blocks and classifies them step by step. Runs in the scheduler.
@@ -119,6 +127,8 @@ class StepPlanner:
         self._tails_stay = tails_stay
         self._requests: dict[str, _Request] = {}
         self._is_read = np.zeros(num_blocks, dtype=np.bool_)
+        self._steady = StepPlan()
+        self._steady_steps = 0  # as many further steps may be as the last one
 
     @property
     def num_tails(self) -> int:
@@ -140,67 +150,92 @@ class StepPlanner:
         Raises:
             IntegrityError: a request continues behind a partly filled block that is not its tail.
         """
+        block_tokens, tails_stay = self._block_tokens, self._tails_stay
         released = [tail for name in ended if (tail := self._forget(name)) is not None]
         read: list[BlockIds] = []
         ring: list[BlockIds] = []
         acquired: list[int] = []
         extended: list[int] = []
         flushed: list[int] = []
+        steady_steps = block_tokens
         for part in scheduled:
             request = self._follow(part, released)
-            full_before, partial = divmod(part.computed_tokens, self._block_tokens)
+            full_before, partial = divmod(part.computed_tokens, block_tokens)
             end_tokens = part.computed_tokens + part.scheduled_tokens
-            full_after, partial_after = divmod(end_tokens, self._block_tokens)
+            full_after, partial_after = divmod(end_tokens, block_tokens)
             if full_before and far_layers != 0:
                 read.append(request.blocks(0, full_before))
             first_new = full_before
             if partial:
                 tail = self._tail_at(part, request, full_before)
-                if not self._tails_stay:
+                if not tails_stay:
                     extended.append(tail)
-                if full_after == full_before:
-                    continue  # the tail fills further
+                if full_after == full_before:  # the tail fills further
+                    steady_steps = min(steady_steps, block_tokens - 1 - partial_after)
+                    continue
                 request.tail = None
-                if self._tails_stay:
+                if tails_stay:
                     flushed.append(tail)
                 first_new += 1
+            steady_steps = 0
             end_ring = full_after
             if partial_after:
-                request.tail = int(request.blocks(full_after, full_after + 1)[0])
-                if self._tails_stay:
+                request.tail = request.block(full_after)
+                if tails_stay:
                     acquired.append(request.tail)
                 else:
                     end_ring += 1
             if first_new < end_ring:
                 ring.append(request.blocks(first_new, end_ring))
-        ring_ids = np.concatenate(ring) if ring else _no_blocks()
-        extended_ids = np.array(extended, dtype=np.int64)
-        flushed_ids = np.array(flushed, dtype=np.int64)
-        if not self._tails_stay:
+        ring_ids = np.concatenate(ring) if ring else _NO_BLOCKS
+        extended_ids, flushed_ids = _block_ids(extended), _block_ids(flushed)
+        if not tails_stay:
             released = []
-        return StepPlan(
+        self._steady_steps = steady_steps
+        self._steady = StepPlan(
             read=self._unique(read, ring_ids, extended_ids, flushed_ids),
             extend=extended_ids,
+            far_layers=far_layers,
+        )
+        return StepPlan(
+            read=self._steady.read,
+            extend=extended_ids,
             ring=ring_ids,
-            tail_acquire=np.array(acquired, dtype=np.int64),
+            tail_acquire=_block_ids(acquired),
             tail_flush=flushed_ids,
-            tail_release=np.array(released, dtype=np.int64),
-            granted=np.array(granted, dtype=np.int64),
-            withheld=np.array(withheld, dtype=np.int64),
+            tail_release=_block_ids(released),
+            granted=_block_ids(granted),
+            withheld=_block_ids(withheld),
             far_layers=far_layers,
             write_out_for=write_out_for,
         )
 
+    def plan_again(
+        self, *, far_layers: int | None = None, write_out_for: int | None = None
+    ) -> StepPlan | None:
+        """The plan of a step in which each request of the one before computes one token more.
+
+        Most steps are such, and to look at every request again would find nothing.
+
+        Returns:
+            None if a block fills, or if the level has another one's reads: ``plan`` must look.
+        """
+        if not self._steady_steps or far_layers != self._steady.far_layers:
+            return None
+        self._steady_steps -= 1
+        return replace(self._steady, write_out_for=write_out_for)
+
     def _follow(self, part: ScheduledRequest, released: list[int]) -> _Request:
         if not part.restarts:
             request = self._requests[part.request_id]
-            request.append(part.new_block_ids)
+            if part.new_block_ids:
+                request.append(part.new_block_ids)
             return request
         tail = self._forget(part.request_id)
         request = self._requests[part.request_id] = _Request()
         request.append(part.new_block_ids)
         position, partial = divmod(part.computed_tokens, self._block_tokens)
-        if partial and tail == request.blocks(position, position + 1)[0]:
+        if partial and tail == request.block(position):
             request.tail = tail  # sent anew, but it goes on in its blocks (a streaming session)
         elif tail is not None:
             released.append(tail)
@@ -211,7 +246,7 @@ class StepPlanner:
         return request.tail if request else None
 
     def _tail_at(self, part: ScheduledRequest, request: _Request, position: int) -> int:
-        block_id = int(request.blocks(position, position + 1)[0])
+        block_id = request.block(position)
         if request.tail != block_id:
             raise IntegrityError(
                 f"request {part.request_id} continues at token {part.computed_tokens} in block "
@@ -225,10 +260,9 @@ class StepPlanner:
         A request may hit a prefix that another one computes in this very step.
         """
         if not read:
-            return _no_blocks()
+            return _NO_BLOCKS
         self._is_read[:] = False
-        for block_ids in read:
-            self._is_read[block_ids] = True
+        self._is_read[np.concatenate(read)] = True
         for block_ids in written:
             self._is_read[block_ids] = False
         return np.flatnonzero(self._is_read)

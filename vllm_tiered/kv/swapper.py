@@ -3,41 +3,33 @@
 
 One step, with rotating layers r0, r1, r2 … and two areas:
 
-    begin_step   read r0→A, r1→B
+    begin_step   all copies are queued, each behind what it waits for: read r0→A, r1→B
     r0 computes  blocks that r0 wrote in A go out; then read r2→A
     r1 computes  blocks that r1 wrote in B go out; then read r3→B
     …            (layers between them are pinned and compute without a wait)
-    end_step     tails that were filled go out, all layers in one copy, if tails stay near; areas
-                 are free, pages that a write still reads drain
+    end_step     tails that were filled go out, all layers in one copy, if tails stay near
+
+The areas stay for the next step if its blocks are the same (``staging.py``); else they become free,
+and pages that a write still reads drain.
 
 Between two steps the number of far layers may change (``relocator.py``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tiered.cost.kv import STAGING_AREAS
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.far_tier import FarHomes, FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.relocator import Relocator
+from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.tiers.base import Copy, Device, Event, PageBuffer
 
 _NOTHING = StepPlan()
-
-
-@dataclass(slots=True)
-class _Area:
-    """Staging pages of one layer: of the blocks read, and of the blocks that the step writes."""
-
-    read: Pages
-    written: Pages
-    vacated: tuple[Event, ...]
 
 
 class Swapper:
@@ -55,6 +47,11 @@ class Swapper:
         device: copies; the far tier is allocated from it.
         max_areas: stage at most this many layers ahead (or what the policy asks for): more
             areas take more cache and hide little more.
+
+    Attributes:
+        stall_seconds: for which compute stood still since the start.
+        num_steps: begun since the start.
+        keeps_pages: every block of the step has the pages that it had in the step before.
 
     Raises:
         BudgetError: the far tier does not have the memory.
@@ -81,27 +78,20 @@ class Swapper:
         )
         self.stall_seconds = 0.0
         self.num_steps = 0
+        self.keeps_pages = False
         self._failure: Exception | None = None
-        self._near = near
         self._device = device
-        self._max_areas = max(max_areas, order.areas)
+        self._staging = Staging(pool=self.pool, near=near, device=device, max_areas=max_areas)
         self._orders = orders
         self._relocator = Relocator(self.pool, self.table, self.far)
         self._written_before: tuple[Event, ...] = ()
         self._granted: set[int] = set()
         self._tails: set[int] = set()
         self._plan = _NOTHING
-        self._areas: list[_Area] = []
-        self._staging: PageIds = np.empty((0, 0), np.int64)
-        self._is_written = np.empty(0, np.bool_)
-        self._reads_of_step: list[Copy] = []
-        self._writes_of_step: list[Copy] = []
         self._reads: list[Event | None] = []
         self._writes: list[Event | None] = []
-        self._next_read = 0
-        self._ahead = 0
-        self._together = 1
-        self._due_writes: list[int] = []
+        self._turns: dict[int, Event] = {}  # by position of the last layer of each turn
+        self._asked: Sequence[Event] = ()  # by position, where layers are read when asked for
         self._follow_order()
         granted = num_blocks - 1 if granted is None else granted
         self._as_vllm = bool(orders) and not order.rotating
@@ -123,7 +113,7 @@ class Swapper:
     # One step ---------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Apply the plan to pages and table, and start reading the first layers.
+        """Apply the plan to pages and table, and queue all copies of the step.
 
         Raises:
             IntegrityError: the plan does not fit the pages; the scheduler's bound is wrong.
@@ -131,6 +121,9 @@ class Swapper:
         self.num_steps += 1
         self._plan = plan
         self._writes = [None] * len(self.order.rotating)
+        self.keeps_pages = self.serves(plan)
+        if not self.keeps_pages:
+            self._staging.release(next(iter(self.far.last_write), None))
         self._release_tails(plan.tail_release)
         if self._orders:
             self._relocator.begin_step(plan)
@@ -144,10 +137,16 @@ class Swapper:
         self._acquire_tails(plan.tail_acquire)
         if not self.order.rotating:
             return
-        self._make_areas()
-        self._next_read = 0
-        if self.order.prefetches:
-            self._submit_reads(len(self._areas))
+        if not self._staging.num_areas:
+            self._staging.open(plan, self.order, self._slabs, self.table)
+        if self._staging.num_areas:
+            self._queue_copies()
+
+    def serves(self, plan: StepPlan) -> bool:
+        """Whether the areas of the step before are right for this one, and nothing moves."""
+        level = plan.far_layers
+        same_level = level is None or level == self.order.far_layers
+        return same_level and self._staging.serves(plan)
 
     def wait_layer(self, layer: int) -> None:
         """Hold compute until the layer's pages are near. Pinned layers are, or return just now.
@@ -161,65 +160,50 @@ class Swapper:
                 if self._relocator.returning:
                     self.stall_seconds += self._relocator.wait(layer)
                 return
-            if not self.order.prefetches and self._areas:
-                self._submit_reads(position + 1)
             if (event := self._reads[position]) is None:
                 return
             self._reads[position] = None
-            self.stall_seconds += self.far.wait(event)
+            if self._asked:
+                self._device.reach(self._asked[position])
+            if not event.done():
+                self.stall_seconds += self._device.wait(event)
         except Exception as failure:
             self._failure = failure
             raise
         self.table.publish(layer, self.num_steps)
 
     def layer_done(self, layer: int) -> None:
-        """The layer was computed: write out what it wrote, read a later layer into its area."""
+        """The layer was computed: copies that wait for it may run.
+
+        Raises:
+            IntegrityError: nobody waited for its pages.
+        """
         position = self._position.get(layer)
-        if position is None or not self._areas:
+        if position is None or not self._turns:
             return
-        self._areas[position % len(self._areas)].vacated = (self._device.compute_event(),)
-        self.table.evict(layer)
-        if self._writes_of_step:
-            self._due_writes.append(position)
-        last = len(self._reads)
-        end = min(position + self._ahead, last)
-        num_due = end - self._next_read
-        if num_due < self._together and (num_due <= 0 or end < last):
-            end = self._next_read  # too few: each submission wakes a copying thread
-            if len(self._due_writes) < self._together and position + 1 < last:
-                return
-        if self._due_writes:
-            self._submit_writes(end)
-        elif self._next_read < end:
-            self._submit_reads(end)
-        if self._relocator.leaving:  # behind the copies that the layers to come wait for
-            self._relocator.write_out_one()
+        if self._reads[position] is not None:
+            raise IntegrityError(f"layer {layer} was computed before its pages were there")
+        if (milestone := self._turns.pop(position, None)) is not None:
+            self._device.reach(milestone)
 
     def end_step(self) -> None:
-        """All layers were computed: write out filled tails; areas become free, or drain.
+        """All layers were computed: write out filled tails.
 
         Raises:
             IntegrityError: a rotating layer was staged but not computed.
         """
         if self._failure is not None:  # vLLM ends a step also when its forward has raised
             raise self._failure
-        if self.table.num_staged:
-            staged = [at for at, row in enumerate(self.table.rows) if row.area is not None]
-            raise IntegrityError(f"layers {staged} were staged and never computed")
+        if self._turns:
+            raise IntegrityError(f"rotating layers {[*self._turns]} were staged, never computed")
+        if self._staging.num_areas:
+            for layer in self.order.rotating:
+                self.table.evict(layer)
         plan, self._plan = self._plan, _NOTHING
         if len(plan.tail_flush):
             self._flush_tails(plan.tail_flush)
         if self._orders:
             self._relocator.end_step(plan)
-        if not self._writes_of_step:
-            self.pool.free(self._staging.ravel(), Owner.STAGING)
-        else:
-            written = self._staging[:, self._is_written]
-            self.pool.free(self._staging[:, ~self._is_written].ravel(), Owner.STAGING)
-            self.pool.drain(written.ravel(), Owner.STAGING, self.far.last_write[0])
-        self._areas = []
-        self._staging = self._staging[:0]
-        self._writes_of_step = []
 
     def pending_read(self, layer: int) -> Event | None:
         """The copy that :meth:`wait_layer` will wait for."""
@@ -236,7 +220,7 @@ class Swapper:
 
         What was computed with them is wrong; whoever uses them must compute them anew.
         """
-        lost, self.far.lost = self.far.lost, set()
+        lost = self.far.take_lost()
         self._relocator.forget(lost)
         return lost
 
@@ -251,7 +235,7 @@ class Swapper:
         expected = {
             Owner.PINNED: len(self.order.pinned) * len(self._granted),
             Owner.TAIL: len(self.order.rotating) * len(self._tails),
-            Owner.STAGING: self._staging.size,
+            Owner.STAGING: self._staging.pages.size,
         }
         for owner, pages in expected.items():
             if self.pool.count(owner) != pages:
@@ -308,96 +292,52 @@ class Swapper:
             self.pool.free(self.table.rotating_pages(block_ids).ravel(), Owner.TAIL)
             self._tails.difference_update(block_ids.tolist())
 
-    def _make_areas(self) -> None:
-        """As many areas as free pages give, up to the number of rotating layers.
-
-        An area holds the blocks read, by id, and then those that are new.
-        """
-        plan = self._plan
-        read_ids, written_ids = plan.read, plan.ring
-        if len(plan.extend):
-            read_ids = np.sort(np.concatenate([plan.read, plan.extend]))
-            written_ids = np.concatenate([plan.extend, plan.ring])
-        num_read = len(read_ids)
-        pages_per_area = num_read + len(plan.ring)
-        if not pages_per_area:
-            return
-        rotating = len(self.order.rotating)
-        wanted = min(rotating, self._max_areas)
-        # Two areas are worth a wait: the step's reads wait for the same writes anyway.
-        num_free = self.pool.free_at_least(min(wanted, STAGING_AREAS) * pages_per_area)
-        count = max(1, min(wanted, num_free // pages_per_area))
-        pages = self.pool.allocate(count * pages_per_area, Owner.STAGING)
-        self._staging = areas = pages.reshape(count, pages_per_area)
-        extended = np.searchsorted(read_ids, plan.extend)
-        # How far reads run ahead, and from three areas on how many copies are submitted together.
-        self._ahead = count + 1 if self.order.prefetches else 0
-        self._together = (count + 1) // 2 if self.order.prefetches else 1
-        written = np.concatenate([extended, np.arange(num_read, pages_per_area)])
-        self._is_written = np.zeros(pages_per_area, np.bool_)
-        self._is_written[written] = True
-        # On a device whose compute runs later, the step before may still use these pages.
-        vacated = (self._device.compute_event(),)
-        self._areas = [
-            _Area(
-                Pages(area[:num_read], ascending=True),
-                Pages(area[written]),
-                vacated,
-            )
-            for area in areas
-        ]
-        read_blocks = Pages(read_ids, ascending=True)
-        self._reads_of_step = [
-            self._device.prepare(
-                Direction.READ, far, read_blocks, self._near, self._areas[position % count].read
-            )
-            for position, far in enumerate(self._slabs)
-        ]
-        self._writes_of_step = []
-        if len(written):
-            written_blocks = Pages(written_ids)
-            self._writes_of_step = [
-                self._device.prepare(
-                    Direction.WRITE,
-                    self._near,
-                    self._areas[position % count].written,
-                    far,
-                    written_blocks,
-                )
-                for position, far in enumerate(self._slabs)
-            ]
-        blocks = np.concatenate([read_ids, plan.ring])
-        self.table.set_rotating(blocks, areas[np.arange(rotating) % count])
-
     # Copies -----------------------------------------------------------------------------
 
-    def _submit_reads(self, end: int) -> None:
-        """Start staging the rotating layers before ``end`` that were not started yet."""
-        if self._next_read < end:
-            copies = [self._read(position) for position in range(self._next_read, end)]
-            self._reads[self._next_read : end] = self._device.submit_together(copies)
-            self._next_read = end
+    def _queue_copies(self) -> None:
+        """All reads and writes of the step, each behind what it has to wait for.
 
-    def _read(self, position: int) -> tuple[Copy, tuple[Event, ...]]:
-        """The copy that stages the ``position``-th rotating layer (two-phase: reserve now)."""
-        index = position % len(self._areas)
-        self.table.reserve(self.order.rotating[position], index)
-        after = self._areas[index].vacated + self._written_before
-        return self._reads_of_step[position], after
+        Between two layers nothing is left to do but to say that they were computed, and that only
+        in turns of some layers: to wake a copying thread costs as much as all the rest.
+        """
+        staging, prefetches = self._staging, self.order.prefetches
+        last, num_areas = len(self.order.rotating) - 1, staging.num_areas
+        turn = (num_areas + 1) // 2 if prefetches else 1
+        ends = [*range(turn - 1, last, turn), last]
+        milestones = self._device.milestones(len(ends))
+        self._turns = dict(zip(ends, milestones, strict=True))
+        computed = [(milestones[position // turn],) for position in range(last + 1)]
+        self._asked = [] if prefetches else self._device.milestones(last + 1)
+        self._queue_writes(computed)
+        reads = []
+        for position, layer in enumerate(self.order.rotating):
+            area = position % num_areas
+            self.table.reserve(layer, area)
+            after = staging.vacated[area] + self._written_before
+            if self._asked:
+                after += (self._asked[position],)
+            reads.append((staging.reads[position], after))
+            write = self._writes[position]
+            staging.vacated[area] = computed[position] if write is None else (write,)
+        self._reads[:] = self.far.submit_reads(reads)
 
-    def _submit_writes(self, end: int) -> None:
-        """Write out what computed layers have written; behind that, stage layers before ``end``."""
-        writes = [
-            (self._writes_of_step[position], self._areas[position % len(self._areas)].vacated)
-            for position in self._due_writes
-        ]
-        reads = [self._read(position) for position in range(self._next_read, end)]
-        written, self._reads[self._next_read : end] = self.far.submit_writes(writes, reads)
-        self._next_read = end
-        for position, event in zip(self._due_writes, written, strict=True):
-            self._areas[position % len(self._areas)].vacated = (event,)
-            self._writes[position] = event
-        self._due_writes = []
+    def _queue_writes(self, computed: Sequence[tuple[Event, ...]]) -> None:
+        """What each rotating layer writes, and after a turn of them a layer that leaves.
+
+        Args:
+            computed: by rotating position, what the write has to wait for.
+        """
+        copies: list[tuple[Copy, tuple[Event, ...]]] = []
+        positions: list[int] = []
+        for position, after in enumerate(computed):
+            if self._staging.writes:
+                positions.append(len(copies))
+                copies.append((self._staging.writes[position], after))
+            if self._relocator.leaving and position in self._turns:
+                copies += [(copy, after) for copy in self._relocator.write_out_one()]
+        if copies:
+            events = self.far.submit_writes(copies)
+            self._writes[: len(positions)] = [events[at] for at in positions]
 
     def _flush_tails(self, block_ids: BlockIds) -> None:
         if self.order.rotating:
@@ -409,7 +349,7 @@ class Swapper:
     def _check_no_page_twice(self) -> None:
         held = [self.table.pinned_pages(np.fromiter(self._granted, np.int64))]
         held.append(self.table.rotating_pages(np.fromiter(self._tails, np.int64)).ravel())
-        held.append(self._staging.ravel())
+        held.append(self._staging.pages.ravel())
         pages = np.concatenate(held)
         if len(np.unique(pages)) != len(pages):
             raise IntegrityError("a page stands for two blocks or layers")

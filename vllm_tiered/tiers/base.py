@@ -12,6 +12,7 @@ against compute nothing is ordered except through events:
     submit(copy, after=(e1, e2))   runs when e1 and e2 are done
     wait(e)                        compute submitted later runs when e is done
     compute_event()                is done when the compute submitted so far is done
+    milestones(n), reach(e)        the same, for copies that are queued before that compute
 """
 
 from abc import ABC, abstractmethod
@@ -254,7 +255,7 @@ class Device(ABC):
 
     @abstractmethod
     def submit(self, copy: "Copy", after: tuple[Event, ...] = ()) -> Event:
-        """Queue a prepared copy, once, to run when ``after`` is done.
+        """Queue a prepared copy to run when ``after`` is done. It may be queued again later.
 
         The caller leaves source and target pages alone until the event is done.
         """
@@ -265,20 +266,6 @@ class Device(ABC):
         Cheaper than one by one on a device whose copying thread must be woken.
         """
         return [self.submit(copy, after) for copy, after in copies]
-
-    def submit_in_turn(
-        self,
-        first: Sequence[tuple["Copy", tuple[Event, ...]]],
-        then: Sequence[tuple["Copy", tuple[Event, ...]]],
-    ) -> tuple[list[Event], list[Event]]:
-        """Queue copies of one direction, and copies of the other that run when those are done.
-
-        Nothing else may be queued in the second direction before ``then`` has run. One wake-up
-        where two are two.
-        """
-        events = self.submit_together(first)
-        behind = (events[-1],)
-        return events, self.submit_together([(copy, after + behind) for copy, after in then])
 
     def copy(
         self,
@@ -305,6 +292,18 @@ class Device(ABC):
     @abstractmethod
     def compute_event(self) -> Event:
         """An event that is done when all compute submitted so far is done."""
+
+    @abstractmethod
+    def milestones(self, count: int) -> Sequence[Event]:
+        """Events that compute is going to reach; copies may wait for them before it has.
+
+        Each is to be reached, in any order, before the device is closed; else copies that wait
+        for it fail then.
+        """
+
+    @abstractmethod
+    def reach(self, milestone: Event) -> None:
+        """``milestone`` is done when all compute submitted so far is done. Once for each."""
 
     @abstractmethod
     def wait(self, event: Event) -> float:

@@ -63,28 +63,29 @@ class CpuEvent:
     Attributes:
         began, ended: ``time.perf_counter`` when the copying started and was over; 0.0 before.
         failed_pages: source pages that did not arrive intact.
+        is_over: it is done, or has failed.
     """
 
-    __slots__ = ("_done", "_error", "_lock", "began", "ended", "failed_pages")
+    __slots__ = ("_error", "_lock", "began", "ended", "failed_pages", "is_over")
 
     def __init__(self) -> None:
         self.began = 0.0
         self.ended = 0.0
         self.failed_pages = NO_PAGES
-        self._done = False
+        self.is_over = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def done(self) -> bool:
-        if not self._done:  # first: an error is set before this is
+        if not self.is_over:  # first: an error is set before this is
             return False
         if self._error is not None:
             raise self._error
         return True
 
     def wait(self) -> None:
-        if not self._done:
+        if not self.is_over:
             with self._lock:
                 pass
         if self._error is not None:
@@ -93,7 +94,7 @@ class CpuEvent:
     def finish(self, error: BaseException | None = None) -> None:
         """Called once, by the thread that did the work."""
         self._error = error
-        self._done = True
+        self.is_over = True
         self._lock.release()
 
 
@@ -110,10 +111,10 @@ class _Now:
 _NOW = _Now()
 
 
-class CopyJob:
-    """One asynchronous copy."""
+class CpuCopy:
+    """A prepared copy. Nothing in it changes, so it may be under way more than once."""
 
-    __slots__ = ("after", "done", "dst", "dst_pages", "src", "src_pages", "thread")
+    __slots__ = ("dst", "dst_pages", "num_bytes", "src", "src_pages", "thread")
 
     def __init__(
         self,
@@ -128,15 +129,15 @@ class CopyJob:
         self.src_pages = src_pages
         self.dst = dst
         self.dst_pages = dst_pages
-        self.after: tuple[Event, ...] = ()
-        self.done = CpuEvent()
+        self.num_bytes = len(src_pages) * src.page_bytes
 
 
-class Jobs(NamedTuple):
-    """Jobs of one thread, and those that it hands to the other one when it has run them."""
+class CopyJob(NamedTuple):
+    """A submitted copy."""
 
-    now: list[CopyJob]
-    then: list[CopyJob]
+    copy: CpuCopy
+    after: tuple[Event, ...]
+    done: CpuEvent
 
 
 class CopyThread:
@@ -150,7 +151,7 @@ class CopyThread:
         self.num_bytes = 0
         self.busy_seconds = 0.0
         self.is_closed = False
-        self.jobs: SimpleQueue[Jobs | None] = SimpleQueue()
+        self.jobs: SimpleQueue[list[CopyJob] | None] = SimpleQueue()
         self._cpus = cpus
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -166,24 +167,21 @@ class CopyThread:
         for event in job.after:
             if not event.done():
                 event.wait()
-        done = job.done
-        num_bytes = len(job.src_pages) * job.src.page_bytes
+        copy, done = job.copy, job.done
         done.began = start = time.perf_counter()
-        if self.throttle is None:
-            done.failed_pages = copy_pages(job.src, job.src_pages, job.dst, job.dst_pages)
-        else:
-            ticket = self.throttle.admit(num_bytes, start)
-            done.failed_pages = copy_pages(job.src, job.src_pages, job.dst, job.dst_pages)
+        ticket = self.throttle.admit(copy.num_bytes, start) if self.throttle else None
+        done.failed_pages = copy_pages(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
+        if self.throttle and ticket is not None:
             self.throttle.hold(ticket)
         done.ended = end = time.perf_counter()
         self.busy_seconds += end - start
-        self.num_bytes += num_bytes
+        self.num_bytes += copy.num_bytes
 
     def _loop(self) -> None:
         self._unbind()
         failure: BaseException | None = None
         while (jobs := self.jobs.get()) is not None:
-            for job in jobs.now:
+            for job in jobs:
                 if failure is None:
                     try:
                         self.run(job)
@@ -192,8 +190,6 @@ class CopyThread:
                 # After a failure nothing of this direction is done: whoever waits for a later
                 # copy relies on the earlier ones too, as they run in order.
                 job.done.finish(failure)
-            if jobs.then:
-                jobs.then[0].thread.jobs.put(Jobs(jobs.then, []))
 
     def _unbind(self) -> None:
         """Leave the CPU of the creating thread, to which the engine has bound it."""
@@ -228,6 +224,7 @@ class CpuDevice(Device):
             for direction in Direction
         }
         self._stores: list[PageStore] = []
+        self._milestones: list[CpuEvent] = []
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         try:
@@ -263,34 +260,27 @@ class CpuDevice(Device):
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-    ) -> CopyJob:
+    ) -> CpuCopy:
         if len(src_pages.ids) != len(dst_pages.ids):
             raise IntegrityError(f"{len(src_pages)} pages to copy to {len(dst_pages)}")
         _check_range(src_pages, src)
         _check_range(dst_pages, dst)
-        return CopyJob(self._threads[direction], src, src_pages, dst, dst_pages)
+        return CpuCopy(self._threads[direction], src, src_pages, dst, dst_pages)
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
         return self.submit_together(((copy, after),))[0]
 
     def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
         """One wake-up of the copying thread, which costs as much as all the rest."""
-        return self.submit_in_turn(copies, ())[0]
-
-    def submit_in_turn(
-        self,
-        first: Sequence[tuple[Copy, tuple[Event, ...]]],
-        then: Sequence[tuple[Copy, tuple[Event, ...]]],
-    ) -> tuple[list[Event], list[Event]]:
-        """The first thread wakes the second."""
-        jobs = Jobs(_jobs(first), _jobs(then))
-        thread = jobs.now[0].thread
+        jobs: list[CopyJob] = []
+        for copy, after in copies:
+            assert isinstance(copy, CpuCopy), "a copy of another device"
+            jobs.append(CopyJob(copy, after, CpuEvent()))
+        thread = jobs[0].copy.thread
         if thread.is_closed:
             raise IntegrityError("a copy after the device was closed")
-        for job in jobs.then:
-            job.after += (jobs.now[-1].done,)  # done by then, or failed
         thread.jobs.put(jobs)
-        return [job.done for job in jobs.now], [job.done for job in jobs.then]
+        return [job.done for job in jobs]
 
     def failed_pages(self, event: Event) -> PageIds:
         return event.failed_pages if isinstance(event, CpuEvent) else NO_PAGES
@@ -300,6 +290,15 @@ class CpuDevice(Device):
 
     def compute_event(self) -> Event:
         return _NOW
+
+    def milestones(self, count: int) -> list[CpuEvent]:
+        milestones = [CpuEvent() for _ in range(count)]
+        self._milestones = [event for event in self._milestones if not event.is_over] + milestones
+        return milestones
+
+    def reach(self, milestone: Event) -> None:
+        assert isinstance(milestone, CpuEvent), "a milestone of another device"
+        milestone.finish()
 
     def wait(self, event: Event) -> float:
         if event.done():
@@ -313,19 +312,13 @@ class CpuDevice(Device):
         return LinkUse(num_bytes=thread.num_bytes, busy_seconds=thread.busy_seconds)
 
     def close(self) -> None:
-        for direction in (Direction.WRITE, Direction.READ):  # reads may come behind writes
-            self._threads[direction].close()
+        for milestone in self._milestones:
+            if not milestone.is_over:
+                milestone.finish(IntegrityError("the device was closed before compute came here"))
+        for thread in self._threads.values():
+            thread.close()
         for store in self._stores:
             store.close()
-
-
-def _jobs(copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[CopyJob]:
-    jobs: list[CopyJob] = []
-    for copy, after in copies:
-        assert isinstance(copy, CopyJob), "a copy of another device"
-        copy.after = after
-        jobs.append(copy)
-    return jobs
 
 
 def _check_range(pages: Pages, buffer: PageBuffer) -> None:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept from one step's translation to the next is what a fresh one would give."""
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_tiered.adapter.translation import Translator
+
+NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]
+BLOCK_TOKENS = 4
+NUM_BLOCKS = 40
+
+
+@dataclass
+class Metadata:
+    """Stands for vLLM's attention metadata: translation only copies its attributes."""
+
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_seq_len: int
+    seq_lens: list[int]
+
+
+class Batch:
+    """Requests that decode; vLLM's persistent tensors are written in place."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._lengths = [rng.randint(1, 12) for _ in range(5)]
+        self._table = torch.zeros((8, 10), dtype=torch.int32)
+        self._slots = torch.zeros(16, dtype=torch.int64)
+
+    def step(self, *, shuffle: bool, padding: int) -> Any:
+        if shuffle:
+            blocks = self._rng.sample(range(NUM_BLOCKS), 8 * 5)
+            self._table[:, :5] = torch.tensor(blocks).view(8, 5)
+            self._lengths = [self._rng.randint(1, 12) for _ in range(self._rng.randint(1, 7))]
+        self._lengths = [length + 1 for length in self._lengths]
+        number = len(self._lengths)
+        for row, length in enumerate(self._lengths):
+            block, offset = divmod(length - 1, BLOCK_TOKENS)
+            self._slots[row] = self._table[row, block] * BLOCK_TOKENS + offset
+        self._slots[number : number + padding] = -1
+        metadata = Metadata(
+            block_table=self._table[:number],
+            slot_mapping=self._slots[:number],
+            max_seq_len=max(self._lengths),
+            seq_lens=list(self._lengths),
+        )
+        return SimpleNamespace(
+            attn_metadata=dict.fromkeys(NAMES, metadata),
+            slot_mapping=dict.fromkeys(NAMES, self._slots[: number + padding]),
+        )
+
+    @property
+    def fills_a_block(self) -> bool:
+        return any(length % BLOCK_TOKENS == 0 for length in self._lengths)
+
+
+def plain(context: Any) -> list[Any]:
+    """What the kernels of each layer see."""
+    return [
+        (
+            metadata.block_table.tolist(),
+            metadata.slot_mapping.tolist(),
+            metadata.seq_lens,
+            context.slot_mapping[name].tolist(),
+        )
+        for name, metadata in context.attn_metadata.items()
+    ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kept_is_as_good_as_fresh(seed):
+    rng = random.Random(seed)
+    pages = np.random.default_rng(seed).permutation(3 * NUM_BLOCKS).reshape(3, -1).astype(np.int32)
+    kept = Translator(pages, NAMES, BLOCK_TOKENS)
+    batch = Batch(rng)
+    num_kept = 0
+    for at in range(60):
+        begins_blocks = batch.fills_a_block
+        shuffle = at == 0 or rng.random() < 0.1 or max(batch._lengths) > 16
+        context = batch.step(shuffle=shuffle, padding=rng.choice((0, 0, 2)))
+        keeps_pages = not shuffle and not begins_blocks
+        if not keeps_pages:
+            pages[:] = np.roll(pages, rng.randint(1, 9), axis=1)  # the table changes in place
+        num_kept += keeps_pages
+        fresh = SimpleNamespace(**vars(context))
+        Translator(pages, NAMES, BLOCK_TOKENS).translate(fresh)
+        shared = context.attn_metadata[NAMES[0]]
+        before = (shared.block_table.clone(), shared.slot_mapping.clone())
+        kept.translate(context, keeps_pages=keeps_pages)
+        assert plain(context) == plain(fresh)
+        assert torch.equal(shared.block_table, before[0])
+        assert torch.equal(shared.slot_mapping, before[1])
+    assert num_kept > 5
