@@ -32,7 +32,8 @@ DEFINITIONS = {
     " interpolation between its measured budgets and at most the largest of them, for the tokens/s"
     " of the plugin's best expansion, over the plugin's bytes; the best over budgets",
     "stall_fraction": "time compute waited for copies, over step time, where the ratio is best",
-    "bookkeeping_fraction": "Python time of planning and translation, over step time, same place",
+    "bookkeeping_fraction": "time of the plugin's hooks (planning, translation, waits without the"
+    " standstill), over step time, same place",
     "bytes_per_step": "KV bytes copied per step in each direction, same place",
     "foreign_cpu_share": "share of the CPU time taken by other processes, in the worst round:"
     " above 0.05 the round was disturbed and, if repeating did not help, is not to be trusted",

@@ -15,7 +15,7 @@ COUNTERS = {
     "kv_read_seconds": "Seconds in which the far-to-near direction was copying.",
     "kv_write_seconds": "Seconds in which the near-to-far direction was copying.",
     "kv_stall_seconds": "Seconds in which compute waited for staging.",
-    "kv_bookkeeping_seconds": "Seconds of planning, translation and hooks.",
+    "kv_bookkeeping_seconds": "Seconds of planning, translation and hooks, without stall.",
     "kv_step_seconds": "Seconds of the steps of which stall and bookkeeping are shares.",
     "kv_steps": "Engine steps under KV swapping.",
     "kv_lost_blocks": "KV blocks of which a page did not come back intact from the far tier.",

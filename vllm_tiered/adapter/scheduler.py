@@ -30,7 +30,7 @@ class TieredMetadata(KVConnectorMetadata):
     """
 
     plan: StepPlan
-    planning_seconds: float
+    planning_seconds: float = 0.0
 
 
 def gauges(
