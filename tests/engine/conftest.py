@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests that run real engines."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,6 +9,16 @@ import pytest
 
 from vllm_tiered.adapter import kv_config
 from vllm_tiered.cost.kv import KvLevels
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compute in one thread, as fast with models and batches of this size.
+
+    With a thread on every core, whatever else runs on the machine holds up all of them: one busy
+    process beside the tests made some of them take four times as long.
+    """
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(min(os.sched_getaffinity(0))))
 
 
 @pytest.fixture

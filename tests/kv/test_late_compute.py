@@ -41,6 +41,37 @@ def test_reads_into_an_area_still_computed_on_are_found(monkeypatch):
         run_late(SETUPS[0])
 
 
+def test_the_far_tier_is_not_given_back_while_it_is_read():
+    """Layers return, and are still on their way when the next step finds none of them far."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        setup = Setup(
+            num_layers=rng.randint(4, 8),
+            far_layers=3,
+            block_tokens=8,
+            sure_blocks=rng.randint(4, 12),
+            spare_pages=rng.randint(0, 60),
+            adaptive=True,
+        )
+        haste = rng.choice((0.0, 0.2, 0.5, 0.8))
+        device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=True)
+        driver = Driver(setup, device, poison_freed=False)
+        for _ in range(60):
+            if rng.random() < 0.2 and len(driver.requests) < 6:
+                driver.add(
+                    driver.free_id(rng.randrange(8)),
+                    family=0,
+                    shared=0,
+                    prompt=rng.randint(1, 30),
+                    output=rng.randint(1, 40),
+                )
+            if rng.random() < 0.15:
+                driver.aim(rng.randrange(driver.setup.far_layers + 1))
+            driver.step(lambda: rng.choice((1, 1, 1, 1, 1, 1, 1, 8)))  # noqa: B023
+        driver.run_out()
+        driver.close()
+
+
 def run_late(setup):
     for haste in (0.0, 0.3, 0.7, 1.0):
         for seed in range(8):

@@ -235,6 +235,21 @@ def test_areas_with_new_blocks_go():
     assert not swapper.serves(plan_of(read=[2]))
 
 
+def test_more_areas_are_taken_when_pages_have_drained():
+    swapper, _ = make_swapper(near_pages=28, max_areas=3)
+    tails = swapper.pool.allocate(6, Owner.TAIL)  # 16 pages are pinned: two areas of 3 are left
+    blocks = {"read": [2, 5, 7]}
+    swapper.begin_step(plan_of(**blocks))
+    assert swapper.pool.count(Owner.STAGING) == 2 * 3
+    compute(swapper)
+    swapper.end_step()
+    assert swapper.serves(plan_of(**blocks))
+    swapper.pool.free(tails, Owner.TAIL)
+    assert not swapper.serves(plan_of(**blocks))
+    swapper.begin_step(plan_of(**blocks))
+    assert swapper.pool.count(Owner.STAGING) == 3 * 3
+
+
 def test_fifo_has_the_areas_of_all_near_layers():
     swapper, device = make_swapper(policy="fifo", far_layers=3)
     swapper.begin_step(plan_of(read=[1, 2]))

@@ -4,11 +4,11 @@
 Hooks of a step, in vLLM's order, and what happens at each:
 
     scheduler   build_connector_meta      plan the step
-    worker      handle_preemptions        apply the plan, start staging (input is prepared now)
+    worker      handle_preemptions        apply the plan, queue all copies (input is prepared now)
                 bind_connector_metadata   translate block tables inside the forward context
                 do_kv_cache_update (wrapped) / wait_for_layer_load   wait for the layer's pages
-                save_kv_layer             write out what the layer filled, stage the next layer
-                wait_for_save             free the staging areas
+                save_kv_layer             computed: what it wrote goes out, a later layer comes in
+                wait_for_save             filled tails go out
 """
 
 import logging

@@ -130,6 +130,11 @@ class FarTier:
         )
         return self.submit_reads([(copy, (self._device.compute_event(), *self.last_write))])[0]
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is read from it or written to it any more."""
+        return all(event.done() for event in (*self.last_write, *self._reads))
+
     def wait(self, event: Event) -> float:
         """Hold compute until a read has arrived; seconds of standstill."""
         return self._device.wait(event)

@@ -123,7 +123,7 @@ class Relocator:
             self.wait(layer)
         self.leaving = []
         is_near = not self._is_idle and not self._table.order.rotating
-        if is_near and all(event.done() for event in self._far.last_write):
+        if is_near and self._far.is_quiet:
             self._far.discard()
             self._is_far[:] = False
             self._is_idle = True

@@ -50,6 +50,7 @@ class Staging:
         self.writes: list[Copy] = []
         self._read = self._extend = _NO_BLOCKS
         self._has_ring = False
+        self._wanted = 0
         self._is_written: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
     @property
@@ -57,7 +58,7 @@ class Staging:
         return len(self.vacated)
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether the areas are right for this step too, and it needs no page beside them."""
+        """Whether the areas are right for this step too, and no better ones could be had."""
         others = (plan.ring, plan.tail_acquire, plan.granted, plan.withheld)
         return (
             self.num_areas > 0
@@ -65,6 +66,7 @@ class Staging:
             and np.array_equal(plan.read, self._read)
             and np.array_equal(plan.extend, self._extend)
             and not self._has_ring
+            and (self.num_areas == self._wanted or not self._has_pages_for_more())
         )
 
     def open(
@@ -87,7 +89,7 @@ class Staging:
         pages_per_area = num_read + len(plan.ring)
         if not pages_per_area:
             return
-        wanted = min(len(slabs), max(self._max_areas, order.areas))
+        self._wanted = wanted = min(len(slabs), max(self._max_areas, order.areas))
         # Two areas are worth a wait: the step's reads wait for the same writes anyway.
         num_free = self._pool.free_at_least(min(wanted, STAGING_AREAS) * pages_per_area)
         count = max(1, min(wanted, num_free // pages_per_area))
@@ -114,6 +116,11 @@ class Staging:
             self._pool.free(self.pages[:, ~self._is_written].ravel(), Owner.STAGING)
             self._pool.drain(written, Owner.STAGING, last_write)
         self.pages, self.vacated, self.reads, self.writes = _NO_PAGES, [], [], []
+
+    def _has_pages_for_more(self) -> bool:
+        """Pages that drained when the areas were opened are free a step later."""
+        pages_per_area: int = self.pages.shape[1]
+        return self._pool.free_at_least(0) >= pages_per_area
 
     def _prepare_reads(self, block_ids: BlockIds, slabs: Sequence[PageBuffer]) -> list[Copy]:
         blocks = Pages(block_ids, ascending=True)

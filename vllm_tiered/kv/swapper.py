@@ -85,6 +85,7 @@ class Swapper:
         self._orders = orders
         self._relocator = Relocator(self.pool, self.table, self.far)
         self._written_before: tuple[Event, ...] = ()
+        self._lost: set[int] = set()
         self._granted: set[int] = set()
         self._tails: set[int] = set()
         self._plan = _NOTHING
@@ -199,6 +200,7 @@ class Swapper:
         if self._staging.num_areas:
             for layer in self.order.rotating:
                 self.table.evict(layer)
+        self._lost |= self.far.take_lost()
         plan, self._plan = self._plan, _NOTHING
         if len(plan.tail_flush):
             self._flush_tails(plan.tail_flush)
@@ -220,7 +222,7 @@ class Swapper:
 
         What was computed with them is wrong; whoever uses them must compute them anew.
         """
-        lost = self.far.take_lost()
+        lost, self._lost = self._lost, set()
         self._relocator.forget(lost)
         return lost
 
