@@ -11,13 +11,16 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
 from benchmarks import integrity
+from benchmarks.copier import Copier
 from benchmarks.jobs import EngineSpec, ExpansionAt, RequestTimes, RoundResult
+from benchmarks.summary import COPIED_BYTES
 from benchmarks.workload import Request
 
 _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
@@ -81,10 +84,14 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
     counters_before, _ = read_metrics()
     num_blocks = int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
     clock = _Clock(requests, spec.block_size, num_blocks)
+    copier = _copier(spec)
     cpu_before = _cpu_seconds()
-    seconds = clock.drive(llm.llm_engine)
+    with copier or nullcontext():
+        seconds = clock.drive(llm.llm_engine)
     cpu_after = _cpu_seconds()
     counters, gauges = read_metrics()
+    if copier:
+        counters[COPIED_BYTES] = copier.num_bytes
     clock.check_lengths()
     return RoundResult(
         label=spec.label,
@@ -112,6 +119,13 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         expansions=clock.expansions,
         integrity_checks=integrity.num_checks(),
     )
+
+
+def _copier(spec: EngineSpec) -> Copier | None:
+    """Return what copies beside the engine; on all cores, as the engine's copying threads."""
+    if not spec.copies_gb_per_s:
+        return None
+    return Copier(spec.copies_gb_per_s, range(os.cpu_count() or 1))
 
 
 def foreign_cpu_share(machine_s: float, own_s: float, available_s: float) -> float:

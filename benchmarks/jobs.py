@@ -16,7 +16,8 @@ class EngineSpec:
 
     `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
     With `resets_prefix_cache` false, prefixes live on from round to round. `checks_integrity` has
-    the plugin's structures checked at every step (slower: not for timing).
+    the plugin's structures checked at every step (slower: not for timing). `copies_gb_per_s` has
+    a thread copy host memory for nobody during each round, at most at this rate (0: none).
     """
 
     label: str
@@ -30,6 +31,7 @@ class EngineSpec:
     tiered: Mapping[str, Any] | None = None
     resets_prefix_cache: bool = True
     checks_integrity: bool = False
+    copies_gb_per_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""

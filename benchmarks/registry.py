@@ -58,6 +58,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.kv_soak",
         ),
         Benchmark(
+            name="copy_cost",
+            summary="what copies cost the model that computes meanwhile: the limit on this machine",
+            module="benchmarks.copy_cost",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",

@@ -15,6 +15,7 @@ LEVEL_CHANGES = "vllm:tiered_kv_level_changes"
 STEPS = "vllm:tiered_kv_steps"
 STEP_SECONDS = "vllm:tiered_kv_step_seconds"
 STALL_SECONDS = "vllm:tiered_kv_stall_seconds"
+COPIED_BYTES = "benchmarks:copied_bytes"  # by a copier beside the engine
 BOOKKEEPING_SECONDS = "vllm:tiered_kv_bookkeeping_seconds"
 READ_BYTES = "vllm:tiered_kv_read_bytes"
 WRITE_BYTES = "vllm:tiered_kv_write_bytes"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_tiered.adapter import kv_config
+from vllm_tiered.adapter import kv_plan
 from vllm_tiered.cost.kv import KvLevels
 
 
@@ -26,7 +26,7 @@ def force_far_layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set the number of far layers, also where no expansion leads to it (small models)."""
 
     def force(far_layers: int) -> None:
-        monkeypatch.setattr(kv_config, "resolve_far_layers", lambda kv, num_layers: far_layers)
+        monkeypatch.setattr(kv_plan, "resolve_far_layers", lambda kv, num_layers: far_layers)
 
     return force
 
@@ -40,6 +40,6 @@ def force_levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         return replace(levels, max_far_layers=levels.num_layers - 1, max_blocks=min(limits))
 
     def force() -> None:
-        monkeypatch.setattr(kv_config, "with_max_far_layers", keep_all)
+        monkeypatch.setattr(kv_plan, "with_max_far_layers", keep_all)
 
     return force

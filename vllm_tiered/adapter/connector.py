@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context
 
-from vllm_tiered.adapter.kv_config import plan_from_config, tiered_config
+from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.load_errors import RecentSteps
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges

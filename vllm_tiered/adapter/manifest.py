@@ -4,7 +4,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.adapter.kv_plan import KvPlan
 from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.units import format_bytes
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from vllm_tiered.adapter.adaptive import AdaptiveExpansion
-from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.adapter.kv_plan import KvPlan
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredStats
 from vllm_tiered.adapter.steps import DecodeStreak, StepReport, StepWatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import vllm_tiered
 from vllm_tiered.adapter import compat
-from vllm_tiered.adapter.kv_config import KvPlan
+from vllm_tiered.adapter.kv_plan import KvPlan
 from vllm_tiered.adapter.manifest import Manifest
 from vllm_tiered.adapter.steps import Step
 from vllm_tiered.cost.kv import expansion_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_tiered.adapter import manifest
-from vllm_tiered.adapter.kv_config import KvPlan, far_homes
+from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats
 from vllm_tiered.adapter.steps import StepReport

@@ -21,7 +21,7 @@ from pathlib import Path
 from vllm_tiered import __version__
 from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.engine_config import CONFIG_FILE_VARIABLE
-from vllm_tiered.adapter.kv_config import AUTO_FAR_SHARE
+from vllm_tiered.adapter.kv_plan import AUTO_FAR_SHARE
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.tiers.host import host_memory
