@@ -306,5 +306,5 @@ def test_a_layer_that_was_staged_must_be_computed():
 def test_a_layer_must_be_waited_for():
     swapper, _ = make_swapper()
     swapper.begin_step(plan_of(read=[1]))
-    with pytest.raises(IntegrityError, match="layer 1 was computed before"):
+    with pytest.raises(IntegrityError, match=r"layer 1 .* is SWAP_IN, cannot become IN_FAR"):
         swapper.layer_done(1)

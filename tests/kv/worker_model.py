@@ -160,6 +160,7 @@ class WorkerModel:
                 self.swapper.wait_layer(layer)
                 self.swapper.wait_layer(layer)  # once before the update, once before attention
                 self._submit(self._kernel(layer, pages[layer], step.parts))
+                self.swapper.table.check_integrity()
                 self.swapper.layer_done(layer)
         self.swapper.end_step()
         self._check_step(step)

@@ -182,8 +182,7 @@ class Swapper:
         position = self._position.get(layer)
         if position is None or not self._turns:
             return
-        if self._reads[position] is not None:
-            raise IntegrityError(f"layer {layer} was computed before its pages were there")
+        self.table.evict(layer)
         if (milestone := self._turns.pop(position, None)) is not None:
             self._device.reach(milestone)
 
@@ -197,9 +196,6 @@ class Swapper:
             raise self._failure
         if self._turns:
             raise IntegrityError(f"rotating layers {[*self._turns]} were staged, never computed")
-        if self._staging.num_areas:
-            for layer in self.order.rotating:
-                self.table.evict(layer)
         self._lost |= self.far.take_lost()
         plan, self._plan = self._plan, _NOTHING
         if len(plan.tail_flush):

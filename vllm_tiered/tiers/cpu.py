@@ -92,7 +92,7 @@ class CpuEvent:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called once, by the thread that did the work."""
+        """Called once: by the thread that did the work, or by compute at a milestone."""
         self._error = error
         self.is_over = True
         self._lock.release()
@@ -167,12 +167,12 @@ class CopyThread:
         for event in job.after:
             if not event.done():
                 event.wait()
-        copy, done = job.copy, job.done
+        copy, done, throttle = job.copy, job.done, self.throttle
         done.began = start = time.perf_counter()
-        ticket = self.throttle.admit(copy.num_bytes, start) if self.throttle else None
+        ticket = throttle.admit(copy.num_bytes, start) if throttle else 0.0
         done.failed_pages = copy_pages(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
-        if self.throttle and ticket is not None:
-            self.throttle.hold(ticket)
+        if throttle:
+            throttle.hold(ticket)
         done.ended = end = time.perf_counter()
         self.busy_seconds += end - start
         self.num_bytes += copy.num_bytes
