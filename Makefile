@@ -7,6 +7,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 	2>/dev/null && echo $$p && break; done)
 
+# How many tests run side by side, each with its share of the cores and up to 3 GiB.
+TEST_PROCESSES ?= 2
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -19,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks run kv_swap --profile quick

@@ -44,6 +44,9 @@ def engine(model: str, tiered: dict[str, Any] | None = None, **engine_args: Any)
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+    # What lives before an engine outlives it. vLLM collects garbage nine times in an engine's life,
+    # and going through all of its and torch's modules each time took a quarter of a test.
+    gc.freeze()
     manifest.publish(None)
     arguments: dict[str, Any] = {
         "dtype": "float32",
