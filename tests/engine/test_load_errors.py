@@ -2,6 +2,7 @@
 """A page that does not come back as it was written costs a recompute, never a wrong token."""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,74 @@ def test_the_test_above_fails_if_such_blocks_stay(monkeypatch) -> None:
     monkeypatch.setattr(RecentSteps, "written", lambda self: set())
     again, expected = second_turns(monkeypatch)
     assert again != expected
+
+
+class Turns:
+    """Inputs of sessions, and other requests, given to vLLM's engine core itself."""
+
+    def __init__(self, llm: Any) -> None:
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._engine = llm.llm_engine
+        self._core = llm.llm_engine.engine_core.engine_core
+
+    def add(self, request_id: str, prompt: list[int], *, resumable: bool) -> None:
+        from vllm import SamplingParams
+
+        request = self._engine.input_processor.process_inputs(
+            request_id,
+            {"prompt_token_ids": prompt},
+            SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+            supported_tasks=self._engine.get_supported_tasks(),
+            resumable=resumable,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def run(self) -> dict[str, list[int]]:
+        """Tokens by request, once each has given twelve; sessions then wait for input."""
+        tokens: dict[str, list[int]] = {}
+        while self.scheduler.get_num_unfinished_requests():
+            for outputs in self._core.step()[0].values():
+                for output in outputs.outputs:
+                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        return tokens
+
+
+def session_beside_another(turns: Turns, before: Callable[[], None]) -> Iterator[Tokens]:
+    """A session's turn; ``before`` a request that shares its prefix; the session's next turn."""
+    prompt, more, rest = random_prompts(3, seed=21)
+    prompt = (prompt * 40)[:140]
+    turns.add("session", prompt, resumable=True)
+    yield [turns.run()["session"]]
+    before()
+    turns.add("other", prompt + more, resumable=False)
+    yield [turns.run()["other"]]
+    turns.add("session", rest, resumable=True)
+    yield [turns.run()["session"]]
+
+
+def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
+    """It does not read the page now, but will, or will find it gone when its layer returns."""
+    sessions: dict[str, Any] = {"enable_prefix_caching": True, "async_scheduling": False}
+    with engine("demo", **sessions) as llm:
+        expected = list(session_beside_another(Turns(llm), lambda: None))
+    device = flipping_device(set())
+    thread: Any = device.thread_class
+    monkeypatch.setattr(worker, "make_device", lambda: device)
+
+    def damage_a_shared_page() -> None:
+        thread.flips = frozenset({thread.num_reads + 5})
+
+    with engine("demo", {"expansion": 2.0, "verify": "full"}, **sessions, **TIGHT) as llm:
+        turns = Turns(llm)
+        recomputes = turns.scheduler.connector.recomputes
+        story = session_beside_another(turns, damage_a_shared_page)
+        assert [next(story), next(story)] == expected[:2]
+        assert recomputes.postponed == {"session"}
+        assert recomputes.num_recomputed == 2
+        assert list(story) == expected[2:]
+        assert not recomputes.postponed
+        assert recomputes.num_recomputed == 2  # the damaged page was not read again
+        turns.scheduler.connector._scheduler.elastic.check_integrity()
 
 
 @pytest.mark.parametrize(("far_gib", "expansion"), [(0, 2.0), (0.03, 3.0), (0, "auto")])

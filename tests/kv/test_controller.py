@@ -2,8 +2,6 @@
 """The expansion controller on a plant of a few formulas: what it must do, and must not."""
 
 import dataclasses
-import itertools
-import math
 import random
 import statistics
 import time
@@ -12,118 +10,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from vllm_tiered.cost.kv import KvLevels
+from tests.kv.plant import LEVELS, Plant, limit_of
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
-from vllm_tiered.kv.load import Record, Window
-
-NEAR_BLOCKS = 100
-REQUEST_BLOCKS = 4
-
-LEVELS = KvLevels(
-    num_layers=30,
-    page_bytes=24576,
-    block_tokens=32,
-    near_pages=30 * (NEAR_BLOCKS + 1),
-    max_far_layers=24,
-    max_blocks=380,
-)
-
-
-@dataclasses.dataclass
-class Plant:
-    """An engine in closed form: requests take blocks, the link reads them, compute waits.
-
-    demand: blocks that the requests would use.
-    unit_link: link seconds per block of one far layer.
-    decode: seconds of a step, and what each used block adds.
-    noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
-    """
-
-    demand: float = 1000.0
-    unit_link: float = 1e-6
-    decode: tuple[float, float] = (0.025, 2e-5)
-    tails_per_block: float = 0.2
-    needed_blocks: int = 10
-    copy_cost: float = 0.0  # compute seconds per block of one far layer: a shared bus
-    fill: float = 1.0  # share of the limit in use while requests are blocked
-    noise: float = 0.0
-    waiting: int | None = None
-    stall_share: float = 0.0  # of the steps with far layers, `stall_every`-th ones
-    stall_every: int = 1
-    seed: int = 0
-
-    def __post_init__(self):
-        self.rng = random.Random(self.seed)
-        self.state = initial_state(LEVELS)
-        self.level = 0
-        self.path: list[int] = []
-        self.reasons: list[str] = []
-        self.stalls: list[float] = []
-
-    def signals(self):
-        limit = _limit(self.level, self.tails_per_block)
-        is_blocked = self.demand > limit
-        used = round(min(self.demand, limit * self.fill if is_blocked else limit))
-        compute = self.decode[0] + used * (self.decode[1] + self.copy_cost * self.level)
-        jitter = math.exp(self.noise * self.rng.gauss(0, 1))
-        link = self.unit_link * self.level * used
-        stall = max(0.0, link - compute)
-        if self.level and len(self.path) % self.stall_every == 0:
-            stall += self.stall_share * compute
-        output = used / REQUEST_BLOCKS * math.exp(6 * self.noise * self.rng.gauss(0, 1))
-        waiting = (self.demand - used) / REQUEST_BLOCKS if is_blocked else 0
-        return Signals(
-            far_layers=self.level,
-            is_settled=True,
-            seconds=(compute + stall) * jitter,
-            tokens=round(output),
-            stall_seconds=stall * jitter,
-            link_seconds=link * jitter,
-            is_blocked=is_blocked,
-            num_preempted=0,
-            num_running=max(1, used // REQUEST_BLOCKS),
-            num_waiting=math.ceil(waiting) if self.waiting is None else self.waiting,
-            used_blocks=used,
-            tail_slots=math.ceil(self.tails_per_block * used),
-            needed_blocks=self.needed_blocks,
-        )
-
-    def run(self, steps):
-        for _ in range(steps):
-            signals = self.signals()
-            self.stalls.append(signals.stall_seconds / signals.seconds)
-            decision, self.state = step(signals, self.state, LEVELS)
-            if decision.far_layers != self.level:
-                self.reasons.append(decision.reason)
-            self.level = decision.far_layers
-            self.path.append(self.level)
-        return self
-
-    @property
-    def levels_seen(self):
-        """The levels in order, each change once."""
-        return [m for i, m in enumerate(self.path) if i == 0 or m != self.path[i - 1]]
-
-    def changes_since(self, step_index):
-        later = self.path[step_index:]
-        return sum(a != b for a, b in itertools.pairwise(later))
-
-
-_LIMITS: dict[tuple[int, float], int] = {}
-
-
-def _limit(level, tails_per_block):
-    """The most blocks that fit beside their own tails, by brute force."""
-    key = (level, tails_per_block)
-    if key not in _LIMITS:
-        _LIMITS[key] = max(
-            blocks
-            for blocks in range(LEVELS.max_blocks + 1)
-            if LEVELS.block_limit(level, math.ceil(tails_per_block * blocks)) >= blocks
-        )
-    return _LIMITS[key]
-
+from vllm_tiered.kv.load import Window
 
 # Growing --------------------------------------------------------------------------------
 
@@ -142,10 +32,10 @@ def test_strides_double_while_the_link_is_idle():
 
 def test_no_level_above_what_the_pressure_can_use():
     plant = Plant(demand=130).run(2000)
-    needed = next(m for m in range(30) if _limit(m, 0.2) >= 130)
+    needed = next(m for m in range(30) if limit_of(m, 0.2) >= 130)
     assert plant.level >= needed
     # A quarter more than is in use is not refused: requests grow.
-    assert _limit(plant.level, 0.2) < 130 * 1.3
+    assert limit_of(plant.level, 0.2) < 130 * 1.3
     assert plant.changes_since(500) == 0
 
 
@@ -304,7 +194,7 @@ def test_never_steps_aside_below_the_blocks_in_use():
     plant.demand = 150
     plant.run(5000)
     assert 0 < plant.level < LEVELS.max_far_layers
-    assert _limit(plant.level, 0.2) >= 150
+    assert limit_of(plant.level, 0.2) >= 150
     assert plant.changes_since(len(plant.path) - 3000) == 0
 
 
@@ -433,69 +323,6 @@ def test_a_step_costs_microseconds():
         times.append(time.perf_counter_ns() - start)
         signals = dataclasses.replace(signals, far_layers=decision.far_layers)
     assert statistics.median(times) < 20_000
-
-
-# Windows and records --------------------------------------------------------------------
-
-
-def test_windows_of_two_halves_are_that_of_the_whole():
-    plant = Plant(noise=0.1)
-    steps = [plant.signals() for _ in range(10)]
-    windows = []
-    for part in (steps[:4], steps[4:], steps):
-        window = Window()
-        for signals in part:
-            window = window.with_step(signals, 0.01)
-        windows.append(window)
-    assert windows[0].merged(windows[1]) == pytest.approx(windows[2])
-
-
-def test_one_long_stall_is_no_stalled_window():
-    plant = Plant()
-    window = Window()
-    for index in range(16):
-        signals = plant.signals()
-        stall = signals.seconds if index == 3 else 0.0
-        window = window.with_step(dataclasses.replace(signals, stall_seconds=stall), 0.01)
-    assert window.stall_seconds > 0.05 * window.seconds
-    assert not window.is_stalled(0.01)
-
-
-def sample(rate, running=10.0):
-    return Window(steps=64, seconds=2.0, tokens=round(2 * rate), running=round(64 * running))
-
-
-@given(rates=st.lists(st.integers(100, 10_000), min_size=2, max_size=16))
-def test_records_are_mean_and_variance_of_the_logarithms(rates):
-    record = Record(level=3)
-    for rate in rates:
-        record = record.with_sample(sample(rate))
-    logs = [math.log(rate) for rate in rates]
-    assert record.mean == pytest.approx(statistics.fmean(logs))
-    assert record.variance == pytest.approx(statistics.variance(logs), abs=1e-9)
-    assert record.count == len(rates)
-
-
-def record_of(rates):
-    record = Record()
-    for rate in rates:
-        record = record.with_sample(sample(rate))
-    return record
-
-
-def test_a_comparison_needs_more_than_its_noise():
-    steady = record_of([1000, 1001] * 4)
-    assert record_of([995, 996] * 4).is_as_good_as(steady, 0.01)
-    assert not record_of([980, 981] * 4).is_as_good_as(steady, 0.01)
-    assert record_of([980, 981] * 4).is_worse_than(steady, 0.005)
-    noisy = record_of([800, 1200] * 4)
-    assert not noisy.is_as_good_as(steady, 0.01)
-    assert not noisy.is_worse_than(steady, 0.01)
-
-
-@pytest.mark.parametrize(("running", "is_like"), [(10, True), (15, True), (4, False), (30, False)])
-def test_a_sample_of_another_load_is_told_apart(running, is_like):
-    assert record_of([1000] * 3).is_like(sample(1000, running)) is is_like
 
 
 def test_the_public_names_are_those_of_the_contract():

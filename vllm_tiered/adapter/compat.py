@@ -103,7 +103,12 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "vllm.v1.core.sched.scheduler.Scheduler",
-        ("_handle_invalid_blocks", "_preempt_request"),
+        (
+            "_free_request_blocks",
+            "_handle_invalid_blocks",
+            "_preempt_request",
+            "_update_request_as_session",
+        ),
         "computing requests anew whose far pages were lost",
     ),
     (

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import get_forward_context
 
 from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
-from vllm_tiered.adapter.load_errors import RecentSteps
+from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges
 from vllm_tiered.adapter.steps import StepReport
@@ -184,6 +184,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def recent_steps(self) -> RecentSteps:
         assert self._scheduler is not None
         return self._scheduler.recent
+
+    @property
+    def recomputes(self) -> RecomputeLog:
+        assert self._scheduler is not None
+        return self._scheduler.recomputes
 
     def recomputed(self, request_ids: set[str]) -> None:
         """Requests are computed anew because blocks of theirs were lost."""

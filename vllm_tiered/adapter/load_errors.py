@@ -10,6 +10,9 @@ dropped.
 What a step computed from a lost page is wrong too, and vLLM put those blocks into its prefix cache
 when it scheduled the step. So all blocks that the latest steps wrote leave the cache, and a request
 that has hit one of them meanwhile counts as affected.
+
+A session that waits for its client's next input holds blocks too. It starts over when the input
+comes: until then vLLM reads off its computed tokens which of its output belongs to it.
 """
 
 import logging
@@ -33,6 +36,7 @@ def install() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     compat.wrap_once(Scheduler, "_handle_invalid_blocks", _handle_invalid_blocks)
+    compat.wrap_once(Scheduler, "_update_request_as_session", _update_request_as_session)
 
 
 def _handle_invalid_blocks(
@@ -43,6 +47,8 @@ def _handle_invalid_blocks(
     Raises:
         IntegrityError: the same request lost blocks again and again.
     """
+    from vllm.v1.request import RequestStatus
+
     from vllm_tiered.adapter.connector import TieredConnector
 
     if not isinstance(scheduler.connector, TieredConnector):
@@ -51,28 +57,53 @@ def _handle_invalid_blocks(
     recent = scheduler.connector.recent_steps
     scheduler.kv_cache_manager.evict_blocks(invalid_block_ids | recent.written())
     has_hit_wrong_blocks = recent.hit_what_was_written()
-    affected = [
-        request
-        for request in scheduler.running
-        if request.request_id in has_hit_wrong_blocks
-        or not invalid_block_ids.isdisjoint(
-            scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-        )
-    ]
+
+    def is_affected(request: Any) -> bool:
+        block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        is_hit = request.request_id in has_hit_wrong_blocks
+        return is_hit or not invalid_block_ids.isdisjoint(block_ids)
+
+    sessions = [request for request in scheduler.kv_holding_waiting if is_affected(request)]
+    for session in sessions:
+        if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            scheduler.connector.recomputes.postponed.add(session.request_id)
+        else:
+            _start_over(scheduler, session)
+    affected = [request for request in scheduler.running if is_affected(request)]
     now = time.monotonic()
     for request in reversed(affected):  # so that they come back in their order
         scheduler.running.remove(request)
         scheduler._preempt_request(request, now, drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     affected_ids = {request.request_id for request in affected}
-    scheduler.connector.recomputed(affected_ids)
+    scheduler.connector.recomputed(affected_ids | {session.request_id for session in sessions})
     logger.warning(
         "tiered kv: %d blocks did not come back intact from the far tier: %d requests are "
         "computed anew",
         len(invalid_block_ids),
-        len(affected),
+        len(affected) + len(sessions),
     )
     return affected_ids
+
+
+def _update_request_as_session(original: Any, scheduler: Any, session: Any, update: Any) -> None:
+    """The next input of a session came."""
+    from vllm_tiered.adapter.connector import TieredConnector
+
+    original(scheduler, session, update)
+    if isinstance(scheduler.connector, TieredConnector):
+        postponed = scheduler.connector.recomputes.postponed
+        if session.request_id in postponed:
+            postponed.remove(session.request_id)
+            _start_over(scheduler, session)
+
+
+def _start_over(scheduler: Any, session: Any) -> None:
+    """A session in the queue computes all its tokens anew, in blocks of its own."""
+    scheduler._free_request_blocks(session)
+    session.num_computed_tokens = 0
+    # What tells the connector that the blocks, and a tail that stayed near, are free.
+    scheduler.reset_preempted_req_ids.add(session.request_id)
 
 
 class RecentSteps:
@@ -121,10 +152,11 @@ class RecentSteps:
 
 
 class RecomputeLog:
-    """How often each live request was computed anew."""
+    """How often each live request was computed anew, and which sessions will be."""
 
     def __init__(self) -> None:
         self.num_recomputed = 0
+        self.postponed: set[str] = set()
         self._times: Counter[str] = Counter()
 
     def add(self, request_ids: set[str]) -> None:
@@ -144,3 +176,4 @@ class RecomputeLog:
 
     def end(self, request_id: str) -> None:
         self._times.pop(request_id, None)
+        self.postponed.discard(request_id)

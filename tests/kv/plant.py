@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of a few formulas, for the expansion controller to steer."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+from vllm_tiered.cost.kv import KvLevels
+from vllm_tiered.kv.controller import Signals, initial_state, step
+
+NEAR_BLOCKS = 100
+REQUEST_BLOCKS = 4
+
+LEVELS = KvLevels(
+    num_layers=30,
+    page_bytes=24576,
+    block_tokens=32,
+    near_pages=30 * (NEAR_BLOCKS + 1),
+    max_far_layers=24,
+    max_blocks=380,
+)
+
+
+@dataclasses.dataclass
+class Plant:
+    """An engine in closed form: requests take blocks, the link reads them, compute waits.
+
+    demand: blocks that the requests would use.
+    unit_link: link seconds per block of one far layer.
+    decode: seconds of a step, and what each used block adds.
+    noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
+    """
+
+    demand: float = 1000.0
+    unit_link: float = 1e-6
+    decode: tuple[float, float] = (0.025, 2e-5)
+    tails_per_block: float = 0.2
+    needed_blocks: int = 10
+    copy_cost: float = 0.0  # compute seconds per block of one far layer: a shared bus
+    fill: float = 1.0  # share of the limit in use while requests are blocked
+    noise: float = 0.0
+    waiting: int | None = None
+    stall_share: float = 0.0  # of the steps with far layers, `stall_every`-th ones
+    stall_every: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        self.rng = random.Random(self.seed)
+        self.state = initial_state(LEVELS)
+        self.level = 0
+        self.path: list[int] = []
+        self.reasons: list[str] = []
+        self.stalls: list[float] = []
+
+    def signals(self):
+        limit = limit_of(self.level, self.tails_per_block)
+        is_blocked = self.demand > limit
+        used = round(min(self.demand, limit * self.fill if is_blocked else limit))
+        compute = self.decode[0] + used * (self.decode[1] + self.copy_cost * self.level)
+        jitter = math.exp(self.noise * self.rng.gauss(0, 1))
+        link = self.unit_link * self.level * used
+        stall = max(0.0, link - compute)
+        if self.level and len(self.path) % self.stall_every == 0:
+            stall += self.stall_share * compute
+        output = used / REQUEST_BLOCKS * math.exp(6 * self.noise * self.rng.gauss(0, 1))
+        waiting = (self.demand - used) / REQUEST_BLOCKS if is_blocked else 0
+        return Signals(
+            far_layers=self.level,
+            is_settled=True,
+            seconds=(compute + stall) * jitter,
+            tokens=round(output),
+            stall_seconds=stall * jitter,
+            link_seconds=link * jitter,
+            is_blocked=is_blocked,
+            num_preempted=0,
+            num_running=max(1, used // REQUEST_BLOCKS),
+            num_waiting=math.ceil(waiting) if self.waiting is None else self.waiting,
+            used_blocks=used,
+            tail_slots=math.ceil(self.tails_per_block * used),
+            needed_blocks=self.needed_blocks,
+        )
+
+    def run(self, steps):
+        for _ in range(steps):
+            signals = self.signals()
+            self.stalls.append(signals.stall_seconds / signals.seconds)
+            decision, self.state = step(signals, self.state, LEVELS)
+            if decision.far_layers != self.level:
+                self.reasons.append(decision.reason)
+            self.level = decision.far_layers
+            self.path.append(self.level)
+        return self
+
+    @property
+    def levels_seen(self):
+        """The levels in order, each change once."""
+        return [m for i, m in enumerate(self.path) if i == 0 or m != self.path[i - 1]]
+
+    def changes_since(self, step_index):
+        later = self.path[step_index:]
+        return sum(a != b for a, b in itertools.pairwise(later))
+
+
+_LIMITS: dict[tuple[int, float], int] = {}
+
+
+def limit_of(level, tails_per_block):
+    """The most blocks that fit beside their own tails, by brute force."""
+    key = (level, tails_per_block)
+    if key not in _LIMITS:
+        _LIMITS[key] = max(
+            blocks
+            for blocks in range(LEVELS.max_blocks + 1)
+            if LEVELS.block_limit(level, math.ceil(tails_per_block * blocks)) >= blocks
+        )
+    return _LIMITS[key]
