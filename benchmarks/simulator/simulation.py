@@ -12,7 +12,13 @@ from benchmarks.simulator.machine import Machine, ModelShape
 from benchmarks.simulator.scheduler import SimulatedScheduler
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
-from vllm_tiered.cost.kv import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
+from vllm_tiered.cost.kv import (
+    STAGING_AREAS,
+    TAILS_STAY_SHARE,
+    KvLevels,
+    expansion_of,
+    max_far_layers,
+)
 from vllm_tiered.kv import controller
 
 _BLOCKS_TO_GROW = 4  # as the adapter asks for, above the longest live request
@@ -24,7 +30,7 @@ class Case:
 
     Attributes:
         near_bytes: KV budget.
-        tails_stay: partly filled blocks stay near in far layers, as with fixed expansions.
+        tails_stay: partly filled blocks stay near at every level, as with fixed expansions.
         noise: standard deviation of the logarithm of a step's time.
         interval_s: of the timeline.
     """
@@ -56,7 +62,7 @@ class Case:
             near_pages=near_pages,
             max_far_layers=most,
             max_blocks=near_pages,
-            tails_stay=self.tails_stay,
+            tails_stay_up_to=math.inf if self.tails_stay else TAILS_STAY_SHARE * n,
         )
         blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
         return dataclasses.replace(levels, max_blocks=blocks)
@@ -184,7 +190,7 @@ class _Simulation:
         level = expansion.far_layers
         was_settled = expansion.is_settled
         # Of blocks that change, only the way back is on the link that is modelled, the reads'.
-        num_tails = work.num_requests if self._levels.tails_stay else 0
+        num_tails = work.num_requests * self._levels.geometry(level).tails_stay
         read_blocks = max(0, work.used_blocks - num_tails)
         time = self._timer.step(
             far_layers=level,

@@ -2,6 +2,7 @@
 """Puts the engine's scheduler, worker and a device together, for hypothesis and for plain seeds."""
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ class Setup:
         spare_pages: near pages beyond the fewest for that.
         unused_blocks: blocks that the far tier has no room for, if there are so many.
         adaptive: start without far layers and change up to ``far_layers`` while requests run.
-        tails_stay: partly filled blocks stay near in rotating layers.
+        tails_stay_up_to: partly filled blocks stay near while no more layers are far.
     """
 
     num_layers: int = 4
@@ -39,7 +40,7 @@ class Setup:
     ahead: bool = False
     defer_frees: bool = False
     adaptive: bool = False
-    tails_stay: bool = True
+    tails_stay_up_to: float = math.inf
 
     @property
     def levels(self) -> KvLevels | None:
@@ -51,7 +52,9 @@ class Setup:
             "block_tokens": self.block_tokens,
             "max_far_layers": self.far_layers,
         }
-        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0, tails_stay=self.tails_stay)
+        boundless = KvLevels(
+            **sizes, near_pages=0, max_blocks=0, tails_stay_up_to=self.tails_stay_up_to
+        )
         fewest = max(
             boundless.geometry(far_layers).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
             for far_layers in range(self.far_layers + 1)
@@ -78,7 +81,8 @@ class Setup:
             "page_bytes": 8 * self.block_tokens,
             "block_tokens": self.block_tokens,
         }
-        boundless = KvGeometry(**sizes, near_pages=0, tails_stay=self.tails_stay)
+        tails_stay = self.tails_stay_up_to >= 0
+        boundless = KvGeometry(**sizes, near_pages=0, tails_stay=tails_stay)
         fewest = boundless.pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
         return replace(boundless, near_pages=fewest + self.spare_pages)
 
@@ -111,6 +115,7 @@ class Driver:
             ahead=setup.ahead,
             defer_frees=setup.defer_frees and setup.ahead,
             levels=levels,
+            tails_stay_up_to=setup.tails_stay_up_to,
         )
         self.worker = WorkerModel(
             geometry=setup.geometry,

@@ -8,6 +8,7 @@ before the last one has run, as under vLLM's async scheduling; then ``defer_free
 request's blocks until the steps that still write them have run, as vLLM does for connectors.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,7 @@ class EngineModel:
         ahead: bool = False,
         defer_frees: bool = False,
         levels: KvLevels | None = None,
+        tails_stay_up_to: float = math.inf,
     ) -> None:
         self.usable_blocks = usable_blocks
         self.block_tokens = geometry.block_tokens
@@ -41,7 +43,7 @@ class EngineModel:
         self.planner = StepPlanner(
             num_blocks=usable_blocks + 1,
             block_tokens=geometry.block_tokens,
-            tails_stay=geometry.tails_stay,
+            tails_stay_up_to=tails_stay_up_to,
         )
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
         self.running: list[Request] = []

@@ -6,6 +6,7 @@ bytes of every step are checked after each step.
 """
 
 import functools
+import math
 import random
 
 import hypothesis.strategies as st
@@ -32,7 +33,7 @@ def setups(draw):
         ahead=draw(st.booleans()),
         defer_frees=draw(st.booleans()),
         adaptive=adaptive,
-        tails_stay=draw(st.booleans()),
+        tails_stay_up_to=draw(st.sampled_from((-1, 0, 1, 2, 3, math.inf))),
     )
 
 

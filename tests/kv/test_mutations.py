@@ -37,11 +37,15 @@ SETUPS = (
     Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
     Setup(num_layers=5, far_layers=4, sure_blocks=4, spare_pages=4, adaptive=True),
     Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
-    Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, tails_stay=False),
+    Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, tails_stay_up_to=-1),
     Setup(num_layers=6, far_layers=5, policy="on_demand", sure_blocks=4, spare_pages=2),
-    Setup(num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, tails_stay=False),
+    Setup(
+        num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, tails_stay_up_to=-1
+    ),
     Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, spare_pages=9),
-    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, tails_stay=False),
+    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, tails_stay_up_to=-1),
+    Setup(num_layers=6, far_layers=5, block_tokens=4, adaptive=True, tails_stay_up_to=2),
+    Setup(num_layers=7, far_layers=5, ahead=True, adaptive=True, tails_stay_up_to=3),
 )
 HASTES = (0.0, 0.4, 1.0)
 SEEDS = range(4)
@@ -247,6 +251,29 @@ def forget_that_tails_change(original):
     return end_step
 
 
+def tails_become_far_unwritten(original):
+    def take_near_tails(self):
+        original(self)
+        return []
+
+    return take_near_tails
+
+
+def tails_that_left_count_as_near(original):
+    def take_near_tails(self):
+        near = [request for request in self._requests.values() if request.tail_is_near]
+        tails = original(self)
+        for request in near:
+            request.tail_is_near = True
+        return tails
+
+    return take_near_tails
+
+
+def forget_that_tails_left(original):
+    return lambda self, block_ids: None
+
+
 def keep_areas_of_other_blocks(original):
     def serves(self, plan):
         same_numbers = len(plan.read) == len(self._read) and len(plan.extend) == len(self._extend)
@@ -289,6 +316,9 @@ MUTATIONS = (
     Mutation(Relocator, "wait", use_returning_layers_at_once, WrongKv),
     Mutation(Relocator, "begin_step", forget_that_blocks_are_reused, WrongKv),
     Mutation(Relocator, "end_step", forget_that_tails_change, WrongKv),
+    Mutation(Relocator, "hold", forget_that_tails_left, WrongKv),
+    Mutation(StepPlanner, "_take_near_tails", tails_become_far_unwritten, IntegrityError),
+    Mutation(StepPlanner, "_take_near_tails", tails_that_left_count_as_near, IntegrityError),
     Mutation(Staging, "serves", keep_areas_of_other_blocks, WrongKv),
     Mutation(Staging, "serves", keep_areas_that_had_new_blocks, IntegrityError),
     Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),

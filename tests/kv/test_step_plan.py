@@ -87,6 +87,18 @@ def test_a_prefix_that_another_request_computes_in_this_step_is_not_read(planner
     }
 
 
+def test_tails_leave_when_the_level_rises_and_stay_far_until_they_are_full():
+    planner = StepPlanner(num_blocks=20, block_tokens=4, tails_stay_up_to=2)
+    planner.plan([part("a", 0, 2, [1], restarts=True)], (), far_layers=2)
+    planner.plan([part("b", 0, 2, [2], restarts=True)], (), far_layers=2, write_out_for=3)
+    plan = planner.plan([part("a", 2, 1), part("c", 0, 1, [3], restarts=True)], (), far_layers=3)
+    assert classes(plan) == {"tail_leave": [1, 2], "extend": [1], "ring": [3]}
+    plan = planner.plan([part("a", 3, 2, [4]), part("b", 2, 1)], (), far_layers=1)
+    assert classes(plan) == {"extend": [1, 2], "tail_acquire": [4]}
+    plan = planner.plan([part("b", 3, 1)], ["a", "c"], far_layers=1)
+    assert classes(plan) == {"extend": [2], "tail_release": [4]}
+
+
 def test_an_ended_request_releases_its_tail(planner):
     planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
     assert classes(planner.plan([], ("a", "unknown"))) == {"tail_release": [3]}
@@ -138,13 +150,14 @@ def test_going_on_behind_a_block_that_is_no_tail(planner, scheduled):
         planner.plan([part("a", 6, scheduled, [7, 3], restarts=True)], ())
 
 
-@pytest.mark.parametrize("tails_stay", [True, False])
+@pytest.mark.parametrize("tails_stay_up_to", [-1, 0, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_planning_again_says_what_planning_would(seed, tails_stay):
+def test_planning_again_says_what_planning_would(seed, tails_stay_up_to):
     """Requests decode; whenever one planner needs not look, the other one finds the same."""
     rng = random.Random(seed)
     quick, thorough = (
-        StepPlanner(num_blocks=999, block_tokens=8, tails_stay=tails_stay) for _ in range(2)
+        StepPlanner(num_blocks=999, block_tokens=8, tails_stay_up_to=tails_stay_up_to)
+        for _ in range(2)
     )
     free = iter(range(1, 999))
     lengths: dict[str, int] = {}

@@ -5,12 +5,14 @@ Every process derives the same plan from vLLM's configuration, so none has to be
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.cost.kv import (
+    TAILS_STAY_SHARE,
     KvGeometry,
     KvLevels,
     expansion_of,
@@ -60,9 +62,9 @@ class KvPlan:
         return self.levels.max_far_layers if self.levels else self.order.far_layers
 
     @property
-    def tails_stay(self) -> bool:
-        """Whether partly filled blocks stay near in rotating layers."""
-        return self.geometry.tails_stay
+    def tails_stay_up_to(self) -> float:
+        """Far layers up to which partly filled blocks stay near in rotating layers."""
+        return self.levels.tails_stay_up_to if self.levels else math.inf
 
     @property
     def far_bytes(self) -> int:
@@ -139,10 +141,16 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
         near_pages=near_pages,
         max_far_layers=far_layers[-1],
         max_blocks=near_pages,
-        # On an SSD a page that changes in every step would be written in every step.
-        tails_stay=kv.tier == "storage",
+        tails_stay_up_to=tails_stay_up_to(kv, num_layers),
     )
     return with_max_far_layers(levels, far_layers[-1])
+
+
+def tails_stay_up_to(kv: KvConfig, num_layers: int) -> float:
+    """Far layers up to which an adaptive expansion keeps partly filled blocks near."""
+    if kv.tier == "storage":  # a page that changes in every step would be written in every step
+        return math.inf
+    return TAILS_STAY_SHARE * num_layers
 
 
 def with_max_far_layers(levels: KvLevels, far_layers: int) -> KvLevels:

@@ -73,7 +73,7 @@ class TieredScheduler:
         self._planner = StepPlanner(
             num_blocks=plan.num_blocks,
             block_tokens=plan.geometry.block_tokens,
-            tails_stay=plan.tails_stay,
+            tails_stay_up_to=plan.tails_stay_up_to,
         )
         self.elastic = ElasticBlocks(geometry=plan.geometry, usable_blocks=plan.num_blocks - 1)
         self.adaptive: AdaptiveExpansion | None = None

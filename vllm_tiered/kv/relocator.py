@@ -4,7 +4,8 @@
 KV is append-only, so all that must be known is which blocks hold something, and of which layers the
 far tier has that as it is now. A layer that leaves writes out what it does not have there yet; one
 that returns is read back whole. A layer that left before and comes again finds its full blocks
-still in place. Tails that stay near are no part of this: they stay where they are.
+still in place. Tails that are near stay where they are, and are no part of this until they are full
+or, above the level up to which tails stay, go to the far tier.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
-from vllm_tiered.kv.step_plan import StepPlan
+from vllm_tiered.kv.step_plan import BlockIds, StepPlan
 from vllm_tiered.tiers.base import Copy, Event, PageIds
 
 
@@ -53,8 +54,12 @@ class Relocator:
         """What the step wrote is far in the rotating layers, and only there."""
         for block_ids in (plan.ring, plan.extend, plan.tail_flush):
             if len(block_ids):
-                self._holds[block_ids] = True
-                self._is_far[:, block_ids] = self._is_rotating[:, None]
+                self.hold(block_ids)
+
+    def hold(self, block_ids: BlockIds) -> None:
+        """The blocks hold what is far in the rotating layers, and only there."""
+        self._holds[block_ids] = True
+        self._is_far[:, block_ids] = self._is_rotating[:, None]
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Blocks of which a page was lost: they are computed anew before they are used."""

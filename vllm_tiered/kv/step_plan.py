@@ -12,9 +12,12 @@ KV is append-only, so a block lives through three stages, each a class of the pl
     full before this step ──────────────────────────────────► `read`: staged for this step
 
 Where tails do not stay near, a block that is not full is `ring` in the step that writes it first,
-and `extend` in every later one that adds to it: staged, computed, and written out again.
+and `extend` in every later one that adds to it: staged, computed, and written out again. When the
+level rises to one at which they do not stay, those that are near go to the far tier (`tail_leave`);
+when it falls again, those that are far remain so until they are full.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -68,6 +71,7 @@ class StepPlan:
         tail_acquire: first written by this step and partly filled at its end.
         tail_flush: tails that this step fills.
         tail_release: tails whose requests ended or were preempted.
+        tail_leave: tails that go to the far tier before this step.
         granted: blocks that the engine may use from this step on.
         withheld: blocks that it may not.
         far_layers: the level from this step on; None where it never changes.
@@ -81,6 +85,7 @@ class StepPlan:
     tail_acquire: BlockIds = field(default_factory=_no_blocks)
     tail_flush: BlockIds = field(default_factory=_no_blocks)
     tail_release: BlockIds = field(default_factory=_no_blocks)
+    tail_leave: BlockIds = field(default_factory=_no_blocks)
     granted: BlockIds = field(default_factory=_no_blocks)
     withheld: BlockIds = field(default_factory=_no_blocks)
     far_layers: int | None = None
@@ -90,12 +95,13 @@ class StepPlan:
 class _Request:
     """A request's blocks in an array that grows by doubling, and its tail block if it has one."""
 
-    __slots__ = ("_blocks", "num_blocks", "tail")
+    __slots__ = ("_blocks", "num_blocks", "tail", "tail_is_near")
 
     def __init__(self) -> None:
         self._blocks = np.empty(16, dtype=np.int64)
         self.num_blocks = 0
         self.tail: int | None = None
+        self.tail_is_near = False
 
     def append(self, block_ids: Sequence[int]) -> None:
         end = self.num_blocks + len(block_ids)
@@ -119,12 +125,15 @@ class StepPlanner:
     Args:
         num_blocks: block ids are below this.
         block_tokens: tokens a block holds.
-        tails_stay: partly filled blocks stay near in rotating layers.
+        tails_stay_up_to: partly filled blocks stay near in rotating layers while no more than
+            these are far; a level that never changes counts as 0.
     """
 
-    def __init__(self, *, num_blocks: int, block_tokens: int, tails_stay: bool = True) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_tokens: int, tails_stay_up_to: float = math.inf
+    ) -> None:
         self._block_tokens = block_tokens
-        self._tails_stay = tails_stay
+        self._tails_stay_up_to = tails_stay_up_to
         self._requests: dict[str, _Request] = {}
         self._is_read = np.zeros(num_blocks, dtype=np.bool_)
         self._steady = StepPlan()
@@ -150,8 +159,10 @@ class StepPlanner:
         Raises:
             IntegrityError: a request continues behind a partly filled block that is not its tail.
         """
-        block_tokens, tails_stay = self._block_tokens, self._tails_stay
+        block_tokens = self._block_tokens
+        tails_stay = (far_layers or 0) <= self._tails_stay_up_to
         released = [tail for name in ended if (tail := self._forget(name)) is not None]
+        leaving = [] if tails_stay else self._take_near_tails()
         read: list[BlockIds] = []
         ring: list[BlockIds] = []
         acquired: list[int] = []
@@ -168,19 +179,20 @@ class StepPlanner:
             first_new = full_before
             if partial:
                 tail = self._tail_at(part, request, full_before)
-                if not tails_stay:
+                if not request.tail_is_near:
                     extended.append(tail)
                 if full_after == full_before:  # the tail fills further
                     steady_steps = min(steady_steps, block_tokens - 1 - partial_after)
                     continue
                 request.tail = None
-                if tails_stay:
+                if request.tail_is_near:
                     flushed.append(tail)
                 first_new += 1
             steady_steps = 0
             end_ring = full_after
             if partial_after:
                 request.tail = request.block(full_after)
+                request.tail_is_near = tails_stay
                 if tails_stay:
                     acquired.append(request.tail)
                 else:
@@ -189,8 +201,6 @@ class StepPlanner:
                 ring.append(request.blocks(first_new, end_ring))
         ring_ids = np.concatenate(ring) if ring else _NO_BLOCKS
         extended_ids, flushed_ids = _block_ids(extended), _block_ids(flushed)
-        if not tails_stay:
-            released = []
         self._steady_steps = steady_steps
         self._steady = StepPlan(
             read=self._unique(read, ring_ids, extended_ids, flushed_ids),
@@ -204,6 +214,7 @@ class StepPlanner:
             tail_acquire=_block_ids(acquired),
             tail_flush=flushed_ids,
             tail_release=_block_ids(released),
+            tail_leave=_block_ids(leaving),
             granted=_block_ids(granted),
             withheld=_block_ids(withheld),
             far_layers=far_layers,
@@ -231,19 +242,31 @@ class StepPlanner:
             if part.new_block_ids:
                 request.append(part.new_block_ids)
             return request
-        tail = self._forget(part.request_id)
+        before = self._requests.get(part.request_id)
+        tail = before.tail if before else None
+        near_tail = self._forget(part.request_id)
         request = self._requests[part.request_id] = _Request()
         request.append(part.new_block_ids)
         position, partial = divmod(part.computed_tokens, self._block_tokens)
         if partial and tail == request.block(position):
-            request.tail = tail  # sent anew, but it goes on in its blocks (a streaming session)
-        elif tail is not None:
-            released.append(tail)
+            # Sent anew, but it goes on in its blocks (a streaming session).
+            request.tail, request.tail_is_near = tail, near_tail is not None
+        elif near_tail is not None:
+            released.append(near_tail)
         return request
 
     def _forget(self, request_id: str) -> int | None:
+        """Follow the request no longer; its tail, if that is near."""
         request = self._requests.pop(request_id, None)
-        return request.tail if request else None
+        return request.tail if request and request.tail_is_near else None
+
+    def _take_near_tails(self) -> list[int]:
+        """Tails that are near, which are far from now on."""
+        near = [request for request in self._requests.values() if request.tail_is_near]
+        tails = [request.tail for request in near if request.tail is not None]
+        for request in near:
+            request.tail_is_near = False
+        return tails
 
     def _tail_at(self, part: ScheduledRequest, request: _Request, position: int) -> int:
         block_id = request.block(position)

@@ -126,6 +126,9 @@ class Swapper:
         if not self.keeps_pages:
             self._staging.release(next(iter(self.far.last_write), None))
         self._release_tails(plan.tail_release)
+        if len(plan.tail_leave):
+            self._flush_tails(plan.tail_leave)
+            self._relocator.hold(plan.tail_leave)
         if self._orders:
             self._relocator.begin_step(plan)
         self._withhold(plan.withheld)
