@@ -14,7 +14,6 @@ from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
 from vllm_tiered.cost.kv import (
     STAGING_AREAS,
-    TAILS_STAY_SHARE,
     KvLevels,
     expansion_of,
     max_far_layers,
@@ -62,7 +61,7 @@ class Case:
             near_pages=near_pages,
             max_far_layers=most,
             max_blocks=near_pages,
-            tails_stay_up_to=math.inf if self.tails_stay else TAILS_STAY_SHARE * n,
+            top_moves_tails=not self.tails_stay,
         )
         blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
         return dataclasses.replace(levels, max_blocks=blocks)
@@ -229,7 +228,7 @@ class _Simulation:
                 is_blocked=work.is_blocked,
                 num_preempted=work.num_preempted,
                 num_running=work.num_requests,
-                num_waiting=len(scheduler.waiting),
+                num_waiting=min(len(scheduler.waiting), case.max_num_seqs - work.num_requests),
                 used_blocks=work.used_blocks,
                 tail_slots=scheduler.elastic.tail_slots,
                 needed_blocks=self._needed_blocks(),

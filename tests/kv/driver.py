@@ -2,7 +2,6 @@
 """Puts the engine's scheduler, worker and a device together, for hypothesis and for plain seeds."""
 
 import itertools
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ class Setup:
         spare_pages: near pages beyond the fewest for that.
         unused_blocks: blocks that the far tier has no room for, if there are so many.
         adaptive: start without far layers and change up to ``far_layers`` while requests run.
-        tails_stay_up_to: partly filled blocks stay near while no more layers are far.
+        moves_tails: partly filled blocks do not stay near, if adaptive at the highest level.
     """
 
     num_layers: int = 4
@@ -40,7 +39,7 @@ class Setup:
     ahead: bool = False
     defer_frees: bool = False
     adaptive: bool = False
-    tails_stay_up_to: float = math.inf
+    moves_tails: bool = False
 
     @property
     def levels(self) -> KvLevels | None:
@@ -52,9 +51,7 @@ class Setup:
             "block_tokens": self.block_tokens,
             "max_far_layers": self.far_layers,
         }
-        boundless = KvLevels(
-            **sizes, near_pages=0, max_blocks=0, tails_stay_up_to=self.tails_stay_up_to
-        )
+        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0, top_moves_tails=self.moves_tails)
         fewest = max(
             boundless.geometry(far_layers).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
             for far_layers in range(self.far_layers + 1)
@@ -81,8 +78,7 @@ class Setup:
             "page_bytes": 8 * self.block_tokens,
             "block_tokens": self.block_tokens,
         }
-        tails_stay = self.tails_stay_up_to >= 0
-        boundless = KvGeometry(**sizes, near_pages=0, tails_stay=tails_stay)
+        boundless = KvGeometry(**sizes, near_pages=0, tails_stay=not self.moves_tails)
         fewest = boundless.pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
         return replace(boundless, near_pages=fewest + self.spare_pages)
 
@@ -115,7 +111,6 @@ class Driver:
             ahead=setup.ahead,
             defer_frees=setup.defer_frees and setup.ahead,
             levels=levels,
-            tails_stay_up_to=setup.tails_stay_up_to,
         )
         self.worker = WorkerModel(
             geometry=setup.geometry,

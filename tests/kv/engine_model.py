@@ -20,6 +20,12 @@ from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
 
 
+def _tails_stay_up_to(geometry: KvGeometry, levels: KvLevels | None) -> float:
+    if levels:
+        return levels.tails_stay_up_to
+    return math.inf if geometry.tails_stay else -1
+
+
 class EngineModel:
     """Schedules steps; ``update`` takes the sampled tokens when a step has run."""
 
@@ -32,7 +38,6 @@ class EngineModel:
         ahead: bool = False,
         defer_frees: bool = False,
         levels: KvLevels | None = None,
-        tails_stay_up_to: float = math.inf,
     ) -> None:
         self.usable_blocks = usable_blocks
         self.block_tokens = geometry.block_tokens
@@ -43,7 +48,7 @@ class EngineModel:
         self.planner = StepPlanner(
             num_blocks=usable_blocks + 1,
             block_tokens=geometry.block_tokens,
-            tails_stay_up_to=tails_stay_up_to,
+            tails_stay_up_to=_tails_stay_up_to(geometry, levels),
         )
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
         self.running: list[Request] = []

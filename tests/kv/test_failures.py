@@ -11,9 +11,8 @@ from vllm_tiered.tiers.cpu import CopyThread, CpuDevice
 
 SETUPS = (
     Setup(num_layers=5, far_layers=3, spare_pages=12),
-    Setup(num_layers=5, far_layers=3, spare_pages=12, tails_stay_up_to=-1),
-    Setup(num_layers=5, far_layers=4, spare_pages=4, tails_stay_up_to=-1, adaptive=True),
-    Setup(num_layers=5, far_layers=4, spare_pages=4, tails_stay_up_to=2, adaptive=True),
+    Setup(num_layers=5, far_layers=3, spare_pages=12, moves_tails=True),
+    Setup(num_layers=5, far_layers=4, spare_pages=4, moves_tails=True, adaptive=True),
 )
 
 
@@ -40,7 +39,7 @@ def failing_device(direction: Direction, number: int) -> CpuDevice:
     return FailingDevice()
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=["fixed", "staged-tails", "adaptive", "mixed-tails"])
+@pytest.mark.parametrize("setup", SETUPS, ids=["fixed", "staged-tails", "adaptive"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("first", [1, 11, 21])
 def test_one_failed_copy(direction, first, setup):

@@ -14,9 +14,9 @@ SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
     Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
     Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True),
-    Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, tails_stay_up_to=-1),
+    Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, moves_tails=True),
     Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, adaptive=True),
-    Setup(num_layers=6, far_layers=5, spare_pages=4, adaptive=True, tails_stay_up_to=2),
+    Setup(num_layers=6, far_layers=5, spare_pages=4, adaptive=True, moves_tails=True),
     Setup(num_layers=6, far_layers=5, policy="on_demand", spare_pages=2),
 )
 

@@ -6,7 +6,6 @@ bytes of every step are checked after each step.
 """
 
 import functools
-import math
 import random
 
 import hypothesis.strategies as st
@@ -33,7 +32,7 @@ def setups(draw):
         ahead=draw(st.booleans()),
         defer_frees=draw(st.booleans()),
         adaptive=adaptive,
-        tails_stay_up_to=draw(st.sampled_from((-1, 0, 1, 2, 3, math.inf))),
+        moves_tails=draw(st.booleans()),
     )
 
 

@@ -37,15 +37,20 @@ SETUPS = (
     Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
     Setup(num_layers=5, far_layers=4, sure_blocks=4, spare_pages=4, adaptive=True),
     Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
-    Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, tails_stay_up_to=-1),
+    Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, moves_tails=True),
     Setup(num_layers=6, far_layers=5, policy="on_demand", sure_blocks=4, spare_pages=2),
-    Setup(
-        num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, tails_stay_up_to=-1
-    ),
+    Setup(num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, moves_tails=True),
     Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, spare_pages=9),
-    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, tails_stay_up_to=-1),
-    Setup(num_layers=6, far_layers=5, block_tokens=4, adaptive=True, tails_stay_up_to=2),
-    Setup(num_layers=7, far_layers=5, ahead=True, adaptive=True, tails_stay_up_to=3),
+    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, moves_tails=True),
+    Setup(
+        num_layers=5,
+        far_layers=4,
+        block_tokens=8,
+        sure_blocks=2,
+        spare_pages=9,
+        adaptive=True,
+        moves_tails=True,
+    ),
 )
 HASTES = (0.0, 0.4, 1.0)
 SEEDS = range(4)

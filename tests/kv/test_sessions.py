@@ -16,7 +16,7 @@ from tests.kv.driver import Setup, run_schedule, simulated
 SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=7, spare_pages=2),
     Setup(num_layers=4, far_layers=3, policy="fifo", block_tokens=3, sure_blocks=6, spare_pages=6),
-    Setup(num_layers=6, far_layers=5, sure_blocks=7, adaptive=True, tails_stay_up_to=2),
+    Setup(num_layers=6, far_layers=5, sure_blocks=7, adaptive=True, moves_tails=True),
 )
 
 

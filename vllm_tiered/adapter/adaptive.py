@@ -23,6 +23,7 @@ class AdaptiveExpansion:
         levels: the arithmetic of every level.
         elastic: the block limit, which follows.
         max_model_blocks: blocks of the longest request that the engine accepts.
+        max_num_seqs: requests that it runs at a time.
         on_change: told "grow" or "shrink" and why.
     """
 
@@ -30,13 +31,16 @@ class AdaptiveExpansion:
         self,
         levels: KvLevels,
         elastic: ElasticBlocks,
+        *,
         max_model_blocks: int,
+        max_num_seqs: int,
         on_change: Callable[[str, str], None],
     ) -> None:
         self.expansion = Expansion(levels, elastic, far_layers=0)
         self._levels = levels
         self._elastic = elastic
         self._max_model_blocks = max_model_blocks
+        self._max_num_seqs = max_num_seqs
         self._on_change = on_change
         self._state = controller.initial_state(levels)
 
@@ -53,7 +57,7 @@ class AdaptiveExpansion:
             is_blocked=step.is_blocked,
             num_preempted=step.num_preempted,
             num_running=step.num_running,
-            num_waiting=step.num_waiting,
+            num_waiting=min(step.num_waiting, self._max_num_seqs - step.num_running),
             used_blocks=step.used_blocks,
             tail_slots=self._elastic.tail_slots,
             needed_blocks=min(needed_blocks, self._max_model_blocks),

@@ -73,9 +73,13 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                     plan, layers, self._world_size, trace_every=TRACE_EVERY if traces else 0
                 )
         elif plan.swaps:
-            max_model_len = vllm_config.model_config.max_model_len
-            timeline = timeline_of(vllm_config, plan, self._world_size, report_path)
-            self._scheduler = TieredScheduler(plan, self._world_size, max_model_len, timeline)
+            self._scheduler = TieredScheduler(
+                plan,
+                self._world_size,
+                max_model_len=vllm_config.model_config.max_model_len,
+                max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+                timeline=timeline_of(vllm_config, plan, self._world_size, report_path),
+            )
         elif report_path is not None:
             logger.warning(
                 "tiered: report.path is set, but there is nothing to report: no layer is ever far"

@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.cost.kv import (
-    TAILS_STAY_SHARE,
     KvGeometry,
     KvLevels,
     expansion_of,
@@ -141,16 +140,10 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
         near_pages=near_pages,
         max_far_layers=far_layers[-1],
         max_blocks=near_pages,
-        tails_stay_up_to=tails_stay_up_to(kv, num_layers),
+        # On an SSD a page that changes in every step would be written in every step.
+        top_moves_tails=kv.tier != "storage",
     )
     return with_max_far_layers(levels, far_layers[-1])
-
-
-def tails_stay_up_to(kv: KvConfig, num_layers: int) -> float:
-    """Far layers up to which an adaptive expansion keeps partly filled blocks near."""
-    if kv.tier == "storage":  # a page that changes in every step would be written in every step
-        return math.inf
-    return TAILS_STAY_SHARE * num_layers
 
 
 def with_max_far_layers(levels: KvLevels, far_layers: int) -> KvLevels:

@@ -58,6 +58,7 @@ class TieredScheduler:
         plan: what was configured; it swaps, now or when the load asks for it.
         world_size: ranks, for the gauges.
         max_model_len: tokens of the longest request that the engine accepts.
+        max_num_seqs: requests that it runs at a time.
         timeline: told what happens, if anybody wants to know.
     """
 
@@ -65,7 +66,9 @@ class TieredScheduler:
         self,
         plan: KvPlan,
         world_size: int,
+        *,
         max_model_len: int,
+        max_num_seqs: int,
         timeline: Timeline | None = None,
     ) -> None:
         self._plan = plan
@@ -80,7 +83,11 @@ class TieredScheduler:
         if plan.levels is not None:
             max_model_blocks = -(-max_model_len // plan.levels.block_tokens)
             self.adaptive = AdaptiveExpansion(
-                plan.levels, self.elastic, max_model_blocks, self._note
+                plan.levels,
+                self.elastic,
+                max_model_blocks=max_model_blocks,
+                max_num_seqs=max_num_seqs,
+                on_change=self._note,
             )
         self._watch = StepWatch()
         self._timeline = timeline

@@ -14,7 +14,8 @@ rotating layer, so it is neither staged nor written before it is full. Or tails 
 (``tails_stay``): they are staged like full blocks and written out after every step that adds to
 them, and T is 0. That moves a page more per request, layer and step, and holds more blocks: with 4
 blocks a request and 22 of 30 layers far, half as many again. For the same blocks fewer pages are
-moved where tails stay, at a higher level; so an adaptive expansion keeps them up to some level.
+moved where tails stay, at a higher level; so an adaptive expansion moves them at the highest level
+alone.
 """
 
 import math
@@ -22,11 +23,6 @@ from dataclasses import dataclass
 
 STAGING_AREAS = 2
 """One area is read by the kernels while the next is being filled (Pie, section 3.3: 2 buffers)."""
-
-TAILS_STAY_SHARE = 2 / 3
-"""Of the layers: while no more are far, an adaptive expansion keeps partly filled blocks near.
-
-Up to there what tails take is less than what moving them costs (docs/decisions/0002)."""
 
 TAILS_WHILE_PREFILLING = 2
 """A prefill chunk may finish one partly filled block and begin another in the same step."""
@@ -131,8 +127,8 @@ class KvLevels:
         near_pages: pages of the near-tier pool (P).
         max_far_layers: what ``max_expansion``, the far budget and the model allow.
         max_blocks: usable blocks of the engine's pool; no level grants more.
-        tails_stay_up_to: levels with at most this many far layers keep partly filled blocks
-            near; -1 if none does.
+        top_moves_tails: at the highest level partly filled blocks do not stay near: it holds the
+            most. At the others they do.
     """
 
     num_layers: int
@@ -141,7 +137,12 @@ class KvLevels:
     near_pages: int
     max_far_layers: int
     max_blocks: int
-    tails_stay_up_to: float = math.inf
+    top_moves_tails: bool = False
+
+    @property
+    def tails_stay_up_to(self) -> float:
+        """Far layers up to which partly filled blocks stay near."""
+        return self.max_far_layers - 1 if self.top_moves_tails else math.inf
 
     def geometry(self, far_layers: int) -> KvGeometry:
         """The sizes with ``far_layers`` spread over the model; without one they are vLLM's own.

@@ -26,7 +26,7 @@ class Signals:
         is_blocked: a request could not get the blocks it asked for.
         num_preempted: requests preempted in the step.
         num_running: requests in the step.
-        num_waiting: requests that wait, for whatever reason.
+        num_waiting: requests that wait, and might run beside the running ones if blocks sufficed.
         used_blocks: blocks that requests hold.
         tail_slots: tails that running requests are charged for.
         needed_blocks: what the largest live request will need in the end.
