@@ -93,6 +93,22 @@ def test_a_request_larger_than_the_near_tier() -> None:
     assert tokens == vllm_tokens("demo", prompts)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_such_a_request_alone_in_an_idle_engine(asynchronous) -> None:
+    """vLLM schedules none of it before there are blocks for all of its prompt."""
+    prompts = [(random_prompts(1, seed=4)[0] * 30)[:400]]
+    with engine(
+        "demo",
+        {},
+        kv_cache_memory_bytes=12 * MIB,
+        max_model_len=448,
+        async_scheduling=asynchronous,
+    ) as llm:
+        tokens = generate(llm, prompts)
+        assert metric("tiered_kv_expansion") > 1.0
+    assert tokens == vllm_tokens("demo", prompts)
+
+
 def test_prefix_cache_reset_keeps_the_level(monkeypatch) -> None:
     walk(monkeypatch, seed=5, steps_per_level=4)
     with engine("demo", {}, enable_prefix_caching=True, **TIGHT) as llm:

@@ -323,7 +323,7 @@ MUTATIONS = (
     Mutation(Relocator, "end_step", forget_that_tails_change, WrongKv),
     Mutation(Relocator, "hold", forget_that_tails_left, WrongKv),
     Mutation(StepPlanner, "_take_near_tails", tails_become_far_unwritten, IntegrityError),
-    Mutation(StepPlanner, "_take_near_tails", tails_that_left_count_as_near, IntegrityError),
+    Mutation(StepPlanner, "_take_near_tails", tails_that_left_count_as_near, WrongKv),
     Mutation(Staging, "serves", keep_areas_of_other_blocks, WrongKv),
     Mutation(Staging, "serves", keep_areas_that_had_new_blocks, IntegrityError),
     Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),

@@ -63,10 +63,15 @@ def _handle_invalid_blocks(
         is_hit = request.request_id in has_hit_wrong_blocks
         return is_hit or not invalid_block_ids.isdisjoint(block_ids)
 
-    sessions = [request for request in scheduler.kv_holding_waiting if is_affected(request)]
+    postponed = scheduler.connector.recomputes.postponed
+    sessions = [
+        request
+        for request in scheduler.kv_holding_waiting
+        if request.request_id not in postponed and is_affected(request)
+    ]
     for session in sessions:
         if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-            scheduler.connector.recomputes.postponed.add(session.request_id)
+            postponed.add(session.request_id)
         else:
             _start_over(scheduler, session)
     affected = [request for request in scheduler.running if is_affected(request)]

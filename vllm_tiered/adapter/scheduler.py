@@ -139,7 +139,8 @@ class TieredScheduler:
         else:
             requests = list(self._scheduled_requests(scheduler_output))
         far_layers = write_out_for = None
-        if scheduled:
+        # Nothing runs, but somebody asks for blocks: a request that this level does not hold.
+        if scheduled or self._watch.is_blocked:
             self._look_back(len(scheduled), len(scheduler_output.preempted_req_ids or ()))
         if self.adaptive:
             self._withhold(min(self.elastic.excess, self._pool.get_num_free_blocks()))
