@@ -12,12 +12,7 @@ from benchmarks.simulator.machine import Machine, ModelShape
 from benchmarks.simulator.scheduler import SimulatedScheduler
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
-from vllm_tiered.cost.kv import (
-    STAGING_AREAS,
-    KvLevels,
-    expansion_of,
-    max_far_layers,
-)
+from vllm_tiered.cost.kv import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
 from vllm_tiered.kv import controller
 
 _BLOCKS_TO_GROW = 4  # as the adapter asks for, above the longest live request

@@ -183,6 +183,16 @@ def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
         turns.scheduler.connector._scheduler.elastic.check_integrity()
 
 
+def test_sessions_where_the_plugin_stepped_aside() -> None:
+    """No layer is far, so nothing can be lost, and nothing that may be lost is kept."""
+    sessions: dict[str, Any] = {"enable_prefix_caching": True, "async_scheduling": False}
+    stories = []
+    for kv in (None, {"expansion": 1.0}):
+        with engine("llama3", kv, **sessions) as llm:
+            stories.append(list(session_beside_another(Turns(llm), lambda: None)))
+    assert stories[0] == stories[1]
+
+
 @pytest.mark.parametrize(("far_gib", "expansion"), [(0, 2.0), (0.03, 3.0), (0, "auto")])
 def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion) -> None:
     """Nothing in memory; some layers in memory, the others in the file; growing into it."""

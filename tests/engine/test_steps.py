@@ -5,7 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_tiered.adapter.steps import DecodeStreak
+from vllm_tiered.adapter import adaptive
+from vllm_tiered.adapter.adaptive import AdaptiveExpansion
+from vllm_tiered.adapter.steps import DecodeStreak, Step, StepReport
+from vllm_tiered.cost.kv import KvLevels
+from vllm_tiered.kv.controller import Decision
+from vllm_tiered.kv.elastic import ElasticBlocks
 
 
 def output(**changes):
@@ -63,3 +68,45 @@ def test_it_begins_again_behind_what_ended_it():
     assert not streak.goes_on(output(computed=NEXT, new=["d"], total=9))
     assert not streak.goes_on(output(computed=[12, 22, 32]))  # not without a look at "d"
     assert streak.goes_on(output(computed=[13, 23, 33]))
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_waiting", "counted"), [(4, 30, 0), (3, 30, 1), (1, 2, 2)]
+)
+def test_who_waits_for_a_seat_does_not_ask_for_blocks(
+    monkeypatch, num_running, num_waiting, counted
+):
+    levels = KvLevels(
+        num_layers=6,
+        page_bytes=64,
+        block_tokens=4,
+        near_pages=60,
+        max_far_layers=3,
+        max_blocks=20,
+    )
+    elastic = ElasticBlocks(geometry=levels.geometry(0), usable_blocks=20)
+    expansion = AdaptiveExpansion(
+        levels, elastic, max_model_blocks=8, max_num_seqs=4, on_change=lambda *_: None
+    )
+    seen = []
+
+    def step(signals, state, levels):
+        seen.append(signals.num_waiting)
+        return Decision(far_layers=0, reason=""), state
+
+    monkeypatch.setattr(adaptive.controller, "step", step)
+    expansion.decide(
+        Step(
+            end=1.0,
+            seconds=0.03,
+            report=StepReport(),
+            is_blocked=True,
+            num_preempted=0,
+            tokens=num_running,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            used_blocks=5,
+            longest=8,
+        )
+    )
+    assert seen == [counted]

@@ -190,9 +190,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.recent
 
     @property
-    def recomputes(self) -> RecomputeLog:
-        assert self._scheduler is not None
-        return self._scheduler.recomputes
+    def recomputes(self) -> RecomputeLog | None:
+        """None if no layer is ever far."""
+        return self._scheduler.recomputes if self._scheduler else None
 
     def recomputed(self, request_ids: set[str]) -> None:
         """Requests are computed anew because blocks of theirs were lost."""

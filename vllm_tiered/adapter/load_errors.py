@@ -63,15 +63,16 @@ def _handle_invalid_blocks(
         is_hit = request.request_id in has_hit_wrong_blocks
         return is_hit or not invalid_block_ids.isdisjoint(block_ids)
 
-    postponed = scheduler.connector.recomputes.postponed
+    recomputes = scheduler.connector.recomputes
+    assert recomputes is not None, "blocks are lost where layers are far"
     sessions = [
         request
         for request in scheduler.kv_holding_waiting
-        if request.request_id not in postponed and is_affected(request)
+        if request.request_id not in recomputes.postponed and is_affected(request)
     ]
     for session in sessions:
         if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-            postponed.add(session.request_id)
+            recomputes.postponed.add(session.request_id)
         else:
             _start_over(scheduler, session)
     affected = [request for request in scheduler.running if is_affected(request)]
@@ -97,9 +98,9 @@ def _update_request_as_session(original: Any, scheduler: Any, session: Any, upda
 
     original(scheduler, session, update)
     if isinstance(scheduler.connector, TieredConnector):
-        postponed = scheduler.connector.recomputes.postponed
-        if session.request_id in postponed:
-            postponed.remove(session.request_id)
+        recomputes = scheduler.connector.recomputes
+        if recomputes is not None and session.request_id in recomputes.postponed:
+            recomputes.postponed.remove(session.request_id)
             _start_over(scheduler, session)
 
 
