@@ -237,9 +237,10 @@ class Outlook:
         whether the link (or the ceiling, where it failed) bounds them."""
         memory, window, tuning = self.memory, self.window, self.tuning
         used = window.used / window.steps
-        # A request that waits will need about twice what running ones, half done, hold.
+        # What waits is taken to hold what running requests do. Too low where those have only begun;
+        # then the next window asks for more, but what was asked too much stays for long.
         mean_blocks = window.used / max(1, window.running)
-        demand = used + max(2 * mean_blocks * self.last.num_waiting, tuning.slack * used)
+        demand = used + max(mean_blocks * self.last.num_waiting, tuning.slack * used)
         max_link = tuning.ramp_link if memory.is_ramping else tuning.max_link
         barred_from = memory.barred_from
         higher: list[int] = []
