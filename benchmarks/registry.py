@@ -58,6 +58,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.kv_soak",
         ),
         Benchmark(
+            name="kv_policy",
+            summary="what reading ahead gives: interleave and fifo against copying on demand",
+            module="benchmarks.kv_policy",
+        ),
+        Benchmark(
             name="copy_cost",
             summary="what copies cost the model that computes meanwhile: the limit on this machine",
             module="benchmarks.copy_cost",
