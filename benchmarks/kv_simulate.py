@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.plots import require_matplotlib
 from benchmarks.progress import Step
+from benchmarks.simulator import ceiling
 from benchmarks.simulator.calibration import calibration
 from benchmarks.simulator.compare import DEFINITIONS, compare, fixed_levels, headline, run_fixed
 from benchmarks.simulator.scenarios import SCENARIOS
@@ -31,6 +32,7 @@ RESULT_KEYS = (
     "level_changes",
     "simulated_seconds_per_second",
     "cpu_model",
+    "half_demand",
     "by_scenario",
     "definitions",
 )
@@ -55,8 +57,8 @@ PROFILES = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how often `run` reports: for the calibration, and for every scenario."""
-    return 1 + len(settings.scenarios)
+    """Return how often `run` reports: calibration, half of the demand, and every scenario."""
+    return 2 + len(settings.scenarios)
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -68,6 +70,9 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         require_matplotlib()  # before simulating, not after
     cpu_model = calibration()
     step(f"model of the CPU machine: at most {cpu_model['worst_error']:.1%} from what was measured")
+    half_demand = ceiling.half_demand()
+    shares = (f"{entry['fraction_of_ceiling']:.2f} {name}" for name, entry in half_demand.items())
+    step(f"half of the demand near, of the ceiling: {'; '.join(shares)}")
     by_scenario = {}
     simulated = taken = 0.0
     for name in settings.scenarios:
@@ -98,8 +103,9 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         **headline(by_scenario),
         "simulated_seconds_per_second": simulated / taken,
         "cpu_model": cpu_model,
+        "half_demand": half_demand,
         "by_scenario": by_scenario,
-        "definitions": DEFINITIONS,
+        "definitions": {**DEFINITIONS, **ceiling.DEFINITIONS},
     }
 
 

@@ -99,6 +99,7 @@ class Run:
     output_tokens: int = 0
     num_preempted: int = 0
     num_finished: int = 0
+    peak_blocks: int = 0  # the most in use in a step
     seconds_per_token: float = math.nan  # mean over finished requests, queueing included
     steps_at: dict[int, int] = field(default_factory=dict)  # by level
     changes: list[Change] = field(default_factory=list)
@@ -206,6 +207,7 @@ class _Simulation:
         run.busy_seconds += seconds
         run.stall_seconds += time.stall_seconds * noise
         run.output_tokens += work.output_tokens
+        run.peak_blocks = max(run.peak_blocks, work.used_blocks)
         meter = self._meter
         meter.busy_s += seconds
         meter.stall_s += time.stall_seconds * noise

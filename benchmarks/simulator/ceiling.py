@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Half of the KV demand near, against all of it: what a link of the machine's own would give.
+
+Pie's figure 7: from 12 GB on Pie is on par with unlimited memory. On the CPU machine near and far
+tier share one memory bus, so every copied byte is taken from the model's bandwidth; the same
+machine is simulated once as it is and once with copies that take none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+
+from benchmarks.simulator.calibration import calibration_case
+from benchmarks.simulator.machine import MODELS, machine
+from benchmarks.simulator.simulation import Case, simulate
+from benchmarks.simulator.trace import LENGTHS, Trace
+from vllm_tiered.cost.kv import expansion_of
+
+NUM_REQUESTS = 64  # on the GPUs: 12.9 GB of KV for OPT-13B, as at the end of Pie's figure 7
+
+DEFINITIONS = {
+    "half_demand": "by machine: all requests at once with near-tier KV for half of the most blocks"
+    " that they use with unlimited memory; fraction_of_ceiling is tokens/s at the best fixed level"
+    " over those with unlimited memory, gain_over_no_far_layer over those without a far layer",
+}
+
+
+def half_demand() -> dict[str, dict[str, float]]:
+    """Return the figures of `DEFINITIONS` by machine, JSON-safe."""
+    return {name: _half_of(case) for name, case in _cases().items()}
+
+
+def _cases() -> Mapping[str, Case]:
+    """Loads with any near memory: all requests at once."""
+    cpu = calibration_case(near_blocks=1)
+    free_copies = dataclasses.replace(
+        cpu.machine, near_bytes_per_copied_byte=0.0, far_layer_overhead_us=0.0
+    )
+    return {
+        "cpu-2core": cpu,
+        "cpu-2core, a link of its own": dataclasses.replace(cpu, machine=free_copies),
+        "gh200, opt-13b": _saturated("gh200", "opt-13b"),
+        "h200-pcie5, opt-13b": _saturated("h200-pcie5", "opt-13b"),
+        "rtx4090-pcie4, llama-3-8b": _saturated("rtx4090-pcie4", "llama-3-8b"),
+    }
+
+
+def _saturated(machine_name: str, model: str) -> Case:
+    rng = random.Random("half demand")
+    arrivals = [LENGTHS["sharegpt"].draw(rng, 0.0) for _ in range(NUM_REQUESTS)]
+    return Case(
+        machine=machine(machine_name),
+        model=MODELS[model],
+        trace=Trace(arrivals=arrivals, horizon_s=1e6),
+        near_bytes=0.0,
+        max_num_seqs=NUM_REQUESTS,
+        noise=0.0,
+    )
+
+
+def _half_of(case: Case) -> dict[str, float]:
+    block_bytes = case.model.num_layers * case.model.page_bytes(case.block_tokens)
+    most_blocks = sum(
+        1 + -(-(arrival.prompt_tokens + arrival.output_tokens) // case.block_tokens)
+        for arrival in case.trace.arrivals
+    )
+    ceiling = simulate(dataclasses.replace(case, near_bytes=most_blocks * block_bytes), 0)
+    half = dataclasses.replace(case, near_bytes=-(-ceiling.peak_blocks // 2) * block_bytes)
+    fixed = {level: simulate(half, level) for level in range(half.levels.max_far_layers + 1)}
+    best = max(fixed, key=lambda level: fixed[level].tokens_per_s)
+    return {
+        "fraction_of_ceiling": fixed[best].tokens_per_s / ceiling.tokens_per_s,
+        "gain_over_no_far_layer": fixed[best].tokens_per_s / fixed[0].tokens_per_s,
+        "best_expansion": expansion_of(case.model.num_layers, best),
+        "stall_fraction": fixed[best].stall_seconds / fixed[best].busy_seconds,
+        "ceiling_tokens_per_s": ceiling.tokens_per_s,
+        "peak_blocks": ceiling.peak_blocks,
+    }

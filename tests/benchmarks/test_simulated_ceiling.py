@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Half of the demand near, simulated: close to what was measured, and what a link would give."""
+
+import pytest
+
+from benchmarks.simulator.ceiling import half_demand
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return half_demand()
+
+
+def test_the_cpu_is_where_it_was_measured(figures):
+    """A fixed expansion of 2.5 gave 496 of 561 tokens/s, calibration's own table."""
+    cpu = figures["cpu-2core"]
+    assert cpu["best_expansion"] == pytest.approx(2.5)
+    assert cpu["fraction_of_ceiling"] == pytest.approx(496 / 561, abs=0.04)
+
+
+def test_copies_on_a_link_of_their_own_cost_nothing_while_they_are_hidden(figures):
+    free = figures["cpu-2core, a link of its own"]
+    assert free["ceiling_tokens_per_s"] == figures["cpu-2core"]["ceiling_tokens_per_s"]
+    assert free["stall_fraction"] == 0
+    assert free["fraction_of_ceiling"] == pytest.approx(1.0, abs=0.001)
+
+
+def test_the_slower_the_link_the_less_is_gained(figures):
+    gh200, h200 = figures["gh200, opt-13b"], figures["h200-pcie5, opt-13b"]
+    assert gh200["best_expansion"] > h200["best_expansion"]
+    assert h200["fraction_of_ceiling"] < gh200["fraction_of_ceiling"] < 1
+    assert h200["gain_over_no_far_layer"] >= 1
