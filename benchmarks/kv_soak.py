@@ -62,7 +62,8 @@ _SAMPLE_TEXTS = 1024  # ShareGPT prompts to draw from
 class Settings:
     """What one profile runs. `near_blocks` are of float32.
 
-    `expansion` is a number or "auto", `tier` "far" or "storage" (in the folder `path`).
+    `expansion` is a number, "auto", or "off": vLLM alone, to compare its memory. `tier` is "far" or
+    "storage" (in the folder `path`).
     """
 
     minutes: float
@@ -127,23 +128,24 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     model_dir = demo_model_dir()
     texts = [request.prompt_token_ids for request in sharegpt_requests(_SAMPLE_TEXTS, 0, model_dir)]
     plan = _plan(model_dir, settings)
-    label = f"plugin, expansion {settings.expansion}, float32"
+    expansion = parse_expansion(settings.expansion)
+    label = "vLLM alone" if expansion is None else f"plugin, expansion {settings.expansion}"
     spec = replace(
         plan.spec(
-            label,
+            f"{label}, float32",
             settings.near_blocks,
             dtype="float32",
-            expansion=parse_expansion(settings.expansion),
+            expansion=expansion,
             kv=settings.kv,
         ),
         resets_prefix_cache=False,
-        checks_integrity=True,
+        checks_integrity=expansion is not None,
     )
     warmup = warmup_requests(plan.requests)
     with engines([spec], warmup, step) as (process,):
         done = soak(process, soak_rounds(texts, settings.seed), settings.minutes, step)
         require_quiet_log(process.log_path)
-    if not done.rounds[-1].integrity_checks:
+    if spec.tiered and not done.rounds[-1].integrity_checks:
         raise MeasurementError("no integrity check was made: the plugin stepped aside")
     control = _control(plan, settings, done, warmup, step)
     return {
@@ -170,14 +172,16 @@ def _plan(model_dir: Path, settings: Settings) -> KvPlan:
     )
 
 
-def parse_expansion(text: str) -> Expansion:
-    """Return "auto" or the number. Raises ValueError for anything else."""
+def parse_expansion(text: str) -> Expansion | None:
+    """Return "auto", the number, or None for "off". Raises ValueError for anything else."""
     if text == "auto":
         return "auto"
+    if text == "off":
+        return None
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"setting expansion={text!r}: expected a number or auto") from None
+        raise ValueError(f"setting expansion={text!r}: expected a number, auto or off") from None
 
 
 def soak(

@@ -2,7 +2,8 @@
 """The load of the soak test: random arrivals, lengths, aborts and shared prefixes, without end.
 
 A round is one to three phases one after the other, each with a pressure of its own, so that the KV
-demand rises and falls while requests run; between rounds the engine is empty.
+demand rises and falls while requests run; between rounds the engine is empty. Rounds of all kinds
+alternate with calm ones, long enough for `expansion=auto` to give its far layers back.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ class Pressure:
     aborted: float
 
 
+CALM = Pressure(
+    name="calm",
+    num_requests=(4, 10),
+    rate=1.5,
+    prompt_tokens=(8, 96),
+    output_tokens=(8, 48),
+    shared=0.3,
+    aborted=0.1,
+)
+
 PRESSURES = (
-    Pressure(
-        name="calm",
-        num_requests=(4, 10),
-        rate=1.5,
-        prompt_tokens=(8, 96),
-        output_tokens=(8, 48),
-        shared=0.3,
-        aborted=0.1,
-    ),
+    CALM,
     Pressure(
         name="burst",
         num_requests=(16, 40),
@@ -95,6 +98,7 @@ _NUM_PREFIXES = 6
 _PREFIX_TOKENS = (32, 128)
 _MAX_PHASES = 3
 _PHASE_S = (1.0, 5.0)
+_FLOOD_ROUNDS, _EBB_ROUNDS = 8, 12
 
 
 def soak_rounds(texts: Sequence[Sequence[int]], seed: int) -> Iterator[list[Request]]:
@@ -117,7 +121,8 @@ def soak_rounds(texts: Sequence[Sequence[int]], seed: int) -> Iterator[list[Requ
         drawn: list[Request] = []
         start_s = 0.0
         for _ in range(rng.randint(1, _MAX_PHASES)):
-            pressure = rng.choice(PRESSURES)
+            is_ebb = round_index % (_FLOOD_ROUNDS + _EBB_ROUNDS) >= _FLOOD_ROUNDS
+            pressure = CALM if is_ebb else rng.choice(PRESSURES)
             drawn += _phase(rng, pressure, texts, prefixes, start_s)
             start_s += rng.uniform(*_PHASE_S)
         drawn.sort(key=lambda request: request.arrival_s)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment every test runs in; vLLM reads most of it once, when it is imported."""
 
+import logging
 import os
 
 # Tests run side by side (Makefile) share out the cores, before anything starts a thread: two
@@ -9,6 +10,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     first, step = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[first::step])
 
+import pytest
 from hypothesis import settings
 
 os.environ |= {
@@ -25,3 +27,16 @@ os.environ.pop("VLLM_TIERED_CONFIG", None)
 # No deadline: the first example of a test pays for imports. A failure prints how to replay it.
 settings.register_profile("tiered", deadline=None, print_blob=True)
 settings.load_profile("tiered")
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """caplog for our log lines, whether or not vLLM's loggers hand records up to the root."""
+    logger = logging.getLogger("vllm.tiered")
+    before = logger.level, logger.propagate
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.level, logger.propagate = before

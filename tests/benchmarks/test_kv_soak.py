@@ -221,5 +221,5 @@ def test_the_far_tier_may_be_a_folder(run_with_fakes):
 
 
 def test_an_expansion_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="expansion='big': expected a number or auto"):
+    with pytest.raises(ValueError, match="expansion='big': expected a number, auto or off"):
         kv_soak.parse_expansion("big")

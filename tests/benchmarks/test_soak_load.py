@@ -60,6 +60,18 @@ def test_demand_differs_from_round_to_round(drawn):
     assert max(tokens) > 5 * min(tokens)
 
 
+def test_calm_rounds_come_in_a_row(drawn):
+    """Long enough for the level to fall: 512 steps of 30 ms without a blocked one."""
+    is_calm = [
+        max(request.num_tokens for request in requests) <= 96 + 48 and len(requests) <= 30
+        for requests in drawn
+    ]
+    ebbs = [is_calm[start + 8 : start + 20] for start in range(0, len(drawn) - 19, 20)]
+    assert ebbs and all(map(all, ebbs))
+    assert not all(is_calm[:8])
+    assert 12 * 4 / 1.5 > 512 * 0.030
+
+
 def test_every_pressure_leaves_room_for_its_answers():
     for pressure in PRESSURES:
         assert pressure.prompt_tokens[1] + pressure.output_tokens[1] <= MAX_REQUEST_TOKENS

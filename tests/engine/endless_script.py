@@ -29,8 +29,6 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     model, folder, expansion, arguments = sys.argv[1:5]
-    if expansion == "auto":
-        up_and_down()
     kv = {"expansion": expansion, "tier": "storage", "path": folder, "far_gib": 0.02}
     llm = LLM(
         model=model,
@@ -49,6 +47,9 @@ def main() -> None:
         llm.generate(prompts, sampling, use_tqdm=False)
         print("generated", flush=True)
 
+
+if sys.argv[3] == "auto":  # in the engine's process too, which imports this anew
+    up_and_down()
 
 if __name__ == "__main__":
     main()

@@ -122,6 +122,7 @@ def run(
         if current and current["kv"]["active"]:
             names += ["tiered_kv_read_bytes", "tiered_kv_write_bytes", "tiered_kv_steps"]
             names += ["tiered_kv_blocks_withheld", "tiered_kv_blocks_granted"]
+            names += ["tiered_kv_far_bytes", "tiered_kv_storage_bytes"]
         cache_config = llm.llm_engine.vllm_config.cache_config
         return Run(
             tokens=tokens,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is moved is what must be moved: manifest, counters and gauges against arithmetic."""
 
+from typing import Any
+
 import pytest
 
 from tests.engine.harness import engine, generate, metric, random_prompts, run
@@ -50,6 +52,8 @@ def test_bytes_are_exactly_the_full_blocks(policy, rotating) -> None:
         "page_bytes": PAGE_BYTES,
         "near_bytes": near,
         "far_bytes": result.num_blocks * layer_pages,
+        "storage_bytes": 0,
+        "tier": "far",
     }
     assert len(result.manifest["kv"]["rotating_layers"]) == rotating
 
@@ -91,6 +95,30 @@ def test_gauges() -> None:
         assert metric("tiered_kv_expansion") == 2.0
         assert metric("tiered_kv_near_bytes") == near
         assert metric("tiered_kv_far_bytes") == (blocks + 1) * 17 * PAGE_BYTES
+        assert metric("tiered_kv_storage_bytes") == 0
         assert metric("tiered_kv_blocks_granted") + metric("tiered_kv_blocks_withheld") == blocks
         assert 0 < metric("tiered_kv_read_seconds") < metric("tiered_kv_step_seconds")
         assert 0 < metric("tiered_kv_bookkeeping_seconds") < metric("tiered_kv_step_seconds")
+
+
+@pytest.mark.parametrize("kv", [{}, {"expansion": 2.0}], ids=["auto", "fixed"])
+def test_withheld_blocks_are_not_in_use(kv) -> None:
+    near = 40 * 30 * PAGE_BYTES
+    with engine("demo", kv, kv_cache_memory_bytes=near, watermark=0.25) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        elastic = scheduler.connector._scheduler.elastic
+        manager = scheduler.kv_cache_manager
+        assert elastic.withheld or kv
+        assert manager.watermark_blocks == elastic.granted_blocks // 4
+        assert manager.usage == 0.0
+        usages = []
+        step = scheduler.schedule
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            usages.append(manager.usage)
+            return output
+
+        scheduler.schedule = schedule
+        generate(llm, random_prompts(3), 4)
+        assert 0.0 < max(usages) < 0.5 and manager.usage == 0.0

@@ -1,46 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of far layers changes while requests run: same tokens, whatever the schedule."""
 
-import itertools
-import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.doubles import DelayedDevice
+from tests.engine.faults import walk
 from tests.engine.harness import engine, generate, metric, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import adaptive, worker
-from vllm_tiered.kv.controller import Decision
+from vllm_tiered.adapter import worker
 
 MIB = 1 << 20
 PROMPTS = random_prompts(10, longest=100)
 TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 256}
 
 
-def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -> None:
-    """Replace the controller by one that aims anywhere, often before it has arrived."""
-    rng = random.Random(seed)
-    counter = itertools.count()
-
-    def step(signals, state, levels):
-        if next(counter) % steps_per_level == 0:
-            state = rng.randrange(levels.max_far_layers + 1)
-        return Decision(far_layers=state, reason="a random walk"), state
-
-    monkeypatch.setattr(adaptive.controller, "step", step)
-    monkeypatch.setattr(adaptive.controller, "initial_state", lambda levels: 0)
-
-
 def drive(llm) -> tuple[list[list[int]], float]:
     return generate(llm, PROMPTS), metric("tiered_kv_level_changes")
 
 
-@pytest.mark.parametrize(("asynchronous", "caching"), [(False, False), (True, True)])
-def test_a_walk_over_all_levels(monkeypatch, caching, asynchronous) -> None:
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_walk_over_all_levels(monkeypatch, caching) -> None:
     walk(monkeypatch, seed=1)
-    with engine(
-        "demo", {}, enable_prefix_caching=caching, async_scheduling=asynchronous, **TIGHT
-    ) as llm:
+    with engine("demo", {}, enable_prefix_caching=caching, **TIGHT) as llm:
         tokens, num_changes = drive(llm)
         again, _ = drive(llm)
     assert num_changes > 5
@@ -93,16 +76,18 @@ def test_a_request_larger_than_the_near_tier() -> None:
     assert tokens == vllm_tokens("demo", prompts)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_such_a_request_alone_in_an_idle_engine(asynchronous) -> None:
-    """vLLM schedules none of it before there are blocks for all of its prompt."""
+def test_such_a_request_alone_in_an_idle_engine(tmp_path: Path) -> None:
+    """vLLM schedules none of it before there are blocks for all of its prompt.
+
+    The first steps compute nothing, and the report's layer picture begins with the first.
+    """
     prompts = [(random_prompts(1, seed=4)[0] * 30)[:400]]
+    report = {"path": str(tmp_path / "timeline.jsonl")}
     with engine(
         "demo",
-        {},
+        additional_config={"tiered": {"report": report}},
         kv_cache_memory_bytes=12 * MIB,
         max_model_len=448,
-        async_scheduling=asynchronous,
     ) as llm:
         tokens = generate(llm, prompts)
         assert metric("tiered_kv_expansion") > 1.0

@@ -15,6 +15,7 @@ import pytest
 from tests.engine.harness import model_path
 
 ROOT = Path(__file__).parents[2]
+OWN_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
 
 
 @pytest.fixture
@@ -47,10 +48,13 @@ def wait_for(process: subprocess.Popen[str], *words: str) -> None:
     pytest.fail(process.stderr.read()[-3000:])
 
 
-@pytest.mark.parametrize(
-    "moment", [("level 0", "aims at 2"), ("level 2", "aims at 0")], ids=["growing", "shrinking"]
-)
+MOMENTS = {"growing": ("level 0", "aims at 2"), "shrinking": ("level 2", "aims at 0")}
+WORKERS = '{"distributed_executor_backend": "mp"}'
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
 def test_sigterm_while_the_level_changes(start, tmp_path: Path, moment) -> None:
+    """The engine is in the script's process, which ends without a word of ours."""
     process = start("auto", "{}", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     wait_for(process, "generated")
     wait_for(process, *moment)
@@ -60,13 +64,26 @@ def test_sigterm_while_the_level_changes(start, tmp_path: Path, moment) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_sigterm_to_engine_and_workers(start, tmp_path: Path, moment) -> None:
+    """As a service manager stops a server: all processes at once, in the middle of a forward.
+
+    vLLM's workers turn the signal into an exit, and that must not become an error of ours.
+    """
+    process = start("auto", WORKERS, **OWN_PROCESSES)
+    wait_for(process, "generated")
+    children = psutil.Process(process.pid).children(recursive=True)
+    wait_for(process, *moment)
+    for child in children:
+        child.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert "IntegrityError" not in errors, errors[-3000:]
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive and os.listdir(tmp_path) == []
+
+
 def test_a_killed_worker_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
-    process = start(
-        "2.0",
-        '{"distributed_executor_backend": "mp"}',
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
-        VLLM_CPU_OMP_THREADS_BIND="0-1",
-    )
+    process = start("2.0", WORKERS, **OWN_PROCESSES)
     wait_for(process, "generated")
     children = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in children if "Worker" in " ".join(child.cmdline())]

@@ -35,10 +35,7 @@ def run_script(
 def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
     config = tmp_path / "tiered.toml"
     config.write_text("[kv]\nexpansion = 2.5\n")
-    result = run_script(
-        OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)},
-        async_scheduling=True,
-    )
+    result = run_script(OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)})
     assert result["tokens"] == vllm_tokens("demo", PROMPTS, max_tokens=24)
     assert result["metrics"]["vllm:tiered_kv_expansion"] == 2.5
     assert result["metrics"]["vllm:tiered_kv_read_bytes"] > 0

@@ -29,6 +29,7 @@ def test_a_report_of_an_engine_that_grows(tmp_path: Path) -> None:
     told = sum(window.read_bytes for window in timeline.windows)
     assert 0.9 * read_bytes < told <= read_bytes  # the last step is told by none after it
     assert any(event.kind == "grow" for event in timeline.events)
+    assert 0 < timeline.layers[-1].time < timeline.windows[-1].end
     spans = timeline.layers[-1].layers
     assert len(spans) == 30 and any(span.read_end for span in spans)
     ends = [span.compute_end or 0.0 for span in spans]

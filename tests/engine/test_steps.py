@@ -7,7 +7,7 @@ import pytest
 
 from vllm_tiered.adapter import adaptive
 from vllm_tiered.adapter.adaptive import AdaptiveExpansion
-from vllm_tiered.adapter.steps import DecodeStreak, Step, StepReport
+from vllm_tiered.adapter.steps import DecodeStreak, Step, StepReport, StepWatch
 from vllm_tiered.cost.kv import KvLevels
 from vllm_tiered.kv.controller import Decision
 from vllm_tiered.kv.elastic import ElasticBlocks
@@ -70,12 +70,9 @@ def test_it_begins_again_behind_what_ended_it():
     assert streak.goes_on(output(computed=[13, 23, 33]))
 
 
-@pytest.mark.parametrize(
-    ("num_running", "num_waiting", "counted"), [(4, 30, 0), (3, 30, 1), (1, 2, 2)]
-)
-def test_who_waits_for_a_seat_does_not_ask_for_blocks(
-    monkeypatch, num_running, num_waiting, counted
-):
+@pytest.fixture
+def signals_of(monkeypatch):
+    """What the controller is told of a step."""
     levels = KvLevels(
         num_layers=6,
         page_bytes=64,
@@ -91,22 +88,106 @@ def test_who_waits_for_a_seat_does_not_ask_for_blocks(
     seen = []
 
     def step(signals, state, levels):
-        seen.append(signals.num_waiting)
+        seen.append(signals)
         return Decision(far_layers=0, reason=""), state
 
+    def signals_of(**changes):
+        defaults = {
+            "end": 1.0,
+            "seconds": 0.03,
+            "report": StepReport(),
+            "is_blocked": True,
+            "num_preempted": 0,
+            "tokens": 1,
+            "num_running": 1,
+            "num_waiting": 0,
+            "used_blocks": 5,
+            "longest": 8,
+        }
+        expansion.decide(Step(**{**defaults, **changes}))
+        return seen.pop()
+
     monkeypatch.setattr(adaptive.controller, "step", step)
-    expansion.decide(
-        Step(
-            end=1.0,
-            seconds=0.03,
-            report=StepReport(),
-            is_blocked=True,
-            num_preempted=0,
-            tokens=num_running,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            used_blocks=5,
-            longest=8,
-        )
+    return signals_of
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_waiting", "counted"), [(4, 30, 0), (3, 30, 1), (1, 2, 2)]
+)
+def test_who_waits_for_a_seat_does_not_ask_for_blocks(
+    signals_of, num_running, num_waiting, counted
+):
+    assert signals_of(num_running=num_running, num_waiting=num_waiting).num_waiting == counted
+
+
+@pytest.mark.parametrize(
+    ("longest", "beside", "session_blocks", "needed"),
+    [
+        (8, 8, 0, 2 + 1 + 4),
+        (99, 99, 0, 8),  # the longest that the engine accepts
+        (8, 8, 3, 3 + 2 + 1 + 4),
+        (8, 0, 3, 3 + 4),  # sessions alone: each may go on
+        (8, 0, 2, 2 + 1 + 4),
+        (8, 5, 99, 5 + (2 + 1 + 4) + 1 + 1 + 4),  # 5 are in use: they share blocks
+    ],
+)
+def test_what_sessions_hold_is_needed_beside_the_longest_request(
+    signals_of, longest, beside, session_blocks, needed
+):
+    signals = signals_of(
+        longest=longest, longest_beside_sessions=beside, session_blocks=session_blocks
     )
-    assert seen == [counted]
+    assert signals.needed_blocks == needed
+
+
+# What is known of requests ---------------------------------------------------------------
+
+
+def take(watch, num_preempted=0):
+    return watch.take(tokens=1, num_running=1, num_preempted=num_preempted, used_blocks=5)
+
+
+@pytest.fixture
+def watch():
+    watch = StepWatch(block_tokens=4)
+    watch.begin_request("a", 100)
+    take(watch)
+    return watch
+
+
+def test_a_long_prompt_is_not_forgotten_while_parts_of_it_are_computed(watch):
+    watch.follow("a", 16)
+    assert take(watch).longest == 100
+    watch.follow("a", 101)
+    assert take(watch).longest == 101
+    watch.follow("b", 500)
+    assert take(watch).longest == 101, "vLLM made it end: it is not there any more"
+
+
+def test_who_asks_in_vain_says_how_long_it_is_now(watch):
+    watch.asked_in_vain("a", 140)
+    step = take(watch)
+    assert step.is_blocked and step.longest == 140
+    assert not take(watch).is_blocked
+
+
+def test_sessions_hold_blocks_from_beginning_to_end(watch):
+    watch.begin_request("s", 10, is_session=True)
+    watch.begin_request("t", 12, is_session=True)
+    step = take(watch)
+    assert step.session_blocks == 3 + 4
+    assert (step.longest, step.longest_beside_sessions) == (100, 100)
+    watch.follow("s", 200)
+    step = take(watch)
+    assert (step.longest, step.longest_beside_sessions) == (200, 100)
+    watch.end_request("t")
+    assert take(watch).session_blocks == 51
+
+
+def test_a_preemption_is_for_blocks_only_if_somebody_asked_in_vain(watch):
+    """A reset of the prefix cache preempts too, and so does a lost page."""
+    step = take(watch, num_preempted=2)
+    assert not step.is_blocked and step.num_preempted == 0
+    watch.asked_in_vain("a", 1)
+    step = take(watch, num_preempted=2)
+    assert step.is_blocked and step.num_preempted == 2

@@ -38,6 +38,7 @@ def header(**changes: Any) -> Header:
         "num_blocks": LEVELS.max_blocks,
         "near_bytes": LEVELS.near_pages * LEVELS.page_bytes,
         "far_bytes": LEVELS.max_far_layers * LEVELS.max_blocks * LEVELS.page_bytes,
+        "storage_bytes": 0,
         "machine": Machine(cpu="A processor", cores=2, memory_bytes=24 << 30),
         "manifest": {"policy": "interleave", "expansion": "auto", "max_expansion": 4.0},
     }

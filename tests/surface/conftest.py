@@ -2,7 +2,6 @@
 """A model folder, engine arguments made from it, and Python processes with a clean environment."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -75,16 +74,3 @@ def run_probe(run_python, model_dir):
         return json.loads(out.splitlines()[-1])
 
     return run
-
-
-@pytest.fixture
-def caplog_vllm(caplog):
-    """caplog for our log lines, whether or not vLLM's loggers hand records up to the root."""
-    logger = logging.getLogger("vllm.tiered")
-    before = logger.level, logger.propagate
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.level, logger.propagate = before

@@ -123,6 +123,7 @@ GENERATE = {
 }
 
 BY_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "second_runner": ({"use_v2_model_runner": True}, None, "vLLM's model runner V2"),
     "pooling": ({"runner_type": "pooling"}, None, "runner type 'pooling'"),
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
@@ -133,8 +134,11 @@ BY_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 def config_of(fields, speculative_config=None):
+    fields = GENERATE | fields
     return SimpleNamespace(
-        model_config=SimpleNamespace(**GENERATE | fields), speculative_config=speculative_config
+        use_v2_model_runner=fields.pop("use_v2_model_runner", False),
+        model_config=SimpleNamespace(**fields),
+        speculative_config=speculative_config,
     )
 
 

@@ -220,8 +220,8 @@ def test_a_disk_that_is_too_small_is_said_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: tried.append(args))
     with pytest.raises(
         BudgetError,
-        match=rf"far pages take 16\.00 TiB in {tmp_path}, where [\d.]+ .iB are free .*"
-        r"kv\.far_gib or kv\.expansion, or give another kv\.path",
+        match=rf"far pages take 16\.00 TiB in kv\.path {tmp_path}, where [\d.]+ .iB are free .*"
+        r"raise kv\.far_gib, .* lower kv\.expansion or kv\.max_expansion, or give another kv\.path",
     ):
         PageFile(tmp_path, 2**14, 2**30)
     assert tried == [], "that would have filled the disk"

@@ -297,6 +297,25 @@ def test_all_readers_hang(impatient, monkeypatch):
     assert len(calls) == 1 + 3
 
 
+def test_a_silent_disk_is_not_waited_for_again_and_again(impatient, monkeypatch):
+    """A step copies many layers. Once it answers it has its time again."""
+    released = threading.Event()
+    impatient._deadline_seconds = 1.0
+    impatient._readers.size = 2
+    with monkeypatch.context() as patch:
+        inject(patch, impatient, "preadv", before=lambda: released.wait(timeout=60))
+        begin = time.perf_counter()
+        for _ in range(8):
+            check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
+        assert 1.0 <= time.perf_counter() - begin < 1.0 + 8 * 0.25
+        released.set()
+        end = time.monotonic() + 60
+        while impatient._readers._num_unfinished and time.monotonic() < end:
+            time.sleep(0.01)
+    inject(monkeypatch, impatient, "preadv", before=lambda: time.sleep(0.3))
+    check_all_but(impatient, [], PageError.LATE)
+
+
 def test_a_slow_disk_is_not_a_dead_one(impatient, monkeypatch):
     """Each request takes a part of the deadline, and the copy more than all of it."""
     impatient._readers.size = 1

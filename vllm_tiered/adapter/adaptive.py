@@ -46,7 +46,6 @@ class AdaptiveExpansion:
 
     def decide(self, step: Step) -> None:
         """Ask the controller about a step that is over."""
-        needed_blocks = step.longest // self._levels.block_tokens + 1 + BLOCKS_TO_GROW
         signals = controller.Signals(
             far_layers=self.expansion.far_layers,
             is_settled=self.expansion.is_settled,
@@ -60,7 +59,7 @@ class AdaptiveExpansion:
             num_waiting=min(step.num_waiting, self._max_num_seqs - step.num_running),
             used_blocks=step.used_blocks,
             tail_slots=self._elastic.tail_slots,
-            needed_blocks=min(needed_blocks, self._max_model_blocks),
+            needed_blocks=self._needed_blocks(step),
         )
         decision, self._state = controller.step(signals, self._state, self._levels)
         target = self.expansion.target
@@ -73,3 +72,16 @@ class AdaptiveExpansion:
             logger.info("tiered kv: %s", text)
             self._on_change("grow" if decision.far_layers > target else "shrink", text)
             self.expansion.aim(decision.far_layers)
+
+    def _needed_blocks(self, step: Step) -> int:
+        """Those of the longest request, beside what streamed sessions hold, as those stay."""
+        longest = self._blocks_to_grow(step.longest)
+        if not step.session_blocks:
+            return longest
+        # Sessions may share blocks: then it is less, but at most what is in use and one grows by.
+        held = min(step.session_blocks, step.used_blocks + longest)
+        return max(longest, held + self._blocks_to_grow(step.longest_beside_sessions))
+
+    def _blocks_to_grow(self, tokens: int) -> int:
+        blocks = tokens // self._levels.block_tokens + 1 if tokens else 0
+        return min(blocks + BLOCKS_TO_GROW, self._max_model_blocks)

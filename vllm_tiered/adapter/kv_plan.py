@@ -66,9 +66,17 @@ class KvPlan:
         return self.levels.tails_stay_up_to if self.levels else math.inf
 
     @property
-    def far_bytes(self) -> int:
-        """Far-tier bytes reserved; the system gives them when they are first written."""
-        return len(self.far_layers) * self.num_blocks * self.geometry.page_bytes
+    def slab_bytes(self) -> int:
+        """Far pages of one layer."""
+        return self.num_blocks * self.geometry.page_bytes
+
+    def bytes_in(self, homes: FarHomes) -> tuple[int, int]:
+        """Far pages in memory, whose bytes the system gives when they are first written, and in a
+        file, whose space is reserved."""
+        num_layers = len(self.far_layers)
+        memory = homes.memory_layers if homes.memory_layers is not None else num_layers
+        in_memory = min(num_layers, memory)
+        return in_memory * self.slab_bytes, (num_layers - in_memory) * self.slab_bytes
 
     @property
     def granted_blocks(self) -> int:
@@ -215,9 +223,8 @@ def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
     if kv.tier == "far":
         return FarHomes(verify=kv.verify)
     assert kv.path is not None, "checked with the configuration"
-    slab_bytes = plan.num_blocks * plan.geometry.page_bytes
     return FarHomes(
-        memory_layers=far_budget_bytes(kv, world_size) // slab_bytes,
+        memory_layers=far_budget_bytes(kv, world_size) // plan.slab_bytes,
         path=Path(kv.path),
         verify=kv.verify,
     )

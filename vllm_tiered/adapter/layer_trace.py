@@ -30,14 +30,16 @@ class LayerTrace:
         """A layer is waited for twice, before its KV is written and before its attention."""
         self._waits[layer] = (self._waits.get(layer, (begin, end))[0], end)
 
-    def finish(self, end: float) -> LayerTimeline:
-        """Copies that are still under way are left out."""
+    def finish(self, end: float) -> LayerTimeline | None:
+        """Copies that are still under way are left out. None if the step computed nothing."""
+        if not self._waits:
+            return None
         layers = sorted(self._waits, key=lambda layer: self._waits[layer][0])
         ends = [self._waits[layer][0] for layer in layers[1:]] + [end]
         rotating = set(self._swapper.order.rotating)
         return LayerTimeline(
             step=self._swapper.num_steps,
-            time=self._start,
+            time=0.0,  # the scheduler knows when the step was
             layers=tuple(
                 self._span(layer, "rotating" if layer in rotating else "pinned", compute_end)
                 for layer, compute_end in zip(layers, ends, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose far pages did not come back intact are computed anew, and nobody else's.
+"""Requests whose far pages did not come back intact are computed anew.
 
 vLLM's own way for a connector's load errors goes on in the lost block. With steps scheduled ahead
 it delivers what the next step, already under way, made of that block; and a request that shares the
@@ -9,7 +9,7 @@ dropped.
 
 What a step computed from a lost page is wrong too, and vLLM put those blocks into its prefix cache
 when it scheduled the step. So all blocks that the latest steps wrote leave the cache, and a request
-that has hit one of them meanwhile counts as affected.
+that has hit one of them meanwhile counts as affected, whoever wrote it. Nobody else's are touched.
 
 A session that waits for its client's next input holds blocks too. It starts over when the input
 comes: until then vLLM reads off its computed tokens which of its output belongs to it.
@@ -18,7 +18,7 @@ comes: until then vLLM reads off its computed tokens which of its output belongs
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from vllm_tiered.adapter import compat
@@ -116,12 +116,18 @@ class RecentSteps:
     """Blocks that the latest steps wrote, and who hit which in the prefix cache.
 
     At most ``_IN_FLIGHT`` steps are planned before the first one's result is known.
+
+    Args:
+        num_blocks: vLLM's block ids, the null block included.
+        notices_late: checksums are not compared in every read. Any block may then have been
+            computed from the damaged page, and counts as written.
     """
 
     _IN_FLIGHT = 4
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, num_blocks: int, *, notices_late: bool) -> None:
         self._block_tokens = block_tokens
+        self._all = frozenset(range(1, num_blocks)) if notices_late else None
         self._plans: deque[StepPlan] = deque(maxlen=self._IN_FLIGHT)
         self._hits: deque[dict[str, Sequence[int]]] = deque(maxlen=self._IN_FLIGHT)
 
@@ -137,8 +143,10 @@ class RecentSteps:
             }
         )
 
-    def written(self) -> set[int]:
+    def written(self) -> Set[int]:
         """Blocks to which these steps added tokens, but for tails that stay tails."""
+        if self._all is not None:
+            return self._all
         return {
             block_id
             for plan in self._plans

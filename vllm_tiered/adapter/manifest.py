@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_tiered.adapter.kv_plan import KvPlan
 from vllm_tiered.cost.kv import expansion_of
+from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.units import format_bytes
 
 _current: "Manifest | None" = None
@@ -23,6 +24,8 @@ class Manifest:
         max_far_layers: to which it may grow.
         rotating_layers: layers that pass through staging areas at the start, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
+        far_bytes, storage_bytes: of far pages, in memory and in a file.
+        tier: as configured; with "storage" the file may be empty, if memory holds all far pages.
     """
 
     active: bool
@@ -39,10 +42,13 @@ class Manifest:
     page_bytes: int
     near_bytes: int
     far_bytes: int
+    storage_bytes: int
+    tier: str
 
     @classmethod
-    def of(cls, plan: KvPlan) -> "Manifest":
+    def of(cls, plan: KvPlan, homes: FarHomes) -> "Manifest":
         geometry = plan.geometry
+        far_bytes, storage_bytes = plan.bytes_in(homes)
         return cls(
             active=plan.swaps,
             policy=plan.config.policy,
@@ -57,7 +63,9 @@ class Manifest:
             block_tokens=geometry.block_tokens,
             page_bytes=geometry.page_bytes,
             near_bytes=plan.near_bytes,
-            far_bytes=plan.far_bytes,
+            far_bytes=far_bytes,
+            storage_bytes=storage_bytes,
+            tier=plan.config.tier,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,9 +87,16 @@ class Manifest:
         return (
             f"tiered kv: took over {self.num_layers} layers ({self.policy}), {far} "
             f"{self.num_blocks} blocks of "
-            f"{self.block_tokens} tokens on {format_bytes(self.near_bytes)} near and "
-            f"{format_bytes(self.far_bytes)} far memory per rank"
+            f"{self.block_tokens} tokens on {format_bytes(self.near_bytes)} near memory, "
+            f"{format_bytes(self.far_bytes)} far memory{self._storage()} per rank"
         )
+
+    def _storage(self) -> str:
+        if self.storage_bytes:
+            return f" and {format_bytes(self.storage_bytes)} in a file"
+        if self.tier == "storage":
+            return " (kv.far_gib holds all far pages: no file in kv.path)"
+        return ""
 
 
 def publish(manifest: Manifest | None) -> None:

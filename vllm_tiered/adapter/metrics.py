@@ -9,6 +9,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from vllm_tiered.tiers.base import PageError
+
+_REASONS = {
+    PageError.CHECKSUM: "their bytes were not those that had been written",
+    PageError.SHORT: "the file ended before them",
+    PageError.IO: "the system reported an error",
+    PageError.LATE: "the device did not answer in time",
+    PageError.UNWRITTEN: "read, but never written, or the last write had failed",
+    PageError.WRITE: "their write failed",
+}
+
 COUNTERS = {
     "kv_read_bytes": "KV bytes staged from the far to the near tier.",
     "kv_write_bytes": "KV bytes written from the near to the far tier.",
@@ -24,15 +35,27 @@ COUNTERS = {
 }
 """Counted by the workers and summed over ranks, but for the last two."""
 
+
+def page_errors_metric(kind: PageError) -> str:
+    """The counter of far pages that were lost for this reason."""
+    return f"kv_page_errors_{kind.value}"
+
+
+COUNTERS |= {
+    page_errors_metric(kind): f"Far pages lost: {reason}." for kind, reason in _REASONS.items()
+}
+
 GAUGES = {
     "kv_expansion": "Logical KV capacity over what the near memory holds alone.",
     "kv_far_layers": "Layers whose KV lives in the far tier.",
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
-    "kv_far_bytes": "Far-tier bytes reserved for KV, all ranks.",
+    "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
+    "kv_storage_bytes": "KV pages in files, bytes, all ranks.",
     "kv_blocks_granted": "KV blocks that requests may use now.",
-    "kv_blocks_withheld": "KV blocks held back for partly filled blocks that stay near.",
+    "kv_blocks_withheld": "KV blocks held back: more far layers would give them, or partly filled "
+    "blocks that stay near take their memory.",
 }
-"""Set by the scheduler."""
+"""Set by the scheduler, but for the bytes of far pages."""
 
 
 class TieredStats(KVConnectorStats):

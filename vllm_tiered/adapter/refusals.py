@@ -164,7 +164,17 @@ def _resolved_speculation(vllm_config: Any) -> str | None:
     return None if speculation is None else f"speculative decoding ({speculation.method})"
 
 
+def _second_runner(vllm_config: Any) -> str | None:
+    return "vLLM's model runner V2" if vllm_config.use_v2_model_runner else None
+
+
 _VLLM_CONFIG: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_second_runner,
+        why="it calls a KV connector at other moments of a step than V1, and pages would be staged "
+        "for block tables that are already on their way",
+        remedy="set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
     Refusal(
         offender=_runner_type,
         why="only text generation keeps a KV cache from step to step",

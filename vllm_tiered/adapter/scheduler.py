@@ -39,14 +39,16 @@ def gauges(
     """What the scheduler knows of the KV tiers; bytes are all ranks'."""
     if far_layers is None:
         far_layers = plan.order.far_layers
+    # Only workers know where far pages are, if there are any.
+    no_far_pages = {} if plan.swaps else {"kv_far_bytes": 0, "kv_storage_bytes": 0}
     return TieredStats(
         data={
             "kv_expansion": expansion_of(plan.geometry.num_layers, far_layers),
             "kv_far_layers": far_layers,
             "kv_near_bytes": plan.near_bytes * world_size,
-            "kv_far_bytes": plan.far_bytes * world_size,
             "kv_blocks_granted": plan.num_blocks - 1 - withheld,
             "kv_blocks_withheld": withheld,
+            **no_far_pages,
         }
     )
 
@@ -89,7 +91,7 @@ class TieredScheduler:
                 max_num_seqs=max_num_seqs,
                 on_change=self._note,
             )
-        self._watch = StepWatch()
+        self._watch = StepWatch(plan.geometry.block_tokens)
         self._timeline = timeline
         self._announced: set[int] = set()
         self._pool: Any = None
@@ -99,7 +101,11 @@ class TieredScheduler:
         self._num_tokens = 0  # output tokens of the step that is being planned
         self._reported_changes = 0
         self.recomputes = RecomputeLog()
-        self.recent = RecentSteps(plan.geometry.block_tokens)
+        self.recent = RecentSteps(
+            plan.geometry.block_tokens,
+            plan.num_blocks,
+            notices_late=plan.config.verify == "sample",
+        )
         self._reported_recomputes = 0
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -114,6 +120,10 @@ class TieredScheduler:
         self._announced = set(self._withheld)
         kv_cache_manager.allocate_slots = self._reserving(kv_cache_manager.allocate_slots)
         kv_cache_manager.reset_prefix_cache = self._resetting(kv_cache_manager.reset_prefix_cache)
+        # vLLM takes both of all blocks, withheld ones included.
+        kv_cache_manager.watermark_blocks *= self.elastic.granted_blocks
+        kv_cache_manager.watermark_blocks //= self.elastic.usable_blocks
+        self._pool.get_usage = self._usage
 
     def build_metadata(self, scheduler_output: Any) -> TieredMetadata:
         """Plan the step that was just scheduled.
@@ -166,7 +176,9 @@ class TieredScheduler:
         return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
 
     def begin_request(self, request: Any) -> None:
-        self._watch.begin_request(request.request_id, request.num_tokens)
+        self._watch.begin_request(
+            request.request_id, request.num_tokens, is_session=request.resumable
+        )
 
     def report(self, report: StepReport) -> None:
         """Workers have run a step."""
@@ -228,6 +240,17 @@ class TieredScheduler:
                 far_layers = self.adaptive.expansion.far_layers
             self._timeline.step(step, self.elastic, far_layers)
 
+    def _usage(self) -> float:
+        """Blocks that requests hold, of those that they could at the highest level (vLLM's
+        ``kv_cache_usage_perc``). Withheld blocks are not used."""
+        tail_slots, levels = self.elastic.tail_slots, self._plan.levels
+        if levels is None:
+            most = self._plan.geometry.block_limit(tail_slots)
+        else:
+            most = levels.block_limit(levels.max_far_layers, tail_slots)
+        used = self.elastic.granted_blocks - self._pool.get_num_free_blocks()
+        return min(1.0, used / max(1, most))
+
     def _note(self, kind: str, text: str) -> None:
         if self._timeline:
             self._timeline.event(kind, text)
@@ -256,7 +279,8 @@ class TieredScheduler:
             request_id = request.request_id
             if self.elastic.is_admitted(request_id) and not _begins(request):
                 blocks = allocate_slots(request, *args, reserved_blocks=reserved_blocks, **kwargs)
-                self._watch.is_blocked |= blocks is None
+                if blocks is None:
+                    self._watch.asked_in_vain(request_id, request.num_tokens)
                 return blocks
             extra = self.elastic.blocks_to_withhold(request_id)
             blocks = allocate_slots(
@@ -269,7 +293,7 @@ class TieredScheduler:
                     prefill_tokens=max(request.num_prompt_tokens, request.num_tokens - 1),
                 )
             else:
-                self._watch.is_blocked = True
+                self._watch.asked_in_vain(request_id, request.num_tokens)
             return blocks
 
         return allocate

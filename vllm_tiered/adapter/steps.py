@@ -58,11 +58,14 @@ class Step:
         report: what the workers said since the step before; with steps scheduled ahead, of an
             earlier step.
         is_blocked: a request could not get the blocks it asked for.
-        num_preempted: requests that lost their blocks.
+        num_preempted: requests that lost their blocks to others.
         tokens: output tokens that the planned step makes.
         num_running, num_waiting: requests.
         used_blocks: blocks that requests hold.
         longest: tokens of the longest live request.
+        session_blocks: what streamed sessions hold, if they share nothing. Between two turns they
+            keep their blocks, and nobody can preempt them.
+        longest_beside_sessions: tokens of the longest live request that is none.
     """
 
     end: float
@@ -75,6 +78,8 @@ class Step:
     num_waiting: int
     used_blocks: int
     longest: int
+    session_blocks: int = 0
+    longest_beside_sessions: int = 0
 
 
 class DecodeStreak:
@@ -105,22 +110,37 @@ class DecodeStreak:
 class StepWatch:
     """Follows requests and reports between two steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int) -> None:
         self.is_blocked = False
+        self._block_tokens = block_tokens
         self._tokens: dict[str, int] = {}
+        self._sessions: set[str] = set()
         self._last_time: float | None = None
         self._pending = StepReport()
 
-    def begin_request(self, request_id: str, num_tokens: int) -> None:
+    def begin_request(self, request_id: str, num_tokens: int, *, is_session: bool = False) -> None:
         self._tokens[request_id] = num_tokens
+        if is_session:
+            self._sessions.add(request_id)
 
     def follow(self, request_id: str, num_tokens: int) -> None:
-        """The request is scheduled up to ``num_tokens``."""
-        if request_id in self._tokens:
+        """The request has, or is about to have, so many tokens.
+
+        Never fewer than before: of a long prompt vLLM computes a part at a time, but it will need
+        blocks for all of it, and again after a preemption.
+        """
+        known = self._tokens.get(request_id)
+        if known is not None and num_tokens > known:
             self._tokens[request_id] = num_tokens
+
+    def asked_in_vain(self, request_id: str, num_tokens: int) -> None:
+        """There were no blocks for the request; it may have grown since (a session's next turn)."""
+        self.is_blocked = True
+        self.follow(request_id, num_tokens)
 
     def end_request(self, request_id: str) -> None:
         self._tokens.pop(request_id, None)
+        self._sessions.discard(request_id)
         if not self._tokens:
             self._last_time = None  # what follows is idle time, and no step's
 
@@ -135,18 +155,28 @@ class StepWatch:
         last_time, self._last_time = self._last_time, now
         if last_time is None:
             return None
+        longest = max(self._tokens.values(), default=0)
         step = Step(
             end=now,
             seconds=now - last_time,
             report=self._pending,
-            is_blocked=self.is_blocked or num_preempted > 0,
-            num_preempted=num_preempted,
+            is_blocked=self.is_blocked,
+            # If nobody asked in vain it was not for blocks: the cache is reset, a page was lost.
+            num_preempted=num_preempted if self.is_blocked else 0,
             tokens=tokens,
             num_running=num_running,
             num_waiting=max(0, len(self._tokens) - num_running),
             used_blocks=used_blocks,
-            longest=max(self._tokens.values(), default=0),
+            longest=longest,
+            session_blocks=sum(
+                self._tokens[session] // self._block_tokens + 1 for session in self._sessions
+            ),
+            longest_beside_sessions=longest if not self._sessions else self._longest_other(),
         )
         self._pending = StepReport()
         self.is_blocked = False
         return step
+
+    def _longest_other(self) -> int:
+        others = (self._tokens[request] for request in self._tokens.keys() - self._sessions)
+        return max(others, default=0)

@@ -2,12 +2,13 @@
 """Writes what the scheduler sees to the file that ``vllm-tiered report`` reads."""
 
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import vllm_tiered
 from vllm_tiered.adapter import compat
-from vllm_tiered.adapter.kv_plan import KvPlan
+from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.manifest import Manifest
 from vllm_tiered.adapter.steps import Step
 from vllm_tiered.cost.kv import expansion_of
@@ -32,6 +33,7 @@ class Timeline:
     def __init__(self, path: str, plan: KvPlan, model: str, world_size: int) -> None:
         self._start = time.perf_counter()
         self._plan = plan
+        stated = Manifest.of(plan, far_homes(plan, world_size))
         self._writer = TimelineWriter(
             path,
             Header(
@@ -43,15 +45,17 @@ class Timeline:
                 block_tokens=plan.geometry.block_tokens,
                 num_blocks=plan.num_blocks - 1,
                 near_bytes=plan.near_bytes * world_size,
-                far_bytes=plan.far_bytes * world_size,
+                far_bytes=stated.far_bytes * world_size,
+                storage_bytes=stated.storage_bytes * world_size,
                 machine=Machine.here(),
-                manifest=Manifest.of(plan).to_dict(),
+                manifest=stated.to_dict(),
             ),
         )
 
     def step(self, step: Step, elastic: ElasticBlocks, far_layers: int) -> None:
         """A step is over."""
         report = step.report
+        begin = step.end - step.seconds - self._start
         at_level = min(elastic.usable_blocks, elastic.geometry.block_limit(0))
         self._writer.step(
             StepSample(
@@ -75,7 +79,7 @@ class Timeline:
             )
         )
         for layers in report.layers:
-            self._writer.layers(layers)
+            self._writer.layers(replace(layers, time=begin))
 
     def event(self, kind: str, text: str) -> None:
         self._writer.event(time.perf_counter() - self._start, kind, text)

@@ -3,6 +3,7 @@
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 
 from vllm_tiered.adapter import manifest
-from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
+from vllm_tiered.adapter.kv_plan import KvPlan
 from vllm_tiered.adapter.layer_trace import LayerTrace
-from vllm_tiered.adapter.metrics import TieredStats
+from vllm_tiered.adapter.metrics import TieredStats, page_errors_metric
 from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.translation import Translator
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
 from vllm_tiered.tiers.base import Device, Direction, LinkUse, PageBuffer
@@ -49,15 +51,21 @@ class TieredWorker:
     Args:
         plan: what was configured; it swaps, now or when the load asks for it.
         layers: vLLM's attention layers by name (the static forward context).
-        world_size: ranks, which share the far budget.
+        homes: where far pages go.
+        world_size: ranks, whose bytes the gauges add.
         trace_every: steps from one that is told layer by layer to the next; 0 for none.
     """
 
     def __init__(
-        self, plan: KvPlan, layers: dict[str, Any], world_size: int, trace_every: int = 0
+        self,
+        plan: KvPlan,
+        layers: dict[str, Any],
+        homes: FarHomes,
+        world_size: int = 1,
+        trace_every: int = 0,
     ) -> None:
         self._plan = plan
-        self._world_size = world_size
+        self._homes = homes
         self._trace_every = trace_every
         self._trace: LayerTrace | None = None
         self._layers = layers
@@ -71,11 +79,18 @@ class TieredWorker:
         self._report: StepReport | None = None
         self._lost: set[int] = set()
         self._step_start = 0.0
+        self._outer_error: BaseException | None = None  # handled around the step
         self._bookkeeping_seconds = 0.0
         self._wait_seconds = 0.0
         self._stall_before = 0.0
         self._use_before = {direction: LinkUse() for direction in Direction}
         self._stats = TieredStats()
+        far_bytes, storage_bytes = plan.bytes_in(homes)
+        self._gauges = {
+            "kv_far_bytes": far_bytes * world_size,
+            "kv_storage_bytes": storage_bytes * world_size,
+        }
+        self._errors_before = self._device.page_errors()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make vLLM's allocation the page pool, and give every layer a view of all of it.
@@ -109,7 +124,7 @@ class TieredWorker:
             near=PageBuffer(near.view(near_pages, geometry.page_bytes)),
             device=self._device,
             far_layers=self._plan.far_layers,
-            homes=far_homes(self._plan, self._world_size),
+            homes=self._homes,
             orders=self._plan.orders,
             granted=self._plan.granted_blocks,
         )
@@ -147,6 +162,7 @@ class TieredWorker:
     def begin_step(self, plan: StepPlan, planning_seconds: float = 0.0) -> None:
         start = time.perf_counter()
         self._step_start = start
+        self._outer_error = sys.exception()
         if self._trace_every and self.swapper.num_steps % self._trace_every == 0:
             self._trace = LayerTrace(self.swapper, start)
         self.swapper.begin_step(plan)
@@ -180,6 +196,12 @@ class TieredWorker:
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def end_step(self) -> None:
+        error = sys.exception()
+        if error is not None and error is not self._outer_error:
+            # vLLM ends a step also when its forward has raised, or a signal came. That is what its
+            # caller is to hear of, not that layers were left out.
+            self.swapper.abandon(error)
+            return
         start = time.perf_counter()
         self.swapper.end_step()
         end = time.perf_counter()
@@ -247,7 +269,12 @@ class TieredWorker:
             "kv_bookkeeping_seconds": self._bookkeeping_seconds + waiting_seconds,
             "kv_stall_seconds": stall_seconds,
             "kv_lost_blocks": len(self._lost),
+            **self._gauges,
         }
+        errors = self._device.page_errors()
+        for kind, count in errors.items():
+            data[page_errors_metric(kind)] = count - self._errors_before[kind]
+        self._errors_before = errors
         self._stall_before = self.swapper.stall_seconds
         for direction, before in self._use_before.items():
             use = self._device.use(direction)
@@ -263,14 +290,14 @@ class TieredWorker:
             write_bytes=data["kv_write_bytes"],
         )
         if self._trace:
-            end = self._step_start + step_seconds
-            self._report.layers.append(self._trace.finish(end))
+            layers = self._trace.finish(self._step_start + step_seconds)
+            self._report.layers += [] if layers is None else [layers]
             self._trace = None
 
 
-def announce(plan: KvPlan, *, log: bool) -> None:
+def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
     """Publish the manifest of this process; one rank logs it."""
-    stated = manifest.Manifest.of(plan)
+    stated = manifest.Manifest.of(plan, homes)
     manifest.publish(stated)
     if log:
         logger.info("%s", stated.describe())

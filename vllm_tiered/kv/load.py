@@ -29,7 +29,8 @@ class Signals:
         num_waiting: requests that wait, and might run beside the running ones if blocks sufficed.
         used_blocks: blocks that requests hold.
         tail_slots: tails that running requests are charged for.
-        needed_blocks: what the largest live request will need in the end.
+        needed_blocks: what the largest live request will need in the end, beside blocks that
+            nobody can be made to give back.
     """
 
     far_layers: int

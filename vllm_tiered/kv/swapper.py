@@ -79,7 +79,7 @@ class Swapper:
         self.stall_seconds = 0.0
         self.num_steps = 0
         self.keeps_pages = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._device = device
         self._staging = Staging(pool=self.pool, near=near, device=device, max_areas=max_areas)
         self._orders = orders
@@ -117,8 +117,11 @@ class Swapper:
         """Apply the plan to pages and table, and queue all copies of the step.
 
         Raises:
-            IntegrityError: the plan does not fit the pages; the scheduler's bound is wrong.
+            IntegrityError: the plan does not fit the pages, as the scheduler's bound is wrong; or
+                the step before was abandoned.
         """
+        if self._failure is not None:
+            raise IntegrityError("the step before was not computed to its end") from self._failure
         self.num_steps += 1
         self._plan = plan
         self._writes = [None] * len(self.order.rotating)
@@ -205,6 +208,10 @@ class Swapper:
             self._flush_tails(plan.tail_flush)
         if self._orders:
             self._relocator.end_step(plan)
+
+    def abandon(self, failure: BaseException) -> None:
+        """The step was not computed to its end: pages are not what the table says they are."""
+        self._failure = failure
 
     def pending_read(self, layer: int) -> Event | None:
         """The copy that :meth:`wait_layer` will wait for."""

@@ -77,6 +77,8 @@ def configured(timeline: Timeline) -> Iterator[tuple[str, str]]:
     )
     yield "near KV memory", format_bytes(header.near_bytes)
     yield "far KV memory", format_bytes(header.far_bytes)
+    if header.storage_bytes:
+        yield "KV in a file", format_bytes(header.storage_bytes)
     yield "layers with KV", f"{header.num_layers}"
     yield "block pool", f"up to {header.num_blocks} blocks of {header.block_tokens} tokens"
     yield from _flat(header.manifest)

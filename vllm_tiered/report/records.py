@@ -51,7 +51,7 @@ class Header:
         block_tokens: tokens a KV block holds.
         num_blocks: usable blocks at the largest expansion, which the block figures are drawn
             against.
-        near_bytes, far_bytes: of the KV cache, all ranks.
+        near_bytes, far_bytes, storage_bytes: of the KV cache, all ranks; the last in files.
         machine: what it runs on.
         manifest: further settings to show beside these, JSON-safe; nested tables are fine.
     """
@@ -65,6 +65,7 @@ class Header:
     num_blocks: int
     near_bytes: int
     far_bytes: int
+    storage_bytes: int
     machine: Machine
     manifest: Mapping[str, Any]
 

@@ -29,6 +29,9 @@ class IoPool:
     """Runs tasks in at most ``size`` daemon threads, started when there is work for them.
 
     Tasks do not raise.
+
+    Attributes:
+        num_finished: tasks that have ended in its threads.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -38,6 +41,7 @@ class IoPool:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._num_unfinished = 0
+        self.num_finished = 0
         self._is_closed = False
 
     @property
@@ -85,6 +89,7 @@ class IoPool:
             del task
             with self._lock:
                 self._num_unfinished -= 1
+                self.num_finished += 1
 
 
 class BouncePool:

@@ -51,6 +51,10 @@ NUM_READERS = 16
 32; runs of four: 0.5, 1.0, 1.3, 1.5, 1.6 GB/s; consecutive: 2 GB/s from 2 on, as much as ``dd``
 (same machine, busy with other work: these figures spread by 20 %)."""
 
+_SILENT_SECONDS = 0.1
+"""How long a disk that let a copy give up, and has brought nothing since, is tried again. A step
+copies many layers, and vLLM gives up on a step that takes minutes."""
+
 NUM_WRITERS = 8
 """Consecutive pages: 2.2 GB/s with 1 writer and no more with 32; scattered ones as reads."""
 
@@ -99,6 +103,7 @@ class PageFile(PageStore):
         self._bounce = BouncePool(self._max_slots * self.slot_bytes)
         self._readers = IoPool("tiered-disk-read", num_readers)
         self._writers = IoPool("tiered-disk-write", num_writers)
+        self._silent_at: dict[IoPool, int] = {}  # what it had finished when a copy gave up
         fd = open_unnamed(self.folder, self.num_bytes)
         self._file = SharedFd(fd)
         self.is_direct = make_direct(fd, self._bounce.take()[:ALIGNMENT])
@@ -178,26 +183,30 @@ class PageFile(PageStore):
         Returns:
             Pages that are late. Their extents are given up: ``end`` will not be called.
         """
+        deadline, most = self._deadline_seconds, 2 * pool.size  # enough for no thread to wait
+        if self._silent_at.get(pool) == pool.num_finished:
+            deadline, most = min(_SILENT_SECONDS, deadline), 1
         done: SimpleQueue[Extent] = SimpleQueue()
         waiting = deque(extents)
         under_way: set[Extent] = set()
         try:
             while waiting or under_way:
-                # Enough for no thread to wait for the next; each has a buffer.
-                while waiting and len(under_way) < 2 * pool.size:
+                while waiting and len(under_way) < most:
                     extent = waiting.popleft()
                     extent.buffer = self._bounce.take()
                     if begin is not None:
                         begin(extent)
                     under_way.add(extent)
                     pool.submit(partial(extent.run, work, done))
-                extent = done.get(timeout=self._deadline_seconds)
+                extent = done.get(timeout=deadline)
+                deadline, most = self._deadline_seconds, 2 * pool.size
                 under_way.discard(extent)
                 if extent.failure is not None:
                     raise extent.failure
                 end(extent)
                 self._bounce.give(extent.buffer)
         except Empty:
+            self._silent_at[pool] = pool.num_finished
             waiting.extend(under_way)
             return sum(map(len, waiting))
         finally:

@@ -4,7 +4,7 @@
 import fcntl
 import os
 import tempfile
-from errno import EFBIG, EINVAL, EISDIR, ENOSPC, EOPNOTSUPP
+from errno import EINVAL, EISDIR, ENOSPC, EOPNOTSUPP
 from pathlib import Path
 
 from vllm_tiered.errors import BudgetError, ConfigError
@@ -84,10 +84,8 @@ def _reserve(fd: int, folder: Path, num_bytes: int) -> None:
             raise OSError(ENOSPC, os.strerror(ENOSPC))
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
-        if error.errno not in (ENOSPC, EFBIG):
-            raise
         raise BudgetError(
-            f"far pages take {format_bytes(num_bytes)} in {folder}, where "
-            f"{format_bytes(free_bytes)} are free ({error.strerror}): lower kv.far_gib or "
-            "kv.expansion, or give another kv.path"
+            f"far pages take {format_bytes(num_bytes)} in kv.path {folder}, where "
+            f"{format_bytes(free_bytes)} are free ({error.strerror}): raise kv.far_gib, which the "
+            "file is the rest of, lower kv.expansion or kv.max_expansion, or give another kv.path"
         ) from error

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests do to an engine: pages that change in far memory, levels that never come to rest."""
+
+import itertools
+import random
+
+import pytest
+
+from vllm_tiered.adapter import adaptive
+from vllm_tiered.kv.controller import Decision
+from vllm_tiered.tiers.base import Direction
+from vllm_tiered.tiers.cpu import CopyJob, CopyThread, CpuDevice
+
+
+class FlippingThread(CopyThread):
+    """Damages a page in far memory before some reads of it: in one bit, or all of it."""
+
+    whole = False
+    flips: frozenset[int] = frozenset()  # numbers of the reads before which it does
+    num_reads = 0
+
+    def run(self, job: CopyJob) -> None:
+        if self.name.endswith(Direction.READ.value) and len(job.copy.src_pages):
+            cls = type(self)
+            cls.num_reads += 1
+            if cls.num_reads in cls.flips:
+                page = job.copy.src.data[job.copy.src_pages.ids[0]]
+                page[slice(3, None, 4) if cls.whole else 17] ^= 64
+        super().run(job)
+
+
+def flipping_device(reads: set[int], *, whole_pages: bool = False) -> CpuDevice:
+    class Thread(FlippingThread):
+        flips = frozenset(reads)
+        whole = whole_pages
+
+    class Device(CpuDevice):
+        thread_class = Thread
+
+    return Device()
+
+
+def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -> None:
+    """Replace the controller by one that aims anywhere, often before it has arrived."""
+    rng = random.Random(seed)
+    counter = itertools.count()
+
+    def step(signals, state, levels):
+        if next(counter) % steps_per_level == 0:
+            state = rng.randrange(levels.max_far_layers + 1)
+        return Decision(far_layers=state, reason="a random walk"), state
+
+    monkeypatch.setattr(adaptive.controller, "step", step)
+    monkeypatch.setattr(adaptive.controller, "initial_state", lambda levels: 0)
