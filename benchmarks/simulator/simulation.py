@@ -25,6 +25,7 @@ class Case:
     Attributes:
         near_bytes: KV budget.
         tails_stay: partly filled blocks stay near at every level, as with fixed expansions.
+        prefetches: far layers are read ahead; else when they are due (`on_demand`).
         noise: standard deviation of the logarithm of a step's time.
         interval_s: of the timeline.
     """
@@ -38,6 +39,7 @@ class Case:
     max_batched_tokens: int = 2048
     max_expansion: float = 4.0
     tails_stay: bool = False
+    prefetches: bool = True
     noise: float = 0.05
     seed: int = 0
     interval_s: float = 1.0
@@ -144,7 +146,9 @@ class _Simulation:
             max_batched_tokens=case.max_batched_tokens,
             far_layers=fixed or 0,
         )
-        self._timer = StepTimer(case.machine, case.model, self._levels.page_bytes)
+        self._timer = StepTimer(
+            case.machine, case.model, self._levels.page_bytes, prefetches=case.prefetches
+        )
         self._rng = random.Random(f"noise-{case.seed}")
         self._run = Run()
         self._meter = _Meter(end_s=case.interval_s)

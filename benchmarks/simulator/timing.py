@@ -6,7 +6,7 @@
     link     │ read 2 │  read 3              │ read 5: layer 2's area is free │
 
 Compute of a layer is the larger of its memory traffic and its arithmetic (roofline). Copies that
-share the near tier's bandwidth slow compute down.
+share the near tier's bandwidth slow compute down, but for those that compute stands still for.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ class StepTime:
 
 
 class StepTimer:
-    """Times steps of one model on one machine. All layers take the same time."""
+    """Times steps of one model on one machine. All layers take the same time.
 
-    def __init__(self, machine: Machine, model: ModelShape, page_bytes: int) -> None:
+    Without `prefetches` each far layer waits for reads that begin when it is due (`on_demand`).
+    """
+
+    def __init__(
+        self, machine: Machine, model: ModelShape, page_bytes: int, *, prefetches: bool = True
+    ) -> None:
+        self._prefetches = prefetches
         self._machine = machine
         self._model = model
         self._page_bytes = page_bytes
@@ -67,7 +73,7 @@ class StepTimer:
         read_bytes = read_blocks * self._page_bytes
         memory_s = (model.weight_bytes + context_tokens * self._token_bytes) / near
         arithmetic_s = 2 * model.num_parameters * scheduled_tokens / (machine.tflops * 1e12)
-        copied = read_bytes * far_layers * machine.near_bytes_per_copied_byte
+        copied = read_bytes * far_layers * machine.near_bytes_per_copied_byte * self._prefetches
         compute_s = max(memory_s, arithmetic_s) + copied / near
         compute_s += far_layers * machine.far_layer_overhead_us * 1e-6
         overhead_s = (
@@ -75,7 +81,10 @@ class StepTimer:
         )
         layer_s = compute_s / model.num_layers
         transfer_s = read_bytes / (machine.read_gb_per_s * 1e9 * link_share)
-        stall_s = self._stall(far_layers, layer_s, transfer_s, overhead_s, areas, link_busy_s)
+        if self._prefetches:
+            stall_s = self._stall(far_layers, layer_s, transfer_s, overhead_s, areas, link_busy_s)
+        else:
+            stall_s = link_busy_s + transfer_s * far_layers
         return StepTime(
             seconds=overhead_s + compute_s + stall_s,
             stall_seconds=stall_s,

@@ -140,6 +140,12 @@ def test_what_sessions_hold_is_needed_beside_the_longest_request(
     assert signals.needed_blocks == needed
 
 
+def test_each_session_has_a_tail_that_takes_room_for_blocks(signals_of):
+    """At 2 of 6 layers far, 4 rotate: a tail costs at most 4 / (2 + 1) blocks."""
+    alone = signals_of(longest=8, session_blocks=6).needed_blocks
+    assert signals_of(longest=8, session_blocks=6, num_sessions=3).needed_blocks == alone + 4
+
+
 # What is known of requests ---------------------------------------------------------------
 
 
@@ -175,7 +181,7 @@ def test_sessions_hold_blocks_from_beginning_to_end(watch):
     watch.begin_request("s", 10, is_session=True)
     watch.begin_request("t", 12, is_session=True)
     step = take(watch)
-    assert step.session_blocks == 3 + 4
+    assert (step.num_sessions, step.session_blocks) == (2, 3 + 4)
     assert (step.longest, step.longest_beside_sessions) == (100, 100)
     watch.follow("s", 200)
     step = take(watch)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.buffers import copy, make_buffer, pages_of
+from vllm_tiered.tiers import storage
 from vllm_tiered.tiers.base import Direction, PageError, Pages
 from vllm_tiered.tiers.cpu import CpuDevice
 from vllm_tiered.tiers.storage import PageFile
@@ -63,7 +64,7 @@ def impatient(written, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pwritev", pwritev)
-    written._deadline_seconds = DEADLINE_SECONDS
+    written._deadline_seconds = written._probe_seconds = DEADLINE_SECONDS
     return written
 
 
@@ -300,20 +301,34 @@ def test_all_readers_hang(impatient, monkeypatch):
 def test_a_silent_disk_is_not_waited_for_again_and_again(impatient, monkeypatch):
     """A step copies many layers. Once it answers it has its time again."""
     released = threading.Event()
-    impatient._deadline_seconds = 1.0
+    impatient._probe_seconds = 0.05
     impatient._readers.size = 2
     with monkeypatch.context() as patch:
         inject(patch, impatient, "preadv", before=lambda: released.wait(timeout=60))
         begin = time.perf_counter()
         for _ in range(8):
             check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
-        assert 1.0 <= time.perf_counter() - begin < 1.0 + 8 * 0.25
+        assert DEADLINE_SECONDS <= time.perf_counter() - begin < 3 * DEADLINE_SECONDS
         released.set()
         end = time.monotonic() + 60
         while impatient._readers._num_unfinished and time.monotonic() < end:
             time.sleep(0.01)
-    inject(monkeypatch, impatient, "preadv", before=lambda: time.sleep(0.3))
+    inject(monkeypatch, impatient, "preadv", before=lambda: time.sleep(DEADLINE_SECONDS / 4))
     check_all_but(impatient, [], PageError.LATE)
+
+
+def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
+    """Each give-up costs requests a recompute, and too many of those stop the engine."""
+    released = threading.Event()
+    monkeypatch.setattr(storage, "PROBING_SECONDS", 0.3)
+    impatient._probe_seconds = 0.05
+    impatient._readers.size = 2
+    inject(monkeypatch, impatient, "preadv", before=lambda: released.wait(timeout=60))
+    begin = time.perf_counter()
+    for _ in range(20):
+        check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
+    released.set()
+    assert time.perf_counter() - begin >= 3 * DEADLINE_SECONDS
 
 
 def test_a_slow_disk_is_not_a_dead_one(impatient, monkeypatch):

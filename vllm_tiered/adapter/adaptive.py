@@ -2,6 +2,7 @@
 """Runs the expansion controller beside vLLM's scheduler: signals in, a level out (Pie, 3.4.2)."""
 
 import logging
+import math
 from collections.abc import Callable
 
 from vllm_tiered.adapter.steps import Step
@@ -80,6 +81,8 @@ class AdaptiveExpansion:
             return longest
         # Sessions may share blocks: then it is less, but at most what is in use and one grows by.
         held = min(step.session_blocks, step.used_blocks + longest)
+        # A level is said to hold so many blocks of one request; each session has a tail of its own.
+        held += math.ceil(step.num_sessions * self._levels.most_blocks_per_tail)
         return max(longest, held + self._blocks_to_grow(step.longest_beside_sessions))
 
     def _blocks_to_grow(self, tokens: int) -> int:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context
 
-from vllm_tiered.adapter.kv_plan import far_homes, plan_from_config, tiered_config
+from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges
@@ -31,6 +31,7 @@ from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.timeline import timeline_of
 from vllm_tiered.adapter.worker import TieredWorker, announce
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.step_plan import StepPlan
 
 logger = logging.getLogger("vllm.tiered")
@@ -65,13 +66,18 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: TieredScheduler | None = None
         self._worker: TieredWorker | None = None
         if role is KVConnectorRole.WORKER:
-            homes = far_homes(plan, self._world_size)
-            announce(plan, homes, log=parallel.rank == 0)
-            if plan.swaps:
+            is_first = parallel.rank == 0
+            if not plan.swaps:
+                announce(plan, FarHomes(), log=is_first)
+            else:
                 layers = vllm_config.compilation_config.static_forward_context
-                traces = report_path is not None and parallel.rank == 0
+                traces = report_path is not None and is_first
                 self._worker = TieredWorker(
-                    plan, layers, homes, self._world_size, TRACE_EVERY if traces else 0
+                    plan,
+                    layers,
+                    self._world_size,
+                    is_first=is_first,
+                    trace_every=TRACE_EVERY if traces else 0,
                 )
         elif plan.swaps:
             self._scheduler = TieredScheduler(

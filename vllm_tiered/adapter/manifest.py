@@ -105,6 +105,11 @@ def publish(manifest: Manifest | None) -> None:
     _current = manifest
 
 
+def published() -> Manifest | None:
+    """This process's manifest as it is; None where no engine worker runs."""
+    return _current
+
+
 def current() -> dict[str, Any] | None:
-    """This process's manifest; None where no engine worker runs."""
+    """The same, JSON-safe."""
     return _current.to_dict() if _current else None

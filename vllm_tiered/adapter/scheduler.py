@@ -95,6 +95,8 @@ class TieredScheduler:
         self._timeline = timeline
         self._announced: set[int] = set()
         self._pool: Any = None
+        self._manager: Any = None
+        self._watermark = 0.0  # share of the granted blocks
         self._withheld: dict[int, Any] = {}
         self._withheld_changed = False  # since the workers were told
         self._streak = DecodeStreak()
@@ -121,9 +123,9 @@ class TieredScheduler:
         kv_cache_manager.allocate_slots = self._reserving(kv_cache_manager.allocate_slots)
         kv_cache_manager.reset_prefix_cache = self._resetting(kv_cache_manager.reset_prefix_cache)
         # vLLM takes both of all blocks, withheld ones included.
-        kv_cache_manager.watermark_blocks *= self.elastic.granted_blocks
-        kv_cache_manager.watermark_blocks //= self.elastic.usable_blocks
         self._pool.get_usage = self._usage
+        self._manager = kv_cache_manager
+        self._watermark = kv_cache_manager.watermark_blocks / self._plan.num_blocks
 
     def build_metadata(self, scheduler_output: Any) -> TieredMetadata:
         """Plan the step that was just scheduled.
@@ -282,6 +284,7 @@ class TieredScheduler:
                 if blocks is None:
                     self._watch.asked_in_vain(request_id, request.num_tokens)
                 return blocks
+            self._manager.watermark_blocks = round(self._watermark * self.elastic.granted_blocks)
             extra = self.elastic.blocks_to_withhold(request_id)
             blocks = allocate_slots(
                 request, *args, reserved_blocks=reserved_blocks + extra, **kwargs

@@ -63,6 +63,7 @@ class Step:
         num_running, num_waiting: requests.
         used_blocks: blocks that requests hold.
         longest: tokens of the longest live request.
+        num_sessions: streamed sessions.
         session_blocks: what streamed sessions hold, if they share nothing. Between two turns they
             keep their blocks, and nobody can preempt them.
         longest_beside_sessions: tokens of the longest live request that is none.
@@ -78,6 +79,7 @@ class Step:
     num_waiting: int
     used_blocks: int
     longest: int
+    num_sessions: int = 0
     session_blocks: int = 0
     longest_beside_sessions: int = 0
 
@@ -168,6 +170,7 @@ class StepWatch:
             num_waiting=max(0, len(self._tokens) - num_running),
             used_blocks=used_blocks,
             longest=longest,
+            num_sessions=len(self._sessions),
             session_blocks=sum(
                 self._tokens[session] // self._block_tokens + 1 for session in self._sessions
             ),

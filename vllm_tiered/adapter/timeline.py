@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import vllm_tiered
-from vllm_tiered.adapter import compat
+from vllm_tiered.adapter import compat, manifest
 from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.manifest import Manifest
 from vllm_tiered.adapter.steps import Step
@@ -33,7 +33,8 @@ class Timeline:
     def __init__(self, path: str, plan: KvPlan, model: str, world_size: int) -> None:
         self._start = time.perf_counter()
         self._plan = plan
-        stated = Manifest.of(plan, far_homes(plan, world_size))
+        # A worker in this process knows where far pages are; else what it will find is guessed.
+        stated = manifest.published() or Manifest.of(plan, far_homes(plan, world_size))
         self._writer = TimelineWriter(
             path,
             Header(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_tiered.adapter import manifest
-from vllm_tiered.adapter.kv_plan import KvPlan
+from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats, page_errors_metric
 from vllm_tiered.adapter.steps import StepReport
@@ -51,8 +51,8 @@ class TieredWorker:
     Args:
         plan: what was configured; it swaps, now or when the load asks for it.
         layers: vLLM's attention layers by name (the static forward context).
-        homes: where far pages go.
-        world_size: ranks, whose bytes the gauges add.
+        world_size: ranks, which share the far budget.
+        is_first: this rank logs what was taken over.
         trace_every: steps from one that is told layer by layer to the next; 0 for none.
     """
 
@@ -60,12 +60,14 @@ class TieredWorker:
         self,
         plan: KvPlan,
         layers: dict[str, Any],
-        homes: FarHomes,
-        world_size: int = 1,
+        world_size: int,
+        *,
+        is_first: bool = True,
         trace_every: int = 0,
     ) -> None:
         self._plan = plan
-        self._homes = homes
+        self._world_size = world_size
+        self._is_first = is_first
         self._trace_every = trace_every
         self._trace: LayerTrace | None = None
         self._layers = layers
@@ -85,11 +87,7 @@ class TieredWorker:
         self._stall_before = 0.0
         self._use_before = {direction: LinkUse() for direction in Direction}
         self._stats = TieredStats()
-        far_bytes, storage_bytes = plan.bytes_in(homes)
-        self._gauges = {
-            "kv_far_bytes": far_bytes * world_size,
-            "kv_storage_bytes": storage_bytes * world_size,
-        }
+        self._gauges: dict[str, int] = {}
         self._errors_before = self._device.page_errors()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -117,6 +115,14 @@ class TieredWorker:
                 f"{geometry.page_bytes} bytes, shape {tuple(view.shape)}, kernels see "
                 f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another --block-size"
             )
+        # Only now: what "auto" may take is half of what the near pages have left.
+        homes = far_homes(self._plan, self._world_size)
+        announce(self._plan, homes, log=self._is_first)
+        far_bytes, storage_bytes = self._plan.bytes_in(homes)
+        self._gauges = {
+            "kv_far_bytes": far_bytes * self._world_size,
+            "kv_storage_bytes": storage_bytes * self._world_size,
+        }
         near = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
         self.swapper = Swapper(
             order=self._plan.order,
@@ -124,7 +130,7 @@ class TieredWorker:
             near=PageBuffer(near.view(near_pages, geometry.page_bytes)),
             device=self._device,
             far_layers=self._plan.far_layers,
-            homes=self._homes,
+            homes=homes,
             orders=self._plan.orders,
             granted=self._plan.granted_blocks,
         )

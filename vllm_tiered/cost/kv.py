@@ -161,6 +161,15 @@ class KvLevels:
             tails_stay=far_layers <= self.tails_stay_up_to,
         )
 
+    @property
+    def most_blocks_per_tail(self) -> float:
+        """What a tail that stays near costs at most, at any level."""
+        levels = map(self.geometry, range(self.max_far_layers + 1))
+        return max(
+            geometry.tails_stay * geometry.rotating_layers / (geometry.pinned_layers + 1)
+            for geometry in levels
+        )
+
     def block_limit(self, far_layers: int, tail_slots: int) -> int:
         """Usable blocks beside ``tail_slots`` tails."""
         return min(self.max_blocks, self.geometry(far_layers).block_limit(tail_slots))

@@ -120,7 +120,7 @@ class Swapper:
             IntegrityError: the plan does not fit the pages, as the scheduler's bound is wrong; or
                 the step before was abandoned.
         """
-        if self._failure is not None:
+        if self._failure is not None or self._turns:
             raise IntegrityError("the step before was not computed to its end") from self._failure
         self.num_steps += 1
         self._plan = plan
@@ -210,8 +210,11 @@ class Swapper:
             self._relocator.end_step(plan)
 
     def abandon(self, failure: BaseException) -> None:
-        """The step was not computed to its end: pages are not what the table says they are."""
-        self._failure = failure
+        """The step will not be computed to its end: layers that were staged are left out."""
+        if self._turns:
+            self._failure = failure
+        else:
+            self.end_step()
 
     def pending_read(self, layer: int) -> Event | None:
         """The copy that :meth:`wait_layer` will wait for."""

@@ -16,6 +16,7 @@ the process, however that ends: it holds users' text.
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,9 +52,11 @@ NUM_READERS = 16
 32; runs of four: 0.5, 1.0, 1.3, 1.5, 1.6 GB/s; consecutive: 2 GB/s from 2 on, as much as ``dd``
 (same machine, busy with other work: these figures spread by 20 %)."""
 
-_SILENT_SECONDS = 0.1
-"""How long a disk that let a copy give up, and has brought nothing since, is tried again. A step
-copies many layers, and vLLM gives up on a step that takes minutes."""
+PROBE_SECONDS = 0.1
+PROBING_SECONDS = 3.0
+"""A disk that let a copy give up, and has brought nothing since, is given so little for each copy
+in the next seconds. A step copies many layers, and vLLM gives up on a step that takes minutes. But
+not for longer: requests that lose pages too often in a short time stop the engine."""
 
 NUM_WRITERS = 8
 """Consecutive pages: 2.2 GB/s with 1 writer and no more with 32; scattered ones as reads."""
@@ -103,7 +106,10 @@ class PageFile(PageStore):
         self._bounce = BouncePool(self._max_slots * self.slot_bytes)
         self._readers = IoPool("tiered-disk-read", num_readers)
         self._writers = IoPool("tiered-disk-write", num_writers)
-        self._silent_at: dict[IoPool, int] = {}  # what it had finished when a copy gave up
+        self._probe_seconds = min(PROBE_SECONDS, deadline_seconds)
+        # When a copy gave up after the whole deadline: what the pool had finished, and until when
+        # the next ones give up sooner.
+        self._silent: dict[IoPool, tuple[int, float]] = {}
         fd = open_unnamed(self.folder, self.num_bytes)
         self._file = SharedFd(fd)
         self.is_direct = make_direct(fd, self._bounce.take()[:ALIGNMENT])
@@ -184,8 +190,9 @@ class PageFile(PageStore):
             Pages that are late. Their extents are given up: ``end`` will not be called.
         """
         deadline, most = self._deadline_seconds, 2 * pool.size  # enough for no thread to wait
-        if self._silent_at.get(pool) == pool.num_finished:
-            deadline, most = min(_SILENT_SECONDS, deadline), 1
+        num_finished, until = self._silent.get(pool, (-1, 0.0))
+        if num_finished == pool.num_finished and time.monotonic() < until:
+            deadline, most = self._probe_seconds, 1
         done: SimpleQueue[Extent] = SimpleQueue()
         waiting = deque(extents)
         under_way: set[Extent] = set()
@@ -206,7 +213,9 @@ class PageFile(PageStore):
                 end(extent)
                 self._bounce.give(extent.buffer)
         except Empty:
-            self._silent_at[pool] = pool.num_finished
+            if deadline == self._deadline_seconds:
+                until = time.monotonic() + PROBING_SECONDS
+            self._silent[pool] = (pool.num_finished, until)
             waiting.extend(under_way)
             return sum(map(len, waiting))
         finally:
