@@ -118,8 +118,10 @@ def turn_by_turn(llm: Any, turns: list[tuple[str, list[int]]]) -> Tokens:
         (12, [("a", tokens_of(31, 100)), ("a", tokens_of(32, 300))]),
         # 16 blocks, of which both hold 14; then one asks for 3 more.
         (24, [("a", tokens_of(33, 190)), ("b", tokens_of(34, 190)), ("a", tokens_of(35, 90))]),
+        # Two blocks each, and a tail of its own, which takes room for blocks in far layers.
+        (24, [(f"{number}", tokens_of(40 + number, 45)) for number in range(12)]),
     ],
-    ids=["larger than the level", "beside one that waits"],
+    ids=["larger than the level", "beside one that waits", "many"],
 )
 def test_the_level_grows_for_the_next_turn(near_mib, turns) -> None:
     """Nothing runs, so nothing but the turn itself says that blocks are short."""

@@ -141,9 +141,9 @@ def test_what_sessions_hold_is_needed_beside_the_longest_request(
 
 
 def test_each_session_has_a_tail_that_takes_room_for_blocks(signals_of):
-    """At 2 of 6 layers far, 4 rotate: a tail costs at most 4 / (2 + 1) blocks."""
+    """With 3 of 6 layers far a tail costs at most 3 / (3 + 1) of a block."""
     alone = signals_of(longest=8, session_blocks=6).needed_blocks
-    assert signals_of(longest=8, session_blocks=6, num_sessions=3).needed_blocks == alone + 4
+    assert signals_of(longest=8, session_blocks=6, num_sessions=3).needed_blocks == alone + 3
 
 
 # What is known of requests ---------------------------------------------------------------
