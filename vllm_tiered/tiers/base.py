@@ -226,7 +226,7 @@ class Device(ABC):
 
         Args:
             deadline_seconds: a copy gives up what is still on its way when the storage has been
-                silent for this long; later copies much sooner, until it answers.
+                silent for this long; for some seconds later ones much sooner, unless it answers.
 
         Raises:
             ConfigError: no file can be made there.

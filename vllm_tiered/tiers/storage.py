@@ -72,7 +72,7 @@ class PageFile(PageStore):
         folder: where the file lives.
         deadline_seconds: a copy gives up what is still on its way when nothing of it has arrived
             for this long. (Not the time of the whole copy: that would give up on a disk that is
-            slow, but works, again and again.)
+            slow, but works, again and again.) After that see ``PROBE_SECONDS``.
         num_readers, num_writers: I/O requests at a time.
 
     Attributes:
