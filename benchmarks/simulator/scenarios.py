@@ -19,6 +19,7 @@ class Scenario:
         phases: (share, requests per second), one after another; Poisson arrivals.
         contention: (start, end, share of the link that others take).
         is_steady: the load does not change, so there is a level to converge to.
+        uses_storage: far pages are on a disk.
     """
 
     machine: str
@@ -30,6 +31,7 @@ class Scenario:
     block_tokens: int = 16
     max_num_seqs: int = 256
     is_steady: bool = True
+    uses_storage: bool = False
 
     def case(self, *, seconds: float, noise: float, seed: int) -> Case:
         """The scenario stretched to `seconds`."""
@@ -48,6 +50,7 @@ class Scenario:
             near_bytes=self.near_gb * 1e9,
             block_tokens=self.block_tokens,
             max_num_seqs=self.max_num_seqs,
+            uses_storage=self.uses_storage,
             noise=noise,
             seed=seed,
             interval_s=max(0.5, seconds / 300),
@@ -100,6 +103,23 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "cpu-sharegpt": _cpu(near_gb=0.1, lengths="sharegpt", phases=((1.0, 20.0),)),
     "cpu-alpaca": _cpu(near_gb=0.03, lengths="alpaca", phases=((1.0, 20.0),)),
+    # Copies take more of compute than they give, though it hardly waits; or give more.
+    "cpu-ssd-half": _cpu(
+        machine="cpu-2core-ssd",
+        near_gb=0.2,
+        lengths="sharegpt",
+        phases=((1.0, 20.0),),
+        max_num_seqs=32,
+        uses_storage=True,
+    ),
+    "cpu-ssd-scarce": _cpu(
+        machine="cpu-2core-ssd",
+        near_gb=0.05,
+        lengths="sharegpt",
+        phases=((1.0, 20.0),),
+        max_num_seqs=32,
+        uses_storage=True,
+    ),
     # The load or the link changes.
     "gh200-step": Scenario(
         machine="gh200",

@@ -14,6 +14,7 @@ from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
 from vllm_tiered.cost.kv import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
 from vllm_tiered.kv import controller
+from vllm_tiered.kv.outlook import DEFAULT_TUNING, STORAGE_TUNING
 
 _BLOCKS_TO_GROW = 4  # as the adapter asks for, above the longest live request
 
@@ -25,6 +26,7 @@ class Case:
     Attributes:
         near_bytes: KV budget.
         tails_stay: partly filled blocks stay near at every level, as with fixed expansions.
+        uses_storage: far pages are on a disk: tails stay near, and the controller compares.
         prefetches: far layers are read ahead; else when they are due (`on_demand`).
         noise: standard deviation of the logarithm of a step's time.
         interval_s: of the timeline.
@@ -39,6 +41,7 @@ class Case:
     max_batched_tokens: int = 2048
     max_expansion: float = 4.0
     tails_stay: bool = False
+    uses_storage: bool = False
     prefetches: bool = True
     noise: float = 0.05
     seed: int = 0
@@ -58,7 +61,7 @@ class Case:
             near_pages=near_pages,
             max_far_layers=most,
             max_blocks=near_pages,
-            top_moves_tails=not self.tails_stay,
+            top_moves_tails=not (self.tails_stay or self.uses_storage),
         )
         blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
         return dataclasses.replace(levels, max_blocks=blocks)
@@ -128,9 +131,13 @@ def simulate(
 ) -> Run:
     """Run the load at a fixed level, or with the controller if it is None.
 
+    The tuning is that of the tier unless another is given.
+
     Raises ValueError if the longest request does not fit the near budget at any level.
     """
-    return _Simulation(case, far_layers, tuning or controller.Tuning()).run()
+    if tuning is None:
+        tuning = STORAGE_TUNING if case.uses_storage else DEFAULT_TUNING
+    return _Simulation(case, far_layers, tuning).run()
 
 
 class _Simulation:

@@ -218,13 +218,21 @@ def test_less_link_and_fewer_areas_never_stall_less(far_layers, read_bytes, link
 
 
 def test_every_machine_has_its_figures_and_their_sources():
-    assert set(machine_names()) == {"cpu-2core", "gh200", "h200-pcie5", "rtx4090-pcie4"}
+    assert set(machine_names()) == {
+        "cpu-2core",
+        "cpu-2core-ssd",
+        "gh200",
+        "h200-pcie5",
+        "rtx4090-pcie4",
+    }
     for name in machine_names():
         assert machine(name).read_gb_per_s < machine(name).near_gb_per_s
 
 
 def test_unknown_machines_name_the_known_ones():
-    with pytest.raises(KeyError, match="no machine 'a100'; there are cpu-2core, gh200"):
+    with pytest.raises(
+        KeyError, match="no machine 'a100'; there are cpu-2core, cpu-2core-ssd, gh200"
+    ):
         machine("a100")
 
 
@@ -327,7 +335,10 @@ def test_a_request_that_fits_nowhere_is_refused_with_the_numbers():
         simulate(dataclasses.replace(case, near_bytes=1e8))
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name].is_steady])
+STEADY = [name for name in SCENARIOS if SCENARIOS[name].is_steady]
+
+
+@pytest.mark.parametrize("name", [name for name in STEADY if not SCENARIOS[name].uses_storage])
 def test_auto_is_as_good_as_the_best_transparent_level(name):
     """Within 3 % after a minute or two of load, ramp included, and then at rest."""
     scenario = SCENARIOS[name]
@@ -338,6 +349,15 @@ def test_auto_is_as_good_as_the_best_transparent_level(name):
     assert figures["fraction_of_best_transparent"] > 0.97
     assert figures["stall_fraction"] < 0.02
     assert figures["late_level_changes"] <= 12
+
+
+@pytest.mark.parametrize("name", [name for name in STEADY if SCENARIOS[name].uses_storage])
+def test_on_storage_auto_is_hardly_below_no_far_layer(name):
+    """Where every level costs more than it gives; ten minutes, of which it learns in one or two."""
+    case = SCENARIOS[name].case(seconds=600, noise=0.05, seed=1)
+    none = simulate(case, 0).tokens_per_s
+    assert simulate(case, 9).tokens_per_s < 0.92 * none
+    assert simulate(case).tokens_per_s > 0.87 * none
 
 
 def test_auto_gives_way_to_contention_and_returns():

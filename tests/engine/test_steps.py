@@ -87,7 +87,7 @@ def signals_of(monkeypatch):
     )
     seen = []
 
-    def step(signals, state, levels):
+    def step(signals, state, levels, tuning):
         seen.append(signals)
         return Decision(far_layers=0, reason=""), state
 

@@ -7,7 +7,8 @@ import math
 import random
 
 from vllm_tiered.cost.kv import KvLevels
-from vllm_tiered.kv.controller import Signals, initial_state, step
+from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
+from vllm_tiered.kv.outlook import DEFAULT_TUNING
 
 NEAR_BLOCKS = 100
 REQUEST_BLOCKS = 4
@@ -44,10 +45,11 @@ class Plant:
     stall_share: float = 0.0  # of the steps with far layers, `stall_every`-th ones
     stall_every: int = 1
     seed: int = 0
+    tuning: Tuning = DEFAULT_TUNING
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
-        self.state = initial_state(LEVELS)
+        self.state = initial_state(LEVELS, self.tuning)
         self.level = 0
         self.path: list[int] = []
         self.reasons: list[str] = []
@@ -85,7 +87,7 @@ class Plant:
         for _ in range(steps):
             signals = self.signals()
             self.stalls.append(signals.stall_seconds / signals.seconds)
-            decision, self.state = step(signals, self.state, LEVELS)
+            decision, self.state = step(signals, self.state, LEVELS, self.tuning)
             if decision.far_layers != self.level:
                 self.reasons.append(decision.reason)
             self.level = decision.far_layers

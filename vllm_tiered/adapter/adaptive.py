@@ -10,6 +10,7 @@ from vllm_tiered.cost.kv import KvLevels, expansion_of
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.elastic import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.outlook import DEFAULT_TUNING, STORAGE_TUNING
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -26,6 +27,7 @@ class AdaptiveExpansion:
         max_model_blocks: blocks of the longest request that the engine accepts.
         max_num_seqs: requests that it runs at a time.
         on_change: told "grow" or "shrink" and why.
+        uses_storage: far pages may be on a disk.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class AdaptiveExpansion:
         max_model_blocks: int,
         max_num_seqs: int,
         on_change: Callable[[str, str], None],
+        uses_storage: bool = False,
     ) -> None:
         self.expansion = Expansion(levels, elastic, far_layers=0)
         self._levels = levels
@@ -43,7 +46,8 @@ class AdaptiveExpansion:
         self._max_model_blocks = max_model_blocks
         self._max_num_seqs = max_num_seqs
         self._on_change = on_change
-        self._state = controller.initial_state(levels)
+        self._tuning = STORAGE_TUNING if uses_storage else DEFAULT_TUNING
+        self._state = controller.initial_state(levels, self._tuning)
 
     def decide(self, step: Step) -> None:
         """Ask the controller about a step that is over."""
@@ -62,7 +66,7 @@ class AdaptiveExpansion:
             tail_slots=self._elastic.tail_slots,
             needed_blocks=self._needed_blocks(step),
         )
-        decision, self._state = controller.step(signals, self._state, self._levels)
+        decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
         target = self.expansion.target
         if decision.far_layers != target:
             expansion = expansion_of(self._levels.num_layers, decision.far_layers)

@@ -90,6 +90,7 @@ class TieredScheduler:
                 max_model_blocks=max_model_blocks,
                 max_num_seqs=max_num_seqs,
                 on_change=self._note,
+                uses_storage=plan.config.tier == "storage",
             )
         self._watch = StepWatch(plan.geometry.block_tokens)
         self._timeline = timeline

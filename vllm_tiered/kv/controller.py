@@ -7,6 +7,7 @@ Steps are summed into windows; at a window's end the first rule that applies mov
 |-----------|-------------------------------------------------|------------------------------------|
 | serve     | a live request will not fit (at any step)       | up to the lowest that holds it     |
 | shed      | compute stalls, window after window             | down one, or to what the link can  |
+| worth     | slower than before any layer was far (storage)  | down to half, or to a quarter      |
 | judge     | enough long windows here and where we came from | back, if the lower was as good     |
 | grow      | requests are blocked, no stall, the link bears  | up: 3, 5, 9, 17 …, at last one by  |
 |           | it, and they would use the blocks               | one; at once to what worked before |
@@ -164,6 +165,7 @@ def _apply(
             fill_steps=tuning.record_steps,
             came_from=memory.current if is_fair else None,
             current=Record(level=move.level),
+            worth=memory.worth.at(move.level),
         )
     return decision, ControllerState(
         decision=decision,
@@ -211,6 +213,28 @@ def _shed(view: Outlook) -> _Move | None:
     return _Move(target, reason, memory)
 
 
+def _worth(view: Outlook) -> _Move | None:
+    """Go down if serving was faster without far layers; the next is judged the same way."""
+    memory, tuning = view.memory, view.tuning
+    loss = memory.worth.loss(tuning.min_records, tuning.same)
+    lower = view.lower()
+    if loss is None or not lower:
+        return None
+    base = memory.worth.base.level
+    # Near the lowest level blocks are cheap: a large loss is not made good by half the layers.
+    bound = base + (view.level - base) // (4 if loss > tuning.plain_loss else 2)
+    target = max((level for level in lower if level <= bound), default=lower[0])
+    memory = replace(
+        memory,
+        is_ramping=False,
+        is_trial=False,
+        good_level=target,
+        ceiling=view.next_ceiling(target + 1, None, tuning.trial_every),
+        current=Record(level=view.level),
+    )
+    return _Move(target, f"{loss:.0%} slower than {base} far layers", memory)
+
+
 def _judge(view: Outlook) -> _Move | None:
     """Compare this level with the one before, once, when both are known well enough."""
     memory, tuning = view.memory, view.tuning
@@ -254,6 +278,8 @@ def _grow(view: Outlook) -> _Move | None:
     """Up to where requests have their blocks or the link is used, by the stride that is due."""
     window, tuning = view.window, view.tuning
     if view.memory.is_trial or not view.is_blocked:
+        return None
+    if view.memory.worth.base.count < tuning.base_records:
         return None
     if window.stall_seconds > tuning.max_stall * window.seconds:
         return None
@@ -309,4 +335,11 @@ def _try_lower(view: Outlook) -> _Move | None:
     return _Move(lower[-1], "trying a lower level", replace(memory, is_trial=True))
 
 
-_RULES: tuple[Callable[[Outlook], _Move | None], ...] = (_shed, _judge, _grow, _aside, _try_lower)
+_RULES: tuple[Callable[[Outlook], _Move | None], ...] = (
+    _shed,
+    _worth,
+    _judge,
+    _grow,
+    _aside,
+    _try_lower,
+)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvLevels
 from vllm_tiered.kv.load import Record, Signals, Window
+from vllm_tiered.kv.worth import Worth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,9 @@ class Tuning:
             tried again (at first).
         trial_every: steps before a lower level is tried (at first); a trial costs some 500 steps.
         max_backoff: how far repeated failures stretch patience, ceilings and trials.
+        base_records: samples under pressure before the first layer becomes far, to compare others
+            with; 0: none, as where transfers take next to nothing from compute.
+        plain_loss: from here on a quarter of the far layers is tried next, not half of them.
     """
 
     ramp_steps: int = 8
@@ -57,9 +61,14 @@ class Tuning:
     patience: int = 512
     trial_every: int = 4096
     max_backoff: int = 64
+    base_records: int = 0
+    plain_loss: float = 0.1
 
 
 DEFAULT_TUNING = Tuning()
+
+STORAGE_TUNING = Tuning(base_records=4)
+"""For far pages on storage, which take CPU time and memory bandwidth even if nobody waits."""
 
 
 class Ceiling(NamedTuple):
@@ -77,6 +86,7 @@ class Ceiling(NamedTuple):
 
 NO_STEPS = Window()
 _NO_RECORD = Record()
+_UNKNOWN_WORTH = Worth()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +112,7 @@ class Memory:
     trial_age: int = 0
     trial_gap: int = 0
     is_trial: bool = False
+    worth: Worth = _UNKNOWN_WORTH
 
     @property
     def barred_from(self) -> int | None:
@@ -145,10 +156,21 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
     )
     if memory.fill_steps:
         return memory
+    if tuning.base_records and _is_pressed(window, level, memory.worth, levels, tuning):
+        worth = memory.worth.with_window(window, level, tuning.record_steps)
+        memory = replace(memory, worth=worth)
     sample = memory.sample.merged(window)
     if sample.steps < tuning.record_steps:
         return replace(memory, sample=sample)
     return _with_sample(sample, level, replace(memory, sample=NO_STEPS), tuning)
+
+
+def _is_pressed(window: Window, level: int, worth: Worth, levels: KvLevels, tuning: Tuning) -> bool:
+    """Whether requests are blocked, or would be at the level that others are compared with."""
+    if worth.is_base(level):
+        return window.is_blocked(tuning.pressure)
+    limit = levels.block_limit(worth.base.level, window.most_tails)
+    return window.is_blocked(tuning.pressure) or window.used > limit * window.steps
 
 
 def _with_sample(sample: Window, level: int, memory: Memory, tuning: Tuning) -> Memory:
@@ -269,10 +291,12 @@ class Outlook:
         lifted = ceiling._replace(until=memory.age, gap=self.tuning.patience)
         return replace(self, memory=replace(memory, ceiling=lifted, is_ramping=True, stride=1))
 
-    def next_ceiling(self, level: int, unit_link: float | None) -> Ceiling:
+    def next_ceiling(
+        self, level: int, unit_link: float | None, patience: int | None = None
+    ) -> Ceiling:
         """One that follows soon on another lasts twice as long."""
         memory, tuning, old = self.memory, self.tuning, self.memory.ceiling
-        gap = tuning.patience
+        gap = patience or tuning.patience
         if old is not None and memory.age - old.until < 2 * old.gap:
             gap = min(2 * old.gap, tuning.patience * tuning.max_backoff)
         return Ceiling(level, unit_link, memory.age + gap, gap)
