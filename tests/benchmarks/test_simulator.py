@@ -356,7 +356,7 @@ def test_on_storage_auto_is_hardly_below_no_far_layer(name):
     """Where every level costs more than it gives; ten minutes, of which it learns in one or two."""
     case = SCENARIOS[name].case(seconds=600, noise=0.05, seed=1)
     none = simulate(case, 0).tokens_per_s
-    assert simulate(case, 9).tokens_per_s < 0.92 * none
+    assert simulate(case, 15).tokens_per_s < 0.9 * none
     assert simulate(case).tokens_per_s > 0.87 * none
 
 
