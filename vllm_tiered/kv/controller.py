@@ -231,6 +231,7 @@ def _worth(view: Outlook) -> _Move | None:
         good_level=target,
         ceiling=view.next_ceiling(target + 1, None, tuning.trial_every),
         current=Record(level=view.level),
+        worth=memory.worth.judged(),
     )
     return _Move(target, f"{loss:.0%} slower than {base} far layers", memory)
 

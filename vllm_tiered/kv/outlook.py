@@ -154,11 +154,11 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
         aside_age=aside_age,
         fill_steps=max(0, memory.fill_steps - window.steps),
     )
-    if memory.fill_steps:
-        return memory
     if tuning.base_records and _is_pressed(window, level, memory.worth, levels, tuning):
         worth = memory.worth.with_window(window, level, tuning.record_steps)
         memory = replace(memory, worth=worth)
+    if memory.fill_steps:
+        return memory
     sample = memory.sample.merged(window)
     if sample.steps < tuning.record_steps:
         return replace(memory, sample=sample)

@@ -26,7 +26,7 @@ class Worth:
 
     Attributes:
         base: of the lowest level.
-        here: of the present level, if it is a higher one.
+        here: of the present level and its neighbours, if it is a higher one.
         sample: the windows of the next sample.
         num_unlike: samples of another load in a row.
     """
@@ -41,8 +41,15 @@ class Worth:
         return not self.base.count or level <= self.base.level
 
     def at(self, level: int) -> Worth:
-        """From now on the level is this one."""
+        """From now on the level is this one. Levels within a factor of two count as the same:
+        where nothing is blocked any more the level follows the load up and down a little."""
+        if level and not self.is_base(level) and level / 2 <= self.here.level <= 2 * level:
+            return self
         return replace(self, here=Record(level=level), sample=_NO_STEPS, num_unlike=0)
+
+    def judged(self) -> Worth:
+        """The level is left: what follows is another record, however near it is."""
+        return replace(self, here=_NO_RECORD, sample=_NO_STEPS, num_unlike=0)
 
     def with_window(self, window: Window, level: int, record_steps: int) -> Worth:
         """Add a pressed window; every ``record_steps`` of them are a sample.
@@ -55,7 +62,7 @@ class Worth:
             return replace(self, sample=sample)
         is_base = self.is_base(level)
         record = self.base if is_base else self.here
-        if level != record.level:
+        if is_base and level != record.level:
             record = Record(level=level)
         if not record.is_like(sample):
             if not self.num_unlike:
