@@ -49,6 +49,18 @@ def _file(key: str, value: object) -> str | None:
     raise ConfigError(f"{key} is {value!r}: set it to the path of a file")
 
 
+def _numbers(key: str, value: object) -> tuple[float, ...] | None:
+    """A list of numbers; a command line gives "[20, 80, 0]" as text."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = [word for word in value.strip("[] ").split(",")]
+    numbers = [_as_float(item) for item in value] if isinstance(value, Sequence) else []
+    if not numbers or any(number is None or not math.isfinite(number) for number in numbers):
+        raise ConfigError(f"{key} is {value!r}: set it to a list of numbers, as [20, 80, 0]")
+    return tuple(number for number in numbers if number is not None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OneOf:
     """One of a few words."""
@@ -191,6 +203,55 @@ class KvConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsConfig(_Section):
+    """Weights over mixed memory (FlexGen, HeLM, All-CPU).
+
+    `placement` says which parameters of the layers stay near: "flexgen" by `percents` of near, far
+    and storage, "helm" all but the large matrices, and of those the first of the FFN, "all_far"
+    none. The others are far, and arrive while the sublayer before theirs computes.
+    `near_gib` and `far_gib` are caps on what a rank takes for them; "auto" lets the placement have
+    what it needs.
+    """
+
+    NAME: ClassVar[str] = "weights"
+
+    placement: Literal["off", "flexgen", "helm", "all_far"] = field(
+        default="off", metadata={_RULE: _OneOf(words=("off", "flexgen", "helm", "all_far"))}
+    )
+    near_gib: float | Literal["auto"] = field(
+        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
+    )
+    far_gib: float | Literal["auto"] = field(
+        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
+    )
+    percents: tuple[float, ...] | None = field(default=None, metadata={_RULE: _numbers})
+
+    @property
+    def places(self) -> bool:
+        """Whether any weight may leave the near tier."""
+        return self.placement != "off"
+
+    def check(self) -> None:
+        """Whether the keys go together.
+
+        Raises:
+            ConfigError: naming the keys that do not.
+        """
+        where = f"{ROOT_KEY}.{self.NAME}"
+        is_flexgen = self.placement == "flexgen"
+        if is_flexgen and self.percents is None:
+            raise ConfigError(
+                f'{where}.placement is "flexgen": set {where}.percents to the shares of near, far '
+                "and storage, as [20, 80, 0]"
+            )
+        if not is_flexgen and self.percents is not None:
+            raise ConfigError(
+                f"{where}.percents is {list(self.percents)}, which only the placement "
+                f'"flexgen" reads: set {where}.placement to it, or leave percents out'
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig(_Section):
     """What happens over time, written to a file for `vllm-tiered report`.
 
@@ -207,6 +268,7 @@ class TieredConfig:
     """The whole configuration: one field per section."""
 
     kv: KvConfig = field(default_factory=KvConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 
     @classmethod
@@ -217,11 +279,12 @@ class TieredConfig:
         unknown key (naming the nearest known one), a wrong type, or a value out of range.
         """
         # A section's key written one level too high is the usual slip: offer its full name.
-        sections: tuple[type[_Section], ...] = (KvConfig, ReportConfig)
+        sections: tuple[type[_Section], ...] = (KvConfig, WeightsConfig, ReportConfig)
         inner = [f"{section.NAME}.{key}" for section in sections for key in section.key_names()]
         _check_keys(ROOT_KEY, values, [section.NAME for section in sections], also_near=inner)
         return cls(
             kv=KvConfig.from_dict(values.get(KvConfig.NAME, {})),
+            weights=WeightsConfig.from_dict(values.get(WeightsConfig.NAME, {})),
             report=ReportConfig.from_dict(values.get(ReportConfig.NAME, {})),
         )
 
@@ -236,6 +299,11 @@ class TieredConfig:
             return cls.from_dict(values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+
+    def check(self) -> None:
+        """Whether the keys of each section go together. Raises ConfigError."""
+        self.kv.check()
+        self.weights.check()
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, JSON-safe; `from_dict` gives back an equal configuration."""

@@ -38,7 +38,13 @@ def random_prompts(count: int, *, seed: int = 0, longest: int = 80) -> Tokens:
 
 
 @contextlib.contextmanager
-def engine(model: str, tiered: dict[str, Any] | None = None, **engine_args: Any) -> Iterator[Any]:
+def engine(
+    model: str,
+    tiered: dict[str, Any] | None = None,
+    *,
+    weights: dict[str, Any] | None = None,
+    **engine_args: Any,
+) -> Iterator[Any]:
     """An in-process ``LLM``; ``tiered`` is the plugin's ``kv`` section, None leaves it off."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -48,6 +54,7 @@ def engine(model: str, tiered: dict[str, Any] | None = None, **engine_args: Any)
     # and going through all of its and torch's modules each time took a quarter of a test.
     gc.freeze()
     manifest.publish(None)
+    manifest.publish_weights(None)
     arguments: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -60,7 +67,7 @@ def engine(model: str, tiered: dict[str, Any] | None = None, **engine_args: Any)
         **engine_args,
     }
     if tiered is not None:
-        arguments["additional_config"] = {"tiered": {"kv": tiered}}
+        arguments["additional_config"] = {"tiered": {"kv": tiered, "weights": weights or {}}}
     llm = None
     try:
         llm = LLM(model=model_path(model), **arguments)
@@ -119,7 +126,7 @@ def run(
         tokens = drive(llm) if drive else generate(llm, prompts, max_tokens)
         names = ["num_preemptions"]
         current = manifest.current()
-        if current and current["kv"]["active"]:
+        if current and current.get("kv", {}).get("active"):
             names += ["tiered_kv_read_bytes", "tiered_kv_write_bytes", "tiered_kv_steps"]
             names += ["tiered_kv_blocks_withheld", "tiered_kv_blocks_granted"]
             names += ["tiered_kv_far_bytes", "tiered_kv_storage_bytes"]

@@ -73,7 +73,7 @@ def chosen_config(
     config = TieredConfig.from_dict(given)
     if config_file is not None:
         config = TieredConfig.from_dict(merge_sections(_file_sections(config_file), given))
-    config.kv.check()  # the whole: a file may say what the command line leaves out
+    config.check()  # the whole: a file may say what the command line leaves out
     return config
 
 
@@ -98,6 +98,8 @@ def _create_engine_config(
             return original(engine_args, *args, **kwargs)
         check_extension_points()
         endpoint.announce()
+        if config.weights.places:
+            refusals.check_weights_args(engine_args)
         if not config.kv.enabled:
             logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
             with _replaced(engine_args, additional_config=_with_config(engine_args, config)):

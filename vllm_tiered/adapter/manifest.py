@@ -6,10 +6,12 @@ from typing import Any
 
 from vllm_tiered.adapter.kv_plan import KvPlan
 from vllm_tiered.cost.kv import expansion_of
+from vllm_tiered.cost.weights import Placement
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.units import format_bytes
 
 _current: "Manifest | None" = None
+_weights: "WeightsManifest | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +101,59 @@ class Manifest:
         return ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsManifest:
+    """The layers' weights of one rank; bytes are this rank's.
+
+    Attributes:
+        near_bytes: of parameters that stay near.
+        ring_bytes: of the staging slots, near memory too.
+        far_sublayers: that have far parameters, of ``num_sublayers``.
+    """
+
+    placement: str
+    num_sublayers: int
+    far_sublayers: int
+    near_bytes: int
+    ring_bytes: int
+    far_bytes: int
+
+    @classmethod
+    def of(cls, placement: Placement) -> "WeightsManifest":
+        return cls(
+            placement=placement.policy,
+            num_sublayers=len(placement.sublayers),
+            far_sublayers=len(placement.extents),
+            near_bytes=placement.resident_bytes,
+            ring_bytes=placement.ring_bytes,
+            far_bytes=placement.far_bytes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"weights": asdict(self)}
+
+    def describe(self) -> str:
+        """The log line."""
+        if not self.far_sublayers:
+            return (
+                f"tiered weights: {self.placement} keeps all {format_bytes(self.near_bytes)} of "
+                "the layers near: nothing is far"
+            )
+        return (
+            f"tiered weights: took over {self.far_sublayers} of {self.num_sublayers} sublayers "
+            f"({self.placement}): {format_bytes(self.near_bytes)} of the layers stay near, "
+            f"{format_bytes(self.far_bytes)} are far and pass through "
+            f"{format_bytes(self.ring_bytes)} of staging slots, per rank"
+        )
+
+
+def publish_weights(manifest: WeightsManifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _weights
+    _weights = manifest
+
+
 def publish(manifest: Manifest | None) -> None:
     """Make ``manifest`` the one that :func:`current` returns in this process."""
     global _current
@@ -112,4 +167,5 @@ def published() -> Manifest | None:
 
 def current() -> dict[str, Any] | None:
     """The same, JSON-safe."""
-    return _current.to_dict() if _current else None
+    stated = [part.to_dict() for part in (_current, _weights) if part]
+    return {key: value for part in stated for key, value in part.items()} or None

@@ -19,6 +19,7 @@ def register() -> None:
         engine_config,
         kv_config,
         load_errors,
+        offloader,
     )
 
     compat.check_vllm_version()
@@ -27,3 +28,4 @@ def register() -> None:
     endpoint.install()
     kv_config.install()
     load_errors.install()
+    offloader.install()

@@ -146,6 +146,59 @@ _ENGINE_ARGS: tuple[Refusal, ...] = (
 )
 
 
+def _quantized(engine_args: Any) -> str | None:
+    found = engine_args.quantization
+    return None if found is None else f"--quantization {found}"
+
+
+_WEIGHTS_ARGS: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_quantized,
+        why="quantized layers keep their weights in tensors of their own, made after loading",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(
+            cpu_offload_gb="--cpu-offload-gb", offload_group_size="--offload-group-size"
+        ),
+        why="it moves weights too, and a weight has one home",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(enable_lora="--enable-lora"),
+        why="adapters are added to weights by modules that would not wait for them",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_above_one("pipeline_parallel_size", "--pipeline-parallel-size"),
+        why="a stage holds only some of the layers, and sublayers are staged in the order of all",
+        remedy="use --tensor-parallel-size instead",
+    ),
+    Refusal(
+        offender=_given(
+            speculative_config="--speculative-config",
+            spec_method="--spec-method",
+            spec_model="--spec-model",
+            spec_tokens="--spec-tokens",
+        ),
+        why="the draft model's layers run outside the order in which sublayers are staged",
+        remedy="leave speculative decoding out",
+    ),
+    Refusal(
+        offender=_either(
+            _given(enable_dbo="--enable-dbo"), _above_one("ubatch_size", "--ubatch-size")
+        ),
+        why="two halves of a step overlap, and a staging slot serves one",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(enable_sleep_mode="--enable-sleep-mode"),
+        why="sleeping unmaps the staging slots while weights may be on their way to them",
+        remedy="leave it out",
+    ),
+)
+
+
 def _runner_type(vllm_config: Any) -> str | None:
     runner_type = vllm_config.model_config.runner_type
     return None if runner_type == "generate" else f"runner type {runner_type!r}"
@@ -211,19 +264,24 @@ _VLLM_CONFIG: tuple[Refusal, ...] = (
 
 def check_engine_args(engine_args: "EngineArgs") -> None:
     """Raise UnsupportedError for what the arguments alone rule out."""
-    _check(_ENGINE_ARGS, engine_args)
+    _check(_ENGINE_ARGS, engine_args, "swap the KV cache", "set tiered.kv.enabled to false")
+
+
+def check_weights_args(engine_args: "EngineArgs") -> None:
+    """The same for weights that are placed."""
+    _check(_WEIGHTS_ARGS, engine_args, "place weights", "set tiered.weights.placement to off")
 
 
 def check_vllm_config(vllm_config: "VllmConfig") -> None:
     """Raise UnsupportedError for what the model rules out."""
-    _check(_VLLM_CONFIG, vllm_config)
+    _check(_VLLM_CONFIG, vllm_config, "swap the KV cache", "set tiered.kv.enabled to false")
 
 
-def _check(refusals: tuple[Refusal, ...], subject: object) -> None:
+def _check(refusals: tuple[Refusal, ...], subject: object, part: str, without: str) -> None:
     for refusal in refusals:
         found = refusal.offender(subject)
         if found is not None:
             raise UnsupportedError(
-                f"vllm-tiered cannot swap the KV cache with {found}: {refusal.why}. "
-                f"What to do: {refusal.remedy}, or set tiered.kv.enabled to false"
+                f"vllm-tiered cannot {part} with {found}: {refusal.why}. "
+                f"What to do: {refusal.remedy}, or {without}"
             )

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements of weights, against the paper's figures for OPT (HeLM, section V)."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from vllm_tiered.cost.weights import (
+    PARAMETER_ALIGNMENT,
+    SLOT_ALIGNMENT,
+    Kind,
+    Placement,
+    Role,
+    extent_bytes,
+    place,
+    slot_bytes,
+    slot_of,
+    sublayers_of,
+)
+from vllm_tiered.errors import BudgetError, ConfigError
+
+H = 1024
+
+
+def opt_layer(hidden=H):
+    """A layer of OPT as vLLM has it, in 16 bit."""
+    return {
+        "self_attn.qkv_proj.weight": 6 * hidden * hidden,
+        "self_attn.qkv_proj.bias": 6 * hidden,
+        "self_attn.out_proj.weight": 2 * hidden * hidden,
+        "self_attn.out_proj.bias": 2 * hidden,
+        "self_attn_layer_norm.weight": 2 * hidden,
+        "self_attn_layer_norm.bias": 2 * hidden,
+        "fc1.weight": 8 * hidden * hidden,
+        "fc1.bias": 8 * hidden,
+        "fc2.weight": 8 * hidden * hidden,
+        "fc2.bias": 2 * hidden,
+        "final_layer_norm.weight": 2 * hidden,
+        "final_layer_norm.bias": 2 * hidden,
+    }
+
+
+def model(layer, num_layers=4):
+    return [part for index in range(num_layers) for part in sublayers_of(index, layer)]
+
+
+def far_share(placement, kind):
+    total = far = 0
+    for sublayer, names in zip(placement.sublayers, placement.far, strict=True):
+        if sublayer.kind is kind:
+            total += sublayer.num_bytes
+            far += sum(parameter.num_bytes for parameter in names)
+    return far / total
+
+
+# The paper's figures --------------------------------------------------------------------
+
+
+def test_flexgen_misses_its_percents_as_in_the_paper():
+    """Asked for 20 % near, it gets 8.3: all of it attention's, none of the FFN's (V-A)."""
+    placement = place("flexgen", model(opt_layer()), [20, 80, 0])
+    total = sum(sublayer.num_bytes for sublayer in placement.sublayers)
+    assert placement.resident_bytes / total == pytest.approx(0.083, abs=0.002)
+    assert far_share(placement, Kind.FFN) == pytest.approx(1.0, abs=0.002)
+    assert far_share(placement, Kind.ATTENTION) == pytest.approx(0.75, abs=0.002)
+
+
+def test_helm_halves_what_the_ffn_moves():
+    """FFN transfers take 49.33 % less, attention's 32.55 % more, and a third is near (V-B)."""
+    flexgen = place("flexgen", model(opt_layer()), [20, 80, 0])
+    helm = place("helm", model(opt_layer()))
+    ffn = far_share(helm, Kind.FFN) / far_share(flexgen, Kind.FFN)
+    attention = far_share(helm, Kind.ATTENTION) / far_share(flexgen, Kind.ATTENTION)
+    assert ffn == pytest.approx(1 - 0.4933, abs=0.01)
+    assert attention == pytest.approx(1.3255, abs=0.01)
+    total = sum(sublayer.num_bytes for sublayer in helm.sublayers)
+    assert helm.resident_bytes / total == pytest.approx(0.33, abs=0.01)
+
+
+def test_all_far_keeps_norms_only():
+    placement = place("all_far", model(opt_layer()))
+    norms = sum(size for name, size in opt_layer().items() if "norm" in name)
+    assert placement.resident_bytes == 4 * norms
+
+
+# Names ----------------------------------------------------------------------------------
+
+LAYERS = {
+    "llama": [
+        ("self_attn.qkv_proj.weight", Kind.ATTENTION, Role.MATRIX),
+        ("self_attn.o_proj.weight", Kind.ATTENTION, Role.MATRIX),
+        ("mlp.gate_up_proj.weight", Kind.FFN, Role.FFN_FIRST),
+        ("mlp.down_proj.weight", Kind.FFN, Role.MATRIX),
+        ("input_layernorm.weight", Kind.ATTENTION, Role.NORM),
+        ("post_attention_layernorm.weight", Kind.FFN, Role.NORM),
+    ],
+    "falcon": [
+        ("self_attention.query_key_value.weight", Kind.ATTENTION, Role.MATRIX),
+        ("self_attention.dense.weight", Kind.ATTENTION, Role.MATRIX),
+        ("mlp.dense_h_to_4h.weight", Kind.FFN, Role.FFN_FIRST),
+        ("mlp.dense_4h_to_h.weight", Kind.FFN, Role.MATRIX),
+        ("ln_attn.weight", Kind.ATTENTION, Role.NORM),
+        ("ln_mlp.weight", Kind.FFN, Role.NORM),
+    ],
+    "qwen2": [
+        ("self_attn.qkv_proj.weight", Kind.ATTENTION, Role.MATRIX),
+        ("self_attn.qkv_proj.bias", Kind.ATTENTION, Role.BIAS),
+    ],
+    "gpt2": [
+        ("ln_1.weight", Kind.ATTENTION, Role.NORM),
+        ("attn.c_attn.weight", Kind.ATTENTION, Role.MATRIX),
+        ("attn.c_proj.weight", Kind.ATTENTION, Role.MATRIX),
+        ("mlp.c_fc.weight", Kind.FFN, Role.FFN_FIRST),
+        ("mlp.c_proj.weight", Kind.FFN, Role.MATRIX),
+    ],
+    "unknown": [
+        ("mixer.a.weight", Kind.FFN, Role.FFN_FIRST),
+        ("mixer.b.weight", Kind.FFN, Role.MATRIX),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_parameters_are_told_by_their_names(name):
+    found = {
+        parameter.name: (sublayer.kind, parameter.role)
+        for sublayer in sublayers_of(0, {name: 2 for name, _, _ in LAYERS[name]})
+        for parameter in sublayer.parameters
+    }
+    assert found == {name: (kind, role) for name, kind, role in LAYERS[name]}
+
+
+def test_attention_comes_first():
+    """Also where the module lists the FFN before it."""
+    layer = {"mlp.fc1.weight": 4, "attn.qkv.weight": 4}
+    assert [sublayer.kind for sublayer in sublayers_of(0, layer)] == [Kind.ATTENTION, Kind.FFN]
+
+
+# Bad input ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("percents", "message"),
+    [
+        (None, "needs three"),
+        ([20, 80], "needs three"),
+        ([50, 60, 0], "sum to 100"),
+        ([120, -20, 0], "sum to 100"),
+        ([10, 80, 10], "no weight is kept on storage yet"),
+    ],
+)
+def test_percents_that_cannot_be(percents, message):
+    with pytest.raises(ConfigError, match=message):
+        place("flexgen", model(opt_layer()), percents)
+
+
+def test_an_unknown_policy():
+    with pytest.raises(ConfigError, match="there are flexgen, helm and all_far"):
+        place("best", model(opt_layer()))
+
+
+def test_budgets_are_checked_with_the_numbers():
+    placement = place("helm", model(opt_layer()))
+    placement.check_budget(placement.near_bytes, placement.far_bytes)
+    placement.check_budget(None, None)
+    with pytest.raises(BudgetError, match=r"keeps .* near .* weights.near_gib allows"):
+        placement.check_budget(placement.near_bytes - 1, None)
+    with pytest.raises(BudgetError, match=r"in far memory, but weights.far_gib allows"):
+        placement.check_budget(None, placement.far_bytes - 1)
+
+
+# Sizes ----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 20).map(lambda n: n * SLOT_ALIGNMENT), max_size=12))
+def test_a_slot_is_never_that_of_the_sublayer_before(sizes):
+    """In the order of computation, again and again; so the next can arrive meanwhile."""
+    count = len(sizes)
+    slots = slot_bytes(sizes)
+    for position, size in enumerate(sizes):
+        slot = slot_of(position, count)
+        assert slots[slot] >= size
+        if count > 1:
+            assert slot != slot_of((position + 1) % count, count)
+    assert len(slots) <= 3
+    assert sum(slots) <= sum(sizes)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=8))
+def test_extents_hold_their_parameters(sizes):
+    size = extent_bytes(sizes)
+    assert size % SLOT_ALIGNMENT == 0
+    assert sum(sizes) <= size <= sum(sizes) + PARAMETER_ALIGNMENT * len(sizes) + SLOT_ALIGNMENT
+
+
+@given(near=st.integers(0, 100), hidden=st.sampled_from([64, 512, 1024]))
+def test_every_byte_is_near_or_far(near, hidden):
+    sublayers = model(opt_layer(hidden), num_layers=3)
+    placement = place("flexgen", sublayers, [near, 100 - near, 0])
+    far = sum(parameter.num_bytes for names in placement.far for parameter in names)
+    assert placement.resident_bytes + far == sum(part.num_bytes for part in sublayers)
+    assert placement.far_bytes >= far
+    assert isinstance(placement, Placement)
+    if near == 100:
+        assert not far

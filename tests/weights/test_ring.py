@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sublayers pass through slots: each finds its own weights, however late copies and compute are."""
+
+import random
+from functools import partial
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.kv.simulated_device import SimulatedDevice
+from vllm_tiered.cost.weights import SLOT_ALIGNMENT
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.tiers.base import Direction, PageBuffer
+from vllm_tiered.weights.ring import WeightRing, lay_out
+
+
+class Model:
+    """Sublayers whose every page holds their number; modules look at it when they compute."""
+
+    def __init__(self, num_pages, *, seed=0, haste=0.5, late_compute=True):
+        self.device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=late_compute)
+        self.extents = lay_out([count * SLOT_ALIGNMENT for count in num_pages])
+        far = PageBuffer(torch.zeros((sum(num_pages), SLOT_ALIGNMENT), dtype=torch.uint8))
+        slot_pages = max(e.slot_page + e.num_pages for e in self.extents)
+        near = PageBuffer(torch.zeros((slot_pages, SLOT_ALIGNMENT), dtype=torch.uint8))
+        assert far.words is not None and near.words is not None
+        for position, extent in enumerate(self.extents):
+            far.words[extent.far_page : extent.far_page + extent.num_pages] = position
+        self.slots = near.words
+        self.ring = WeightRing(device=self.device, far=far, near=near, extents=self.extents)
+        self.wrong: list[tuple[int, int]] = []
+
+    def module(self, position, *, between=None):
+        """One module of a sublayer; ``between`` is what a compiler put into its middle."""
+        self.ring.enter(position)
+        if between is not None:
+            between()
+        self.device.compute(lambda: self.look(position))
+        self.ring.leave(position)
+        self.ring.check_integrity()
+
+    def look(self, position):
+        extent = self.extents[position]
+        pages = self.slots[extent.slot_page : extent.slot_page + extent.num_pages]
+        if not (pages == position).all():
+            self.wrong.append((position, int(np.unique(pages)[0])))
+
+    def step(self, modules_per_sublayer=2):
+        for position in range(len(self.extents)):
+            for _ in range(modules_per_sublayer):
+                self.module(position)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_pages=st.lists(st.integers(1, 4), min_size=1, max_size=7),
+    seed=st.integers(0, 10**6),
+    haste=st.sampled_from([0.0, 0.3, 0.9]),
+    late_compute=st.booleans(),
+)
+def test_each_sublayer_computes_with_its_own_weights(num_pages, seed, haste, late_compute):
+    model = Model(num_pages, seed=seed, haste=haste, late_compute=late_compute)
+    model.ring.start()
+    for _ in range(3):
+        model.step()
+    model.device.close()
+    assert not model.wrong
+    assert model.ring.num_misses == 0, "all were queued before compute came to them"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_pages=st.lists(st.integers(1, 3), min_size=1, max_size=6),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_any_order_gives_right_weights(num_pages, seed, data):
+    model = Model(num_pages, seed=seed)
+    order = data.draw(st.lists(st.integers(0, len(num_pages) - 1), max_size=20))
+    for position in order:
+        model.module(position)
+    model.device.close()
+    assert not model.wrong
+
+
+def test_a_step_moves_each_sublayer_once():
+    model = Model([2, 3, 2, 3])
+    model.ring.start()
+    for _ in range(5):
+        model.step()
+    model.device.close()
+    step_bytes = 10 * SLOT_ALIGNMENT
+    # The next step's first sublayer is on its way when a step ends.
+    assert model.device.use(Direction.READ).num_bytes == 5 * step_bytes + 2 * SLOT_ALIGNMENT
+
+
+@pytest.mark.parametrize("num_pages", [[3], [3, 2]], ids=["one", "two"])
+def test_what_fits_the_slots_is_read_once(num_pages):
+    model = Model(num_pages)
+    model.ring.start()
+    for _ in range(5):
+        model.step()
+    model.device.close()
+    assert model.device.use(Direction.READ).num_bytes == sum(num_pages) * SLOT_ALIGNMENT
+
+
+def test_a_slot_in_use_is_not_filled_however_a_compiler_orders_modules():
+    """The FFN's first module may begin between the beginning and the end of attention's last."""
+    for seed in range(30):
+        model = Model([2, 2, 2, 2], seed=seed, haste=0.9, late_compute=bool(seed % 2))
+        model.ring.start()
+        for _ in range(3):
+            for position in (0, 2):
+                model.module(position)
+                model.module(position, between=partial(model.module, position + 1))
+                model.module(position + 1)
+        model.device.close()
+        assert not model.wrong
+
+
+def test_overlapping_layers_are_an_error_not_wrong_weights():
+    model = Model([2, 2, 2, 2])
+    model.ring.start()
+    with pytest.raises(IntegrityError, match="this model's layers overlap"):
+        model.module(0, between=lambda: model.module(2))
+
+
+def test_leaving_without_entering_is_found():
+    model = Model([2, 2])
+    model.ring.start()
+    with pytest.raises(IntegrityError, match="was not computing"):
+        model.ring.leave(0)
+
+
+@pytest.mark.parametrize("broken", ["fills a slot in use", "does not wait"])
+def test_the_model_sees_wrong_weights(broken, monkeypatch):
+    """What the other tests rely on."""
+    if broken == "does not wait":
+        monkeypatch.setattr(SimulatedDevice, "wait", lambda self, event: 0.0)
+    else:
+        monkeypatch.setattr(
+            SimulatedDevice,
+            "compute_event",
+            lambda self: self._enqueue(self._queues[Direction.WRITE], (), iter(())),
+        )
+    wrong = []
+    for seed in range(10):
+        model = Model([2, 2, 2, 2], seed=seed, haste=0.6)
+        model.ring.start()
+        for _ in range(3):
+            model.step()
+        model.device.close()
+        wrong += model.wrong
+    assert wrong

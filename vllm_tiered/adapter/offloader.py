@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far weights in vLLM's model: homes as layers are built, slots when they are loaded (HeLM, V).
+
+vLLM hands each decoder layer to its offloader as it builds it. There the layer's parameters leave
+the near tier, so that a model larger than it can be built; when all layers are known, the placement
+gives every parameter its home, into which vLLM's loader then writes.
+
+    wrap_modules   homes         far parameters are views of far memory
+    (loading)                    weights are written to their homes
+    post_init      slots         far parameters are views of the staging slots, always the same ones
+    forward        enter, leave  each module with far parameters waits, and frees its slot
+
+The two calls go through vLLM's own custom ops for offloaders where the model is compiled.
+"""
+
+import logging
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.offloader.base import BaseOffloader
+
+from vllm_tiered.adapter import compat, manifest
+from vllm_tiered.adapter.worker import make_device
+from vllm_tiered.config import ROOT_KEY, TieredConfig, WeightsConfig
+from vllm_tiered.cost.weights import Placement, place, sublayers_of
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.units import GIB
+from vllm_tiered.weights.far_weights import FarWeights
+from vllm_tiered.weights.ring import WeightRing
+
+logger = logging.getLogger("vllm.tiered")
+
+
+def install() -> None:
+    """Let workers of engines that place weights take our offloader. Idempotent.
+
+    Both of vLLM's runners import the function that makes one by name, and importing them takes
+    seconds; so they are wrapped when a worker that needs it starts.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    compat.wrap_once(WorkerWrapperBase, "init_device", _init_device)
+
+
+def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    if _weights_config(wrapper.vllm_config).places:
+        from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+
+        compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
+        compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
+    original(wrapper, *args, **kwargs)
+
+
+def _weights_config(vllm_config: Any) -> WeightsConfig:
+    additional = getattr(vllm_config, "additional_config", None)
+    tables = additional if isinstance(additional, Mapping) else {}
+    return TieredConfig.from_dict(tables.get(ROOT_KEY, {})).weights
+
+
+def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader:
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    config = _weights_config(vllm_config)
+    if config.places:
+        is_first = vllm_config.parallel_config.rank == 0
+        return TieredOffloader(config, is_first=is_first)
+    offloader: BaseOffloader = original(*args, **kwargs)
+    return offloader
+
+
+def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """vLLM's CPU runner does not tell its offloader that the weights are loaded."""
+    from vllm.model_executor.offloader import get_offloader
+
+    original(runner, *args, **kwargs)
+    offloader = get_offloader()
+    if isinstance(offloader, TieredOffloader):
+        offloader.post_init()
+
+
+class TieredOffloader(BaseOffloader):
+    """Places the parameters of the decoder layers, and brings far ones in time.
+
+    Args:
+        config: the placement and its budgets.
+        is_first: the rank that logs.
+    """
+
+    def __init__(self, config: WeightsConfig, *, is_first: bool = True) -> None:
+        self._config = config
+        self._is_first = is_first
+        self._device = make_device()
+        self._weights: FarWeights | None = None
+        self.ring: WeightRing | None = None
+
+    def wrap_modules(
+        self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
+    ) -> list[nn.Module]:
+        """Give each parameter of each layer its home.
+
+        Raises:
+            UnsupportedError: the model has a second stack of layers, or parameters that are not
+                plain.
+            BudgetError: the placement does not fit its budgets.
+        """
+        if self._weights is not None:
+            raise UnsupportedError(
+                "the model has more than one stack of layers (a draft model, an encoder), and "
+                "weights are staged in one order: set weights.placement=off"
+            )
+        layers: list[nn.Module] = []
+        near_device = torch.device("cpu")
+        for layer in modules_generator:
+            near_device = next((p.device for p in layer.parameters()), near_device)
+            _leave_near(layer)
+            layers.append(layer)
+        placement = self._place(layers)
+        far = [
+            (layers[sublayer.layer], [parameter.name for parameter in parameters])
+            for sublayer, parameters in zip(placement.sublayers, placement.far, strict=True)
+            if parameters
+        ]
+        groups = [[layer.get_parameter(name) for name in names] for layer, names in far]
+        self._weights = FarWeights(self._device, groups, near_device)
+        far_names: dict[nn.Module, set[str]] = {layer: set() for layer in layers}
+        for position, (layer, names) in enumerate(far):
+            far_names[layer].update(names)
+            self._watch(layer, names, position)
+        for layer in layers:
+            _return_near(layer, far_names[layer], near_device)
+        self._announce(placement, self._weights)
+        return layers
+
+    def post_init(self) -> None:
+        """All weights are loaded: they pass through the slots from now on. Idempotent."""
+        if self.ring is None and self._weights is not None:
+            self.ring = self._weights.stage()
+
+    # Called in the forward pass, by the hooks or by vLLM's custom ops in compiled code.
+
+    def _wait_for_layer(self, layer_idx: int) -> None:
+        assert self.ring is not None, "the model runs before its weights are loaded"
+        self.ring.enter(layer_idx)
+
+    def _start_prefetch(self, layer_idx: int) -> None:
+        assert self.ring is not None
+        self.ring.leave(layer_idx)
+
+    def _place(self, layers: Sequence[nn.Module]) -> Placement:
+        sublayers = [
+            sublayer
+            for index, layer in enumerate(layers)
+            for sublayer in sublayers_of(index, _sizes(layer))
+        ]
+        placement = place(self._config.placement, sublayers, self._config.percents)
+        placement.check_budget(_in_bytes(self._config.near_gib), _in_bytes(self._config.far_gib))
+        return placement
+
+    def _watch(self, layer: nn.Module, names: Sequence[str], position: int) -> None:
+        """Let each module that has far parameters itself wait for them."""
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+            module = layer.get_submodule(path)
+            # vLLM's CPU linear layers keep a packed copy of their weights near otherwise.
+            module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+            module.register_forward_pre_hook(self._before(position), with_kwargs=True)
+            module.register_forward_hook(self._after(position))
+
+    def _before(self, position: int) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                torch.ops.vllm.wait_prefetch(_first_tensor((*args, *kwargs.values())), position)
+            else:
+                self._wait_for_layer(position)
+
+        return before
+
+    def _after(self, position: int) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                torch.ops.vllm.start_prefetch(_first_tensor(output), position)
+            else:
+                self._start_prefetch(position)
+
+        return after
+
+    def _announce(self, placement: Placement, weights: FarWeights) -> None:
+        stated = manifest.WeightsManifest.of(placement)
+        manifest.publish_weights(stated)
+        if self._is_first:
+            logger.info("%s", stated.describe())
+
+
+def _sizes(layer: nn.Module) -> dict[str, int]:
+    return {name: parameter.nbytes for name, parameter in layer.named_parameters()}
+
+
+def _in_bytes(gib: float | str) -> int | None:
+    return None if isinstance(gib, str) else int(gib * GIB)
+
+
+def _leave_near(layer: nn.Module) -> None:
+    """As soon as it is built: a model larger than the near tier can be."""
+    for name, parameter in layer.named_parameters():
+        if not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"parameter {name} of shape {tuple(parameter.shape)} is not contiguous: set "
+                "weights.placement=off for this model"
+            )
+        parameter.data = parameter.data.to("cpu")
+
+
+def _return_near(layer: nn.Module, far_names: Collection[str], near_device: torch.device) -> None:
+    """What has no home in far memory."""
+    for name, parameter in layer.named_parameters():
+        if name not in far_names:
+            parameter.data = parameter.data.to(near_device)
+
+
+def _first_tensor(values: Any) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values
+    return next(value for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model's weights live: FlexGen's, HeLM's and All-CPU's placement (HeLM, section V).
+
+A layer has two sublayers, attention and FFN, which alternate in time: while one computes, the far
+parameters of the next arrive in a staging slot.
+
+    compute   │ attention 0 │    FFN 0    │ attention 1 │ ...
+    link      │   FFN 0     │ attention 1 │    FFN 1    │ ...
+
+The unit of placement is a parameter as the engine has it, so that queries, keys and values are one,
+and gate and up are one. Norms stay near under every policy: they are a few KiB, and some models
+compute those of both sublayers before either.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.units import format_bytes
+
+SLOT_ALIGNMENT = 64 * 1024
+"""Sublayers begin at multiples of this in far memory and in slots: what is copied in one piece."""
+
+PARAMETER_ALIGNMENT = 256
+"""Parameters begin at multiples of this inside a sublayer, as an allocator would place them."""
+
+
+class Kind(Enum):
+    """A sublayer's part of its layer."""
+
+    ATTENTION = "attention"
+    FFN = "ffn"
+
+
+class Role(Enum):
+    """What policies ask of a parameter."""
+
+    NORM = "norm"
+    BIAS = "bias"
+    FFN_FIRST = "first FFN matrix"  # fc1, or gate and up in one
+    MATRIX = "matrix"
+
+
+class Home(Enum):
+    """The tier in which a parameter lives."""
+
+    NEAR = "near"
+    FAR = "far"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A tensor of a layer, by its name in the layer; bytes are this rank's."""
+
+    name: str
+    num_bytes: int
+    role: Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sublayer:
+    """The parameters of one half of a layer, in the order of the module."""
+
+    layer: int
+    kind: Kind
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(parameter.num_bytes for parameter in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """A home for every parameter of every layer.
+
+    Attributes:
+        policy: that chose them.
+        sublayers: in the order of computation.
+        far: for each sublayer, the parameters that are far, in the order of the module.
+    """
+
+    policy: str
+    sublayers: tuple[Sublayer, ...]
+    far: tuple[tuple[Parameter, ...], ...]
+
+    @property
+    def far_bytes(self) -> int:
+        """Of far memory, with the alignment."""
+        return sum(self.extents)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of parameters that stay near."""
+        total = sum(sublayer.num_bytes for sublayer in self.sublayers)
+        return total - sum(parameter.num_bytes for far in self.far for parameter in far)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the staging slots."""
+        return sum(slot_bytes(self.extents))
+
+    @property
+    def near_bytes(self) -> int:
+        """Of near memory: what stays, and the slots."""
+        return self.resident_bytes + self.ring_bytes
+
+    @property
+    def extents(self) -> list[int]:
+        """Bytes of each sublayer that passes through a slot, in the order of computation."""
+        sizes = (extent_bytes(parameter.num_bytes for parameter in far) for far in self.far)
+        return [size for size in sizes if size]
+
+    def check_budget(self, near_bytes: int | None, far_bytes: int | None) -> None:
+        """Whether it fits, where a budget is given.
+
+        Raises:
+            BudgetError: with the numbers.
+        """
+        if near_bytes is not None and self.near_bytes > near_bytes:
+            raise BudgetError(
+                f"weights.placement={self.policy} keeps {format_bytes(self.near_bytes)} of the "
+                f"layers near ({format_bytes(self.ring_bytes)} of it staging slots), but "
+                f"weights.near_gib allows {format_bytes(near_bytes)}: raise it, or choose a "
+                "placement that keeps less near (all_far keeps least)"
+            )
+        if far_bytes is not None and self.far_bytes > far_bytes:
+            raise BudgetError(
+                f"weights.placement={self.policy} puts {format_bytes(self.far_bytes)} in far "
+                f"memory, but weights.far_gib allows {format_bytes(far_bytes)}: raise it, or keep "
+                "more near"
+            )
+
+
+def sublayers_of(layer: int, num_bytes: Mapping[str, int]) -> list[Sublayer]:
+    """A layer's parameters by sublayer, told from their names.
+
+    Args:
+        num_bytes: of each parameter, by its name in the layer, in the order of the module.
+    """
+    by_kind: dict[Kind, list[Parameter]] = {kind: [] for kind in Kind}
+    firsts = _first_ffn_matrices(num_bytes)
+    for name, size in num_bytes.items():
+        role = _role(name, firsts)
+        by_kind[_kind(name)].append(Parameter(name=name, num_bytes=size, role=role))
+    return [
+        Sublayer(layer=layer, kind=kind, parameters=tuple(parameters))
+        for kind, parameters in by_kind.items()
+        if parameters
+    ]
+
+
+def place(
+    policy: str, sublayers: Sequence[Sublayer], percents: Sequence[float] | None = None
+) -> Placement:
+    """A home for every parameter.
+
+    Args:
+        policy: "flexgen" (listing 2), "helm" (listing 3, by tensor class) or "all_far" (All-CPU).
+        percents: near, far and storage share, for "flexgen".
+
+    Raises:
+        ConfigError: no such policy, or percents that it cannot use.
+    """
+    if policy == "flexgen":
+        shares = _checked_percents(percents)
+        far = [_flexgen(sublayer, shares) for sublayer in sublayers]
+    elif policy == "helm":
+        far = [_helm(sublayer) for sublayer in sublayers]
+    elif policy == "all_far":
+        far = [_movable(sublayer) for sublayer in sublayers]
+    else:
+        raise ConfigError(f'no placement "{policy}": there are flexgen, helm and all_far')
+    return Placement(
+        policy=policy, sublayers=tuple(sublayers), far=tuple(tuple(names) for names in far)
+    )
+
+
+def _movable(sublayer: Sublayer) -> list[Parameter]:
+    return [parameter for parameter in sublayer.parameters if parameter.role is not Role.NORM]
+
+
+def _helm(sublayer: Sublayer) -> list[Parameter]:
+    """Norms, biases and the first FFN matrix stay near."""
+    return [parameter for parameter in sublayer.parameters if parameter.role is Role.MATRIX]
+
+
+def _flexgen(sublayer: Sublayer, percents: tuple[float, float, float]) -> list[Parameter]:
+    """Listing 2: the middle of a parameter, in bytes of its list, falls into a tier's share."""
+    near, _, storage = percents
+    total = sublayer.num_bytes
+    far: list[Parameter] = []
+    before = 0
+    for parameter in sublayer.parameters:
+        middle = (before + parameter.num_bytes / 2) / total * 100
+        before += parameter.num_bytes
+        if middle < 100 - near and parameter.role is not Role.NORM:
+            far.append(parameter)
+    assert not storage
+    return far
+
+
+def _checked_percents(percents: Sequence[float] | None) -> tuple[float, float, float]:
+    if percents is None or len(percents) != 3:
+        raise ConfigError(
+            f"weights.percents is {percents}: flexgen needs three, of near, far and storage, as "
+            "[20, 80, 0]"
+        )
+    near, far, storage = percents
+    if min(percents) < 0 or not math.isclose(sum(percents), 100):
+        raise ConfigError(f"weights.percents is {list(percents)}: they must be >= 0 and sum to 100")
+    if storage:
+        raise ConfigError(
+            f"weights.percents is {list(percents)}: no weight is kept on storage yet; set the "
+            "third to 0"
+        )
+    return near, far, storage
+
+
+# Sizes ----------------------------------------------------------------------------------
+
+
+def align(num_bytes: int, alignment: int) -> int:
+    """The next multiple."""
+    return -(-num_bytes // alignment) * alignment
+
+
+def extent_bytes(sizes: Iterable[int]) -> int:
+    """What far parameters of a sublayer take, in far memory and in a slot, from their bytes."""
+    return align(sum(align(size, PARAMETER_ALIGNMENT) for size in sizes), SLOT_ALIGNMENT)
+
+
+def slot_of(position: int, num_extents: int) -> int:
+    """The slot that the sublayer at ``position`` passes through.
+
+    Two take turns; the last of an odd number has its own, as the next step's first follows it.
+    """
+    if num_extents > 1 and num_extents % 2 and position == num_extents - 1:
+        return 2
+    return position % 2
+
+
+def slot_bytes(extents: Sequence[int]) -> list[int]:
+    """The size of each slot: of the largest sublayer that passes through it."""
+    slots = [slot_of(position, len(extents)) for position in range(len(extents))]
+    return [
+        max(size for size, at in zip(extents, slots, strict=True) if at == slot)
+        for slot in sorted(set(slots))
+    ]
+
+
+# Names ----------------------------------------------------------------------------------
+
+_NORM_WORDS = ("norm", "ln_", "layernorm")
+_FFN_FIRST_WORDS = ("fc1", "gate_up_proj", "h_to_4h", "dense_h", "gate_proj", "up_proj", "c_fc")
+_FFN_SECOND_WORDS = ("fc2", "down_proj", "4h_to_h", "c_proj")
+
+
+def _kind(name: str) -> Kind:
+    """By the name's part before any norm's: ``post_attention_layernorm`` is the FFN's."""
+    if _is_norm(name):
+        is_first = any(word in name for word in ("input", "attn", "ln_1"))
+        return Kind.ATTENTION if is_first else Kind.FFN
+    return Kind.ATTENTION if "attn" in name or "attention" in name else Kind.FFN
+
+
+def _is_norm(name: str) -> bool:
+    return any(word in name for word in _NORM_WORDS)
+
+
+def _role(name: str, firsts: set[str]) -> Role:
+    if _is_norm(name):
+        return Role.NORM
+    if name.endswith("bias"):
+        return Role.BIAS
+    return Role.FFN_FIRST if name in firsts else Role.MATRIX
+
+
+def _first_ffn_matrices(num_bytes: Mapping[str, int]) -> set[str]:
+    """By name; in a model whose names say nothing, the first of the FFN's matrices."""
+    matrices = [
+        name
+        for name in num_bytes
+        if _kind(name) is Kind.FFN and not _is_norm(name) and not name.endswith("bias")
+    ]
+    named = {
+        name
+        for name in matrices
+        if any(word in name for word in _FFN_FIRST_WORDS)
+        and not any(word in name for word in _FFN_SECOND_WORDS)
+    }
+    return named or set(matrices[:1] if len(matrices) > 1 else [])

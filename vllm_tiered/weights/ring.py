@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staging slots through which far sublayers pass, one ahead of compute (FlexGen's overlap).
+
+enter(k)     compute of sublayer k is next: wait until it has arrived
+             the slot of k - 1 is free when its compute is over: k + 1 is queued for it
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_tiered.cost.weights import SLOT_ALIGNMENT, slot_bytes, slot_of
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, Pages
+
+
+class Extent(NamedTuple):
+    """A sublayer's far parameters: pages of ``SLOT_ALIGNMENT`` bytes, in a row."""
+
+    far_page: int
+    slot_page: int
+    num_pages: int
+    slot: int
+
+
+def lay_out(sizes: Sequence[int]) -> list[Extent]:
+    """Sublayers one after the other in far memory, and the slots one after the other near.
+
+    Args:
+        sizes: bytes of each, multiples of ``SLOT_ALIGNMENT``, in the order of computation.
+    """
+    slots = slot_bytes(sizes)
+    slot_pages = [sum(slots[:slot]) // SLOT_ALIGNMENT for slot in range(len(slots))]
+    extents: list[Extent] = []
+    far_page = 0
+    for position, size in enumerate(sizes):
+        slot = slot_of(position, len(sizes))
+        num_pages = size // SLOT_ALIGNMENT
+        extents.append(Extent(far_page, slot_pages[slot], num_pages, slot))
+        far_page += num_pages
+    return extents
+
+
+class _Slot:
+    """What is in a slot or on its way, what comes next, and how many modules use it."""
+
+    __slots__ = ("arrival", "next", "num_users", "resident")
+
+    def __init__(self) -> None:
+        self.resident: int | None = None
+        self.next: int | None = None
+        self.arrival: Event | None = None
+        self.num_users = 0
+
+
+class WeightRing:
+    """Brings each sublayer into its slot before it computes.
+
+    Any order of computation gives right weights; the order of ``extents``, again and again, gives
+    them early. A module says when it begins and when it is done, as a compiler may put other work
+    in between.
+
+    Args:
+        device: copies, and knows what compute has done.
+        far: all sublayers, pages of ``SLOT_ALIGNMENT`` bytes.
+        near: the slots.
+        extents: where each is, from :func:`lay_out`.
+
+    Attributes:
+        stall_seconds: for which compute stood still.
+        num_misses: sublayers that compute came to before they were queued.
+    """
+
+    def __init__(
+        self, *, device: Device, far: PageBuffer, near: PageBuffer, extents: Sequence[Extent]
+    ) -> None:
+        self._device = device
+        self._copies = [_prepare(device, far, near, extent) for extent in extents]
+        num_slots = 1 + max((extent.slot for extent in extents), default=-1)
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._slot_of = [self._slots[extent.slot] for extent in extents]
+        self.stall_seconds = 0.0
+        self.num_misses = 0
+
+    def start(self) -> None:
+        """Queue the first sublayer, which the first step would come to in vain."""
+        if self._copies:
+            self._queue(0)
+
+    def enter(self, position: int) -> None:
+        """A module of the sublayer computes next: what it needs is in the slot.
+
+        Raises:
+            IntegrityError: a module of another sublayer still uses the slot.
+            The copy's error, if it failed.
+        """
+        slot = self._slot_of[position]
+        if slot.resident != position:
+            if slot.num_users:
+                raise IntegrityError(
+                    f"sublayer {position} computes while sublayer {slot.resident} still uses its "
+                    "slot: this model's layers overlap; set weights.placement=off"
+                )
+            self.num_misses += 1
+            self._queue(position)
+        slot.num_users += 1
+        assert slot.arrival is not None
+        self.stall_seconds += self._device.wait(slot.arrival)
+        following = (position + 1) % len(self._slot_of)
+        into = self._slot_of[following]
+        if into is not slot and into.resident != following:
+            into.next = following
+            self._fill(into)
+
+    def leave(self, position: int) -> None:
+        """The module is done: compute that was submitted so far is all that uses the slot."""
+        slot = self._slot_of[position]
+        if slot.resident != position or not slot.num_users:
+            raise IntegrityError(f"sublayer {position} is done, but it was not computing")
+        slot.num_users -= 1
+        self._fill(slot)
+
+    def check_integrity(self) -> None:
+        """A slot holds a sublayer that passes through it, or nothing.
+
+        Raises:
+            IntegrityError: with the slot.
+        """
+        for index, slot in enumerate(self._slots):
+            if slot.resident is None:
+                if slot.arrival is not None or slot.num_users:
+                    raise IntegrityError(f"slot {index} is empty, but in use")
+            elif self._slot_of[slot.resident] is not slot or slot.arrival is None:
+                raise IntegrityError(f"slot {index} holds sublayer {slot.resident} of another slot")
+
+    def _fill(self, slot: _Slot) -> None:
+        """Queue what is next for the slot, unless a module still uses what is in it."""
+        if slot.next is not None and not slot.num_users:
+            self._queue(slot.next)
+
+    def _queue(self, position: int) -> None:
+        slot = self._slot_of[position]
+        # What is in the slot may be used by all compute that was submitted before.
+        after = (self._device.compute_event(),)
+        slot.arrival = self._device.submit(self._copies[position], after)
+        slot.resident, slot.next = position, None
+
+
+def _prepare(device: Device, far: PageBuffer, near: PageBuffer, extent: Extent) -> Copy:
+    return device.prepare(
+        Direction.READ,
+        far,
+        _pages(extent.far_page, extent.num_pages),
+        near,
+        _pages(extent.slot_page, extent.num_pages),
+    )
+
+
+def _pages(first: int, count: int) -> Pages:
+    return Pages(np.arange(first, first + count, dtype=np.int64), ascending=True)
