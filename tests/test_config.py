@@ -126,6 +126,31 @@ def test_keys_that_do_not_go_together(keys, named):
     KvConfig(tier="storage", path="/ssd", far_gib=0).check()
 
 
+@pytest.mark.parametrize("percents", [[20, 80, 0], (20.0, 80.0, 0.0), "[20, 80, 0]", "20,80,0"])
+def test_percents_are_a_list_of_numbers(percents):
+    config = TieredConfig.from_dict({"weights": {"placement": "flexgen", "percents": percents}})
+    assert config.weights.percents == (20.0, 80.0, 0.0)
+    assert TieredConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("percents", ["", [], "a,b", 20, [20, None], [float("nan")], {20: 80}])
+def test_bad_percents_are_named(percents):
+    with pytest.raises(ConfigError, match=r"weights\.percents is .*: set it to a list of numbers"):
+        TieredConfig.from_dict({"weights": {"percents": percents}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"placement": "flexgen"}, r'placement is "flexgen": set .*percents'),
+        ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
+    ],
+)
+def test_weights_keys_that_do_not_go_together(keys, named):
+    with pytest.raises(ConfigError, match=named):
+        TieredConfig.from_dict({"weights": keys}).check()
+
+
 @pytest.mark.parametrize("value", ["", 3, True, ["t.jsonl"]])
 def test_a_bad_report_path_is_named(value):
     with pytest.raises(ConfigError, match=r"tiered\.report\.path is .*: set it to the path of a"):

@@ -21,6 +21,12 @@ def test_keys_and_defaults():
             "path": None,
             "verify": "off",
         },
+        "weights": {
+            "placement": "off",
+            "near_gib": "auto",
+            "far_gib": "auto",
+            "percents": None,
+        },
         "report": {"path": None},
     }
 

@@ -53,9 +53,8 @@ def _numbers(key: str, value: object) -> tuple[float, ...] | None:
     """A list of numbers; a command line gives "[20, 80, 0]" as text."""
     if value is None:
         return None
-    if isinstance(value, str):
-        value = [word for word in value.strip("[] ").split(",")]
-    numbers = [_as_float(item) for item in value] if isinstance(value, Sequence) else []
+    items = value.strip("[] ").split(",") if isinstance(value, str) else value
+    numbers = [_as_float(item) for item in items] if isinstance(items, list | tuple) else []
     if not numbers or any(number is None or not math.isfinite(number) for number in numbers):
         raise ConfigError(f"{key} is {value!r}: set it to a list of numbers, as [20, 80, 0]")
     return tuple(number for number in numbers if number is not None)

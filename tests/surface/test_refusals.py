@@ -89,6 +89,37 @@ def test_the_tables_and_these_tests_cover_the_same():
     assert len(BY_MODEL) == len(refusals._VLLM_CONFIG)
 
 
+BY_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
+    "quantization": ({"quantization": "fp8"}, "--quantization fp8"),
+    "cpu_offload": ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb 1.0"),
+    "prefetch_offload": ({"offload_group_size": 2}, "--offload-group-size 2"),
+    "lora": ({"enable_lora": True}, "--enable-lora"),
+    "pipeline_parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+    "speculation": ({"spec_method": "ngram"}, "--spec-method ngram"),
+    "microbatches": ({"ubatch_size": 2}, "--ubatch-size 2"),
+    "sleep_mode": ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
+}
+
+
+@pytest.mark.parametrize("name", BY_WEIGHTS)
+def test_placed_weights_refuse_it_before_vllm_does_anything(make_engine_args, monkeypatch, name):
+    fields, expected = BY_WEIGHTS[name]
+    tiered = {"kv": {"enabled": False}, "weights": {"placement": "helm"}}
+    engine_args = make_engine_args(additional_config={"tiered": tiered}, **fields)
+    monkeypatch.setattr(
+        type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        engine_args.create_engine_config()
+    for part in [expected, "cannot place weights", "tiered.weights.placement to off"]:
+        assert part in str(refused.value)
+
+
+def test_all_that_placed_weights_refuse_is_tested():
+    # Two tests for moving weights elsewhere.
+    assert len(BY_WEIGHTS) == len(refusals._WEIGHTS_ARGS) + 1
+
+
 def test_nothing_is_refused_with_kv_switched_off(make_engine_args):
     engine_args = make_engine_args(
         additional_config={"tiered": {"kv": {"enabled": False}}},

@@ -7,7 +7,7 @@ Steps are summed into windows; at a window's end the first rule that applies mov
 |-----------|-------------------------------------------------|------------------------------------|
 | serve     | a live request will not fit (at any step)       | up to the lowest that holds it     |
 | shed      | compute stalls, window after window             | down one, or to what the link can  |
-| worth     | slower than before any layer was far (storage)  | down to half, or to a quarter      |
+| worth     | slower than before any layer was far (storage)  | down to half, or to that           |
 | judge     | enough long windows here and where we came from | back, if the lower was as good     |
 | grow      | requests are blocked, no stall, the link bears  | up: 3, 5, 9, 17 …, at last one by  |
 |           | it, and they would use the blocks               | one; at once to what worked before |
@@ -221,8 +221,8 @@ def _worth(view: Outlook) -> _Move | None:
     if loss is None or not lower:
         return None
     base = memory.worth.base.level
-    # Near the lowest level blocks are cheap: a large loss is not made good by half the layers.
-    bound = base + (view.level - base) // (4 if loss > tuning.plain_loss else 2)
+    # A large loss is not made good by half the layers.
+    bound = base if loss > tuning.plain_loss else (base + view.level) // 2
     target = max((level for level in lower if level <= bound), default=lower[0])
     memory = replace(
         memory,

@@ -41,7 +41,7 @@ class Tuning:
         max_backoff: how far repeated failures stretch patience, ceilings and trials.
         base_records: samples under pressure before the first layer becomes far, to compare others
             with; 0: none, as where transfers take next to nothing from compute.
-        plain_loss: from here on a quarter of the far layers is tried next, not half of them.
+        plain_loss: from here on they are all given up at once, not half of them.
     """
 
     ramp_steps: int = 8

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The integer program against brute force, and against the placements that it should beat."""
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tests.cost.test_weights import model, opt_layer
+from vllm_tiered.cost import latency
+from vllm_tiered.cost.latency import place_for_latency
+from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.cost.weights import (
+    SLOT_ALIGNMENT,
+    Kind,
+    Parameter,
+    Placement,
+    Role,
+    Sublayer,
+    place,
+)
+from vllm_tiered.errors import BudgetError
+
+PAGE = SLOT_ALIGNMENT
+LINK = Link(bytes_per_s=PAGE * 1e3)  # a page a millisecond
+
+
+def sublayer(layer, kind, *pages):
+    return Sublayer(
+        layer=layer,
+        kind=kind,
+        parameters=tuple(
+            Parameter(name=f"m{i}.weight", num_bytes=count * PAGE, role=Role.MATRIX)
+            for i, count in enumerate(pages)
+        ),
+    )
+
+
+def small_model(num_layers, attention, ffn):
+    return [
+        part
+        for layer in range(num_layers)
+        for part in (
+            sublayer(layer, Kind.ATTENTION, *attention),
+            sublayer(layer, Kind.FFN, *ffn),
+        )
+    ]
+
+
+def by_kind(sublayers, attention, ffn):
+    seconds = {Kind.ATTENTION: attention, Kind.FFN: ffn}
+    return StepTimes(compute=tuple(seconds[part.kind] for part in sublayers))
+
+
+def balance(placement, times, link=LINK):
+    """The program's objective: each transfer beside the compute before it."""
+    transfers = transfer_seconds(placement, link)
+    return sum(max(times.compute[i - 1], transfers[i]) for i in range(len(transfers)))
+
+
+def every_placement(sublayers):
+    sets = [
+        [
+            far
+            for size in range(len(part.parameters) + 1)
+            for far in itertools.combinations(part.parameters, size)
+        ]
+        for part in sublayers
+    ]
+    for far in itertools.product(*sets):
+        yield Placement(policy="brute", sublayers=tuple(sublayers), far=far)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    attention=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    ffn=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    compute=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    budget=st.integers(4, 40),
+)
+def test_the_program_finds_what_brute_force_finds(attention, ffn, compute, budget):
+    """Where something of every sublayer is far, its constraints are those of the slots exactly."""
+    sublayers = small_model(2, attention, ffn)
+    times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
+    fitting = [
+        balance(placement, times)
+        for placement in every_placement(sublayers)
+        if all(placement.far) and placement.near_bytes <= budget * PAGE
+    ]
+    solved = latency._solve(sublayers, times, LINK, budget * PAGE, may_stay=False)
+    if not fitting:
+        assert solved is None
+        return
+    assert solved is not None and all(solved.far)
+    assert solved.near_bytes <= budget * PAGE
+    assert balance(solved, times) == pytest.approx(min(fitting), rel=2e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_layers=st.integers(2, 6),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
+    compute=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+    budget=st.integers(2, 160),
+)
+def test_never_slower_than_the_others_and_within_the_budget(num_layers, sizes, compute, budget):
+    sublayers = small_model(num_layers, sizes[:2], sizes[2:])
+    times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
+    others = [place("all_far", sublayers), place("helm", sublayers)]
+    others += [place("flexgen", sublayers, [near, 100 - near, 0]) for near in (20, 50)]
+    fitting = [other for other in others[:2] if other.near_bytes <= budget * PAGE]
+    try:
+        chosen = place_for_latency(sublayers, times, LINK, budget * PAGE)
+    except BudgetError:
+        assert not fitting
+        return
+    assert chosen.near_bytes <= budget * PAGE
+    for other in fitting:
+        assert seconds(chosen, times) <= seconds(other, times) * (1 + 1e-9)
+
+
+def seconds(placement, times):
+    return step_time(transfer_seconds(placement, LINK), times).seconds
+
+
+def test_everything_near_where_it_fits():
+    sublayers = model(opt_layer())
+    total = sum(part.num_bytes for part in sublayers)
+    chosen = place_for_latency(sublayers, by_kind(sublayers, 1e-3, 2e-3), LINK, total)
+    assert chosen.far_bytes == 0 and chosen.policy == "latency"
+
+
+def test_balance_is_what_the_paper_found_and_goes_further():
+    """OPT decoding from Optane: table IV's ratios, baseline against HeLM (27 % less), and ours."""
+    sublayers = model(opt_layer(), num_layers=24)
+    flexgen = place("flexgen", sublayers, [20, 80, 0])
+    attention, ffn = transfer_seconds(flexgen, LINK)[:2]
+    times = by_kind(sublayers, 0.36 * ffn, 1.85 * attention)
+    baseline = seconds(flexgen, times)
+    helm = place("helm", sublayers)
+    assert 1 - seconds(helm, times) / baseline == pytest.approx(0.27, abs=0.04)
+    chosen = place_for_latency(sublayers, times, LINK, helm.near_bytes)
+    assert seconds(chosen, times) <= seconds(helm, times)  # with its memory it is the best
+    with_less = place_for_latency(sublayers, times, LINK, flexgen.near_bytes)
+    assert seconds(with_less, times) < 0.95 * baseline
+
+
+def test_too_little_memory_is_said_with_the_least():
+    sublayers = small_model(4, (3, 2), (16, 8))
+    with pytest.raises(BudgetError, match=r"no placement fits .* the least takes .*near_gib"):
+        place_for_latency(sublayers, by_kind(sublayers, 1e-3, 1e-3), LINK, 10 * PAGE)
+
+
+def test_a_large_model_is_placed_in_no_time():
+    sublayers = model(opt_layer(2048), num_layers=96)
+    times = by_kind(sublayers, 1e-3, 2e-3)
+    link = Link(bytes_per_s=20e9, latency_s=1e-5)
+    chosen = place_for_latency(sublayers, times, link, 3 << 30)
+    assert chosen.near_bytes <= 3 << 30
+
+
+# The pipeline ---------------------------------------------------------------------------
+
+
+def times_of(*compute, rest=0.0):
+    return StepTimes(compute=compute, rest=rest)
+
+
+def test_transfers_hide_behind_the_sublayer_before():
+    result = step_time([1.0, 2.0, 1.0, 2.0], times_of(3.0, 3.0, 3.0, 3.0))
+    assert result == (12.0, 6.0, 0.0)
+
+
+def test_what_does_not_hide_is_stall():
+    """Each transfer of 2 beside a compute of 1: the link is never idle."""
+    result = step_time([2.0] * 4, times_of(1.0, 1.0, 1.0, 1.0))
+    assert result.seconds == pytest.approx(8.0)
+    assert result.stall_seconds == pytest.approx(4.0)
+
+
+def test_the_unbalanced_pipeline_of_the_paper():
+    """Figure 8: attention is short beside the FFN's transfer, the FFN long beside attention's."""
+    result = step_time([1.0, 5.0] * 3, times_of(*(2.0, 3.0) * 3))
+    assert result.seconds == pytest.approx(3 * (5.0 + 3.0))
+
+
+def test_the_rest_of_a_step_hides_the_first_transfer():
+    without = step_time([3.0, 0.0, 3.0, 0.0, 3.0, 0.0], times_of(1, 1, 1, 1, 1, 1))
+    with_rest = step_time([3.0, 0.0, 3.0, 0.0, 3.0, 0.0], times_of(1, 1, 1, 1, 1, 1, rest=1.0))
+    assert without.seconds == with_rest.seconds == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("transfers", [[0.0] * 4, [5.0, 0.0, 0.0, 0.0], [5.0, 0.0, 5.0, 0.0]])
+def test_what_has_a_slot_for_itself_is_not_moved_again(transfers):
+    assert step_time(transfers, times_of(1, 1, 1, 1)) == (4.0, 0.0, 0.0)

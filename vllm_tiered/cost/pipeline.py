@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a step takes whose far sublayers arrive one ahead (HeLM, figure 8).
+
+    compute   │ attention 0 │   FFN 0    │·stall·│ attention 1 │ ...
+    link      │   FFN 0     │     attention 1    │    FFN 1    │ ...
+
+The transfer of a far sublayer begins when the far one before it begins to compute, as the ring of
+staging slots does it, and not before the link is free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_tiered.cost.weights import Kind, Placement, extent_bytes
+
+
+class Link(NamedTuple):
+    """A link as a transfer sees it."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of one transfer; none takes no time."""
+        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """What a step is made of.
+
+    Attributes:
+        compute: seconds of each sublayer, if all its weights were near.
+        rest: seconds of what is not a layer: embedding, head, sampling, scheduling.
+    """
+
+    compute: tuple[float, ...]
+    rest: float = 0.0
+
+    @classmethod
+    def by_kind(cls, placement: Placement, seconds: dict[Kind, float], rest: float) -> "StepTimes":
+        """The same for all layers."""
+        return cls(compute=tuple(seconds[part.kind] for part in placement.sublayers), rest=rest)
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step, of the link, and of compute standing still."""
+
+    seconds: float
+    link_seconds: float
+    stall_seconds: float
+
+
+def transfer_seconds(placement: Placement, link: Link) -> list[float]:
+    """Of each sublayer; 0 where nothing is far."""
+    return [
+        link.seconds(extent_bytes(parameter.num_bytes for parameter in far))
+        for far in placement.far
+    ]
+
+
+def step_time(transfers: Sequence[float], times: StepTimes) -> StepTime:
+    """A step in the steady state: its first far sublayer was queued by the step before.
+
+    Args:
+        transfers: of each sublayer, from :func:`transfer_seconds`.
+    """
+    far = [position for position, seconds in enumerate(transfers) if seconds]
+    compute = sum(times.compute) + times.rest
+    link = sum(transfers)
+    if len(far) < 3:
+        return StepTime(compute, 0.0, 0.0)  # each has a slot for itself, and stays there
+    # Two steps: the first may begin with the first sublayer there already.
+    now = link_free = 0.0
+    arrives = {far[0]: 0.0}
+    begin = 0.0
+    for _ in range(2):
+        begin = now
+        for position, seconds in enumerate(times.compute):
+            if transfers[position]:
+                now = max(now, arrives[position])
+                following = far[(far.index(position) + 1) % len(far)]
+                link_free = max(link_free, now) + transfers[following]
+                arrives[following] = link_free
+            now += seconds
+        now += times.rest
+    return StepTime(now - begin, link, max(0.0, now - begin - compute))
