@@ -47,8 +47,8 @@ def test_layers_that_cost_more_than_they_give_are_given_up():
     plant.run(30_000)
     assert plant.path.count(0) > 0.8 * len(plant.path)
     assert "slower than 0 far layers" in " ".join(plant.reasons)
-    # Each next attempt stays lower.
-    assert max(plant.path[10_000:]) < max(plant.path[:10_000])
+    # Each next attempt comes later.
+    assert plant.path[15_000:].count(0) > 0.95 * 15_000
 
 
 def test_without_the_comparison_they_are_kept():
