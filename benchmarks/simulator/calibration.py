@@ -2,8 +2,8 @@
 """The model of the CPU machine against what vLLM did there.
 
 The figures are the table of docs/decisions/0001: 36 ShareGPT requests at once, SmolLM2-135M, blocks
-of 32 tokens. The constants of `machines/cpu-2core.toml` marked as calibrated were set by hand to
-the first column (no expansion); the effect of swapping and tails and the preemptions follow.
+of 32 tokens. The constants of the machine `cpu-2core` marked as calibrated were set by hand to the
+first column (no expansion); the effect of swapping and tails and the preemptions follow.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.model import demo_model_dir
-from benchmarks.simulator.machine import MODELS, machine
+from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
 from benchmarks.workload import sharegpt_requests
 from vllm_tiered.cost.kv import far_layers_for_expansion
+from vllm_tiered.cost.machine import machine
 
 MEASURED_TOKENS_PER_S: Mapping[int, Mapping[float, float]] = {
     25: {1: 151, 1.25: 169, 1.5: 180, 2: 212, 2.5: 212, 3: 247},

@@ -13,10 +13,11 @@ import random
 from collections.abc import Mapping
 
 from benchmarks.simulator.calibration import calibration_case
-from benchmarks.simulator.machine import MODELS, machine
+from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import LENGTHS, Trace
 from vllm_tiered.cost.kv import expansion_of
+from vllm_tiered.cost.machine import machine
 
 NUM_REQUESTS = 64  # on the GPUs: 12.9 GB of KV for OPT-13B, as at the end of Pie's figure 7
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.simulator.machine import MODELS, machine
+from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case
 from benchmarks.simulator.trace import LENGTHS, Contention, Trace, poisson
+from vllm_tiered.cost.machine import machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

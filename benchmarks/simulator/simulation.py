@@ -8,11 +8,12 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from benchmarks.simulator.machine import Machine, ModelShape
+from benchmarks.simulator.models import ModelShape
 from benchmarks.simulator.scheduler import SimulatedScheduler
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
 from vllm_tiered.cost.kv import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
+from vllm_tiered.cost.machine import Machine
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.outlook import DEFAULT_TUNING, STORAGE_TUNING
 

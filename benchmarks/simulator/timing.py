@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.simulator.machine import Machine, ModelShape
+from benchmarks.simulator.models import ModelShape
+from vllm_tiered.cost.machine import Machine
 from vllm_tiered.kv.policy import interleave
 
 

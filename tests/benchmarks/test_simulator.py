@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks import kv_simulate
-from benchmarks.simulator import machine as machines
 from benchmarks.simulator.calibration import calibration, calibration_case
 from benchmarks.simulator.compare import (
     compare,
@@ -20,7 +19,7 @@ from benchmarks.simulator.compare import (
     run_fixed,
     steps_to_converge,
 )
-from benchmarks.simulator.machine import MODELS, Machine, machine, machine_names
+from benchmarks.simulator.models import MODELS, ModelShape
 from benchmarks.simulator.plot import plot_timeline
 from benchmarks.simulator.scenarios import SCENARIOS
 from benchmarks.simulator.scheduler import SimulatedScheduler
@@ -35,6 +34,7 @@ from benchmarks.simulator.trace import (
     poisson,
 )
 from vllm_tiered.cost.kv import KvLevels
+from vllm_tiered.cost.machine import Machine
 
 LEVELS = KvLevels(
     num_layers=12, page_bytes=1024, block_tokens=8, near_pages=500, max_far_layers=9, max_blocks=120
@@ -146,7 +146,7 @@ FAST = Machine(
     request_overhead_us=0.0,
     far_layer_overhead_us=0.0,
 )
-MODEL = machines.ModelShape(num_layers=12, num_parameters=6e7, kv_heads=1, head_size=64)
+MODEL = ModelShape(num_layers=12, num_parameters=6e7, kv_heads=1, head_size=64)
 LAYER_S = 1e-3  # 120 MB of weights at 10 GB/s are 12 ms
 
 
@@ -214,45 +214,7 @@ def test_less_link_and_fewer_areas_never_stall_less(far_layers, read_bytes, link
     assert timed(**kwargs, areas=4).stall_seconds <= free + 1e-12
 
 
-# Machines and loads ---------------------------------------------------------------------
-
-
-def test_every_machine_has_its_figures_and_their_sources():
-    assert set(machine_names()) == {
-        "cpu-2core",
-        "cpu-2core-ssd",
-        "gh200",
-        "h200-pcie5",
-        "rtx4090-pcie4",
-    }
-    for name in machine_names():
-        assert machine(name).read_gb_per_s < machine(name).near_gb_per_s
-
-
-def test_unknown_machines_name_the_known_ones():
-    with pytest.raises(
-        KeyError, match="no machine 'a100'; there are cpu-2core, cpu-2core-ssd, gh200"
-    ):
-        machine("a100")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[tflops]\nvalue = 1\n", "figures missing or unknown: far_layer_overhead_us"),
-        (None, "tflops needs a source and a kind"),
-    ],
-    ids=["missing", "without source"],
-)
-def test_figures_without_provenance_are_refused(monkeypatch, tmp_path, text, message):
-    if text is None:
-        gh200 = (machines._MACHINES / "gh200.toml").read_text(encoding="utf-8")
-        head, _, tail = gh200.partition("[tflops]")
-        text = head + "[tflops]" + tail.replace("source", "sauce", 1)
-    (tmp_path / "odd.toml").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(machines, "_MACHINES", tmp_path)
-    with pytest.raises(ValueError, match=message):
-        machine.__wrapped__("odd")
+# Models and loads -----------------------------------------------------------------------
 
 
 def test_kv_of_a_token_is_what_pie_says_of_opt_13b():

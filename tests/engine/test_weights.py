@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in far memory on the real engine: the same tokens, and a manifest that says so."""
 
-import pytest
+import gc
 
-from tests.engine.harness import random_prompts, run, vllm_tokens
+import pytest
+import torch
+from vllm.model_executor.offloader import get_offloader
+
+from tests.doubles import DelayedDevice
+from tests.engine.harness import engine, generate, random_prompts, run, vllm_tokens
+from tests.engine.test_processes import OWN_PROCESS, run_script
+from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
+from vllm_tiered.adapter import manifest, offloader
+from vllm_tiered.adapter.offloader import TieredOffloader
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.tiers.cpu import CpuDevice
 
 PROMPTS = random_prompts(6, seed=5)
 PLACEMENTS = (
@@ -12,13 +24,13 @@ PLACEMENTS = (
     {"placement": "flexgen", "percents": [20, 80, 0]},
     {"placement": "flexgen", "percents": [60, 40, 0]},
 )
-OFF = {"enabled": False}
+KV_OFF = {"enabled": False}
 
 
 @pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
 @pytest.mark.parametrize("model", ["opt", "qwen2", "llama1", "llama3"])
 def test_tokens_equal(model, weights) -> None:
-    result = run(model, PROMPTS, OFF, weights=weights)
+    result = run(model, PROMPTS, KV_OFF, weights=weights)
     assert result.tokens == vllm_tokens(model, PROMPTS)
     stated = result.manifest["weights"]
     assert stated["placement"] == weights["placement"]
@@ -36,3 +48,105 @@ def test_together_with_swapped_kv() -> None:
     assert result.tokens == vllm_tokens("demo", PROMPTS)
     assert result.manifest["kv"]["active"]
     assert result.manifest["weights"]["far_sublayers"] == 60
+
+
+# Late copies ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def delayed(monkeypatch):
+    monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.004))
+
+
+@pytest.mark.parametrize("model", ["opt", "llama3"])
+def test_late_and_poisoned_copies(model, delayed) -> None:
+    expected = vllm_tokens(model, PROMPTS)
+    with engine(model, KV_OFF, weights={"placement": "all_far"}) as llm:
+        assert generate(llm, PROMPTS) == expected
+        ring = get_offloader().ring
+        assert ring.stall_seconds > 0 and ring.num_misses == 0
+        ring.check_integrity()
+
+
+def test_it_fails_without_the_wait(delayed, monkeypatch) -> None:
+    """Poisoned slots are noticed."""
+    monkeypatch.setattr(CpuDevice, "wait", lambda self, event: 0.0)
+    result = run("opt", PROMPTS, KV_OFF, weights={"placement": "all_far"})
+    assert result.tokens != vllm_tokens("opt", PROMPTS)
+
+
+# Other ways to run ----------------------------------------------------------------------
+
+
+def test_tensor_parallel(tmp_path) -> None:
+    """Each rank has its shard of every matrix, and brings it itself."""
+    config = tmp_path / "tiered.json"
+    config.write_text('{"kv": {"enabled": false}, "weights": {"placement": "helm"}}')
+    variables = {
+        "VLLM_PLUGINS": "tiered",
+        "VLLM_TIERED_CONFIG": str(config),
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    result = run_script(
+        OWN_PROCESS | variables,
+        model="qwen2",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
+
+
+def test_the_next_engine_has_its_weights_near() -> None:
+    run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
+    expected = vllm_tokens("opt", PROMPTS)
+    with engine("opt", KV_OFF) as llm:
+        assert not isinstance(get_offloader(), TieredOffloader)
+        assert manifest.current() is None
+        assert generate(llm, PROMPTS) == expected
+
+
+def test_far_memory_is_given_back_with_the_engine() -> None:
+    run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
+    gc.collect()
+    assert not [ring for ring in gc.get_objects() if type(ring).__name__ == "WeightRing"]
+
+
+# Refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"near_gib": 0.0005}, r"keeps .* of the layers near .* weights\.near_gib allows"),
+        ({"far_gib": 0.0005}, r"in far memory, but weights\.far_gib allows"),
+    ],
+)
+def test_budgets_too_small(budget, message) -> None:
+    with (
+        pytest.raises(BudgetError, match=message),
+        engine("opt", KV_OFF, weights={"placement": "helm", **budget}),
+    ):
+        pass
+
+
+def layers(count=2, transposed=False):
+    for _ in range(count):
+        layer = torch.nn.Module()
+        layer.fc1 = torch.nn.Linear(64, 64)
+        layer.fc2 = torch.nn.Linear(64, 64)
+        if transposed:
+            layer.fc2.weight.data = layer.fc2.weight.data.t()
+        yield layer
+
+
+def test_a_second_stack_of_layers_is_refused() -> None:
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    tiered.wrap_modules(layers())
+    with pytest.raises(UnsupportedError, match=r"more than one stack .* weights\.placement=off"):
+        tiered.wrap_modules(layers())
+
+
+def test_parameters_that_are_not_plain_are_refused() -> None:
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    with pytest.raises(UnsupportedError, match=r"fc2\.weight .* is not contiguous"):
+        tiered.wrap_modules(layers(transposed=True))

@@ -125,7 +125,11 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("_start_prefetch", "_wait_for_layer", "post_init", "wrap_modules"),
         "placing weights",
     ),
-    ("vllm.v1.worker.worker_base.WorkerWrapperBase", ("init_device",), "placing weights"),
+    (
+        "vllm.v1.worker.worker_base.WorkerWrapperBase",
+        ("init_device", "shutdown"),
+        "placing weights",
+    ),
     ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),
     ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),
 )

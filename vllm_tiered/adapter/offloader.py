@@ -14,7 +14,7 @@ The two calls go through vLLM's own custom ops for offloaders where the model is
 """
 
 import logging
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def install() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     compat.wrap_once(WorkerWrapperBase, "init_device", _init_device)
+    compat.wrap_once(WorkerWrapperBase, "shutdown", _shutdown)
 
 
 def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +52,17 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
     original(wrapper, *args, **kwargs)
+
+
+def _shutdown(original: Any, wrapper: Any) -> None:
+    """An engine in the user's own process may have a successor."""
+    from vllm.model_executor.offloader import get_offloader, set_offloader
+
+    original(wrapper)
+    offloader = get_offloader()
+    if isinstance(offloader, TieredOffloader):
+        offloader.close()
+        set_offloader(None)
 
 
 def _weights_config(vllm_config: Any) -> WeightsConfig:
@@ -87,6 +99,10 @@ class TieredOffloader(BaseOffloader):
     Args:
         config: the placement and its budgets.
         is_first: the rank that logs.
+
+    Attributes:
+        ring: the staging slots, when all weights are loaded.
+        is_used: it has the layers of a model.
     """
 
     def __init__(self, config: WeightsConfig, *, is_first: bool = True) -> None:
@@ -95,6 +111,7 @@ class TieredOffloader(BaseOffloader):
         self._device = make_device()
         self._weights: FarWeights | None = None
         self.ring: WeightRing | None = None
+        self.is_used = False
 
     def wrap_modules(
         self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
@@ -106,14 +123,22 @@ class TieredOffloader(BaseOffloader):
                 plain.
             BudgetError: the placement does not fit its budgets.
         """
-        if self._weights is not None:
+        if self.is_used:
             raise UnsupportedError(
                 "the model has more than one stack of layers (a draft model, an encoder), and "
                 "weights are staged in one order: set weights.placement=off"
             )
+        self.is_used = True
+        try:
+            return self._wrap(modules_generator)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wrap(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         layers: list[nn.Module] = []
         near_device = torch.device("cpu")
-        for layer in modules_generator:
+        for layer in modules:
             near_device = next((p.device for p in layer.parameters()), near_device)
             _leave_near(layer)
             layers.append(layer)
@@ -133,6 +158,12 @@ class TieredOffloader(BaseOffloader):
             _return_near(layer, far_names[layer], near_device)
         self._announce(placement, self._weights)
         return layers
+
+    def close(self) -> None:
+        """Give far memory and slots back; the model cannot run any more. Idempotent."""
+        self._device.close()
+        self._weights = self.ring = None
+        manifest.publish_weights(None)
 
     def post_init(self) -> None:
         """All weights are loaded: they pass through the slots from now on. Idempotent."""

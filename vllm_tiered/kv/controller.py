@@ -229,7 +229,7 @@ def _worth(view: Outlook) -> _Move | None:
         is_ramping=False,
         is_trial=False,
         good_level=target,
-        ceiling=view.next_ceiling(target + 1, None, tuning.trial_every),
+        dear=view.next_dear(target + 1),
         current=Record(level=view.level),
         worth=memory.worth.judged(),
     )

@@ -113,13 +113,14 @@ class Memory:
     trial_gap: int = 0
     is_trial: bool = False
     worth: Worth = _UNKNOWN_WORTH
+    dear: Ceiling | None = None  # levels that cost more than they gave
 
     @property
     def barred_from(self) -> int | None:
         """Levels from here on are not to be chosen now; None if all may be."""
-        if self.ceiling is not None and self.age < self.ceiling.until:
-            return self.ceiling.level
-        return None
+        ceilings = (self.ceiling, self.dear)
+        barred = [c.level for c in ceilings if c is not None and self.age < c.until]
+        return min(barred, default=None)
 
 
 def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning: Tuning) -> Memory:
@@ -280,7 +281,7 @@ class Outlook:
     def with_ceiling_lifted(self) -> Outlook:
         """The same, less what is no longer so: the link may be free again."""
         memory, ceiling = self.memory, self.memory.ceiling
-        if ceiling is None or memory.barred_from is None:
+        if ceiling is None or memory.age >= ceiling.until:
             if self.level:
                 return self
             return replace(self, memory=replace(memory, unit_link=None))  # nothing was read lately
@@ -291,15 +292,24 @@ class Outlook:
         lifted = ceiling._replace(until=memory.age, gap=self.tuning.patience)
         return replace(self, memory=replace(memory, ceiling=lifted, is_ramping=True, stride=1))
 
-    def next_ceiling(
-        self, level: int, unit_link: float | None, patience: int | None = None
-    ) -> Ceiling:
+    def next_ceiling(self, level: int, unit_link: float | None) -> Ceiling:
         """One that follows soon on another lasts twice as long."""
-        memory, tuning, old = self.memory, self.tuning, self.memory.ceiling
-        gap = patience or tuning.patience
-        if old is not None and memory.age - old.until < 2 * old.gap:
-            gap = min(2 * old.gap, tuning.patience * tuning.max_backoff)
-        return Ceiling(level, unit_link, memory.age + gap, gap)
+        longest = self.tuning.patience * self.tuning.max_backoff
+        return self._next(self.memory.ceiling, level, unit_link, self.tuning.patience, longest)
+
+    def next_dear(self, level: int) -> Ceiling:
+        """The same for levels that cost more than they gave. A change of the load does not lift it:
+        where few requests run the load seems to change all the time, and each attempt is dear."""
+        gap = self.tuning.trial_every
+        return self._next(self.memory.dear, level, None, gap, 8 * gap)
+
+    def _next(
+        self, old: Ceiling | None, level: int, unit_link: float | None, gap: int, longest: int
+    ) -> Ceiling:
+        age = self.memory.age
+        if old is not None and age - old.until < 2 * old.gap:
+            gap = min(2 * old.gap, longest)
+        return Ceiling(level, unit_link, age + gap, gap)
 
 
 @lru_cache(maxsize=64)
