@@ -143,6 +143,7 @@ def test_bad_percents_are_named(percents):
     ("keys", "named"),
     [
         ({"placement": "flexgen"}, r'placement is "flexgen": set .*percents'),
+        ({"placement": "latency"}, r'placement is "latency": set .*near_gib'),
         ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
     ],
 )

@@ -207,15 +207,17 @@ class WeightsConfig(_Section):
 
     `placement` says which parameters of the layers stay near: "flexgen" by `percents` of near, far
     and storage, "helm" all but the large matrices, and of those the first of the FFN, "all_far"
-    none. The others are far, and arrive while the sublayer before theirs computes.
-    `near_gib` and `far_gib` are caps on what a rank takes for them; "auto" lets the placement have
-    what it needs.
+    none, "latency" those that make a step shortest within `near_gib`, from times measured at start.
+    The others are far, and arrive while the sublayer before theirs computes.
+    `near_gib` and `far_gib` are caps on what a rank takes for them, staging slots included; "auto"
+    lets the placement have what it needs.
     """
 
     NAME: ClassVar[str] = "weights"
 
-    placement: Literal["off", "flexgen", "helm", "all_far"] = field(
-        default="off", metadata={_RULE: _OneOf(words=("off", "flexgen", "helm", "all_far"))}
+    placement: Literal["off", "flexgen", "helm", "all_far", "latency"] = field(
+        default="off",
+        metadata={_RULE: _OneOf(words=("off", "flexgen", "helm", "all_far", "latency"))},
     )
     near_gib: float | Literal["auto"] = field(
         default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
@@ -242,6 +244,11 @@ class WeightsConfig(_Section):
             raise ConfigError(
                 f'{where}.placement is "flexgen": set {where}.percents to the shares of near, far '
                 "and storage, as [20, 80, 0]"
+            )
+        if self.placement == "latency" and self.near_gib == "auto":
+            raise ConfigError(
+                f'{where}.placement is "latency": set {where}.near_gib to the near memory, in GiB, '
+                "that the layers may take"
             )
         if not is_flexgen and self.percents is not None:
             raise ConfigError(

@@ -2,18 +2,22 @@
 """Weights in far memory on the real engine: the same tokens, and a manifest that says so."""
 
 import gc
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from vllm.model_executor.offloader import get_offloader
 
 from tests.doubles import DelayedDevice
-from tests.engine.harness import engine, generate, random_prompts, run, vllm_tokens
+from tests.engine.harness import engine, generate, model_path, random_prompts, run, vllm_tokens
 from tests.engine.test_processes import OWN_PROCESS, run_script
 from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
 from vllm_tiered.adapter import manifest, offloader
 from vllm_tiered.adapter.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
+from vllm_tiered.cost.model import model_shape
+from vllm_tiered.cost.weights import place
 from vllm_tiered.errors import BudgetError, UnsupportedError
 from vllm_tiered.tiers.cpu import CpuDevice
 
@@ -21,6 +25,7 @@ PROMPTS = random_prompts(6, seed=5)
 PLACEMENTS = (
     {"placement": "all_far"},
     {"placement": "helm"},
+    {"placement": "latency", "near_gib": 0.004},
     {"placement": "flexgen", "percents": [20, 80, 0]},
     {"placement": "flexgen", "percents": [60, 40, 0]},
 )
@@ -34,7 +39,18 @@ def test_tokens_equal(model, weights) -> None:
     assert result.tokens == vllm_tokens(model, PROMPTS)
     stated = result.manifest["weights"]
     assert stated["placement"] == weights["placement"]
-    assert stated["far_bytes"] > stated["near_bytes"] * (0.2 if "percents" in weights else 1)
+    if "near_gib" in weights:
+        assert stated["near_bytes"] + stated["ring_bytes"] <= weights["near_gib"] * 2**30
+    else:
+        assert stated["far_bytes"] > stated["near_bytes"] * (0.2 if "percents" in weights else 1)
+
+
+@pytest.mark.parametrize("model", ["demo", "opt", "qwen2"])
+def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
+    config = json.loads((Path(model_path(model)) / "config.json").read_text())
+    planned = place("helm", model_shape(config, dtype="float32").sublayers)
+    with engine(model, KV_OFF, weights={"placement": "helm"}):
+        assert get_offloader().placement == planned
 
 
 def test_together_with_swapped_kv() -> None:

@@ -26,6 +26,7 @@ from vllm.forward_context import get_forward_context
 from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
+from vllm_tiered.adapter.offloader import take_use
 from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges
 from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.timeline import timeline_of
@@ -218,11 +219,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # Metrics ----------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> TieredStats | None:
-        if self._worker:
-            return self._worker.take_stats()
+        if not self._is_scheduler:
+            stats = self._worker.take_stats() if self._worker else TieredStats()
+            return TieredStats(data=stats.data | take_use())
         if self._scheduler:
             return self._scheduler.stats()
-        return gauges(self._plan, self._world_size) if self._is_scheduler else None
+        return gauges(self._plan, self._world_size)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter import endpoint, refusals
-from vllm_tiered.adapter.compat import check_extension_points, wrap_once
+from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
@@ -100,10 +100,13 @@ def _create_engine_config(
         endpoint.announce()
         if config.weights.places:
             refusals.check_weights_args(engine_args)
+            refusals.check_weights_device(device_type())
         if not config.kv.enabled:
             logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
             with _replaced(engine_args, additional_config=_with_config(engine_args, config)):
-                return original(engine_args, *args, **kwargs)
+                vllm_config = original(engine_args, *args, **kwargs)
+            _check_weights(config, vllm_config)
+            return vllm_config
         refusals.check_engine_args(engine_args)
         with _replaced(
             engine_args,
@@ -112,8 +115,14 @@ def _create_engine_config(
         ):
             vllm_config = original(engine_args, *args, **kwargs)
         refusals.check_vllm_config(vllm_config)
+        _check_weights(config, vllm_config)
         _undo_consumer_side_effects(engine_args, vllm_config)
         return vllm_config
+
+
+def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
+    if config.weights.places:
+        refusals.check_weights_config(vllm_config)
 
 
 def _warn_if_only_configured(config_file: str | None) -> None:

@@ -32,8 +32,11 @@ COUNTERS = {
     "kv_lost_blocks": "KV blocks of which a page did not come back intact from the far tier.",
     "kv_recomputed_requests": "Requests computed anew because a block of theirs was lost.",
     "kv_level_changes": "Changes of the number of far layers at run time.",
+    "weights_read_bytes": "Bytes of far weights that passed through staging slots.",
+    "weights_read_seconds": "Seconds in which far weights were being copied.",
+    "weights_stall_seconds": "Seconds in which compute waited for far weights.",
 }
-"""Counted by the workers and summed over ranks, but for the last two."""
+"""Counted by the workers and summed over ranks; recomputed requests and level changes once."""
 
 
 def page_errors_metric(kind: PageError) -> str:
@@ -72,7 +75,15 @@ class TieredStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         steps = self.data.get("kv_step_seconds", 0.0)
         share = 100 / steps if steps else 0.0
-        return {
+        weights = (
+            {
+                "tiered weights read MiB": round(self.data["weights_read_bytes"] / 2**20, 1),
+                "weights stall s": round(self.data["weights_stall_seconds"], 3),
+            }
+            if "weights_read_bytes" in self.data
+            else {}
+        )
+        return weights | {
             "tiered kv read MiB": round(self.data.get("kv_read_bytes", 0) / 2**20, 1),
             "write MiB": round(self.data.get("kv_write_bytes", 0) / 2**20, 1),
             "stall %": round(self.data.get("kv_stall_seconds", 0.0) * share, 2),

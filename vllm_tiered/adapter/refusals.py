@@ -199,6 +199,30 @@ _WEIGHTS_ARGS: tuple[Refusal, ...] = (
 )
 
 
+def _quantized_checkpoint(vllm_config: Any) -> str | None:
+    found = vllm_config.model_config.quantization
+    return None if found is None else f"{vllm_config.model_config.model} ({found} weights)"
+
+
+def _experts(vllm_config: Any) -> str | None:
+    model_config = vllm_config.model_config
+    return f"{model_config.model} (mixture of experts)" if model_config.is_moe else None
+
+
+_WEIGHTS_CONFIG: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_quantized_checkpoint,
+        why="quantized layers keep their weights in tensors of their own, made after loading",
+        remedy="serve the 16-bit checkpoint",
+    ),
+    Refusal(
+        offender=_experts,
+        why="a step needs only some experts, and a sublayer is staged as a whole",
+        remedy="serve it without placing weights",
+    ),
+)
+
+
 def _runner_type(vllm_config: Any) -> str | None:
     runner_type = vllm_config.model_config.runner_type
     return None if runner_type == "generate" else f"runner type {runner_type!r}"
@@ -270,6 +294,20 @@ def check_engine_args(engine_args: "EngineArgs") -> None:
 def check_weights_args(engine_args: "EngineArgs") -> None:
     """The same for weights that are placed."""
     _check(_WEIGHTS_ARGS, engine_args, "place weights", "set tiered.weights.placement to off")
+
+
+def check_weights_config(vllm_config: "VllmConfig") -> None:
+    """The same for weights that are placed, by the model."""
+    _check(_WEIGHTS_CONFIG, vllm_config, "place weights", "set tiered.weights.placement to off")
+
+
+def check_weights_device(device_type: str) -> None:
+    """Raise UnsupportedError on a device on which weights cannot be staged yet."""
+    if device_type != "cpu":
+        raise UnsupportedError(
+            f"vllm-tiered places weights on vLLM's CPU backend only so far, and this engine's "
+            f'device is "{device_type}": set tiered.weights.placement to off'
+        )
 
 
 def check_vllm_config(vllm_config: "VllmConfig") -> None:

@@ -2,7 +2,6 @@
 """The connector's worker side: drives the swapper from vLLM's hooks around each layer."""
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_tiered.adapter import manifest
+from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats, page_errors_metric
@@ -20,29 +20,9 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Device, Direction, LinkUse, PageBuffer
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.tiers.base import Direction, LinkUse, PageBuffer
 
 logger = logging.getLogger("vllm.tiered")
-
-
-def make_device() -> Device:
-    """The device of vLLM's CPU backend. Tests replace this function."""
-    return CpuDevice(cpus=process_cpus())
-
-
-def process_cpus() -> set[int]:
-    """The CPUs that this process was given, before vLLM bound its threads to single cores.
-
-    Its other threads' masks still tell: any thread that was not bound has them all.
-    """
-    cpus: set[int] = set()
-    for thread_id in os.listdir("/proc/self/task"):
-        try:
-            cpus |= os.sched_getaffinity(int(thread_id))
-        except ProcessLookupError:  # the thread ended in the meantime
-            continue
-    return cpus
 
 
 class TieredWorker:

@@ -42,6 +42,16 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in _MACHINES.glob("*.toml"))
 
 
+def provenance(name: str) -> dict[str, dict[str, object]]:
+    """Each figure of a machine with its value, its kind and its source.
+
+    Raises:
+        As :func:`machine`.
+    """
+    machine(name)  # checked there
+    return tomllib.loads((_MACHINES / f"{name}.toml").read_text(encoding="utf-8"))
+
+
 @cache
 def machine(name: str) -> Machine:
     """Return a machine by name.

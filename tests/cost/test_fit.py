@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fits, and how fast it is predicted to be."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tests.cost.test_model import LLAMA_3_8B, OPT_175B
+from vllm_tiered.cost.fit import Fit, Load, NoFit, fits
+from vllm_tiered.cost.machine import machine
+from vllm_tiered.cost.model import model_shape
+from vllm_tiered.cost.predict import Batch, compute_times, predict_step
+from vllm_tiered.cost.weights import Kind, place
+from vllm_tiered.units import GIB
+
+RTX = machine("rtx4090-pcie4")
+LLAMA = model_shape(LLAMA_3_8B)
+LOAD = Load(prompt_tokens=512, output_tokens=128)
+
+
+def by_name(near_gib, far_gib=64, *, shape=LLAMA, load=LOAD, on=RTX):
+    results = fits(shape, on, load, int(near_gib * GIB), int(far_gib * GIB))
+    return {result.placement: result for result in results}
+
+
+def test_all_near_is_the_fastest_where_it_fits():
+    found = by_name(24)
+    assert all(isinstance(result, Fit) for result in found.values())
+    best = max(found.values(), key=lambda result: result.tokens_per_s)
+    assert best.placement in ("all near", "latency")
+    assert found["latency"].far_bytes == 0
+
+
+def test_a_model_larger_than_near_memory_fits_with_its_weights_far():
+    found = by_name(8)
+    assert isinstance(found["all near"], NoFit)
+    assert "exceed 8.00 GiB" in found["all near"].reason
+    assert isinstance(found["all_far"], Fit) and found["all_far"].requests > 1
+    assert isinstance(found["latency"], Fit)
+    assert found["latency"].decode_seconds <= found["all_far"].decode_seconds
+
+
+def test_nothing_fits_what_the_embeddings_fill():
+    found = by_name(2)
+    assert all(isinstance(result, NoFit) for result in found.values())
+    assert "embeddings, head and the KV cache of one request take" in found["helm"].reason
+
+
+def test_far_memory_is_a_budget_too():
+    found = by_name(8, far_gib=4)
+    assert "far exceed 4.00 GiB" in found["all_far"].reason
+
+
+def test_more_near_memory_for_kv_is_more_requests():
+    few, many = by_name(8)["all_far"], by_name(10)["all_far"]
+    assert many.requests > few.requests
+    assert many.tokens_per_s > few.tokens_per_s
+
+
+@settings(max_examples=30, deadline=None)
+@given(near=st.floats(3, 30), prompt=st.integers(16, 2000), output=st.integers(1, 500))
+def test_memory_adds_up_to_the_budget(near, prompt, output):
+    load = Load(prompt_tokens=prompt, output_tokens=output)
+    for result in by_name(near, load=load).values():
+        if isinstance(result, NoFit):
+            continue
+        used = result.near_bytes + result.ring_bytes + result.other_bytes + result.kv_bytes
+        assert used == int(near * GIB)
+        assert 0 < result.requests * load.kv_bytes(LLAMA) <= result.kv_bytes
+        assert 0 <= result.stall_share < 1
+
+
+# Times ----------------------------------------------------------------------------------
+
+
+def test_decoding_reads_weights_and_kv():
+    """Of one sublayer: 16 requests of 1000 tokens."""
+    batch = Batch(requests=16, new_tokens=1, context_tokens=1000)
+    times = compute_times(LLAMA, RTX, batch)
+    attention, ffn = LLAMA.sublayers[:2]
+    assert (attention.kind, ffn.kind) == (Kind.ATTENTION, Kind.FFN)
+    near = RTX.near_gb_per_s * 1e9
+    assert times.compute[1] == pytest.approx(ffn.num_bytes / near)
+    kv = 16 * 1000 * LLAMA.kv_bytes_per_token / 32
+    assert times.compute[0] == pytest.approx((attention.num_bytes + kv) / near)
+
+
+def test_prefill_is_bound_by_arithmetic():
+    times = compute_times(LLAMA, RTX, Batch(requests=1, new_tokens=2048, context_tokens=0))
+    ffn = LLAMA.sublayers[1]
+    assert times.compute[1] == pytest.approx(ffn.num_bytes * 2048 / (RTX.tflops * 1e12))
+
+
+def test_copies_take_bandwidth_from_compute():
+    decode = Batch(requests=1, new_tokens=1, context_tokens=0)
+    placement = place("all_far", LLAMA.sublayers)
+    shared = dataclasses.replace(RTX, near_bytes_per_copied_byte=2.0, read_gb_per_s=1e6)
+    free = dataclasses.replace(shared, near_bytes_per_copied_byte=0.0)
+    slow = predict_step(LLAMA, shared, placement, decode)
+    fast = predict_step(LLAMA, free, placement, decode)
+    extra = 2.0 * placement.far_bytes / (RTX.near_gb_per_s * 1e9)
+    assert slow.seconds - fast.seconds == pytest.approx(extra, rel=0.01)
+
+
+def test_the_papers_finding_that_the_batch_is_worth_more_than_weights_near():
+    """OPT-175B beside 40 GB: a link-bound step takes as long for many requests (HeLM V-C)."""
+    shape = model_shape(OPT_175B)
+    load = Load(prompt_tokens=128, output_tokens=21)
+    a100 = dataclasses.replace(
+        machine("h200-pcie5"), near_gb_per_s=1244.0, read_gb_per_s=17.9, tflops=150.0
+    )
+    found = by_name(60, 400, shape=shape, load=load, on=a100)
+    few, many = found["flexgen"], found["all_far"]
+    assert isinstance(few, Fit) and isinstance(many, Fit)
+    assert many.requests > few.requests
+    assert many.decode_seconds == pytest.approx(few.decode_seconds, rel=0.1)
+    assert many.tokens_per_s > 1.3 * few.tokens_per_s

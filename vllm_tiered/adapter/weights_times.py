@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured where the model is about to run: how long sublayers compute, how long they travel."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vllm_tiered.cost.pipeline import Link, StepTimes
+from vllm_tiered.cost.weights import Sublayer, extent_bytes
+from vllm_tiered.tiers.base import Device, Direction
+from vllm_tiered.tiers.probe import PAGE_BYTES, SIZES, Sample, link_curve, product_curve
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What the placement is made from.
+
+    Attributes:
+        times: compute of each sublayer at ``num_tokens``, weights near.
+        link: far to near, at the size of the largest sublayer.
+    """
+
+    times: StepTimes
+    link: Link
+
+
+def measure(
+    device: Device,
+    layers: Sequence[nn.Module],
+    sublayers: Sequence[Sublayer],
+    near_device: torch.device,
+    num_tokens: int = 1,
+) -> Measured:
+    """A second or two: the link once, and the products of each distinct shape.
+
+    Attention itself is not counted: it reads the KV cache, whose length nobody knows yet.
+    """
+    largest = max(
+        extent_bytes(parameter.num_bytes for parameter in sublayer.parameters)
+        for sublayer in sublayers
+    )
+    size = min(max(largest, PAGE_BYTES), max(SIZES))
+    (sample,) = link_curve(device, Direction.READ, near_device, [size])
+    kinds = [
+        {n: ((p.shape[0], p.shape[1]), p.dtype) for n, p in layer.named_parameters() if p.ndim == 2}
+        for layer in layers
+    ]
+    seconds = {}
+    for shape, dtype in {kind for layer in kinds for kind in layer.values()}:
+        (product,) = product_curve([shape], num_tokens, dtype, near_device)
+        seconds[shape, dtype] = product.seconds
+    compute = tuple(
+        math.fsum(
+            seconds[kinds[sublayer.layer][parameter.name]]
+            for parameter in sublayer.parameters
+            if parameter.name in kinds[sublayer.layer]
+        )
+        for sublayer in sublayers
+    )
+    return Measured(times=StepTimes(compute=compute), link=link_of(sample))
+
+
+def link_of(sample: Sample) -> Link:
+    """A link as fast as the transfer that was measured."""
+    return Link(bytes_per_s=sample.num_bytes / sample.seconds)
