@@ -103,6 +103,7 @@ PROFILES: Mapping[str, Settings] = {
         num_requests=36,
         control_requests=16,
         max_repeats=6,
+        auto_warmup_rounds=8,  # it learns first what is served without far layers
     ),
 }
 
