@@ -9,6 +9,8 @@
 | qwen2  | 4      | GQA, 4 heads on 2, qkv bias     | grouped queries, biased keys          |
 | llama1 | 1      | GQA, 4 heads on 2               | fewest layers: nothing to interleave  |
 | llama3 | 3      | MQA, 4 heads on 1               | an odd number of layers, one KV head  |
+| phi3   | 4      | MHA, 4 heads                    | gate and up in one, in the checkpoint too |
+| falcon | 4      | MQA, 4 heads on 1               | attention and FFN from the same input |
 
 Head size 64, hidden size 256, stored in bfloat16 (load them with `dtype="float32"` for exact
 comparisons). Greedy text varies and depends on the whole context, so wrong KV shows up in it.
@@ -55,6 +57,24 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
     "llama1": {**_LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 2},
     "llama3": {**_LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 1},
+    "phi3": {
+        **_COMMON,
+        "model_type": "phi3",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "pad_token_id": 0,
+    },
+    "falcon": {
+        **_COMMON,
+        "model_type": "falcon",
+        "num_hidden_layers": 4,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+        "new_decoder_architecture": False,
+    },
 }
 
 # Gains over 1/sqrt(fan_in). Queries and keys get more, so attention picks tokens rather than

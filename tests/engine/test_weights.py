@@ -33,7 +33,7 @@ KV_OFF = {"enabled": False}
 
 
 @pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
-@pytest.mark.parametrize("model", ["opt", "qwen2", "llama1", "llama3"])
+@pytest.mark.parametrize("model", ["opt", "qwen2", "llama1", "llama3", "phi3", "falcon"])
 def test_tokens_equal(model, weights) -> None:
     result = run(model, PROMPTS, KV_OFF, weights=weights)
     assert result.tokens == vllm_tokens(model, PROMPTS)
@@ -45,7 +45,7 @@ def test_tokens_equal(model, weights) -> None:
         assert stated["far_bytes"] > stated["near_bytes"] * (0.2 if "percents" in weights else 1)
 
 
-@pytest.mark.parametrize("model", ["demo", "opt", "qwen2"])
+@pytest.mark.parametrize("model", ["demo", "opt", "qwen2", "phi3", "falcon"])
 def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
     config = json.loads((Path(model_path(model)) / "config.json").read_text())
     planned = place("helm", model_shape(config, dtype="float32").sublayers)
@@ -110,6 +110,15 @@ def test_tensor_parallel(tmp_path) -> None:
         distributed_executor_backend="mp",
     )
     assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
+
+
+def test_compiled(tmp_path) -> None:
+    """The waits are custom ops of the graph; weights keep their addresses."""
+    expected = vllm_tokens("falcon", PROMPTS)
+    with engine("falcon", KV_OFF, weights={"placement": "all_far"}, enforce_eager=False) as llm:
+        assert generate(llm, PROMPTS) == expected
+        ring = get_offloader().ring
+        assert ring.num_misses < 10, "the order of the layers is kept"
 
 
 def test_the_next_engine_has_its_weights_near() -> None:

@@ -215,14 +215,22 @@ def _shed(view: Outlook) -> _Move | None:
 
 def _worth(view: Outlook) -> _Move | None:
     """Go down if serving was faster without far layers; the next is judged the same way."""
-    memory, tuning = view.memory, view.tuning
-    loss = memory.worth.loss(tuning.min_records, tuning.same)
+    memory, tuning, worth = view.memory, view.tuning, view.memory.worth
     lower = view.lower()
-    if loss is None or not lower:
-        return None
-    base = memory.worth.base.level
+    if not tuning.base_records or not lower:
+        return None  # nothing to compare with, or a request needs the level
+    if not worth.is_known:  # it needed the level before anything was known
+        if not view.is_blocked:
+            return None
+        memory = replace(memory, is_trial=False, worth=worth.restarted())
+        return _Move(lower[0], "to see what is served without far layers", memory)
+    loss = worth.loss(tuning.min_records, tuning.same)
+    if loss is None:
+        if worth.is_judged or worth.here.count < tuning.min_records:
+            return None
+        return _Move(view.level, "", replace(memory, worth=replace(worth, is_judged=True)))
     # A large loss is not made good by half the layers.
-    bound = base if loss > tuning.plain_loss else (base + view.level) // 2
+    bound = 0 if loss > tuning.plain_loss else view.level // 2
     target = max((level for level in lower if level <= bound), default=lower[0])
     memory = replace(
         memory,
@@ -231,9 +239,9 @@ def _worth(view: Outlook) -> _Move | None:
         good_level=target,
         dear=view.next_dear(target + 1),
         current=Record(level=view.level),
-        worth=memory.worth.judged(),
+        worth=worth.restarted(),
     )
-    return _Move(target, f"{loss:.0%} slower than {base} far layers", memory)
+    return _Move(target, f"{loss:.0%} slower than without far layers", memory)
 
 
 def _judge(view: Outlook) -> _Move | None:
@@ -280,7 +288,7 @@ def _grow(view: Outlook) -> _Move | None:
     window, tuning = view.window, view.tuning
     if view.memory.is_trial or not view.is_blocked:
         return None
-    if view.memory.worth.base.count < tuning.base_records:
+    if tuning.base_records and not view.memory.worth.is_known and not view.level:
         return None
     if window.stall_seconds > tuning.max_stall * window.seconds:
         return None

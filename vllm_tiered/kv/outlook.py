@@ -155,8 +155,8 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
         aside_age=aside_age,
         fill_steps=max(0, memory.fill_steps - window.steps),
     )
-    if tuning.base_records and _is_pressed(window, level, memory.worth, levels, tuning):
-        worth = memory.worth.with_window(window, level, tuning.record_steps)
+    if tuning.base_records and _is_pressed(window, level, levels, tuning):
+        worth = memory.worth.with_window(window, level, tuning.record_steps, tuning.base_records)
         memory = replace(memory, worth=worth)
     if memory.fill_steps:
         return memory
@@ -166,12 +166,11 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
     return _with_sample(sample, level, replace(memory, sample=NO_STEPS), tuning)
 
 
-def _is_pressed(window: Window, level: int, worth: Worth, levels: KvLevels, tuning: Tuning) -> bool:
-    """Whether requests are blocked, or would be at the level that others are compared with."""
-    if worth.is_base(level):
-        return window.is_blocked(tuning.pressure)
-    limit = levels.block_limit(worth.base.level, window.most_tails)
-    return window.is_blocked(tuning.pressure) or window.used > limit * window.steps
+def _is_pressed(window: Window, level: int, levels: KvLevels, tuning: Tuning) -> bool:
+    """Whether requests are blocked, or would be without far layers."""
+    if window.is_blocked(tuning.pressure):
+        return True
+    return level > 0 and window.used > levels.block_limit(0, window.most_tails) * window.steps
 
 
 def _with_sample(sample: Window, level: int, memory: Memory, tuning: Tuning) -> Memory:
