@@ -93,6 +93,13 @@ def test_prefill_is_bound_by_arithmetic():
     assert times.compute[1] == pytest.approx(ffn.num_bytes * 2048 / (RTX.tflops * 1e12))
 
 
+def test_float32_doubles_bytes_not_operations():
+    prefill = Batch(requests=1, new_tokens=2048, context_tokens=0)
+    half = compute_times(LLAMA, RTX, prefill)
+    full = compute_times(model_shape(LLAMA_3_8B, dtype="float32"), RTX, prefill)
+    assert full.compute[1] == pytest.approx(half.compute[1])
+
+
 def test_copies_take_bandwidth_from_compute():
     decode = Batch(requests=1, new_tokens=1, context_tokens=0)
     placement = place("all_far", LLAMA.sublayers)

@@ -146,6 +146,15 @@ def test_balance_is_what_the_paper_found_and_goes_further():
     assert seconds(with_less, times) < 0.95 * baseline
 
 
+def test_far_memory_bounds_the_choice_where_another_fits():
+    sublayers = small_model(4, (3, 2), (16, 8))
+    times = by_kind(sublayers, 30e-3, 30e-3)  # all far would be hidden: nothing is lost by it
+    near = place("helm", sublayers).near_bytes
+    helm_far = place("helm", sublayers).far_bytes
+    chosen = place_for_latency(sublayers, times, LINK, near, helm_far)
+    assert chosen.far_bytes <= helm_far
+
+
 def test_too_little_memory_is_said_with_the_least():
     sublayers = small_model(4, (3, 2), (16, 8))
     with pytest.raises(BudgetError, match=r"no placement fits .* the least takes .*near_gib"):

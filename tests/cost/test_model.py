@@ -105,6 +105,7 @@ def test_an_unknown_architecture_is_taken_for_llamas_and_says_so():
         ({"hidden_size": None}, ConfigError, "hidden_size=None: it must be a number"),
         ({"num_hidden_layers": "many"}, ConfigError, "num_hidden_layers='many'"),
         ({"num_local_experts": 8}, UnsupportedError, "num_local_experts=8: mixtures of experts"),
+        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedError, "quantized"),
         ({"is_encoder_decoder": True}, UnsupportedError, "encoder-decoder"),
     ],
 )

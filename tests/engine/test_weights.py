@@ -154,6 +154,30 @@ def test_budgets_too_small(budget, message) -> None:
         pass
 
 
+def test_weights_are_not_written_after_they_are_staged() -> None:
+    with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
+        for method in ("reload_weights", "save_sharded_state"):
+            with pytest.raises(UnsupportedError, match=f"{method} reads or writes"):
+                llm.collective_rpc(method)
+
+
+def test_a_second_engine_beside_it_is_refused() -> None:
+    with (
+        engine("opt", KV_OFF, weights={"placement": "all_far"}),
+        pytest.raises(UnsupportedError, match="another engine in this process"),
+        engine("qwen2", KV_OFF, weights={"placement": "all_far"}),
+    ):
+        pass
+
+
+def test_models_whose_layers_vllm_does_not_build_are_refused() -> None:
+    with (
+        pytest.raises(UnsupportedError, match="does not build its layers where weights can be"),
+        engine("qwen2", KV_OFF, weights={"placement": "helm"}, model_impl="transformers"),
+    ):
+        pass
+
+
 def layers(count=2, transposed=False):
     for _ in range(count):
         layer = torch.nn.Module()
@@ -164,11 +188,37 @@ def layers(count=2, transposed=False):
         yield layer
 
 
+def given(*modules):
+    yield from modules
+
+
 def test_a_second_stack_of_layers_is_refused() -> None:
     tiered = TieredOffloader(WeightsConfig(placement="all_far"))
     tiered.wrap_modules(layers())
     with pytest.raises(UnsupportedError, match=r"more than one stack .* weights\.placement=off"):
         tiered.wrap_modules(layers())
+
+
+def test_layers_that_share_parameters_are_refused() -> None:
+    first, second = layers()
+    second.fc1 = first.fc1
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    with pytest.raises(UnsupportedError, match="layers share parameters"):
+        tiered.wrap_modules(given(first, second))
+
+
+def test_what_others_read_stays_near() -> None:
+    """A bias that is returned to be added later, and what is no matrix of a linear layer."""
+    (layer,) = layers(1)
+    layer.fc1.skip_bias_add = True
+    layer.conv1d = torch.nn.Linear(4, 64)
+    layer.conv1d.weight.data = layer.conv1d.weight.data.unsqueeze(1)
+    layer.decay = torch.nn.Parameter(torch.zeros(64))
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    tiered.wrap_modules(given(layer))
+    assert tiered.placement is not None
+    far = {parameter.name for names in tiered.placement.far for parameter in names}
+    assert far == {"fc1.weight", "fc2.weight", "fc2.bias"}
 
 
 def test_parameters_that_are_not_plain_are_refused() -> None:

@@ -67,6 +67,16 @@ def test_bad_models_are_named(tmp_path, capsys, content, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "args", [("--prompt-tokens", "0"), ("--tensor-parallel-size", "x"), ("--near-gib", "-1")]
+)
+def test_numbers_out_of_range_are_refused(model, capsys, args):
+    with pytest.raises(SystemExit) as stopped:
+        plan(model, *args)
+    assert stopped.value.code == 2
+    assert f"argument {args[0]}: {args[1]!r}: give" in capsys.readouterr().err
+
+
 def test_an_unknown_machine_names_the_known_ones(model, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["plan", model, "--near-gib", "8", "--far-gib", "8", "--machine", "abacus"])

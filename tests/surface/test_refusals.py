@@ -93,6 +93,10 @@ BY_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
     "quantization": ({"quantization": "fp8"}, "--quantization fp8"),
     "cpu_offload": ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb 1.0"),
     "prefetch_offload": ({"offload_group_size": 2}, "--offload-group-size 2"),
+    "weight_transfer": (
+        {"weight_transfer_config": {"backend": "nccl"}},
+        "--weight-transfer-config",
+    ),
     "lora": ({"enable_lora": True}, "--enable-lora"),
     "pipeline_parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
     "speculation": ({"spec_method": "ngram"}, "--spec-method ngram"),
@@ -115,9 +119,41 @@ def test_placed_weights_refuse_it_before_vllm_does_anything(make_engine_args, mo
         assert part in str(refused.value)
 
 
+BY_WEIGHTS_MODEL: dict[str, tuple[dict[str, Any], str]] = {
+    "quantized": ({"quantization": "gptq"}, "org/model (gptq weights)"),
+    "experts": ({"is_moe": True}, "org/model (mixture of experts)"),
+    "second_runner": ({"use_v2_model_runner": True}, "vLLM's model runner V2"),
+    "hybrid": ({"is_hybrid": True}, "org/model (attention mixed with Mamba"),
+    "attention_free": ({"is_attention_free": True}, "org/model (attention-free)"),
+    "freezing": ({"inductor": {"max_autotune": True}}, "inductor_compile_config with max_autotune"),
+}
+
+
+@pytest.mark.parametrize("name", BY_WEIGHTS_MODEL)
+def test_placed_weights_refuse_models(name):
+    changes, expected = BY_WEIGHTS_MODEL[name]
+    fields = {"quantization": None, "is_moe": False, **changes}
+    inductor = fields.pop("inductor", {})
+    config = config_of(fields)
+    config.compilation_config = SimpleNamespace(inductor_compile_config=inductor)
+    with pytest.raises(UnsupportedError, match=r"tiered\.weights\.placement to off") as refused:
+        refusals.check_weights_config(config)
+    assert expected in str(refused.value)
+
+
+def test_a_dense_decoders_weights_are_placed():
+    config = config_of({"quantization": None, "is_moe": False})
+    config.compilation_config = SimpleNamespace(inductor_compile_config={})
+    refusals.check_weights_config(config)
+    refusals.check_weights_device("cpu")
+    with pytest.raises(UnsupportedError, match=r'device is "cuda": set tiered\.weights\.placement'):
+        refusals.check_weights_device("cuda")
+
+
 def test_all_that_placed_weights_refuse_is_tested():
-    # Two tests for moving weights elsewhere.
+    # Two tests for moving weights elsewhere, and two for attention.
     assert len(BY_WEIGHTS) == len(refusals._WEIGHTS_ARGS) + 1
+    assert len(BY_WEIGHTS_MODEL) == len(refusals._WEIGHTS_CONFIG) + 1
 
 
 def test_nothing_is_refused_with_kv_switched_off(make_engine_args):

@@ -15,10 +15,12 @@ The two calls go through vLLM's own custom ops for offloaders where the model is
 
 import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter import compat, manifest
@@ -35,6 +37,15 @@ from vllm_tiered.weights.ring import WeightRing
 
 logger = logging.getLogger("vllm.tiered")
 
+_NOT_AFTER_STAGING = (
+    "reload_weights",
+    "save_sharded_state",
+    "save_tensorized_model",
+    "start_weight_update",
+    "update_weights",
+)
+"""What vLLM's workers do with parameters beside computing."""
+
 
 def install() -> None:
     """Let workers of engines that place weights take our offloader. Idempotent.
@@ -49,12 +60,27 @@ def install() -> None:
 
 
 def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
-    if _weights_config(wrapper.vllm_config).places:
+    from vllm.model_executor.offloader import get_offloader
+
+    places = _weights_config(wrapper.vllm_config).places
+    if places:
         from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
         compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
     original(wrapper, *args, **kwargs)
+    if places:
+        wrapper.tiered_offloader = get_offloader()
+        for name in _NOT_AFTER_STAGING:
+            if hasattr(wrapper.worker, name):
+                setattr(wrapper.worker, name, partial(_refuse, name))
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(
+        f"{name} reads or writes the model's parameters, and those of far weights are staging "
+        "slots: start an engine with tiered.weights.placement=off for it"
+    )
 
 
 def _shutdown(original: Any, wrapper: Any) -> None:
@@ -62,10 +88,11 @@ def _shutdown(original: Any, wrapper: Any) -> None:
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
     original(wrapper)
-    offloader = get_offloader()
+    offloader = getattr(wrapper, "tiered_offloader", None)
     if isinstance(offloader, TieredOffloader):
         offloader.close()
-        set_offloader(None)
+        if get_offloader() is offloader:
+            set_offloader(None)
 
 
 def take_use() -> dict[str, float]:
@@ -84,10 +111,18 @@ def _weights_config(vllm_config: Any) -> WeightsConfig:
 
 def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader:
     from vllm.config import get_current_vllm_config
+    from vllm.model_executor.offloader import get_offloader
 
     vllm_config = get_current_vllm_config()
     config = _weights_config(vllm_config)
     if config.places:
+        # vLLM's compiled code asks for the one offloader of its process.
+        other = get_offloader()
+        if isinstance(other, TieredOffloader) and other.ring is not None:
+            raise UnsupportedError(
+                "another engine in this process has its weights placed: shut it down first, or set "
+                "weights.placement=off"
+            )
         is_first = vllm_config.parallel_config.rank == 0
         return TieredOffloader(config, is_first=is_first)
     offloader: BaseOffloader = original(*args, **kwargs)
@@ -100,8 +135,14 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
 
     original(runner, *args, **kwargs)
     offloader = get_offloader()
-    if isinstance(offloader, TieredOffloader):
-        offloader.post_init()
+    if not isinstance(offloader, TieredOffloader):
+        return
+    if not offloader.is_used:
+        raise UnsupportedError(
+            f"{type(runner.model).__name__} does not build its layers where weights can be placed "
+            "(vLLM's Transformers backend does not): set weights.placement=off"
+        )
+    offloader.post_init()
 
 
 class TieredOffloader(BaseOffloader):
@@ -169,6 +210,11 @@ class TieredOffloader(BaseOffloader):
             for (layer, names), group in zip(far, groups, strict=True)
             for name, parameter in zip(names, group, strict=True)
         ]
+        if len({id(parameter) for *_, parameter in self._far}) < len(self._far):
+            raise UnsupportedError(
+                "layers share parameters, and a sublayer is staged with its own: set "
+                "weights.placement=off"
+            )
         self._weights = FarWeights(self._device, groups, near_device)
         far_names: dict[nn.Module, set[str]] = {layer: set() for layer in layers}
         for position, (layer, names) in enumerate(far):
@@ -204,6 +250,7 @@ class TieredOffloader(BaseOffloader):
             if hasattr(module, "cpu_linear"):
                 setattr(module, "cpu_linear", cpu_linear)  # noqa: B010 (a module's types are its own)
         self.ring = self._weights.stage()
+        self.take_use()  # what was measured before is not the model's
 
     def take_use(self) -> dict[str, float]:
         """Bytes and seconds of the link, and of compute waiting, since the last call."""
@@ -232,14 +279,16 @@ class TieredOffloader(BaseOffloader):
         sublayers = [
             sublayer
             for index, layer in enumerate(layers)
-            for sublayer in sublayers_of(index, _sizes(layer))
+            for sublayer in sublayers_of(index, _sizes(layer), _movable(layer))
         ]
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
         if config.placement == "latency":
             assert near_bytes is not None, "checked by the configuration"
             measured = measure(self._device, layers, sublayers, near_device)
-            placement = place_for_latency(sublayers, measured.times, measured.link, near_bytes)
+            placement = place_for_latency(
+                sublayers, measured.times, measured.link, near_bytes, far_bytes
+            )
         else:
             placement = place(config.placement, sublayers, config.percents)
         placement.check_budget(near_bytes, far_bytes)
@@ -295,6 +344,23 @@ def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 def _sizes(layer: nn.Module) -> dict[str, int]:
     return {name: parameter.nbytes for name, parameter in layer.named_parameters()}
+
+
+def _movable(layer: nn.Module) -> set[str]:
+    """Parameters that a linear layer alone multiplies with, or adds within its own call.
+
+    Others are read by somebody else, at any time: convolutions of state-space models, biases that
+    are returned to be added later.
+    """
+    names: set[str] = set()
+    for path, module in layer.named_modules():
+        if not isinstance(module, LinearBase | nn.Linear) or module.weight.ndim != 2:
+            continue
+        prefix = f"{path}." if path else ""
+        names.add(f"{prefix}weight")
+        if not getattr(module, "skip_bias_add", False):
+            names.add(f"{prefix}bias")
+    return names
 
 
 def _in_bytes(gib: float | str) -> int | None:

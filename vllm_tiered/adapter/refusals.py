@@ -165,6 +165,11 @@ _WEIGHTS_ARGS: tuple[Refusal, ...] = (
         remedy="leave it out",
     ),
     Refusal(
+        offender=_given(weight_transfer_config="--weight-transfer-config"),
+        why="it writes new weights into parameters, and those of far weights are staging slots",
+        remedy="leave it out",
+    ),
+    Refusal(
         offender=_given(enable_lora="--enable-lora"),
         why="adapters are added to weights by modules that would not wait for them",
         remedy="leave it out",
@@ -209,20 +214,6 @@ def _experts(vllm_config: Any) -> str | None:
     return f"{model_config.model} (mixture of experts)" if model_config.is_moe else None
 
 
-_WEIGHTS_CONFIG: tuple[Refusal, ...] = (
-    Refusal(
-        offender=_quantized_checkpoint,
-        why="quantized layers keep their weights in tensors of their own, made after loading",
-        remedy="serve the 16-bit checkpoint",
-    ),
-    Refusal(
-        offender=_experts,
-        why="a step needs only some experts, and a sublayer is staged as a whole",
-        remedy="serve it without placing weights",
-    ),
-)
-
-
 def _runner_type(vllm_config: Any) -> str | None:
     runner_type = vllm_config.model_config.runner_type
     return None if runner_type == "generate" else f"runner type {runner_type!r}"
@@ -243,6 +234,44 @@ def _resolved_speculation(vllm_config: Any) -> str | None:
 
 def _second_runner(vllm_config: Any) -> str | None:
     return "vLLM's model runner V2" if vllm_config.use_v2_model_runner else None
+
+
+def _freezing(vllm_config: Any) -> str | None:
+    options = vllm_config.compilation_config.inductor_compile_config
+    found = next((key for key in ("freezing", "max_autotune") if options.get(key)), None)
+    return None if found is None else f"inductor_compile_config with {found}"
+
+
+_WEIGHTS_CONFIG: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_quantized_checkpoint,
+        why="quantized layers keep their weights in tensors of their own, made after loading",
+        remedy="serve the 16-bit checkpoint",
+    ),
+    Refusal(
+        offender=_experts,
+        why="a step needs only some experts, and a sublayer is staged as a whole",
+        remedy="serve it without placing weights",
+    ),
+    Refusal(
+        offender=_second_runner,
+        why="weights are staged by the hooks of V1",
+        remedy="set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    Refusal(
+        offender=_either(
+            _kind("is_hybrid", "attention mixed with Mamba or linear attention"),
+            _kind("is_attention_free", "attention-free"),
+        ),
+        why="its layers read parameters outside the modules that own them",
+        remedy="serve it without placing weights",
+    ),
+    Refusal(
+        offender=_freezing,
+        why="it builds the weights into the compiled model, and a staging slot's change",
+        remedy="leave it out",
+    ),
+)
 
 
 _VLLM_CONFIG: tuple[Refusal, ...] = (

@@ -33,21 +33,35 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "does.",
     )
     parser.add_argument("model", help="a folder with config.json, or that file")
-    parser.add_argument("--near-gib", type=float, required=True, help="near memory, KV included")
-    parser.add_argument("--far-gib", type=float, required=True, help="far memory")
+    parser.add_argument("--near-gib", type=_gib, required=True, help="near memory, KV included")
+    parser.add_argument("--far-gib", type=_gib, required=True, help="far memory")
     parser.add_argument(
         "--machine",
         required=True,
         choices=machine_names(),
         help="whose links and compute to take",
     )
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="of a request (512)")
-    parser.add_argument("--output-tokens", type=int, default=128, help="of a request (128)")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="requests at a time (256)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks (1)")
+    parser.add_argument("--prompt-tokens", type=_count, default=512, help="of a request (512)")
+    parser.add_argument("--output-tokens", type=_count, default=128, help="of a request (128)")
+    parser.add_argument("--max-num-seqs", type=_count, default=256, help="requests at a time (256)")
+    parser.add_argument("--tensor-parallel-size", type=_count, default=1, help="ranks (1)")
     parser.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, at least 1")
+    return int(text)
+
+
+def _gib(text: str) -> float:
+    try:
+        gib_to_bytes(float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give GiB, a number at least 0") from None
+    return float(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
-from vllm_tiered.cost.weights import Kind, Parameter, Placement, Role, Sublayer, extent_bytes, place
+from vllm_tiered.cost.weights import Kind, Parameter, Placement, Sublayer, extent_bytes, place
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.units import format_bytes
 
@@ -48,9 +48,13 @@ class _Choice:
 
 
 def place_for_latency(
-    sublayers: Sequence[Sublayer], times: StepTimes, link: Link, near_bytes: int
+    sublayers: Sequence[Sublayer],
+    times: StepTimes,
+    link: Link,
+    near_bytes: int,
+    far_bytes: int | None = None,
 ) -> Placement:
-    """The placement with the shortest step that fits near memory.
+    """The placement with the shortest step that fits near memory, and far memory where it can.
 
     Never slower, in the model of :mod:`vllm_tiered.cost.pipeline`, than HeLM's or All-CPU's where
     those fit.
@@ -58,6 +62,7 @@ def place_for_latency(
     Args:
         times: compute of each of ``sublayers``.
         near_bytes: for parameters and slots.
+        far_bytes: None for as much as it takes.
 
     Raises:
         BudgetError: even the largest sublayer's slots do not fit.
@@ -84,8 +89,9 @@ def place_for_latency(
             f"{format_bytes(least)}, which is what always stays and the slots for the largest "
             "sublayers; raise weights.near_gib"
         )
+    enough = [c for c in fitting if far_bytes is None or c.far_bytes <= far_bytes]
     best = min(
-        fitting,
+        enough or fitting,
         key=lambda candidate: (
             step_time(transfer_seconds(candidate, link), times).seconds,
             candidate.far_bytes,
@@ -147,7 +153,7 @@ def _choices(sublayer: Sublayer, compute_before: float, link: Link) -> Iterator[
     """Every set of modules that may be far: a matrix goes with its bias."""
     modules: dict[str, list[int]] = {}
     for index, parameter in enumerate(sublayer.parameters):
-        if parameter.role is not Role.NORM:
+        if parameter.may_move:
             modules.setdefault(parameter.name.rpartition(".")[0], []).append(index)
     by_size = sorted(
         modules.values(), key=lambda group: -sum(sublayer.parameters[i].num_bytes for i in group)

@@ -91,6 +91,7 @@ class ModelShape:
         head_bytes: of them, what each step reads.
         kv_bytes_per_token: in all layers.
         hidden_size: of an activation.
+        dtype_bytes: of a weight, and of an element of the KV cache.
     """
 
     family: str
@@ -100,6 +101,7 @@ class ModelShape:
     head_bytes: int
     kv_bytes_per_token: int
     hidden_size: int
+    dtype_bytes: int
 
     @property
     def layer_bytes(self) -> int:
@@ -117,7 +119,7 @@ def model_shape(
 
     Raises:
         ConfigError: a size is missing or does not divide by ``tensor_parallel``.
-        UnsupportedError: a mixture of experts, or no decoder.
+        UnsupportedError: a mixture of experts, a quantized checkpoint, or no decoder.
     """
     known = str(config.get("model_type", ""))
     _check_kind(config)
@@ -144,6 +146,7 @@ def model_shape(
         head_bytes=vocabulary * width,
         kv_bytes_per_token=2 * kv_heads * sizes.head_size * sizes.layers * width,
         hidden_size=sizes.hidden,
+        dtype_bytes=width,
     )
 
 
@@ -240,6 +243,11 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     if experts is not None:
         raise UnsupportedError(
             f"{experts}={config[experts]}: mixtures of experts cannot be planned yet"
+        )
+    if config.get("quantization_config"):
+        raise UnsupportedError(
+            "quantized checkpoints cannot be planned, and their weights not be placed, yet: give "
+            "the 16-bit model"
         )
     if config.get("is_encoder_decoder"):
         raise UnsupportedError("encoder-decoder models cannot be planned: only decoders are served")

@@ -40,9 +40,7 @@ def far_link(machine: Machine) -> Link:
     return Link(bytes_per_s=machine.read_gb_per_s * 1e9)
 
 
-def compute_times(
-    shape: ModelShape, machine: Machine, batch: Batch, *, dtype_bytes: int = 2
-) -> StepTimes:
+def compute_times(shape: ModelShape, machine: Machine, batch: Batch) -> StepTimes:
     """Of each sublayer, with all weights near and no copies beside it."""
     requests = batch.requests
     rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
@@ -50,8 +48,7 @@ def compute_times(
     rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
     return StepTimes(
         compute=tuple(
-            _sublayer_seconds(sublayer, shape, machine, batch, dtype_bytes)
-            for sublayer in shape.sublayers
+            _sublayer_seconds(sublayer, shape, machine, batch) for sublayer in shape.sublayers
         ),
         rest=rest,
     )
@@ -74,11 +71,12 @@ def predict_step(
 
 
 def _sublayer_seconds(
-    sublayer: Sublayer, shape: ModelShape, machine: Machine, batch: Batch, dtype_bytes: int
+    sublayer: Sublayer, shape: ModelShape, machine: Machine, batch: Batch
 ) -> float:
     near = machine.near_gb_per_s * 1e9
     memory = sublayer.num_bytes / near
-    arithmetic = 2 * sublayer.num_bytes / dtype_bytes * batch.tokens / (machine.tflops * 1e12)
+    operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
+    arithmetic = operations / (machine.tflops * 1e12)
     seconds = max(memory, arithmetic)
     if sublayer.kind is Kind.ATTENTION:
         kv_bytes = shape.kv_bytes_per_token / shape.num_layers

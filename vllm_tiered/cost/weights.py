@@ -13,7 +13,7 @@ compute those of both sublayers before either.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,6 +41,7 @@ class Role(Enum):
     BIAS = "bias"
     FFN_FIRST = "first FFN matrix"  # fc1, or gate and up in one
     MATRIX = "matrix"
+    FIXED = "fixed"  # read by others than its module: it stays near
 
 
 class Home(Enum):
@@ -57,6 +58,11 @@ class Parameter:
     name: str
     num_bytes: int
     role: Role
+
+    @property
+    def may_move(self) -> bool:
+        """Whether any policy may put it into far memory."""
+        return self.role not in (Role.NORM, Role.FIXED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,16 +140,21 @@ class Placement:
             )
 
 
-def sublayers_of(layer: int, num_bytes: Mapping[str, int]) -> list[Sublayer]:
+def sublayers_of(
+    layer: int, num_bytes: Mapping[str, int], movable: Collection[str] | None = None
+) -> list[Sublayer]:
     """A layer's parameters by sublayer, told from their names.
 
     Args:
         num_bytes: of each parameter, by its name in the layer, in the order of the module.
+        movable: those that may leave the near tier; None for all but norms.
     """
     by_kind: dict[Kind, list[Parameter]] = {kind: [] for kind in Kind}
     firsts = _first_ffn_matrices(num_bytes)
     for name, size in num_bytes.items():
         role = _role(name, firsts)
+        if movable is not None and name not in movable:
+            role = Role.FIXED if role is not Role.NORM else role
         by_kind[_kind(name)].append(Parameter(name=name, num_bytes=size, role=role))
     return [
         Sublayer(layer=layer, kind=kind, parameters=tuple(parameters))
@@ -179,7 +190,7 @@ def place(
 
 
 def _movable(sublayer: Sublayer) -> list[Parameter]:
-    return [parameter for parameter in sublayer.parameters if parameter.role is not Role.NORM]
+    return [parameter for parameter in sublayer.parameters if parameter.may_move]
 
 
 def _helm(sublayer: Sublayer) -> list[Parameter]:
@@ -196,7 +207,7 @@ def _flexgen(sublayer: Sublayer, percents: tuple[float, float, float]) -> list[P
     for parameter in sublayer.parameters:
         middle = (before + parameter.num_bytes / 2) / total * 100
         before += parameter.num_bytes
-        if middle < 100 - near and parameter.role is not Role.NORM:
+        if middle < 100 - near and parameter.may_move:
             far.append(parameter)
     assert not storage
     return far

@@ -233,7 +233,8 @@ class CpuDevice(Device):
         except RuntimeError as error:
             raise BudgetError(
                 f"the far tier could not get {num_pages * page_bytes / 2**30:.2f} GiB "
-                f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib or kv.expansion"
+                f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib or kv.expansion, or "
+                "keep more weights near"
             ) from error
         return self._keep(checked(PageBuffer(data), verify))
 
