@@ -16,7 +16,7 @@ from vllm_tiered.kv.controller import Decision
 def up_and_down() -> None:
     counter = itertools.count()
 
-    def step(signals, state, levels):
+    def step(signals, state, levels, tuning):
         # Far apart, so that most steps are on the way from one level to the other.
         target = levels.max_far_layers * (next(counter) // 6 % 2)
         print(f"level {signals.far_layers} aims at {target}", flush=True)

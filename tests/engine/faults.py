@@ -45,10 +45,10 @@ def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -
     rng = random.Random(seed)
     counter = itertools.count()
 
-    def step(signals, state, levels):
+    def step(signals, state, levels, tuning):
         if next(counter) % steps_per_level == 0:
             state = rng.randrange(levels.max_far_layers + 1)
         return Decision(far_layers=state, reason="a random walk"), state
 
     monkeypatch.setattr(adaptive.controller, "step", step)
-    monkeypatch.setattr(adaptive.controller, "initial_state", lambda levels: 0)
+    monkeypatch.setattr(adaptive.controller, "initial_state", lambda levels, tuning: 0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page that does not come back as it was written costs a recompute, never a wrong token."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -11,9 +12,10 @@ import pytest
 
 from tests.engine.faults import flipping_device, walk
 from tests.engine.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import worker
+from vllm_tiered.adapter import adaptive, worker
 from vllm_tiered.adapter.load_errors import RecentSteps
 from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.kv.outlook import STORAGE_TUNING
 
 MIB = 1 << 20
 PROMPTS = random_prompts(8, longest=100)
@@ -90,8 +92,11 @@ def test_the_test_above_fails_if_such_blocks_stay(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("far_gib", "expansion"), [(0, 2.0), (0.03, 3.0), (0, "auto")])
-def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion) -> None:
+def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion, monkeypatch) -> None:
     """Nothing in memory; some layers in memory, the others in the file; growing into it."""
+    # It looks for 256 steps at what is served without far layers; these requests end before.
+    soon = dataclasses.replace(STORAGE_TUNING, base_records=1, record_steps=8)
+    monkeypatch.setattr(adaptive, "STORAGE_TUNING", soon)
     config = {
         "tier": "storage",
         "path": str(tmp_path),
