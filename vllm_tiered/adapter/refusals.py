@@ -68,6 +68,16 @@ def _encode_only(engine_args: Any) -> str | None:
     return f"--ec-transfer-config with ec_role={transfer.ec_role} (encode only)"
 
 
+_speculation = _given(
+    speculative_config="--speculative-config",
+    spec_method="--spec-method",
+    spec_model="--spec-model",
+    spec_tokens="--spec-tokens",
+)
+_microbatches = _either(
+    _given(enable_dbo="--enable-dbo"), _above_one("ubatch_size", "--ubatch-size")
+)
+
 _ENGINE_ARGS: tuple[Refusal, ...] = (
     Refusal(
         offender=_other_connector,
@@ -80,12 +90,7 @@ _ENGINE_ARGS: tuple[Refusal, ...] = (
         remedy="leave it out; far memory is set with --tiered-config.kv.far_gib",
     ),
     Refusal(
-        offender=_given(
-            speculative_config="--speculative-config",
-            spec_method="--spec-method",
-            spec_model="--spec-model",
-            spec_tokens="--spec-tokens",
-        ),
+        offender=_speculation,
         why="the draft model's KV layers run outside the order in which layers are staged",
         remedy="leave speculative decoding out",
     ),
@@ -122,9 +127,7 @@ _ENGINE_ARGS: tuple[Refusal, ...] = (
         remedy="leave it out",
     ),
     Refusal(
-        offender=_either(
-            _given(enable_dbo="--enable-dbo"), _above_one("ubatch_size", "--ubatch-size")
-        ),
+        offender=_microbatches,
         why="a step is split into two that overlap, and a layer's staging area serves one",
         remedy="leave it out",
     ),
@@ -180,19 +183,12 @@ _WEIGHTS_ARGS: tuple[Refusal, ...] = (
         remedy="use --tensor-parallel-size instead",
     ),
     Refusal(
-        offender=_given(
-            speculative_config="--speculative-config",
-            spec_method="--spec-method",
-            spec_model="--spec-model",
-            spec_tokens="--spec-tokens",
-        ),
+        offender=_speculation,
         why="the draft model's layers run outside the order in which sublayers are staged",
         remedy="leave speculative decoding out",
     ),
     Refusal(
-        offender=_either(
-            _given(enable_dbo="--enable-dbo"), _above_one("ubatch_size", "--ubatch-size")
-        ),
+        offender=_microbatches,
         why="two halves of a step overlap, and a staging slot serves one",
         remedy="leave it out",
     ),

@@ -90,7 +90,6 @@ class ModelShape:
         other_bytes: embeddings, head and last norm, which stay near.
         head_bytes: of them, what each step reads.
         kv_bytes_per_token: in all layers.
-        hidden_size: of an activation.
         dtype_bytes: of a weight, and of an element of the KV cache.
     """
 
@@ -100,7 +99,6 @@ class ModelShape:
     other_bytes: int
     head_bytes: int
     kv_bytes_per_token: int
-    hidden_size: int
     dtype_bytes: int
 
     @property
@@ -145,7 +143,6 @@ def model_shape(
         other_bytes=(heads * vocabulary + positions + sizes.hidden) * width,
         head_bytes=vocabulary * width,
         kv_bytes_per_token=2 * kv_heads * sizes.head_size * sizes.layers * width,
-        hidden_size=sizes.hidden,
         dtype_bytes=width,
     )
 

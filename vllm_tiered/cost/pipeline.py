@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_tiered.cost.weights import Kind, Placement, extent_bytes
+from vllm_tiered.cost.weights import Placement, extent_bytes
 
 
 class Link(NamedTuple):
@@ -37,11 +37,6 @@ class StepTimes:
 
     compute: tuple[float, ...]
     rest: float = 0.0
-
-    @classmethod
-    def by_kind(cls, placement: Placement, seconds: dict[Kind, float], rest: float) -> "StepTimes":
-        """The same for all layers."""
-        return cls(compute=tuple(seconds[part.kind] for part in placement.sublayers), rest=rest)
 
 
 class StepTime(NamedTuple):

@@ -44,13 +44,6 @@ class Role(Enum):
     FIXED = "fixed"  # read by others than its module: it stays near
 
 
-class Home(Enum):
-    """The tier in which a parameter lives."""
-
-    NEAR = "near"
-    FAR = "far"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
     """A tensor of a layer, by its name in the layer; bytes are this rank's."""
