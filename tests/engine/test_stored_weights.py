@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in a file on the real engine: filled once, read by later starts, never wrong."""
 
+import ctypes
 import json
+import mmap
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.offloader import get_offloader
 
@@ -22,10 +24,11 @@ from tests.engine.harness import (
 )
 from tests.engine.test_processes import OWN_PROCESS, run_script
 from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
-from vllm_tiered.adapter import weights_engine
+from vllm_tiered.adapter import offloader, weights_engine
 from vllm_tiered.cost.weights import SLOT_ALIGNMENT
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.tiers import published
+from vllm_tiered.tiers.host import host_memory
 
 PROMPTS = random_prompts(6, seed=6)
 KV_OFF = {"enabled": False}
@@ -111,13 +114,61 @@ def test_a_later_start_does_not_need_the_stored_part_of_the_checkpoint(
     copied_model, tmp_path, monkeypatch
 ) -> None:
     store = tmp_path / "store"
-    monkeypatch.setattr(
-        weights_engine, "describe_checkpoint", lambda config: {"name": "m", "fingerprint": "1"}
-    )
+    described = {"name": "m", "fingerprint": "1", "changed": "1"}
+    monkeypatch.setattr(weights_engine, "describe_checkpoint", lambda config: described)
     expected = run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens
     poison(copied_model, "proj")
     assert run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens == expected
     assert run("copied", PROMPTS).tokens != expected, "without the file the poison is noticed"
+
+
+def test_a_checkpoint_that_was_touched_fills_the_file_anew(copied_model, tmp_path) -> None:
+    store = tmp_path / "store"
+    run("copied", PROMPTS, KV_OFF, weights=stored(store))
+    before = the_file(store).stat().st_mtime_ns
+    (checkpoint,) = copied_model.glob("*.safetensors")
+    checkpoint.touch()
+    result = run("copied", PROMPTS, KV_OFF, weights=stored(store))
+    assert result.tokens == vllm_tokens("qwen2", PROMPTS)
+    assert the_file(store).stat().st_mtime_ns != before
+
+
+def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
+    """What "auto" left to far memory may not fit it today."""
+    weights = {"placement": "all_far", "storage_path": str(tmp_path)}
+    memory = host_memory()
+    sizes = iter([4 << 20, 4 << 20, 1 << 20])
+    monkeypatch.setattr(
+        offloader, "host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
+    )
+    monkeypatch.setattr(offloader, "FAR_SHARE", 0.5)
+    for at_most in (4 << 20, 4 << 20, 1 << 20):
+        result = run("opt", PROMPTS, KV_OFF, weights=weights)
+        assert result.tokens == vllm_tokens("opt", PROMPTS)
+        assert 0 < result.manifest["weights"]["far_bytes"] <= at_most
+
+
+def test_a_later_release_that_divides_layers_otherwise(tmp_path, monkeypatch) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    original = offloader.sublayers_of
+
+    def other(layer, sizes, movable):
+        return original(layer, sizes, {name for name in movable if "fc2" not in name})
+
+    monkeypatch.setattr(offloader, "sublayers_of", other)
+    result = run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+
+
+def test_an_engine_that_fails_later_leaves_room_for_the_next(tmp_path) -> None:
+    with (
+        pytest.raises(Exception, match="KV cache"),
+        engine("opt", KV_OFF, weights=stored(tmp_path), kv_cache_memory_bytes=1 << 16),
+    ):
+        pytest.fail("the engine started")
+    assert run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path)).tokens == vllm_tokens(
+        "opt", PROMPTS
+    )
 
 
 def test_other_settings_fill_the_file_anew(tmp_path) -> None:
@@ -147,7 +198,7 @@ def test_another_models_file_is_not_touched(tmp_path) -> None:
 def test_a_changed_checkpoint_is_another_model(copied_model, tmp_path) -> None:
     store = tmp_path / "store"
     run("copied", PROMPTS, KV_OFF, weights=stored(store))
-    poison(copied_model, "layers.1.mlp.down_proj")
+    poison(copied_model, "layers.1.self_attn.o_proj")
     with pytest.raises(ConfigError, match=r"holds weights of .* remove the file"):
         start("copied", store)
 
@@ -220,8 +271,20 @@ def test_filling_takes_no_name_before_it_is_whole(tmp_path, monkeypatch) -> None
 def test_what_is_stored_takes_no_memory(tmp_path) -> None:
     for _ in range(2):
         with engine("opt", KV_OFF, weights=stored(tmp_path)):
-            offloader = get_offloader()
-            assert offloader.placement.far_bytes == 0
-            held = {p.untyped_storage().data_ptr() for *_, p in offloader._far}
+            tiered = get_offloader()
+            assert tiered.placement.far_bytes == 0
+            held = {p.untyped_storage().data_ptr() for *_, p in tiered._far}
             assert len(held) == 1, "all share the slots"
-            assert isinstance(offloader._far[0][2].data, torch.Tensor)
+            assert resident_pages(the_file(tmp_path)) <= 1  # beside what the file says of itself
+
+
+def resident_pages(path: Path) -> int:
+    """Of the data, in the page cache."""
+    num_bytes = path.stat().st_size // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), num_bytes, mmap.MAP_PRIVATE)
+    view = (ctypes.c_char * num_bytes).from_buffer(memory)
+    pages = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
+    size = ctypes.c_size_t(num_bytes)
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(view)), size, pages)
+    return sum(page & 1 for page in pages)

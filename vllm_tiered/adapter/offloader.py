@@ -37,7 +37,15 @@ from vllm_tiered.adapter.layer_weights import (
 from vllm_tiered.adapter.weights_times import measure
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.cost.latency import place_for_latency
-from vllm_tiered.cost.weights import Placement, Sublayer, place, spill, sublayers_of
+from vllm_tiered.cost.weights import (
+    PARAMETER_ALIGNMENT,
+    SLOT_ALIGNMENT,
+    Placement,
+    Sublayer,
+    place,
+    spill,
+    sublayers_of,
+)
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.host import FAR_SHARE, host_memory
@@ -152,8 +160,17 @@ class TieredOffloader(BaseOffloader):
         self._announce(placement, self._weights)
         return layers
 
+    @property
+    def stores(self) -> bool:
+        """Some weights are in a file."""
+        return (
+            self._store is not None and self.placement is not None and bool(self.placement.stored)
+        )
+
     def close(self) -> None:
         """Give far memory and slots back; the model cannot run any more. Idempotent."""
+        if self._store is not None:
+            self._store.cancel()
         self._device.close()
         if self._store is not None:
             self._store.close()
@@ -213,11 +230,13 @@ class TieredOffloader(BaseOffloader):
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
         if config.storage_path is not None:
-            self._store = store = self._open_store(config.storage_path, layers)
-            if store.is_filled:
-                return store.placement(sublayers)
             if far_bytes is None:
                 far_bytes = int(FAR_SHARE * host_memory().usable_bytes / self._num_ranks)
+            self._store = self._open_store(config.storage_path, layers)
+            recorded = self._store.placement(sublayers, far_bytes)
+            if recorded is not None:
+                recorded.check_budget(near_bytes, far_bytes)
+                return recorded
         placement = self._choose(layers, sublayers, near_device, near_bytes, far_bytes)
         if self._store is not None and far_bytes is not None:
             placement = spill(placement, far_bytes)
@@ -254,6 +273,7 @@ class TieredOffloader(BaseOffloader):
             "percents": None if config.percents is None else list(config.percents),
             "near_gib": config.near_gib,
             "far_gib": config.far_gib,
+            "alignment": [SLOT_ALIGNMENT, PARAMETER_ALIGNMENT],
             "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
         }
         return WeightStore(

@@ -258,6 +258,7 @@ _WEIGHTS_CONFIG: tuple[Refusal, ...] = (
         offender=_either(
             _kind("is_hybrid", "attention mixed with Mamba or linear attention"),
             _kind("is_attention_free", "attention-free"),
+            _kind("use_mla", "multi-head latent attention"),
         ),
         why="its layers read parameters outside the modules that own them",
         remedy="serve it without placing weights",

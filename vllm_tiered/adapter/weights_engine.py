@@ -8,7 +8,7 @@ from typing import Any
 from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter import compat
-from vllm_tiered.adapter.checkpoint import describe_checkpoint
+from vllm_tiered.adapter.checkpoint import check_stored, describe_checkpoint
 from vllm_tiered.adapter.offloader import TieredOffloader
 from vllm_tiered.config import ROOT_KEY, TieredConfig, WeightsConfig
 from vllm_tiered.errors import UnsupportedError
@@ -29,10 +29,12 @@ def install() -> None:
     Both of vLLM's runners import the function that makes one by name, and importing them takes
     seconds; so they are wrapped when a worker that needs it starts.
     """
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     compat.wrap_once(WorkerWrapperBase, "init_device", _init_device)
     compat.wrap_once(WorkerWrapperBase, "shutdown", _shutdown)
+    compat.wrap_once(EngineCore, "__init__", _init_engine)
 
 
 def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +71,21 @@ def _shutdown(original: Any, wrapper: Any) -> None:
         offloader.close()
         if get_offloader() is offloader:
             set_offloader(None)
+
+
+def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
+    """An engine that fails after its model is loaded is not shut down by anyone."""
+    from vllm.model_executor.offloader import get_offloader, set_offloader
+
+    before = get_offloader()
+    try:
+        original(engine, *args, **kwargs)
+    except BaseException:
+        offloader = get_offloader()
+        if isinstance(offloader, TieredOffloader) and offloader is not before:
+            offloader.close()
+            set_offloader(None)
+        raise
 
 
 def take_use() -> dict[str, float]:
@@ -125,6 +142,8 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
                 f"{type(runner.model).__name__} does not build its layers where weights can be "
                 "placed (vLLM's Transformers backend does not): set weights.placement=off"
             )
+        if offloader.stores:
+            check_stored(runner.model)
         offloader.post_init()
     except BaseException:
         offloader.close()  # a file that is half filled goes away

@@ -20,6 +20,7 @@ from vllm_tiered.tiers.probe import (
     product_curve,
     published_read,
 )
+from vllm_tiered.weights.store import KNOB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,7 @@ def measure(
     )
     storage = None
     if storage_folder is not None:
-        storage = link_of(published_read(device, storage_folder, near_device))
+        storage = link_of(published_read(device, storage_folder, near_device, knob=KNOB))
     return Measured(times=StepTimes(compute=compute), link=link_of(sample), storage=storage)
 
 

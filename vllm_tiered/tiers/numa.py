@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far memory by NUMA node: the nearest first, then those of CXL or NVM that have no CPUs (HeLM).
+"""Far memory by NUMA node: the other sockets', CXL's, NVM's, in the order of distance (HeLM).
 
-vLLM's CPU backend binds a worker's memory to its own node. Far memory is what that node does not
-have to hold, so its ranges are bound to nodes one by one, and the engine's own binding does not
-apply to them.
+vLLM's CPU backend binds a worker's memory strictly to its own node, near weights and KV cache too,
+which come after far memory. So that node is the last one that far memory is bound to; its bandwidth
+is compute's besides.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ def nodes(sysfs: Path = _SYSFS, status: Path = _STATUS) -> list[Node]:
 
 
 def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[tuple[int, int]]:
-    """Nodes for that much memory, the nearest to the CPUs first.
+    """Nodes for that much memory: the nearest to the CPUs first, their own last.
 
     Returns:
         (node, bytes) in order; empty with one node, or if all together do not have it: then the
@@ -72,7 +72,11 @@ def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[t
     here = set(cpus)
     home = max(among, key=lambda node: len(node.cpus & here))
     parts = []
-    for node in sorted(among, key=lambda node: home.distances.get(node.number, 255)):
+    others = sorted(
+        (node for node in among if node is not home),
+        key=lambda node: home.distances.get(node.number, 255),
+    )
+    for node in (*others, home):
         part = min(num_bytes, max(0, node.free_bytes - _KEPT_BYTES) // MIB * MIB)
         if part:
             parts.append((node.number, part))

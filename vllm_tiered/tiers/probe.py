@@ -4,7 +4,7 @@
 Each figure is the median of several runs, after one that is not counted.
 """
 
-import os
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -86,21 +86,28 @@ def published_read(
     device: Device,
     folder: Path,
     near_device: torch.device,
-    num_bytes: int = 256 * MIB,
+    num_bytes: int = 128 * MIB,
+    *,
+    knob: str,
 ) -> Sample:
     """Reading a published file, as stored weights are read. The file goes away.
+
+    Args:
+        knob: the configuration's key for ``folder``, for messages.
 
     Raises:
         ConfigError, BudgetError: no such file can be made in ``folder``.
     """
     num_pages = num_bytes // PAGE_BYTES
-    path = folder / f"{os.getpid()}.probe"
-    draft = Draft(folder, num_pages, PAGE_BYTES, knob="the folder to be measured")
-    draft.memory.random_()  # no disk compresses it away
-    draft.publish(path, {})
-    draft.close()
-    file = PublishedPages(path)
-    path.unlink()
+    path = folder / f"{secrets.token_hex(4)}.probe"
+    draft = Draft(folder, num_pages, PAGE_BYTES, knob=knob)
+    try:
+        draft.memory.random_()  # no disk compresses it away
+        draft.publish(path, {})
+        file = PublishedPages(path)
+    finally:
+        draft.close()
+        path.unlink(missing_ok=True)
     try:
         near = PageBuffer(aligned_pages(num_pages, PAGE_BYTES, near_device))
         pages = _pages(0, num_pages)

@@ -9,14 +9,16 @@ gives up on them, as a model cannot go on without its weights.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import mmap
 import os
+import secrets
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
-from errno import EINVAL, EIO, EISDIR, ENOSPC, EOPNOTSUPP
+from errno import EDQUOT, EFBIG, EINVAL, EIO, EISDIR, ENOSPC, EOPNOTSUPP
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -24,6 +26,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from xxhash import xxh3_64_intdigest
 
@@ -48,6 +51,9 @@ and with 8; without checksums 1.9 with one (2 cores, virtio disk, 2026-11-22).""
 _MAGIC = b"tieredpf"
 _TAIL = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, pages, bytes of contents, checksum
 _SILENCE_SECONDS = 10.0
+
+
+_DRAFT = ".draft"
 
 
 class Draft:
@@ -94,6 +100,7 @@ class Draft:
 
         Raises:
             BudgetError: the disk is full.
+            ConfigError: the file system cannot do it.
         """
         sums = np.fromiter(map(checksum, self._pages), dtype=np.uint64, count=self._num_pages)
         text = json.dumps(contents).encode()
@@ -106,9 +113,10 @@ class Draft:
             os.fsync(self._fd)
             self._give_name(path)
         except OSError as error:
-            raise BudgetError(
-                f"{path} cannot be published ({error.strerror}): make room, or give another "
-                f"{self._knob}"
+            full = error.errno in (ENOSPC, EDQUOT, EFBIG)
+            raise (BudgetError if full else ConfigError)(
+                f"{path} cannot be published ({error.strerror}): "
+                f"{'make room, or ' if full else ''}give another {self._knob}"
             ) from error
 
     def close(self) -> None:
@@ -131,13 +139,15 @@ class Draft:
     def _create(self) -> int:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self._folder)
             try:
                 return os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 # What file systems and kernels without O_TMPFILE say to it.
                 if error.errno not in (EOPNOTSUPP, EISDIR, EINVAL):
                     raise
-            fd, name = tempfile.mkstemp(suffix=".draft", dir=self._folder)
+            fd, name = tempfile.mkstemp(suffix=_DRAFT, dir=self._folder)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # or another start would take it for abandoned
         except OSError as error:
             raise ConfigError(
                 f"{self._knob} is {self._folder}: no file can be made there ({error.strerror}); "
@@ -166,9 +176,8 @@ class Draft:
         try:
             if self._name is None:
                 # A link cannot take another's place; a rename can, at once for all readers.
-                name = f"{path.name}.{os.getpid()}.draft"
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder)
+                name = f"{path.name}.{secrets.token_hex(4)}{_DRAFT}"
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
                 # With a folder's descriptor Python follows the link from /proc to the file.
                 os.link(f"/proc/self/fd/{self._fd}", name, dst_dir_fd=folder)
                 self._name = self._folder / name
@@ -177,6 +186,14 @@ class Draft:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Drafts of processes that were killed while theirs had a name: nobody holds their lock."""
+    for path in folder.glob(f"*{_DRAFT}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def aligned_pages(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
@@ -220,7 +237,13 @@ class PublishedPages(PageStore):
         self.num_pages = len(self._checksums)
         self._file = SharedFd(fd)
         self._pool = IoPool("tiered-weights", NUM_READERS)
-        if not self.is_direct:
+        self._is_cancelled = False
+        if file_system(path) in ("tmpfs", "ramfs"):
+            logger.warning(
+                "tiered: %s is in a file system that is memory itself: give a folder on an SSD",
+                path,
+            )
+        elif not self.is_direct:
             logger.warning(
                 "tiered: the file system of %s has no direct I/O: what is read takes memory of the "
                 "page cache too",
@@ -264,6 +287,10 @@ class PublishedPages(PageStore):
     def forget(self, first_page: int, num_pages: int) -> NoReturn:
         raise IntegrityError(f"{self.path} is published: its pages stay")
 
+    def cancel(self) -> None:
+        """Reads that a silent disk keeps waiting fail soon."""
+        self._is_cancelled = True
+
     def close(self) -> None:
         self._pool.close(timeout_seconds=1.0)
         self._file.close()
@@ -274,6 +301,8 @@ class PublishedPages(PageStore):
             try:
                 return done.get(timeout=_SILENCE_SECONDS)
             except Empty:
+                if self._is_cancelled:
+                    return IntegrityError(f"{self.path} was closed while its disk was silent")
                 waited += _SILENCE_SECONDS
                 logger.warning(
                     "tiered: %s has been silent for %.0f s; the model waits for its weights",
@@ -310,6 +339,12 @@ class PublishedPages(PageStore):
             if checksum(words) != self._checksums[page]:
                 return f"{self.where(page)} is damaged (checksum)"
         return None
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds a path; "" where the system does not say."""
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[str(f)] for f in (path, *path.resolve().parents) if str(f) in mounts), "")
 
 
 def _read_description(fd: int, path: Path) -> tuple[npt.NDArray[np.uint64], int, bytes]:

@@ -60,8 +60,7 @@ class FarWeights:
         stored_bytes = sum(stored for _, stored in sizes)
         drafted = store.memory(stored_bytes // SLOT_ALIGNMENT) if store else None
         self._homes = list(self._give_homes(drafted))
-        for parameter, home, _ in self._homes:
-            parameter.data = home  # what the loader writes goes there
+        self._load_to_homes()
 
     def stage(self) -> WeightRing:
         """Parameters are in their slots from now on, whenever their sublayer computes.
@@ -71,11 +70,7 @@ class FarWeights:
         Raises:
             BudgetError: the disk is full.
         """
-        for parameter, home, slot in self._homes:
-            if parameter.data_ptr() != home.data_ptr() and home is not slot:
-                home.copy_(parameter.data)  # vLLM moves what it processes after loading
-            parameter.data = slot
-        self._homes.clear()
+        self._move_to_slots()
         ring = WeightRing(
             device=self._device,
             far=self._far,
@@ -85,6 +80,18 @@ class FarWeights:
         )
         ring.start()
         return ring
+
+    def _load_to_homes(self) -> None:
+        for parameter, home, _ in self._homes:
+            parameter.data = home  # what the loader writes goes there
+
+    def _move_to_slots(self) -> None:
+        """No view of a draft is left: its pages could not leave memory."""
+        for parameter, home, slot in self._homes:
+            if parameter.data_ptr() != home.data_ptr() and home is not slot:
+                home.copy_(parameter.data)  # vLLM moves what it processes after loading
+            parameter.data = slot
+        self._homes.clear()
 
     def _give_homes(
         self, drafted: torch.Tensor | None

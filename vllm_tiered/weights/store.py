@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_tiered.cost.weights import SLOT_ALIGNMENT, Placement, Sublayer, extent_of
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.tiers.base import PageBuffer
 from vllm_tiered.tiers.published import Draft, PublishedPages
 from vllm_tiered.units import format_bytes
@@ -29,7 +29,7 @@ class WeightStore:
     Args:
         folder: ``weights.storage_path``.
         rank, num_ranks: of tensor parallelism.
-        model: which weights: a name and a fingerprint.
+        model: which weights: name, fingerprint, and changed, which tells when.
         settings: what the placement and the parameters' bytes depend on; JSON-safe.
 
     Attributes:
@@ -55,38 +55,54 @@ class WeightStore:
         self._about = {"model": dict(model), "settings": dict(settings)}
         self._homes: dict[str, Any] = {}
         self._draft: Draft | None = None
-        self._pages = self._open()
+        self._pages: PublishedPages | None = None
+        self._open()
 
     @property
     def is_filled(self) -> bool:
         return self._pages is not None
 
-    def placement(self, sublayers: Sequence[Sublayer]) -> Placement:
-        """As it was when the file was filled."""
+    def placement(self, sublayers: Sequence[Sublayer], far_bytes: int | None) -> Placement | None:
+        """As it was when the file was filled.
+
+        Args:
+            far_bytes: that far memory has; None for as much as it takes.
+
+        Returns:
+            None if the file is not filled, or cannot be used: it is filled anew then.
+        """
+        if self._pages is None:
+            return None
         recorded = self._homes
         far, stored = (
             tuple(
                 tuple(p for p in sublayer.parameters if p.name in names)
-                for sublayer, names in zip(sublayers, recorded[tier], strict=True)
+                for sublayer, names in zip(sublayers, recorded[tier], strict=False)
             )
             for tier in ("far", "stored")
         )
-        return Placement(
-            policy=recorded["policy"], sublayers=tuple(sublayers), far=far, stored=stored
-        )
+        reason = None
+        if len(far) != len(sublayers):
+            reason = "has other layers"
+        else:
+            placement = Placement(
+                policy=recorded["policy"], sublayers=tuple(sublayers), far=far, stored=stored
+            )
+            if _homes(placement) != recorded:
+                reason = "has other parameters"
+            elif far_bytes is not None and placement.far_bytes > far_bytes:
+                reason = (
+                    f"leaves {format_bytes(placement.far_bytes)} to far memory, which has "
+                    f"{format_bytes(far_bytes)} now"
+                )
+        if reason is None:
+            return placement
+        self._discard(reason)
+        return None
 
     def keep(self, placement: Placement) -> None:
         """The placement that the file is going to say."""
-        owners = [f"layer {part.layer}, {part.kind.value}" for part in placement.sublayers]
-        self._homes = {
-            "policy": placement.policy,
-            "far": [[p.name for p in far] for far, _ in placement.staged],
-            "stored": [[p.name for p in stored] for _, stored in placement.staged],
-            "pages": [
-                (owner, extent_of(stored) // SLOT_ALIGNMENT)
-                for owner, (_, stored) in zip(owners, placement.staged, strict=True)
-            ],
-        }
+        self._homes = _homes(placement)
 
     def memory(self, num_pages: int) -> torch.Tensor | None:
         """Where to load stored weights to, uint8 [num_pages, SLOT_ALIGNMENT]; None if filled.
@@ -96,7 +112,15 @@ class WeightStore:
         """
         if self._pages is not None:
             return None
-        self._draft = Draft(self._folder, num_pages, SLOT_ALIGNMENT, knob=KNOB)
+        try:
+            self._draft = Draft(self._folder, num_pages, SLOT_ALIGNMENT, knob=KNOB)
+        except BudgetError as error:
+            if self.path.exists():
+                raise BudgetError(
+                    f"{error}; {self.path} ({format_bytes(self.path.stat().st_size)}) is of other "
+                    "settings and would be replaced: remove it, if no engine uses it"
+                ) from error
+            raise
         return self._draft.memory
 
     def publish(self) -> PageBuffer:
@@ -113,6 +137,11 @@ class WeightStore:
             self._pages = PublishedPages(self.path, self._where)
         return self._pages.buffer()
 
+    def cancel(self) -> None:
+        """Nobody waits for a silent disk any more: what is being read fails."""
+        if self._pages is not None:
+            self._pages.cancel()
+
     def close(self) -> None:
         """Let go of the file; what is not published goes away. Idempotent."""
         if self._draft is not None:
@@ -120,29 +149,33 @@ class WeightStore:
         if self._pages is not None:
             self._pages.close()
 
-    def _open(self) -> PublishedPages | None:
+    def _open(self) -> None:
         try:
             pages = PublishedPages(self.path, self._where)
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read ({error.strerror})") from error
         found = pages.contents
-        if all(found[key] == value for key, value in self._about.items()):
-            self._homes = found["placement"]
-            return pages
-        pages.close()
-        if found["model"] != self._about["model"]:
-            names = [
-                f"{m['name']} ({m['fingerprint']})" for m in (found["model"], self._about["model"])
-            ]
+        mine, other = self._about["model"], found["model"]
+        if other["fingerprint"] != mine["fingerprint"]:
+            pages.close()
             raise ConfigError(
-                f"{self.path} holds weights of {names[0]}, and this model is {names[1]}: give "
-                f"another {KNOB}, or remove the file"
+                f"{self.path} holds weights of {_name(other)}, and this model is {_name(mine)}: "
+                f"give another {KNOB}, or remove the file"
             )
-        size = format_bytes(pages.num_pages * pages.page_bytes)
-        logger.info("tiered weights: %s (%s) was for other settings: filled anew", self.path, size)
-        return None
+        self._pages, self._homes = pages, found["placement"]
+        if other["changed"] != mine["changed"]:
+            self._discard("is older than the checkpoint's files")
+        elif found["settings"] != self._about["settings"]:
+            self._discard("is of other settings")
+
+    def _discard(self, reason: str) -> None:
+        """Fill the file anew; until then the old one stays."""
+        assert self._pages is not None
+        logger.warning("tiered weights: %s %s: it is filled anew", self.path, reason)
+        self._pages.close()
+        self._pages = None
 
     def _where(self, page: int) -> str:
         """Whose page it is."""
@@ -150,5 +183,19 @@ class WeightStore:
         return f"page {page} ({owners[page]})"
 
 
+def _homes(placement: Placement) -> dict[str, Any]:
+    """What a file says of its placement, JSON-safe."""
+    owners = [f"layer {part.layer}, {part.kind.value}" for part in placement.sublayers]
+    return {
+        "policy": placement.policy,
+        "far": [[p.name for p in far] for far, _ in placement.staged],
+        "stored": [[p.name for p in stored] for _, stored in placement.staged],
+        "pages": [
+            [owner, extent_of(stored) // SLOT_ALIGNMENT]
+            for owner, (_, stored) in zip(owners, placement.staged, strict=True)
+        ],
+    }
+
+
 def _name(model: Mapping[str, str]) -> str:
-    return f"{model['name']} (fingerprint {model['fingerprint']})"
+    return f"{model['name']} (fingerprint {model['fingerprint'][:12]})"
