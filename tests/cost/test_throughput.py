@@ -219,7 +219,7 @@ def test_too_little_near_memory_is_said_with_the_difference():
 @pytest.mark.parametrize("best", [1, 5, 80, 4000])
 def test_the_search_comes_to_the_best_number(most, best):
     """Of tokens/s with one hill, in a few dozen tries."""
-    score = {}
+    score: dict[int, float] = {}
     for requests in throughput._coarse_to_fine(most, score):
         assert 1 <= requests <= most
         score[requests] = -abs(requests - best)

@@ -21,7 +21,7 @@ from vllm_tiered.cost.split import (
     Split,
     Target,
     baseline,
-    least_moved,
+    near_sets,
     pick,
     split_beside,
     split_for_latency,
@@ -170,7 +170,8 @@ def _why_not(
         )
     if name in _PLANS:
         room = Room(near_bytes=near_bytes - shape.other_bytes)
-        least = least_moved(shape, machine, room, one) or least
+        sets = near_sets(shape, machine, load, room, 1)
+        least = min(sets, key=lambda placement: placement.far_bytes, default=least)
     far = least.far_bytes
     return NoFit(
         placement=name,

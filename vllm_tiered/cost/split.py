@@ -7,7 +7,7 @@ engine and ``vllm-tiered plan`` decide by the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -90,19 +90,34 @@ def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Roo
     Raises:
         BudgetError: no placement fits beside the KV cache of one request.
     """
-    one = load.kv_bytes(shape)
-    times = compute_times(shape, machine, load.decode(1))
-    candidates = [
-        *(baseline(name, shape) for name in BASELINES),
-        near_set(shape, machine, times, room, one),
-        least_moved(shape, machine, room, one),
-    ]
-    splits = [split_beside(c, shape, machine, load, room) for c in candidates if c]
+    candidates = [*(baseline(name, shape) for name in BASELINES)]
+    candidates += near_sets(shape, machine, load, room, 1)
+    splits = [split_beside(c, shape, machine, load, room) for c in candidates]
     fitting = [split for split in splits if split]
     if not fitting:
         raise no_room(shape, load, room)
     best = min(fitting, key=lambda s: (s.alone.decode_seconds, s.placement.far_bytes))
     return replace(best, placement=replace(best.placement, policy="latency"))
+
+
+def near_sets(
+    shape: ModelShape, machine: Machine, load: Load, room: Room, requests: int
+) -> Iterator[Placement]:
+    """What the integer program keeps near beside the KV cache of so many requests: for a decode
+    step, for a prefill, and with nothing to hide behind.
+
+    Its sum takes each transfer with one compute; in a pipeline they reach further, and what copies
+    take from compute is not in it. So the best near set for a step may be that for another.
+    """
+    prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
+    for times in (
+        compute_times(shape, machine, load.decode(requests)),
+        compute_times(shape, machine, load.prefill(prompts)),
+        StepTimes(compute=(0.0,) * len(shape.sublayers)),
+    ):
+        placement = near_set(shape, machine, times, room, load.kv_bytes(shape, requests))
+        if placement:
+            yield placement
 
 
 def near_set(
@@ -115,12 +130,6 @@ def near_set(
         return place_for_latency(shape.sublayers, times, link, budget, room.far_bytes)
     except BudgetError:
         return None
-
-
-def least_moved(shape: ModelShape, machine: Machine, room: Room, kv_bytes: int) -> Placement | None:
-    """The same with no compute to hide behind: what copies take from compute is least, too."""
-    times = StepTimes(compute=(0.0,) * len(shape.sublayers))
-    return near_set(shape, machine, times, room, kv_bytes)
 
 
 def pick(target: Target, splits: Sequence[Split]) -> Split:

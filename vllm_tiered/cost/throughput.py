@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
-from vllm_tiered.cost.predict import Batch, compute_times
+from vllm_tiered.cost.predict import compute_times
 from vllm_tiered.cost.serving import Load
 from vllm_tiered.cost.split import (
     BASELINES,
@@ -29,8 +29,8 @@ from vllm_tiered.cost.split import (
     Split,
     Target,
     baseline,
-    least_moved,
     near_set,
+    near_sets,
     no_room,
     pick,
     split_beside,
@@ -67,13 +67,13 @@ def split_for_throughput(shape: ModelShape, machine: Machine, load: Load, room: 
     score: dict[int, float] = {}
     for requests in _coarse_to_fine(load.requests_in(shape, room.near_bytes), score):
         if requests not in score:
-            score[requests] = search.solve(requests, load.decode(requests))
+            times = compute_times(shape, machine, load.decode(requests))
+            kv_bytes = load.kv_bytes(shape, requests)
+            score[requests] = search.consider(near_set(shape, machine, times, room, kv_bytes))
     if score:
-        requests = max(score, key=score.__getitem__)
-        # What the program for a decode step does not know: prefill, and what copies cost compute.
-        prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
-        search.solve(requests, load.prefill(prompts))
-        search.consider(least_moved(shape, machine, room, load.kv_bytes(shape, requests)))
+        best = max(score, key=score.__getitem__)
+        for placement in near_sets(shape, machine, load, room, best):
+            search.consider(placement)
     if search.best is None:
         raise no_room(shape, load, room)
     return search.best
@@ -95,13 +95,6 @@ class _Search:
             named = replace(split.placement, policy="throughput")
             self.best = replace(split, placement=named)
         return split.served.tokens_per_s
-
-    def solve(self, requests: int, batch: Batch) -> float:
-        """The tokens/s of the best near set for a step, beside so many requests' KV cache."""
-        shape, machine, load, room = self._given
-        times = compute_times(shape, machine, batch)
-        kv_bytes = load.kv_bytes(shape, requests)
-        return self.consider(near_set(shape, machine, times, room, kv_bytes))
 
 
 def _rank(split: Split) -> tuple[float, int]:
