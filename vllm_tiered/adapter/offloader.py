@@ -25,6 +25,7 @@ from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter import compat, manifest
 from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.weights_plan import plan_with_kv
 from vllm_tiered.adapter.weights_times import measure
 from vllm_tiered.config import ROOT_KEY, TieredConfig, WeightsConfig
 from vllm_tiered.cost.latency import place_for_latency
@@ -283,7 +284,11 @@ class TieredOffloader(BaseOffloader):
         ]
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
-        if config.placement == "latency":
+        if config.shares_with_kv:
+            placement = plan_with_kv(
+                config, self._device, layers, sublayers, near_device, is_first=self._is_first
+            )
+        elif config.placement == "latency":
             assert near_bytes is not None, "checked by the configuration"
             measured = measure(self._device, layers, sublayers, near_device)
             placement = place_for_latency(
