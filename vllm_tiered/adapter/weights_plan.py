@@ -45,6 +45,9 @@ _MOST_TOKENS = 1024
 _COPIED_PRODUCTS = 20
 """Products during which copies run beside, to see what they take."""
 
+_COPY_SECONDS = 0.02
+"""One of those copies takes about so long, or less: a slow link is not waited for."""
+
 
 # Before the engine starts ---------------------------------------------------------------
 
@@ -210,15 +213,19 @@ def _traffic_of_copies(
         near, read: bytes per second of products and of the link, each alone.
     """
     (out_features, in_features), dtype = product
-    weights = [torch.randn((out_features, in_features)).to(dtype) for _ in range(4)]
+    # As product_curve does it: no weight is in a cache when it is needed again.
+    count = min(16, max(2, -(-max(SIZES) // (out_features * in_features * dtype.itemsize))))
+    weights = [torch.randn((out_features, in_features)).to(dtype) for _ in range(count)]
     x = torch.randn((1, in_features)).to(dtype)
-    num_pages = max(SIZES) // PAGE_BYTES
+    size = min(max(SIZES), max(PAGE_BYTES, int(_COPY_SECONDS * read)))
+    num_pages = size // PAGE_BYTES
     far = device.far_buffer(num_pages, PAGE_BYTES)
     target = PageBuffer(torch.zeros((num_pages, PAGE_BYTES), dtype=torch.uint8))
     far.data.fill_(1)
     pages = Pages(np.arange(num_pages, dtype=np.int64), ascending=True)
     copy = device.prepare(Direction.READ, far, pages, target, pages)
-    copies = math.ceil(_COPIED_PRODUCTS * row_seconds * read / max(SIZES)) + 1
+    num_bytes = num_pages * PAGE_BYTES
+    copies = math.ceil(_COPIED_PRODUCTS * row_seconds * read / num_bytes) + 1
     start = time.perf_counter()
     events = [device.submit(copy) for _ in range(copies)]
     products = 0
@@ -226,7 +233,7 @@ def _traffic_of_copies(
         torch.nn.functional.linear(x, weights[products % len(weights)])
         products += 1
     lacked = time.perf_counter() - start - products * row_seconds
-    return max(0.0, lacked * near / (copies * max(SIZES)))
+    return max(0.0, lacked * near / (copies * num_bytes))
 
 
 def _of_all_ranks(machine: Machine) -> Machine:
