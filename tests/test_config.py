@@ -146,7 +146,16 @@ def test_bad_percents_are_named(percents):
         ({"placement": "latency"}, r'placement is "latency": set .*near_gib'),
         ({"placement": "throughput"}, r'"throughput": set .*near_gib .* KV cache of a rank have'),
         ({"placement": "auto"}, r'placement is "auto": set .*near_gib'),
+        (
+            {"placement": "auto", "near_gib": 1, "storage_path": "/ssd"},
+            r'"auto", which does not plan for storage yet: leave .*storage_path out',
+        ),
         ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
+        ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
+        (
+            {"placement": "flexgen", "percents": [20, 40, 40]},
+            r"the third of storage: set .*storage_path",
+        ),
     ],
 )
 def test_weights_keys_that_do_not_go_together(keys, named):

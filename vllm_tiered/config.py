@@ -214,6 +214,8 @@ class WeightsConfig(_Section):
     `near_gib` and `far_gib` are caps on what a rank takes for them, staging slots included; "auto"
     lets the placement have what it needs. With "throughput" and "auto" `near_gib` is what a rank's
     layers and KV cache have together.
+    What exceeds `far_gib` is kept in a file in the folder `storage_path`, filled by the first start
+    and read by later ones; there "auto" is half of the host memory that is available.
     """
 
     NAME: ClassVar[str] = "weights"
@@ -234,6 +236,7 @@ class WeightsConfig(_Section):
     far_gib: float | Literal["auto"] = field(
         default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
     )
+    storage_path: str | None = field(default=None, metadata={_RULE: _folder})
     percents: tuple[float, ...] | None = field(default=None, metadata={_RULE: _numbers})
 
     @property
@@ -259,6 +262,11 @@ class WeightsConfig(_Section):
                 f'{where}.placement is "flexgen": set {where}.percents to the shares of near, far '
                 "and storage, as [20, 80, 0]"
             )
+        if self.storage_path is not None and not self.places:
+            raise ConfigError(
+                f"{where}.storage_path is {self.storage_path!r}, but no weight is placed: set "
+                f"{where}.placement, or leave the path out"
+            )
         if self.placement == "latency" and self.near_gib == "auto":
             raise ConfigError(
                 f'{where}.placement is "latency": set {where}.near_gib to the near memory, in GiB, '
@@ -269,10 +277,20 @@ class WeightsConfig(_Section):
                 f'{where}.placement is "{self.placement}": set {where}.near_gib to the near '
                 "memory, in GiB, that the layers and the KV cache of a rank have together"
             )
+        if self.shares_with_kv and self.storage_path is not None:
+            raise ConfigError(
+                f'{where}.placement is "{self.placement}", which does not plan for storage yet: '
+                f'leave {where}.storage_path out, or set {where}.placement to "latency"'
+            )
         if not is_flexgen and self.percents is not None:
             raise ConfigError(
                 f"{where}.percents is {list(self.percents)}, which only the placement "
                 f'"flexgen" reads: set {where}.placement to it, or leave percents out'
+            )
+        if self.percents is not None and self.percents[2:] > (0,) and self.storage_path is None:
+            raise ConfigError(
+                f"{where}.percents is {list(self.percents)}, the third of storage: set "
+                f"{where}.storage_path to a folder on an SSD"
             )
 
 

@@ -74,7 +74,9 @@ def small_shape(num_layers, sizes, kv_pages_per_block=1):
 
 
 def all_splits(shape, on, load, room):
-    splits = [split_beside(p, shape, on, load, room) for p in every_placement(shape.sublayers)]
+    placements = every_placement(shape.sublayers, ("near", "far"))
+    unstored = (dataclasses.replace(placement, stored=()) for placement in placements)
+    splits = [split_beside(placement, shape, on, load, room) for placement in unstored]
     return [split for split in splits if split]
 
 

@@ -133,10 +133,10 @@ def near_set(
 
 
 def pick(target: Target, splits: Sequence[Split]) -> Split:
-    """The shortest decode step of one request, or the most tokens/s; of equals the first."""
+    """The shortest decode step of one request, or the most tokens/s; of equals the target's own."""
     if target == "latency":
-        return min(splits, key=lambda split: split.alone.decode_seconds)
-    return max(splits, key=lambda split: split.served.tokens_per_s)
+        return min(splits, key=lambda s: (s.alone.decode_seconds, s.placement.policy != target))
+    return max(splits, key=lambda s: (s.served.tokens_per_s, s.placement.policy == target))
 
 
 def target_for(max_requests: int) -> Target:
