@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tiered.config import KvConfig, ReportConfig, TieredConfig
+from vllm_tiered.config import KvConfig, ReportConfig, TieredConfig, WeightsConfig
 from vllm_tiered.errors import ConfigError
 
 FACTORS = st.floats(min_value=1, allow_nan=False, allow_infinity=False)
@@ -144,6 +144,12 @@ def test_bad_percents_are_named(percents):
     [
         ({"placement": "flexgen"}, r'placement is "flexgen": set .*percents'),
         ({"placement": "latency"}, r'placement is "latency": set .*near_gib'),
+        ({"placement": "throughput"}, r'"throughput": set .*near_gib .* KV cache of a rank have'),
+        ({"placement": "auto"}, r'placement is "auto": set .*near_gib'),
+        (
+            {"placement": "auto", "near_gib": 1, "storage_path": "/ssd"},
+            r'"auto", which does not plan for storage yet: leave .*storage_path out',
+        ),
         ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
         ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
         (
@@ -155,6 +161,14 @@ def test_bad_percents_are_named(percents):
 def test_weights_keys_that_do_not_go_together(keys, named):
     with pytest.raises(ConfigError, match=named):
         TieredConfig.from_dict({"weights": keys}).check()
+
+
+def test_which_placements_share_near_memory_with_the_kv_cache():
+    placements = ("off", "flexgen", "helm", "all_far", "latency", "throughput", "auto")
+    sharing = [
+        name for name in placements if WeightsConfig.from_dict({"placement": name}).shares_with_kv
+    ]
+    assert sharing == ["throughput", "auto"]
 
 
 @pytest.mark.parametrize("value", ["", 3, True, ["t.jsonl"]])

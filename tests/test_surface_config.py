@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from vllm_tiered import config, errors
-from vllm_tiered.config import KvConfig, TieredConfig
+from vllm_tiered.config import KvConfig, TieredConfig, WeightsConfig
 
 
 def test_keys_and_defaults():
@@ -35,6 +35,13 @@ def test_keys_and_defaults():
 @pytest.mark.parametrize("policy", ["interleave", "fifo", "on_demand"])
 def test_policies(policy):
     assert KvConfig(policy=policy).policy == policy
+
+
+@pytest.mark.parametrize(
+    "placement", ["off", "flexgen", "helm", "all_far", "latency", "throughput", "auto"]
+)
+def test_placements(placement):
+    assert WeightsConfig(placement=placement).placement == placement
 
 
 def test_key_in_additional_config():

@@ -208,18 +208,27 @@ class WeightsConfig(_Section):
     `placement` says which parameters of the layers stay near: "flexgen" by `percents` of near, far
     and storage, "helm" all but the large matrices, and of those the first of the FFN, "all_far"
     none, "latency" those that make a step shortest within `near_gib`, from times measured at start.
+    "throughput" shares `near_gib` between them and the KV cache so that most tokens are served;
+    "auto" plans for latency and for throughput and takes the plan for vLLM's performance mode.
     The others are far, and arrive while the sublayer before theirs computes.
     `near_gib` and `far_gib` are caps on what a rank takes for them, staging slots included; "auto"
-    lets the placement have what it needs.
+    lets the placement have what it needs. With "throughput" and "auto" `near_gib` is what a rank's
+    layers and KV cache have together.
     What exceeds `far_gib` is kept in a file in the folder `storage_path`, filled by the first start
     and read by later ones; there "auto" is half of the host memory that is available.
     """
 
     NAME: ClassVar[str] = "weights"
 
-    placement: Literal["off", "flexgen", "helm", "all_far", "latency"] = field(
-        default="off",
-        metadata={_RULE: _OneOf(words=("off", "flexgen", "helm", "all_far", "latency"))},
+    placement: Literal["off", "flexgen", "helm", "all_far", "latency", "throughput", "auto"] = (
+        field(
+            default="off",
+            metadata={
+                _RULE: _OneOf(
+                    words=("off", "flexgen", "helm", "all_far", "latency", "throughput", "auto")
+                )
+            },
+        )
     )
     near_gib: float | Literal["auto"] = field(
         default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
@@ -234,6 +243,11 @@ class WeightsConfig(_Section):
     def places(self) -> bool:
         """Whether any weight may leave the near tier."""
         return self.placement != "off"
+
+    @property
+    def shares_with_kv(self) -> bool:
+        """Whether `near_gib` holds the KV cache too."""
+        return self.placement in ("throughput", "auto")
 
     def check(self) -> None:
         """Whether the keys go together.
@@ -257,6 +271,16 @@ class WeightsConfig(_Section):
             raise ConfigError(
                 f'{where}.placement is "latency": set {where}.near_gib to the near memory, in GiB, '
                 "that the layers may take"
+            )
+        if self.shares_with_kv and self.near_gib == "auto":
+            raise ConfigError(
+                f'{where}.placement is "{self.placement}": set {where}.near_gib to the near '
+                "memory, in GiB, that the layers and the KV cache of a rank have together"
+            )
+        if self.shares_with_kv and self.storage_path is not None:
+            raise ConfigError(
+                f'{where}.placement is "{self.placement}", which does not plan for storage yet: '
+                f'leave {where}.storage_path out, or set {where}.placement to "latency"'
             )
         if not is_flexgen and self.percents is not None:
             raise ConfigError(

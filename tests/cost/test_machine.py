@@ -9,10 +9,13 @@ from vllm_tiered.cost.machine import machine, machine_names
 
 def test_every_machine_has_its_figures_and_their_sources():
     assert set(machine_names()) == {
+        "a100-optane",
         "cpu-2core",
         "cpu-2core-ssd",
         "gh200",
         "h200-pcie5",
+        "m1-max",
+        "rtx3090-pcie4",
         "rtx4090-pcie4",
     }
     for name in machine_names():
@@ -21,9 +24,26 @@ def test_every_machine_has_its_figures_and_their_sources():
 
 def test_unknown_machines_name_the_known_ones():
     with pytest.raises(
-        KeyError, match="no machine 'a100'; there are cpu-2core, cpu-2core-ssd, gh200"
+        KeyError, match="no machine 'a100'; there are a100-optane, cpu-2core, cpu-2core-ssd, gh200"
     ):
         machine("a100")
+
+
+def test_what_a_machine_draws_is_known_or_not():
+    for name in machine_names():
+        power = machine(name).power
+        assert (power is None) == (name in ("cpu-2core", "cpu-2core-ssd", "gh200"))
+        if power is not None:
+            assert 0 < power.near_idle_watts < power.near_active_watts
+
+
+def test_half_of_the_power_figures_are_no_figures(monkeypatch, tmp_path):
+    text = (machines._MACHINES / "m1-max.toml").read_text(encoding="utf-8")
+    head, _, tail = text.partition("[near_idle_watts]")
+    (tmp_path / "odd.toml").write_text(head + tail[tail.index("[") :], encoding="utf-8")
+    monkeypatch.setattr(machines, "_MACHINES", tmp_path)
+    with pytest.raises(ValueError, match="figures missing or unknown: near_idle_watts"):
+        machine.__wrapped__("odd")
 
 
 @pytest.mark.parametrize(

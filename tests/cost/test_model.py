@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_tiered.cost.model import model_shape
+from vllm_tiered.cost.model import bytes_by_class, model_shape
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
 OPT_175B = {
@@ -119,3 +119,13 @@ def test_ranks_that_do_not_divide():
         model_shape(LLAMA_3_8B, tensor_parallel=3)
     with pytest.raises(ConfigError, match="no dtype 'int3'"):
         model_shape(LLAMA_3_8B, dtype="int3")
+
+
+def test_bytes_by_class_are_all_bytes():
+    shape = model_shape(OPT_175B)
+    classes = bytes_by_class(shape)
+    assert sum(classes.values()) == shape.layer_bytes + shape.other_bytes
+    hidden = 12288
+    assert classes["attention matrices"] == 96 * 4 * hidden * hidden * 2
+    assert classes["first FFN matrix"] == classes["second FFN matrix"] == 96 * 4 * hidden**2 * 2
+    assert classes["biases"] == 96 * (3 + 1 + 4 + 1) * hidden * 2

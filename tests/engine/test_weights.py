@@ -66,6 +66,78 @@ def test_together_with_swapped_kv() -> None:
     assert result.manifest["weights"]["far_sublayers"] == 60
 
 
+# Near memory shared with the KV cache ---------------------------------------------------
+
+BLOCK_BYTES = {"opt": 4 * 2 * 4 * 64 * 32 * 4, "llama3": 3 * 2 * 1 * 64 * 32 * 4}
+"""Layers, keys and values, KV heads, head size, tokens, bytes."""
+
+
+@pytest.mark.parametrize("placement", ["throughput", "auto"])
+@pytest.mark.parametrize(("model", "near_gib"), [("opt", 0.03), ("llama3", 0.008)])
+def test_near_memory_is_shared_with_the_kv_cache(model, near_gib, placement) -> None:
+    weights = {"placement": placement, "near_gib": near_gib}
+    result = run(model, PROMPTS, KV_OFF, weights=weights, kv_cache_memory_bytes=None)
+    assert result.tokens == vllm_tokens(model, PROMPTS)
+    stated = result.manifest["weights"]
+    assert stated["placement"] == "throughput"  # 16 requests may run at a time
+    rest = int(near_gib * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    assert result.num_blocks == rest // BLOCK_BYTES[model]
+    assert result.num_blocks > 512 // 32, "a request of the longest length fits"
+
+
+def test_one_request_at_a_time_is_planned_for_latency() -> None:
+    """All that one request's KV leaves goes to the layers."""
+    weights = {"placement": "auto", "near_gib": 0.012}
+    result = run(
+        "opt", PROMPTS, KV_OFF, weights=weights, kv_cache_memory_bytes=None, max_num_seqs=1
+    )
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+    stated = result.manifest["weights"]
+    assert stated["placement"] == "latency" and stated["far_bytes"] > 0
+    assert 17 <= result.num_blocks < 17 + 8  # of 256 KiB: less than a matrix of fc1 is left
+
+
+def test_shared_near_memory_with_swapped_kv() -> None:
+    """What the layers leave holds twice the blocks."""
+    weights = {"placement": "throughput", "near_gib": 0.2}
+    result = run("demo", PROMPTS, {"expansion": 2.0}, weights=weights, kv_cache_memory_bytes=None)
+    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    stated = result.manifest["weights"]
+    rest = int(0.2 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    block_bytes = 30 * 2 * 3 * 64 * 32 * 4
+    assert result.manifest["kv"]["near_bytes"] == rest // block_bytes * block_bytes
+    assert result.num_blocks > 1.5 * (rest // block_bytes)
+
+
+def test_ranks_share_a_plan(tmp_path) -> None:
+    """Each measures for itself, and all come to the same split."""
+    config = tmp_path / "tiered.json"
+    weights = {"placement": "throughput", "near_gib": 0.012}
+    config.write_text(json.dumps({"kv": {"enabled": False}, "weights": weights}))
+    variables = {
+        "VLLM_PLUGINS": "tiered",
+        "VLLM_TIERED_CONFIG": str(config),
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    result = run_script(
+        OWN_PROCESS | variables,
+        model="qwen2",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        kv_cache_memory_bytes=None,
+    )
+    assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
+
+
+def test_too_little_for_layers_and_one_request() -> None:
+    weights = {"placement": "throughput", "near_gib": 0.004}
+    with (
+        pytest.raises(BudgetError, match=r"KV cache for one request of 512 tokens they exceed"),
+        engine("opt", KV_OFF, weights=weights, kv_cache_memory_bytes=None),
+    ):
+        pass
+
+
 # Late copies ----------------------------------------------------------------------------
 
 

@@ -2,11 +2,14 @@
 """`vllm-tiered plan`: what it prints, and how it exits."""
 
 import json
+import os
 
 import pytest
 
 from tests.cost.test_model import LLAMA_3_8B
+from vllm_tiered.cli import plan as plan_command
 from vllm_tiered.cli.main import main
+from vllm_tiered.cost.fit import fits
 
 
 @pytest.fixture
@@ -40,6 +43,73 @@ def test_json_has_every_figure_with_its_kind(model, capsys):
     assert "reason" in by_name["all near"]
 
 
+def test_the_target_marks_a_row(model, capsys):
+    assert plan(model) == 0
+    assert "\nthroughput *" in capsys.readouterr().out
+    assert plan(model, "--max-num-seqs", "1") == 0
+    assert "\nlatency *" in capsys.readouterr().out
+    assert plan(model, "--target", "latency", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["target"], answer["chosen"]) == ("latency", "latency")
+
+
+def test_it_says_what_makes_the_engine_do_it(model, capsys):
+    plan(model)
+    assert "in the engine weights.near_gib=6.042" in capsys.readouterr().out
+    plan(model, "--target", "latency")
+    out = capsys.readouterr().out
+    assert "in the engine weights.near_gib=5.954 and --kv-cache-memory-bytes 9" in out
+
+
+def test_why_says_what_binds_and_what_would_help(model, capsys):
+    plan(model)
+    without = capsys.readouterr().out
+    assert "sublayer" in without and "bound by" not in without
+    plan(model, "--why")
+    out = capsys.readouterr().out
+    assert "decode bound by" in out
+    assert "336.00 MiB more near memory each" in out
+    assert "More far memory would not help." in out
+    assert plan(model, "--why", near="12", far="5") == 0
+    assert "More far memory would help: with 13.00 GiB" in capsys.readouterr().out
+
+
+def test_energy_follows_the_grid(model, capsys):
+    joules, grams = [], []
+    for intensity in ("820", "41"):
+        plan(model, "--json", "--carbon-intensity", intensity)
+        placements = json.loads(capsys.readouterr().out)["placements"]
+        (entry,) = (entry for entry in placements if entry["placement"] == "all_far")
+        joules.append(entry["joules_per_token"])
+        grams.append(entry["gco2e_per_token"])
+        assert len(entry["batches"]) > 4
+    assert joules[0] == joules[1] > 0
+    assert grams[0] == pytest.approx(20 * grams[1])
+    plan(model)
+    assert "J/token" in capsys.readouterr().out
+
+
+def test_without_power_figures_there_is_no_energy(model, capsys):
+    plan(model, "--machine", "gh200")
+    out = capsys.readouterr().out
+    assert "J/token" not in out
+    assert "No energy: it is not known what gh200 draws." in out
+
+
+def test_nothing_but_json_on_stdout(model, capfd, monkeypatch):
+    """The solver's library prints past Python, for some budgets."""
+
+    def noisy(*args):
+        os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution\n")
+        return fits(*args)
+
+    monkeypatch.setattr(plan_command, "fits", noisy)
+    assert plan(model, "--json") == 0
+    captured = capfd.readouterr()
+    json.loads(captured.out)
+    assert "HighsMipSolverData" in captured.err
+
+
 def test_what_does_not_fit_exits_3(model, capsys):
     assert plan(model, near="2") == 3
     assert "does not fit" in capsys.readouterr().out
@@ -68,7 +138,13 @@ def test_bad_models_are_named(tmp_path, capsys, content, message):
 
 
 @pytest.mark.parametrize(
-    "args", [("--prompt-tokens", "0"), ("--tensor-parallel-size", "x"), ("--near-gib", "-1")]
+    "args",
+    [
+        ("--prompt-tokens", "0"),
+        ("--tensor-parallel-size", "x"),
+        ("--near-gib", "-1"),
+        ("--carbon-intensity", "-1"),
+    ],
 )
 def test_numbers_out_of_range_are_refused(model, capsys, args):
     with pytest.raises(SystemExit) as stopped:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered.adapter import endpoint, refusals
+from vllm_tiered.adapter import endpoint, refusals, weights_plan
 from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
@@ -100,6 +100,8 @@ def _create_engine_config(
         endpoint.announce()
         if config.weights.places:
             refusals.check_weights_args(engine_args)
+            if config.weights.shares_with_kv:
+                weights_plan.check_args(engine_args, os.environ)
             refusals.check_weights_device(device_type())
         if not config.kv.enabled:
             logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
@@ -123,6 +125,8 @@ def _create_engine_config(
 def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     if config.weights.places:
         refusals.check_weights_config(vllm_config)
+    if config.weights.shares_with_kv:
+        weights_plan.reserve(config.weights, vllm_config)
 
 
 def _warn_if_only_configured(config_file: str | None) -> None:

@@ -34,6 +34,7 @@ from vllm_tiered.adapter.layer_weights import (
     return_near,
     skip_loading,
 )
+from vllm_tiered.adapter.weights_plan import plan_with_kv
 from vllm_tiered.adapter.weights_times import measure
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.cost.latency import place_for_latency
@@ -252,6 +253,10 @@ class TieredOffloader(BaseOffloader):
         far_bytes: int | None,
     ) -> Placement:
         config = self._config
+        if config.shares_with_kv:
+            return plan_with_kv(
+                config, self._device, layers, sublayers, near_device, is_first=self._rank == 0
+            )
         if config.placement != "latency":
             return place(config.placement, sublayers, config.percents)
         assert near_bytes is not None, "checked by the configuration"

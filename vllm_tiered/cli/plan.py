@@ -7,19 +7,27 @@ named, and every figure of it with its kind.
 
 import argparse
 import json
-from collections import Counter
-from dataclasses import asdict
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from vllm_tiered.cost.fit import Fit, Load, NoFit, fits
-from vllm_tiered.cost.machine import machine, machine_names, provenance
-from vllm_tiered.cost.model import DTYPE_BYTES, ModelShape, model_shape
+from vllm_tiered.cli import plan_tables
+from vllm_tiered.cost.energy import CARBON_INTENSITY, grams_co2e
+from vllm_tiered.cost.fit import Fit, NoFit, chosen, fits, with_more_far
+from vllm_tiered.cost.machine import Machine, machine, machine_names, provenance
+from vllm_tiered.cost.model import DTYPE_BYTES, ModelShape, bytes_by_class, model_shape
+from vllm_tiered.cost.serving import Load, Served
+from vllm_tiered.cost.split import TARGETS, Target, target_for
+from vllm_tiered.cost.why import Reason, explain
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.units import format_bytes, gib_to_bytes
+from vllm_tiered.units import gib_to_bytes
 
 DOES_NOT_FIT = 3
 
@@ -46,6 +54,21 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--max-num-seqs", type=_count, default=256, help="requests at a time (256)")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1, help="ranks (1)")
     parser.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16")
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        help='what "auto" plans for (throughput; with --max-num-seqs 1 latency)',
+    )
+    parser.add_argument(
+        "--why", action="store_true", help="say what binds each sublayer, and what would help"
+    )
+    parser.add_argument(
+        "--carbon-intensity",
+        type=_positive,
+        default=CARBON_INTENSITY,
+        help=f"of the grid, in gCO2e per kWh ({CARBON_INTENSITY:g}, coal, as M2Cache counts; the "
+        "world's was 481 in 2023, says Ember)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -56,6 +79,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, at least 0")
+    return number
+
+
 def _gib(text: str) -> float:
     try:
         gib_to_bytes(float(text))
@@ -64,8 +97,40 @@ def _gib(text: str) -> float:
     return float(text)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What was asked, and what came of it."""
+
+    shape: ModelShape
+    machine: Machine
+    load: Load
+    near_bytes: int
+    far_bytes: int
+    target: Target
+    results: list[Fit | NoFit]
+
+    @property
+    def chosen(self) -> Fit | None:
+        name = chosen(self.target, self.results)
+        fits_by_name = {fit.placement: fit for fit in self.results if isinstance(fit, Fit)}
+        return fits_by_name.get(name) if name else None
+
+    def reasons(self, fit: Fit) -> list[Reason]:
+        return explain(self.shape, self.machine, self.load, fit.split, self.far_bytes)
+
+
 def run(args: argparse.Namespace) -> int:
     """Print every placement; 0 if one fits, else 3."""
+    with _only_ours_on_stdout():
+        plan = _make_plan(args)
+    if args.json:
+        print(json.dumps(_to_json(args, plan), indent=2))
+    else:
+        _print(args, plan)
+    return 0 if any(isinstance(result, Fit) for result in plan.results) else DOES_NOT_FIT
+
+
+def _make_plan(args: argparse.Namespace) -> _Plan:
     shape = model_shape(
         read_config(Path(args.model)),
         dtype=args.dtype,
@@ -76,20 +141,30 @@ def run(args: argparse.Namespace) -> int:
         output_tokens=args.output_tokens,
         max_requests=args.max_num_seqs,
     )
-    results = list(
-        fits(
-            shape,
-            machine(args.machine),
-            load,
-            gib_to_bytes(args.near_gib),
-            gib_to_bytes(args.far_gib),
-        )
+    on = machine(args.machine)
+    near_bytes, far_bytes = gib_to_bytes(args.near_gib), gib_to_bytes(args.far_gib)
+    return _Plan(
+        shape=shape,
+        machine=on,
+        load=load,
+        near_bytes=near_bytes,
+        far_bytes=far_bytes,
+        target=args.target or target_for(load.max_requests),
+        results=list(fits(shape, on, load, near_bytes, far_bytes)),
     )
-    if args.json:
-        print(json.dumps(_to_json(args, shape, results), indent=2))
-    else:
-        _print(args, shape, load, results)
-    return 0 if any(isinstance(result, Fit) for result in results) else DOES_NOT_FIT
+
+
+@contextmanager
+def _only_ours_on_stdout() -> Iterator[None]:
+    """The solver's library prints a line of its own at times, past Python."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -106,62 +181,76 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _to_json(
-    args: argparse.Namespace, shape: ModelShape, results: list[Fit | NoFit]
-) -> dict[str, Any]:
-    return {
-        "fits": any(isinstance(result, Fit) for result in results),
+def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
+    shape, best = plan.shape, plan.chosen
+    answer = {
+        "fits": any(isinstance(result, Fit) for result in plan.results),
+        "target": plan.target,
+        "chosen": best.placement if best else None,
         "model": {
             "family": shape.family,
             "num_layers": shape.num_layers,
             "layer_bytes": shape.layer_bytes,
             "other_bytes": shape.other_bytes,
+            "bytes_by_class": bytes_by_class(shape),
             "kv_bytes_per_token": shape.kv_bytes_per_token,
         },
         "machine": {"name": args.machine, "figures": provenance(args.machine)},
-        "placements": [asdict(result) for result in results],
+        "carbon_intensity": args.carbon_intensity,
+        "placements": [_result(result, args.carbon_intensity) for result in plan.results],
+    }
+    if best:
+        answer["sublayers"] = [asdict(reason) for reason in plan.reasons(best)]
+    return answer
+
+
+def _result(result: Fit | NoFit, carbon_intensity: float) -> dict[str, Any]:
+    if isinstance(result, NoFit):
+        return asdict(result)
+    sizes = ("placement", "near_bytes", "ring_bytes", "far_bytes", "other_bytes", "kv_bytes")
+    return {
+        **{name: getattr(result, name) for name in sizes},
+        **_served(result.split.served, carbon_intensity),
+        "batches": [_served(served, carbon_intensity) for served in result.batches],
     }
 
 
-def _print(
-    args: argparse.Namespace, shape: ModelShape, load: Load, results: list[Fit | NoFit]
-) -> None:
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
-    if shape.family == "unknown":
-        console.print("This architecture is not known here: sizes are those of Llama's shapes.")
-    console.print(
-        f"{shape.num_layers} layers of {format_bytes(shape.layer_bytes)}, embeddings and head "
-        f"{format_bytes(shape.other_bytes)}, KV {format_bytes(shape.kv_bytes_per_token)} a token, "
-        f"{format_bytes(load.kv_bytes(shape))} a request of {load.prompt_tokens} + "
-        f"{load.output_tokens} tokens; per rank"
-    )
-    table = Table(box=None, pad_edge=False)
-    for heading in ("placement", "near", "slots", "far", "KV", "requests"):
-        table.add_column(heading, justify="left" if heading == "placement" else "right")
-    for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        if isinstance(result, Fit):
-            table.add_row(*_row(result))
-    console.print(table)
-    for result in results:
+def _served(served: Served, carbon_intensity: float) -> dict[str, Any]:
+    joules = served.joules_per_token
+    grams = None if joules is None else grams_co2e(joules, carbon_intensity)
+    return {**asdict(served), "gco2e_per_token": grams}
+
+
+def _print(args: argparse.Namespace, plan: _Plan) -> None:
+    console = plan_tables.make_console()
+    for line in plan_tables.model_lines(plan.shape, plan.load):
+        console.print(line, soft_wrap=True)
+    best = plan.chosen
+    name = best.placement if best else None
+    intensity = args.carbon_intensity
+    console.print(plan_tables.placements_table(plan.results, name, intensity))
+    for result in plan.results:
         if isinstance(result, NoFit):
-            console.print(f"{result.placement} does not fit: {result.reason}")
-    kinds = Counter(figure["kind"] for figure in provenance(args.machine).values())
-    stated = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    console.print(f"Predicted for {args.machine}, of whose figures are {stated} (--json has each).")
+            line = f"{result.placement} does not fit: {result.reason}"
+            console.print(line, soft_wrap=True)
+    if best:
+        _print_chosen(console, args, plan, best)
+    for line in plan_tables.machine_lines(
+        args.machine, provenance(args.machine), plan.machine.power is not None
+    ):
+        console.print(line, soft_wrap=True)
+    if plan.machine.power is not None:
+        console.print(f"At {intensity:g} gCO2e per kWh (--carbon-intensity).")
 
 
-def _row(fit: Fit) -> list[str]:
-    return [
-        fit.placement,
-        format_bytes(fit.near_bytes),
-        format_bytes(fit.ring_bytes),
-        format_bytes(fit.far_bytes),
-        format_bytes(fit.kv_bytes),
-        str(fit.requests),
-        f"{fit.prefill_seconds:.2f}",
-        f"{fit.decode_seconds * 1e3:.1f}",
-        f"{fit.stall_share:.0%}",
-        f"{fit.tokens_per_s:.1f}",
-    ]
+def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best: Fit) -> None:
+    console.print()
+    console.print(f"* for {plan.target}: {best.placement}, {plan_tables.engine_settings(best)}")
+    console.print(plan_tables.batches_table(best, args.carbon_intensity))
+    console.print()
+    console.print(plan_tables.sublayers_table(plan.reasons(best), why=args.why))
+    if args.why:
+        with _only_ours_on_stdout():
+            better = with_more_far(plan.shape, plan.machine, plan.load, best)
+        console.print(plan_tables.far_line(better))
+    console.print()

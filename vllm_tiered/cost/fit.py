@@ -8,43 +8,28 @@ than weights near, where throughput counts).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from vllm_tiered.cost.latency import place_for_latency
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
-from vllm_tiered.cost.predict import Batch, compute_times, far_link, predict_step
-from vllm_tiered.cost.weights import Placement, place
+from vllm_tiered.cost.serving import Load, Served, serve
+from vllm_tiered.cost.split import (
+    BASELINES,
+    Room,
+    Split,
+    Target,
+    baseline,
+    near_sets,
+    pick,
+    split_beside,
+    split_for_latency,
+)
+from vllm_tiered.cost.throughput import split_for_throughput
 from vllm_tiered.errors import BudgetError
 
-FLEXGEN_PERCENTS = (20, 80, 0)
-"""The share that HeLM's paper asks FlexGen for (section V-A)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """Requests of one length.
-
-    Attributes:
-        prompt_tokens, output_tokens: of each.
-        max_requests: that run at a time, memory permitting.
-        block_tokens: KV memory is given in blocks of so many.
-        max_batched_tokens: that a step computes: prompts share the prefill steps.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    max_requests: int = 256
-    block_tokens: int = 16
-    max_batched_tokens: int = 2048
-
-    def kv_bytes(self, shape: ModelShape) -> int:
-        """Of one request at its full length."""
-        tokens = self.prompt_tokens + self.output_tokens
-        blocks = -(-tokens // self.block_tokens)
-        return blocks * self.block_tokens * shape.kv_bytes_per_token
+_PLANS = {"latency": split_for_latency, "throughput": split_for_throughput}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +37,11 @@ class Fit:
     """One placement within the budgets, with as many requests as fit beside it.
 
     Attributes:
-        near_bytes: of layers' weights and slots; ``other_bytes`` are near too.
+        near_bytes: of layers' weights; ``ring_bytes`` of slots and ``other_bytes`` are near too.
         kv_bytes: what is left of the near budget for the KV cache.
-        requests: at a time.
-        prefill_seconds: of one request's prompt, alone: its time to first token.
-        decode_seconds: of a step with all of them: the time between tokens.
-        stall_share: of that step, for which compute waits for weights.
-        tokens_per_s: output tokens, with the prefills in between.
+        requests: at a time; what follows is theirs, see :class:`Served`.
+        batches: the same with 1, 2, 4, ... requests, up to that many.
+        split: all of it, as it was planned.
     """
 
     placement: str
@@ -72,98 +55,129 @@ class Fit:
     decode_seconds: float
     stall_share: float
     tokens_per_s: float
+    joules_per_token: float | None
+    batches: tuple[Served, ...]
+    split: Split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoFit:
-    """Why a placement does not fit."""
+    """Why a placement does not fit.
+
+    Attributes:
+        budget: the one that is too small.
+        short_bytes: by so much.
+    """
 
     placement: str
     reason: str
+    budget: Literal["near", "far"]
+    short_bytes: int
 
 
 def fits(
     shape: ModelShape, machine: Machine, load: Load, near_bytes: int, far_bytes: int
 ) -> Iterator[Fit | NoFit]:
     """Each placement, as the engine would make it; all near first."""
-    one = load.kv_bytes(shape)
-    for_layers = near_bytes - shape.other_bytes - one
-    for name in ("all near", "flexgen", "helm", "all_far", "latency"):
-        if for_layers <= 0:
-            yield NoFit(
-                placement=name,
-                reason=f"embeddings, head and the KV cache of one request take "
-                f"{_gib(shape.other_bytes + one)} of {_gib(near_bytes)} near",
-            )
-            continue
+    room = Room(near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes)
+    for name in (*BASELINES, *_PLANS):
         try:
-            placement = _placement(name, shape, machine, load, for_layers)
-        except BudgetError as error:
-            yield NoFit(placement=name, reason=str(error))
-            continue
-        yield _fit(name, placement, shape, machine, load, near_bytes, far_bytes)
+            split = _split(name, shape, machine, load, room)
+        except BudgetError:
+            split = None
+        if split is None:
+            yield _why_not(name, shape, machine, load, near_bytes, far_bytes)
+        else:
+            yield _fit(name, split, shape, machine, load)
 
 
-def _placement(
-    name: str, shape: ModelShape, machine: Machine, load: Load, near_bytes: int
-) -> Placement:
-    if name == "all near":
-        none: tuple[()] = ()
-        return Placement(policy=name, sublayers=shape.sublayers, far=(none,) * len(shape.sublayers))
-    if name == "latency":
-        decode = Batch(requests=1, new_tokens=1, context_tokens=load.prompt_tokens)
-        times = compute_times(shape, machine, decode)
-        return place_for_latency(shape.sublayers, times, far_link(machine), near_bytes)
-    return place(name, shape.sublayers, FLEXGEN_PERCENTS if name == "flexgen" else None)
+def chosen(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
+    """The plan that ``placement="auto"`` takes; None if neither fits."""
+    plans = [fit for fit in results if isinstance(fit, Fit) and fit.placement in _PLANS]
+    if not plans:
+        return None
+    best = pick(target, [fit.split for fit in plans])
+    return next(fit.placement for fit in plans if fit.split is best)
 
 
-def _fit(
-    name: str,
-    placement: Placement,
-    shape: ModelShape,
-    machine: Machine,
-    load: Load,
-    near_bytes: int,
-    far_bytes: int,
-) -> Fit | NoFit:
-    kv_bytes = near_bytes - shape.other_bytes - placement.near_bytes
-    one = load.kv_bytes(shape)
-    if kv_bytes < one:
-        return NoFit(
-            placement=name,
-            reason=f"{_gib(placement.near_bytes)} of layers and slots, {_gib(shape.other_bytes)} "
-            f"of embeddings and head, and {_gib(one)} of KV for one request exceed "
-            f"{_gib(near_bytes)}",
-        )
-    if placement.far_bytes > far_bytes:
-        return NoFit(
-            placement=name,
-            reason=f"{_gib(placement.far_bytes)} far exceed {_gib(far_bytes)}",
-        )
-    requests = min(load.max_requests, kv_bytes // one)
-    context = load.prompt_tokens + load.output_tokens // 2
-    decode = predict_step(
-        shape, machine, placement, Batch(requests=requests, new_tokens=1, context_tokens=context)
-    )
-    prompt = Batch(requests=1, new_tokens=load.prompt_tokens, context_tokens=0)
-    prefill = predict_step(shape, machine, placement, prompt)
-    together = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
-    prompts = dataclasses.replace(prompt, requests=together)
-    prefills = predict_step(shape, machine, placement, prompts).seconds * requests / together
-    # While prompts are computed the others' tokens wait.
-    seconds = load.output_tokens * decode.seconds + prefills
+def with_more_far(shape: ModelShape, machine: Machine, load: Load, fit: Fit) -> Split | None:
+    """The same plan if far memory had no bound; None if that is no better."""
+    plan = _PLANS.get(fit.placement)
+    if plan is None:
+        return None
+    room = Room(near_bytes=fit.kv_bytes + fit.near_bytes + fit.ring_bytes)
+    unbounded = plan(shape, machine, load, room)
+    if unbounded.placement.far_bytes <= fit.far_bytes:
+        return None
+    if fit.placement == "latency":
+        is_better = unbounded.alone.decode_seconds < 0.99 * fit.split.alone.decode_seconds
+    else:
+        is_better = unbounded.served.tokens_per_s > 1.01 * fit.tokens_per_s
+    return unbounded if is_better else None
+
+
+def _split(name: str, shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split | None:
+    if name in _PLANS:
+        return _PLANS[name](shape, machine, load, room)
+    return split_beside(baseline(name, shape), shape, machine, load, room)
+
+
+def _fit(name: str, split: Split, shape: ModelShape, machine: Machine, load: Load) -> Fit:
+    placement, served = split.placement, split.served
+    most = served.requests
+    sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
     return Fit(
         placement=name,
         near_bytes=placement.resident_bytes,
         ring_bytes=placement.ring_bytes,
         far_bytes=placement.far_bytes,
         other_bytes=shape.other_bytes,
-        kv_bytes=kv_bytes,
-        requests=requests,
-        prefill_seconds=prefill.seconds,
-        decode_seconds=decode.seconds,
-        stall_share=decode.stall_seconds / decode.seconds,
-        tokens_per_s=requests * load.output_tokens / seconds,
+        kv_bytes=split.kv_bytes,
+        requests=most,
+        prefill_seconds=served.prefill_seconds,
+        decode_seconds=served.decode_seconds,
+        stall_share=served.stall_share,
+        tokens_per_s=served.tokens_per_s,
+        joules_per_token=served.joules_per_token,
+        batches=tuple(serve(shape, machine, placement, load, size) for size in sizes),
+        split=split,
+    )
+
+
+def _why_not(
+    name: str, shape: ModelShape, machine: Machine, load: Load, near_bytes: int, far_bytes: int
+) -> NoFit:
+    one = load.kv_bytes(shape)
+    fixed = shape.other_bytes + one
+    if fixed > near_bytes:
+        return NoFit(
+            placement=name,
+            reason=f"embeddings, head and the KV cache of one request take {_gib(fixed)} of "
+            f"{_gib(near_bytes)} near",
+            budget="near",
+            short_bytes=fixed - near_bytes,
+        )
+    least = baseline("all_far" if name in _PLANS else name, shape)
+    short = fixed + least.near_bytes - near_bytes
+    if short > 0:
+        return NoFit(
+            placement=name,
+            reason=f"{_gib(least.near_bytes)} of layers and slots, {_gib(shape.other_bytes)} of "
+            f"embeddings and head, and {_gib(one)} of KV for one request exceed "
+            f"{_gib(near_bytes)} by {_gib(short)}",
+            budget="near",
+            short_bytes=short,
+        )
+    if name in _PLANS:
+        room = Room(near_bytes=near_bytes - shape.other_bytes)
+        sets = near_sets(shape, machine, load, room, 1)
+        least = min(sets, key=lambda placement: placement.far_bytes, default=least)
+    far = least.far_bytes
+    return NoFit(
+        placement=name,
+        reason=f"{_gib(far)} far exceed {_gib(far_bytes)} by {_gib(far - far_bytes)}",
+        budget="far",
+        short_bytes=far - far_bytes,
     )
 
 

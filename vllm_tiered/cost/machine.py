@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
+from vllm_tiered.cost.energy import Power
+
 _MACHINES = Path(__file__).parent / "machines"
 _KINDS = {"measured", "published", "calibrated", "assumed"}
 
@@ -25,6 +27,7 @@ class Machine:
         step_overhead_ms: of a step apart from the layers: scheduling, sampling, launches.
         request_overhead_us: of a step, for each request in it.
         far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies.
+        power: what it draws; None where that is not known.
     """
 
     read_gb_per_s: float
@@ -35,6 +38,7 @@ class Machine:
     step_overhead_ms: float
     request_overhead_us: float
     far_layer_overhead_us: float
+    power: Power | None = None
 
 
 def machine_names() -> list[str]:
@@ -63,11 +67,16 @@ def machine(name: str) -> Machine:
     if not path.is_file():
         raise KeyError(f"no machine {name!r}; there are {', '.join(machine_names())}")
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    expected = {field.name for field in fields(Machine)}
+    watts = {field.name for field in fields(Power)}
+    expected = {field.name for field in fields(Machine)} - {"power"}
+    if watts & table.keys():  # all of them or none
+        expected |= watts
     if table.keys() != expected:
         odd = sorted(table.keys() ^ expected)
         raise ValueError(f"{path.name}: figures missing or unknown: {', '.join(odd)}")
     for key, figure in table.items():
         if figure.get("kind") not in _KINDS or not figure.get("source"):
             raise ValueError(f"{path.name}: {key} needs a source and a kind of {sorted(_KINDS)}")
-    return Machine(**{key: float(figure["value"]) for key, figure in table.items()})
+    values = {key: float(figure["value"]) for key, figure in table.items()}
+    power = Power(**{key: values.pop(key) for key in watts}) if watts & values.keys() else None
+    return Machine(**values, power=power)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_tiered.cost.weights import Sublayer, sublayers_of
+from vllm_tiered.cost.weights import Kind, Role, Sublayer, sublayers_of
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -105,6 +105,18 @@ class ModelShape:
     def layer_bytes(self) -> int:
         """Of all layers' parameters."""
         return sum(sublayer.num_bytes for sublayer in self.sublayers)
+
+
+def bytes_by_class(shape: ModelShape) -> dict[str, int]:
+    """Of all layers' tensors by what they are, and of what is beside the layers."""
+    classes = {Role.FFN_FIRST: "first FFN matrix", Role.NORM: "norms", Role.BIAS: "biases"}
+    matrices = {Kind.ATTENTION: "attention matrices", Kind.FFN: "second FFN matrix"}
+    found: dict[str, int] = {}
+    for sublayer in shape.sublayers:
+        for parameter in sublayer.parameters:
+            name = classes.get(parameter.role, matrices[sublayer.kind])
+            found[name] = found.get(name, 0) + parameter.num_bytes
+    return found | {"embeddings and head": shape.other_bytes}
 
 
 def model_shape(

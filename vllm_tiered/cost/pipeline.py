@@ -73,6 +73,7 @@ def step_time(transfers: Sequence[float], times: StepTimes) -> StepTime:
     if len(far) < 3:
         return StepTime(compute, 0.0, 0.0)  # each has a slot for itself, and stays there
     # Two steps: the first may begin with the first sublayer there already.
+    after = dict(zip(far, [*far[1:], far[0]], strict=True))
     now = link_free = 0.0
     arrives = {far[0]: 0.0}
     begin = 0.0
@@ -81,7 +82,7 @@ def step_time(transfers: Sequence[float], times: StepTimes) -> StepTime:
         for position, seconds in enumerate(times.compute):
             if transfers[position]:
                 now = max(now, arrives[position])
-                following = far[(far.index(position) + 1) % len(far)]
+                following = after[position]
                 link_free = max(link_free, now) + transfers[following]
                 arrives[following] = link_free
             now += seconds

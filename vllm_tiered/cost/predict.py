@@ -9,6 +9,7 @@ the machine, and from the head, which reads its weights like a layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
@@ -40,17 +41,60 @@ def far_link(machine: Machine) -> Link:
     return Link(bytes_per_s=machine.read_gb_per_s * 1e9)
 
 
+class Roofline(NamedTuple):
+    """Seconds of a sublayer's parts: weights are read while they are multiplied with, then KV."""
+
+    weights: float
+    arithmetic: float
+    kv: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.weights, self.arithmetic) + self.kv
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether arithmetic is most of it, and not memory traffic."""
+        return self.arithmetic > max(self.weights, self.kv)
+
+
+def roofline(sublayer: Sublayer, shape: ModelShape, machine: Machine, batch: Batch) -> Roofline:
+    """With all weights near and no copies beside it."""
+    near = machine.near_gb_per_s * 1e9
+    operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
+    kv_bytes = 0.0
+    if sublayer.kind is Kind.ATTENTION:
+        per_layer = shape.kv_bytes_per_token / shape.num_layers
+        kv_bytes = batch.requests * batch.context_tokens * per_layer
+    return Roofline(
+        weights=sublayer.num_bytes / near,
+        arithmetic=operations / (machine.tflops * 1e12),
+        kv=kv_bytes / near,
+    )
+
+
 def compute_times(shape: ModelShape, machine: Machine, batch: Batch) -> StepTimes:
     """Of each sublayer, with all weights near and no copies beside it."""
     requests = batch.requests
     rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
     # Of what is beside the layers, a step reads the head; of the embedding a few rows.
     rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
+    seconds = (roofline(sublayer, shape, machine, batch).seconds for sublayer in shape.sublayers)
+    return StepTimes(compute=tuple(seconds), rest=rest)
+
+
+def times_beside_copies(
+    shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
+) -> StepTimes:
+    """The same with what the copies of far weights take of the near tier's bandwidth."""
+    times = compute_times(shape, machine, batch)
+    copied = machine.near_bytes_per_copied_byte / (machine.near_gb_per_s * 1e9)
     return StepTimes(
         compute=tuple(
-            _sublayer_seconds(sublayer, shape, machine, batch) for sublayer in shape.sublayers
+            seconds + copied * sum(parameter.num_bytes for parameter in far)
+            for seconds, far in zip(times.compute, placement.far, strict=True)
         ),
-        rest=rest,
+        rest=times.rest,
     )
 
 
@@ -58,27 +102,5 @@ def predict_step(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> StepTime:
     """A step with the placement's far weights arriving one sublayer ahead."""
-    times = compute_times(shape, machine, batch)
-    copied = machine.near_bytes_per_copied_byte / (machine.near_gb_per_s * 1e9)
-    slowed = StepTimes(
-        compute=tuple(
-            seconds + copied * sum(parameter.num_bytes for parameter in far)
-            for seconds, far in zip(times.compute, placement.far, strict=True)
-        ),
-        rest=times.rest,
-    )
-    return step_time(transfer_seconds(placement, far_link(machine)), slowed)
-
-
-def _sublayer_seconds(
-    sublayer: Sublayer, shape: ModelShape, machine: Machine, batch: Batch
-) -> float:
-    near = machine.near_gb_per_s * 1e9
-    memory = sublayer.num_bytes / near
-    operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
-    arithmetic = operations / (machine.tflops * 1e12)
-    seconds = max(memory, arithmetic)
-    if sublayer.kind is Kind.ATTENTION:
-        kv_bytes = shape.kv_bytes_per_token / shape.num_layers
-        seconds += batch.requests * batch.context_tokens * kv_bytes / near
-    return seconds
+    times = times_beside_copies(shape, machine, placement, batch)
+    return step_time(transfer_seconds(placement, far_link(machine)), times)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Near memory that layers and KV cache share: what goes with it, and what it is planned from."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_tiered.adapter import weights_plan
+from vllm_tiered.adapter.weights_plan import load_of, measured_machine, target_of
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.cost.machine import machine
+from vllm_tiered.cost.weights import sublayers_of
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.tiers.base import Direction
+from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.tiers.throttle import Throttle
+
+WEIGHTS = {"placement": "throughput", "near_gib": 0.25}
+TIERED = {"tiered": {"kv": {"enabled": False}, "weights": WEIGHTS}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kv_cache_memory_bytes": 1 << 28}, "--kv-cache-memory-bytes is 268435456"),
+        ({"num_gpu_blocks_override": 100}, "--num-gpu-blocks-override is 100"),
+        ({"max_model_len": -1}, "--max-model-len -1 fits the longest request"),
+    ],
+)
+def test_what_else_sizes_the_kv_cache_is_refused(make_engine_args, monkeypatch, fields, named):
+    engine_args = make_engine_args(additional_config=TIERED, **fields)
+    monkeypatch.setattr(
+        type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
+    )
+    with pytest.raises(UnsupportedError, match=named):
+        engine_args.create_engine_config()
+
+
+def test_so_is_the_variable_of_vllms_cpu_backend(make_engine_args, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    with pytest.raises(UnsupportedError, match=r"VLLM_CPU_KVCACHE_SPACE is 4, but .* leave it out"):
+        make_engine_args(additional_config=TIERED).create_engine_config()
+
+
+def test_no_worker_reserves_a_share_of_all_memory(make_engine_args):
+    config = make_engine_args(additional_config=TIERED).create_engine_config()
+    assert config.cache_config.kv_cache_memory_bytes == 1 << 28
+
+
+def test_other_placements_leave_the_kv_cache_to_its_settings(make_engine_args):
+    tiered = {"kv": {"enabled": False}, "weights": {"placement": "helm"}}
+    args = make_engine_args(additional_config={"tiered": tiered}, kv_cache_memory_bytes=123 << 20)
+    assert args.create_engine_config().cache_config.kv_cache_memory_bytes == 123 << 20
+
+
+def vllm_config(mode="balanced", max_num_seqs=16, max_model_len=1000):
+    scheduler = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=4096)
+    return SimpleNamespace(
+        performance_mode=mode,
+        scheduler_config=scheduler,
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        cache_config=SimpleNamespace(block_size=32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_num_seqs", "target"),
+    [
+        ("interactivity", 16, "latency"),
+        ("throughput", 1, "throughput"),
+        ("balanced", 1, "latency"),
+        ("balanced", 2, "throughput"),
+    ],
+)
+def test_the_target_is_vllms_performance_mode(mode, max_num_seqs, target):
+    assert target_of(vllm_config(mode, max_num_seqs)) == target
+
+
+def test_vllm_knows_these_modes():
+    from typing import get_args
+
+    from vllm.config.vllm import PerformanceMode
+
+    assert set(get_args(PerformanceMode)) == {"balanced", "interactivity", "throughput"}
+
+
+@pytest.mark.parametrize("longest", [1, 2, 999, 1000])
+def test_the_load_is_of_the_longest_requests(longest):
+    load = load_of(vllm_config(max_model_len=longest))
+    assert load.prompt_tokens + load.output_tokens == max(2, longest)
+    assert load.block_tokens == 32 and load.max_requests == 16
+
+
+@pytest.fixture
+def layers():
+    layers = []
+    for _ in range(2):
+        layer = torch.nn.Module()
+        layer.attn = torch.nn.Linear(512, 512)
+        layer.fc1 = torch.nn.Linear(512, 2048)
+        layer.fc2 = torch.nn.Linear(2048, 512)
+        layers.append(layer)
+    return layers
+
+
+def measured(layers, throttles=None):
+    parts = [
+        part
+        for index, layer in enumerate(layers)
+        for part in sublayers_of(index, {n: p.nbytes for n, p in layer.named_parameters()})
+    ]
+    on = CpuDevice(throttles=throttles)
+    try:
+        return measured_machine(on, layers, parts, torch.device("cpu"))
+    finally:
+        on.close()
+
+
+def test_the_link_is_measured_as_it_is(layers):
+    found = measured(layers, {Direction.READ: Throttle(200e6)})
+    assert found.read_gb_per_s == pytest.approx(0.2, rel=0.15)
+    assert found.near_gb_per_s > 0.2
+    assert found.tflops > 0 and found.near_bytes_per_copied_byte >= 0
+
+
+def test_ranks_take_the_slowest_figures(monkeypatch):
+    import vllm.distributed
+
+    here = machine("cpu-2core")
+    other = torch.tensor([5.0, 100.0, 0.25, -1.0], dtype=torch.float64)  # copies cost less there
+
+    def all_reduce(figures, op, group):
+        assert op is torch.distributed.ReduceOp.MIN and group == "cpu"
+        torch.minimum(figures, other, out=figures)
+
+    group = SimpleNamespace(world_size=2, cpu_group="cpu")
+    monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    found = weights_plan._of_all_ranks(here)
+    assert (found.read_gb_per_s, found.near_gb_per_s) == (5.0, here.near_gb_per_s)
+    assert (found.tflops, found.near_bytes_per_copied_byte) == (0.25, 2.0)
+
+
+def test_the_budget_is_in_whole_bytes():
+    assert weights_plan._near_bytes(WeightsConfig(placement="auto", near_gib=0.1)) == 107374182

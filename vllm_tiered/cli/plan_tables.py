@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `vllm-tiered plan` prints for people."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_tiered.cost.energy import grams_co2e
+from vllm_tiered.cost.fit import Fit, NoFit
+from vllm_tiered.cost.model import ModelShape, bytes_by_class
+from vllm_tiered.cost.serving import Load, Served
+from vllm_tiered.cost.split import Split
+from vllm_tiered.cost.why import Phase, Reason
+from vllm_tiered.units import GIB, format_bytes
+
+
+def make_console() -> Console:
+    """As wide as the terminal; elsewhere wide enough for every table."""
+    return Console(width=None if Console().is_terminal else 160, highlight=False)
+
+
+def model_lines(shape: ModelShape, load: Load) -> list[str]:
+    """The model's sizes."""
+    lines = []
+    if shape.family == "unknown":
+        lines.append("This architecture is not known here: sizes are those of Llama's shapes.")
+    lines.append(
+        f"{shape.num_layers} layers of {format_bytes(shape.layer_bytes)}, embeddings and head "
+        f"{format_bytes(shape.other_bytes)}, KV {format_bytes(shape.kv_bytes_per_token)} a token, "
+        f"{format_bytes(load.kv_bytes(shape))} a request of {load.prompt_tokens} + "
+        f"{load.output_tokens} tokens; per rank"
+    )
+    classes = (f"{name} {format_bytes(size)}" for name, size in bytes_by_class(shape).items())
+    return [*lines, ", ".join(classes)]
+
+
+def placements_table(
+    results: Sequence[Fit | NoFit], chosen: str | None, carbon_intensity: float
+) -> Table:
+    """A row for each placement that fits; the chosen one has a star."""
+    with_energy = any(isinstance(r, Fit) and r.joules_per_token is not None for r in results)
+    table = _table("placement", "near", "slots", "far", "KV", "requests")
+    for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *(_ENERGY if with_energy else ())):
+        table.add_column(heading, justify="right")
+    for fit in results:
+        if isinstance(fit, Fit):
+            table.add_row(
+                fit.placement + (" *" if fit.placement == chosen else ""),
+                format_bytes(fit.near_bytes),
+                format_bytes(fit.ring_bytes),
+                format_bytes(fit.far_bytes),
+                format_bytes(fit.kv_bytes),
+                *_served_cells(fit.split.served, carbon_intensity),
+            )
+    return table
+
+
+def batches_table(fit: Fit, carbon_intensity: float) -> Table:
+    """The chosen placement by the number of requests."""
+    table = _table("", "requests", "TTFT s", "TBT ms", "stall %", "tokens/s")
+    for heading in _ENERGY if fit.joules_per_token is not None else ():
+        table.add_column(heading, justify="right")
+    for served in fit.batches:
+        table.add_row("", *_served_cells(served, carbon_intensity))
+    return table
+
+
+def sublayers_table(reasons: Sequence[Reason], *, why: bool) -> Table:
+    """The chosen placement's sublayers, those that are alike in one row."""
+    table = _table("sublayer", "layers", "near", "far", "arrives ms", "decode ms", "prefill ms")
+    if why:
+        for heading in ("hidden ms", "decode bound by", "prefill bound by", "would help"):
+            table.add_column(heading, justify="right" if heading == "hidden ms" else "left")
+    for reason in reasons:
+        cells = [
+            "FFN" if reason.kind == "ffn" else reason.kind,
+            str(reason.layers),
+            format_bytes(reason.near_bytes),
+            format_bytes(reason.far_bytes),
+            _ms(reason.decode.arrives_seconds),
+            _ms(reason.decode.compute_seconds),
+            _ms(reason.prefill.compute_seconds),
+        ]
+        if why:
+            cells += [
+                _ms(reason.decode.hidden_seconds) if reason.decode.arrives_seconds else "",
+                _bound(reason.decode),
+                _bound(reason.prefill),
+                _would_help(reason),
+            ]
+        table.add_row(*cells)
+    return table
+
+
+def machine_lines(name: str, figures: Mapping[str, Mapping[str, object]], power: bool) -> list[str]:
+    """Where the predictions come from."""
+    kinds = Counter(figure["kind"] for figure in figures.values())
+    stated = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    lines = [f"Predicted for {name}, of whose figures are {stated} (--json has each)."]
+    if not power:
+        lines.append(f"No energy: it is not known what {name} draws.")
+    return lines
+
+
+def engine_settings(fit: Fit) -> str:
+    """What makes the engine do it; a budget is rounded so that it fits."""
+    layers = fit.near_bytes + fit.ring_bytes
+    if fit.placement == "latency":
+        return (
+            f"in the engine weights.near_gib={math.ceil(layers / GIB * 1e3) / 1e3:g} and "
+            f"--kv-cache-memory-bytes {fit.kv_bytes}"
+        )
+    together = math.floor((layers + fit.kv_bytes) / GIB * 1e3) / 1e3
+    return f"in the engine weights.near_gib={together:g}"
+
+
+def far_line(better: Split | None) -> str:
+    """Whether the far budget binds the whole."""
+    if better is None:
+        return "More far memory would not help."
+    return (
+        f"More far memory would help: with {format_bytes(better.placement.far_bytes)} "
+        f"{better.served.requests} requests would get {better.served.tokens_per_s:.1f} tokens/s"
+    )
+
+
+_ENERGY = ("J/token", "mgCO2e/token")
+
+
+def _served_cells(served: Served, carbon_intensity: float) -> list[str]:
+    cells = [
+        str(served.requests),
+        f"{served.prefill_seconds:.2f}",
+        f"{served.decode_seconds * 1e3:.1f}",
+        f"{served.stall_share:.0%}",
+        f"{served.tokens_per_s:.1f}",
+    ]
+    joules = served.joules_per_token
+    if joules is not None:
+        cells += [f"{joules:.2f}", f"{grams_co2e(joules, carbon_intensity) * 1e3:.2f}"]
+    return cells
+
+
+def _would_help(reason: Reason) -> str:
+    if reason.budget == "none":
+        return ""
+    return f"{format_bytes(reason.more_bytes)} more {reason.budget} memory each"
+
+
+def _bound(phase: Phase) -> str:
+    return {"near memory": "near bandwidth"}.get(phase.binds, phase.binds)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left")
+    return table

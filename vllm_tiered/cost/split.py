@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Near memory shared by layers and KV cache: what a placement leaves, and the plan for a target.
+
+``auto`` plans for latency and for throughput and takes the plan that is better at the target. The
+engine and ``vllm-tiered plan`` decide by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from vllm_tiered.cost.latency import place_for_latency
+from vllm_tiered.cost.machine import Machine
+from vllm_tiered.cost.model import ModelShape
+from vllm_tiered.cost.pipeline import StepTimes
+from vllm_tiered.cost.predict import compute_times, far_link
+from vllm_tiered.cost.serving import Load, Served, serve
+from vllm_tiered.cost.weights import Placement, place
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.units import format_bytes
+
+Target = Literal["latency", "throughput"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+FLEXGEN_PERCENTS = (20, 80, 0)
+"""The share that HeLM's paper asks FlexGen for (section V-A)."""
+
+BASELINES = ("all near", "flexgen", "helm", "all_far")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What is to be shared.
+
+    Attributes:
+        near_bytes: for layers, slots and the KV cache; ``ModelShape.other_bytes`` are not in it.
+        far_bytes: None for as much as it takes.
+    """
+
+    near_bytes: int
+    far_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """A placement, what it leaves to the KV cache, and what the load gets from both.
+
+    Attributes:
+        kv_bytes: the rest of near memory.
+        served: with as many requests as fit there, or as the load has.
+        alone: with one request.
+    """
+
+    placement: Placement
+    kv_bytes: int
+    served: Served
+    alone: Served
+
+
+def baseline(name: str, shape: ModelShape) -> Placement:
+    """A placement of the papers, or "all near"."""
+    if name == "all near":
+        none: tuple[()] = ()
+        return Placement(policy=name, sublayers=shape.sublayers, far=(none,) * len(shape.sublayers))
+    return place(name, shape.sublayers, FLEXGEN_PERCENTS if name == "flexgen" else None)
+
+
+def split_beside(
+    placement: Placement, shape: ModelShape, machine: Machine, load: Load, room: Room
+) -> Split | None:
+    """The KV cache gets what the placement leaves; None if that does not hold one request, or if
+    the layers do not fit far memory."""
+    kv_bytes = room.near_bytes - placement.near_bytes
+    requests = load.requests_in(shape, kv_bytes)
+    if not requests or (room.far_bytes is not None and placement.far_bytes > room.far_bytes):
+        return None
+    return Split(
+        placement=placement,
+        kv_bytes=kv_bytes,
+        served=serve(shape, machine, placement, load, requests),
+        alone=serve(shape, machine, placement, load, 1),
+    )
+
+
+def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split:
+    """The split with the shortest predicted decode step of one request.
+
+    Raises:
+        BudgetError: no placement fits beside the KV cache of one request.
+    """
+    candidates = [*(baseline(name, shape) for name in BASELINES)]
+    candidates += near_sets(shape, machine, load, room, 1)
+    splits = [split_beside(c, shape, machine, load, room) for c in candidates]
+    fitting = [split for split in splits if split]
+    if not fitting:
+        raise no_room(shape, load, room)
+    best = min(fitting, key=lambda s: (s.alone.decode_seconds, s.placement.far_bytes))
+    return replace(best, placement=replace(best.placement, policy="latency"))
+
+
+def near_sets(
+    shape: ModelShape, machine: Machine, load: Load, room: Room, requests: int
+) -> Iterator[Placement]:
+    """What the integer program keeps near beside the KV cache of so many requests: for a decode
+    step, for a prefill, and with nothing to hide behind.
+
+    Its sum takes each transfer with one compute; in a pipeline they reach further, and what copies
+    take from compute is not in it. So the best near set for a step may be that for another.
+    """
+    prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
+    for times in (
+        compute_times(shape, machine, load.decode(requests)),
+        compute_times(shape, machine, load.prefill(prompts)),
+        StepTimes(compute=(0.0,) * len(shape.sublayers)),
+    ):
+        placement = near_set(shape, machine, times, room, load.kv_bytes(shape, requests))
+        if placement:
+            yield placement
+
+
+def near_set(
+    shape: ModelShape, machine: Machine, times: StepTimes, room: Room, kv_bytes: int
+) -> Placement | None:
+    """What the integer program keeps near beside so much KV cache; None if nothing fits."""
+    budget = room.near_bytes - kv_bytes
+    link = far_link(machine)
+    try:
+        return place_for_latency(shape.sublayers, times, link, budget, room.far_bytes)
+    except BudgetError:
+        return None
+
+
+def pick(target: Target, splits: Sequence[Split]) -> Split:
+    """The shortest decode step of one request, or the most tokens/s; of equals the target's own."""
+    if target == "latency":
+        return min(splits, key=lambda s: (s.alone.decode_seconds, s.placement.policy != target))
+    return max(splits, key=lambda s: (s.served.tokens_per_s, s.placement.policy == target))
+
+
+def target_for(max_requests: int) -> Target:
+    """Where nobody says: latency is what counts if requests are served one by one."""
+    return "latency" if max_requests == 1 else "throughput"
+
+
+def no_room(shape: ModelShape, load: Load, room: Room) -> BudgetError:
+    """The error for a room in which no placement fits."""
+    least = baseline("all_far", shape).near_bytes
+    one = load.kv_bytes(shape)
+    if least + one > room.near_bytes:
+        tokens = load.prompt_tokens + load.output_tokens
+        return BudgetError(
+            f"the least that layers keep near is {format_bytes(least)}, staging slots included; "
+            f"with {format_bytes(one)} of KV cache for one request of {tokens} tokens they exceed "
+            f"{format_bytes(room.near_bytes)} by {format_bytes(least + one - room.near_bytes)}: "
+            "raise weights.near_gib, or lower --max-model-len"
+        )
+    return BudgetError(
+        f"beside one request's KV cache in {format_bytes(room.near_bytes)} of near memory more "
+        f"than {format_bytes(room.far_bytes or 0)} of the layers are far: raise weights.far_gib "
+        "or weights.near_gib"
+    )

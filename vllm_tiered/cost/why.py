@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a placement is not faster: what binds each kind of sublayer, and what would help.
+
+A sublayer waits for its far parameters unless they arrive while others compute: from the moment
+the far sublayer before it begins (HeLM, figure 8). So one of three binds it: the link, near
+memory's bandwidth, or arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vllm_tiered.cost.machine import Machine
+from vllm_tiered.cost.model import ModelShape
+from vllm_tiered.cost.pipeline import Link, StepTimes, transfer_seconds
+from vllm_tiered.cost.predict import Batch, far_link, roofline, times_beside_copies
+from vllm_tiered.cost.serving import Load
+from vllm_tiered.cost.split import Split
+from vllm_tiered.cost.weights import Parameter, Placement, Sublayer, extent_bytes
+
+Binds = Literal["link", "near memory", "arithmetic"]
+Budget = Literal["near", "far", "none"]
+
+_MOST_SINGLY = 10
+"""Of more far parameters (experts) no combinations are tried: all near is what surely helps."""
+
+_DIGITS = 9
+"""Seconds are compared to a nanosecond: sums of the same numbers differ in the last bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A sublayer in a step.
+
+    Attributes:
+        compute_seconds: of the sublayer, copies beside it included.
+        arrives_seconds: the transfer of its far parameters; 0 if nothing is moved.
+        hidden_seconds: compute behind which that transfer hides.
+        binds: what would have to be faster.
+    """
+
+    compute_seconds: float
+    arrives_seconds: float
+    hidden_seconds: float
+    binds: Binds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Sublayers that are alike in everything below.
+
+    Attributes:
+        kind: "attention" or "ffn".
+        layers: how many.
+        near_bytes, far_bytes: of one's parameters.
+        decode, prefill: with all requests; one request's prompt.
+        budget: "near" if one's wait in decoding would end with ``more_bytes`` more of near memory,
+            which are not there; "far" if ``more_bytes`` more of far memory would let one make room
+            for requests, and still arrive in time; "none" if it is not for want of memory.
+    """
+
+    kind: str
+    layers: int
+    near_bytes: int
+    far_bytes: int
+    decode: Phase
+    prefill: Phase
+    budget: Budget
+    more_bytes: int
+
+
+def explain(
+    shape: ModelShape, machine: Machine, load: Load, split: Split, far_bytes: int
+) -> list[Reason]:
+    """What binds the sublayers of a placement, those that are alike together.
+
+    Args:
+        far_bytes: the budget of far memory.
+    """
+    placement, requests = split.placement, split.served.requests
+    decode = _phases(shape, machine, placement, load.decode(requests))
+    prefill = _phases(shape, machine, placement, load.prefill())
+    spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
+    spare_far = far_bytes - placement.far_bytes
+    link = far_link(machine)
+    reasons: Counter[Reason] = Counter()
+    for position, (sublayer, far) in enumerate(zip(shape.sublayers, placement.far, strict=True)):
+        budget: Budget = "none"
+        more = 0
+        if decode[position].binds == "link":
+            more = _more_near(far, decode[position].hidden_seconds, link)
+            budget = "near" if more > spare_near else "none"
+        elif requests < load.max_requests:
+            more = _more_far(sublayer, far, decode[position - 1].compute_seconds, link)
+            budget = "far" if more > spare_far else "none"
+        moved = sum(parameter.num_bytes for parameter in far)
+        reason = Reason(
+            kind=sublayer.kind.value,
+            layers=1,
+            near_bytes=sublayer.num_bytes - moved,
+            far_bytes=moved,
+            decode=decode[position],
+            prefill=prefill[position],
+            budget=budget,
+            more_bytes=more if budget != "none" else 0,
+        )
+        reasons[reason] += 1
+    return [replace(reason, layers=count) for reason, count in reasons.items()]
+
+
+def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Batch) -> list[Phase]:
+    times = times_beside_copies(shape, machine, placement, batch)
+    transfers = transfer_seconds(placement, far_link(machine))
+    far = [position for position, seconds in enumerate(transfers) if seconds]
+    if len(far) < 3:  # each has a slot for itself, and stays there
+        far = []
+    hidden = _hidden_behind(far, times)
+    phases = []
+    for position, (sublayer, seconds) in enumerate(
+        zip(shape.sublayers, times.compute, strict=True)
+    ):
+        arrives = transfers[position] if far else 0.0
+        window = hidden.get(position, 0.0)
+        arithmetic = roofline(sublayer, shape, machine, batch).is_arithmetic
+        binds: Binds = "arithmetic" if arithmetic else "near memory"
+        phases.append(
+            Phase(
+                compute_seconds=round(seconds, _DIGITS),
+                arrives_seconds=round(arrives, _DIGITS),
+                hidden_seconds=round(window, _DIGITS),
+                binds="link" if round(arrives, _DIGITS) > round(window, _DIGITS) else binds,
+            )
+        )
+    return phases
+
+
+def _hidden_behind(far: Sequence[int], times: StepTimes) -> dict[int, float]:
+    """Compute from the far sublayer before to each; the first one's goes through the step's end."""
+    windows = {}
+    for before, position in zip([*far[-1:], *far], far, strict=False):
+        if before < position:
+            windows[position] = sum(times.compute[before:position])
+        else:
+            around = sum(times.compute[before:]) + sum(times.compute[:position])
+            windows[position] = around + times.rest
+    return windows
+
+
+def _more_near(far: Sequence[Parameter], hidden_seconds: float, link: Link) -> int:
+    """The fewest bytes of far parameters without which the others arrive in time."""
+    if len(far) > _MOST_SINGLY:
+        return sum(parameter.num_bytes for parameter in far)
+    enough = (
+        sum(parameter.num_bytes for parameter in stays)
+        for count in range(1, len(far) + 1)
+        for stays in itertools.combinations(far, count)
+        if link.seconds(extent_bytes(p.num_bytes for p in far if p not in stays)) <= hidden_seconds
+    )
+    return min(enough)
+
+
+def _more_far(
+    sublayer: Sublayer, far: Sequence[Parameter], hidden_seconds: float, link: Link
+) -> int:
+    """What could be far besides and still arrive while the sublayer before computes; or 0."""
+    movable = [parameter for parameter in sublayer.parameters if parameter.may_move]
+    extent = extent_bytes(parameter.num_bytes for parameter in movable)
+    if link.seconds(extent) > hidden_seconds:
+        return 0
+    return extent - extent_bytes(parameter.num_bytes for parameter in far)
