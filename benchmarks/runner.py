@@ -72,7 +72,9 @@ class EngineProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPO_ROOT,
-                env=engine_environment(os.environ, tiered=spec.tiered is not None),
+                env=engine_environment(
+                    os.environ, tiered=spec.tiered is not None, cpus=spec.cpus
+                ),
             )
         os.close(child_reads)
         os.close(child_writes)
@@ -88,6 +90,11 @@ class EngineProcess:
         """Run one round. Raises MeasurementError, with the end of the log, if it fails."""
         self._send([request_to_json(request) for request in requests])
         return RoundResult.from_json(self._receive(_ROUND_TIMEOUT_S))
+
+    def set_link(self, bytes_per_s: float) -> None:
+        """Change the speed of the link of an engine that is slowed. Raises as `run` does."""
+        self._send({"link_bytes_per_s": bytes_per_s})
+        self._receive(_START_TIMEOUT_S)
 
     def close(self) -> None:
         """End the process: by the end of its input, by force if that takes over 20 s."""
@@ -126,7 +133,9 @@ class EngineProcess:
         return MeasurementError(f"engine process {self.spec.label!r} {what}\nits log ends:\n{tail}")
 
 
-def engine_environment(environ: Mapping[str, str], *, tiered: bool) -> dict[str, str]:
+def engine_environment(
+    environ: Mapping[str, str], *, tiered: bool, cpus: str = ""
+) -> dict[str, str]:
     """Return the environment of an engine process.
 
     vLLM alone is started with no plugins at all (`VLLM_PLUGINS=""`), so that it is stock; with the
@@ -140,6 +149,8 @@ def engine_environment(environ: Mapping[str, str], *, tiered: bool) -> dict[str,
     )
     if not tiered:
         env["VLLM_PLUGINS"] = ""
+    if cpus:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = cpus
     return env
 
 
