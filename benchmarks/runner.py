@@ -72,9 +72,7 @@ class EngineProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPO_ROOT,
-                env=engine_environment(
-                    os.environ, tiered=spec.tiered is not None, cpus=spec.cpus
-                ),
+                env=engine_environment(os.environ, tiered=spec.tiered is not None, cpus=spec.cpus),
             )
         os.close(child_reads)
         os.close(child_writes)

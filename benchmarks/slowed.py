@@ -194,8 +194,7 @@ def _products(layer: Any) -> dict[str, int]:
 
 def _num_weights(sublayer: Sublayer, products: Mapping[str, int]) -> int:
     return sum(
-        products.get(parameter.name.removesuffix(".weight"), 0)
-        for parameter in sublayer.parameters
+        products.get(parameter.name.removesuffix(".weight"), 0) for parameter in sublayer.parameters
     )
 
 
