@@ -59,6 +59,115 @@ BATCHES = (1, 8, 44)
 """44 fits with all weights far only (V-C)."""
 
 
+Which = tuple[str, int, str]
+"""Placement, requests, link."""
+
+
+class Claim(NamedTuple):
+    """A statement of the text: a figure of one run over that of another."""
+
+    text: str
+    figure: str
+    paper: float
+    of: Which
+    over: Which
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "HeLM over FlexGen, TTFT, NVDRAM (11b)",
+        "ttft_s",
+        1 - 0.2720,
+        ("helm", 1, "nvdram"),
+        ("flexgen", 1, "nvdram"),
+    ),
+    Claim(
+        "HeLM over FlexGen, TBT, NVDRAM (11b)",
+        "tbt_s",
+        1 - 0.2744,
+        ("helm", 1, "nvdram"),
+        ("flexgen", 1, "nvdram"),
+    ),
+    Claim(
+        "HeLM, TTFT, NVDRAM over DRAM (11b)",
+        "ttft_s",
+        1.0875,
+        ("helm", 1, "nvdram"),
+        ("helm", 1, "dram"),
+    ),
+    Claim(
+        "HeLM, TBT, NVDRAM over DRAM (11b)",
+        "tbt_s",
+        1.0891,
+        ("helm", 1, "nvdram"),
+        ("helm", 1, "dram"),
+    ),
+    Claim(
+        "All-CPU over FlexGen, TBT, batch 1, NVDRAM (12b)",
+        "tbt_s",
+        1.01,
+        ("all_far", 1, "nvdram"),
+        ("flexgen", 1, "nvdram"),
+    ),
+    Claim(
+        "All-CPU over FlexGen, TBT, batch 8, NVDRAM (12b)",
+        "tbt_s",
+        1.01,
+        ("all_far", 8, "nvdram"),
+        ("flexgen", 8, "nvdram"),
+    ),
+    Claim(
+        "All-CPU 44 over FlexGen 8, tokens/s, NVDRAM (12c)",
+        "tokens_per_s",
+        5.0,
+        ("all_far", 44, "nvdram"),
+        ("flexgen", 8, "nvdram"),
+    ),
+    Claim(
+        "All-CPU 44, tokens/s, NVDRAM over DRAM (12c)",
+        "tokens_per_s",
+        0.94,
+        ("all_far", 44, "nvdram"),
+        ("all_far", 44, "dram"),
+    ),
+    Claim(
+        "HeLM over FlexGen, TBT, CXL-FPGA (13a)",
+        "tbt_s",
+        1 - 0.27,
+        ("helm", 1, "cxl_fpga"),
+        ("flexgen", 1, "cxl_fpga"),
+    ),
+    Claim(
+        "HeLM over FlexGen, TBT, CXL-ASIC (13a)",
+        "tbt_s",
+        1 - 0.21,
+        ("helm", 1, "cxl_asic"),
+        ("flexgen", 1, "cxl_asic"),
+    ),
+    Claim(
+        "All-CPU over FlexGen, tokens/s, batch 8, CXL-FPGA (13b)",
+        "tokens_per_s",
+        1 - 0.0835,
+        ("all_far", 8, "cxl_fpga"),
+        ("flexgen", 8, "cxl_fpga"),
+    ),
+    Claim(
+        "All-CPU 44 over FlexGen 8, tokens/s, CXL-FPGA (13b)",
+        "tokens_per_s",
+        4.74,
+        ("all_far", 44, "cxl_fpga"),
+        ("flexgen", 8, "cxl_fpga"),
+    ),
+    Claim(
+        "All-CPU 44 over FlexGen 8, tokens/s, CXL-ASIC (13b)",
+        "tokens_per_s",
+        5.04,
+        ("all_far", 44, "cxl_asic"),
+        ("flexgen", 8, "cxl_asic"),
+    ),
+)
+
+
 def decode_ratios(placement: str, link: str) -> tuple[float, float]:
     """Table IV's two ratios in decoding at batch 1. Raises KeyError for others than its rows."""
     for row in TABLE_IV:

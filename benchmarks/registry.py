@@ -73,6 +73,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.weights_placement",
         ),
         Benchmark(
+            name="helm_paper",
+            summary="HeLM's table IV and figures 11 to 13 from the cost model: computed",
+            module="benchmarks.helm_paper",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",
