@@ -57,6 +57,9 @@ class EngineProcess:
         self.log_path = log_path
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
+        environment = engine_environment(os.environ, tiered=spec.tiered is not None)
+        if spec.cpus:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpus
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [
@@ -72,7 +75,7 @@ class EngineProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPO_ROOT,
-                env=engine_environment(os.environ, tiered=spec.tiered is not None, cpus=spec.cpus),
+                env=environment,
             )
         os.close(child_reads)
         os.close(child_writes)
@@ -131,9 +134,7 @@ class EngineProcess:
         return MeasurementError(f"engine process {self.spec.label!r} {what}\nits log ends:\n{tail}")
 
 
-def engine_environment(
-    environ: Mapping[str, str], *, tiered: bool, cpus: str = ""
-) -> dict[str, str]:
+def engine_environment(environ: Mapping[str, str], *, tiered: bool) -> dict[str, str]:
     """Return the environment of an engine process.
 
     vLLM alone is started with no plugins at all (`VLLM_PLUGINS=""`), so that it is stock; with the
@@ -147,8 +148,6 @@ def engine_environment(
     )
     if not tiered:
         env["VLLM_PLUGINS"] = ""
-    if cpus:
-        env["VLLM_CPU_OMP_THREADS_BIND"] = cpus
     return env
 
 
