@@ -145,6 +145,11 @@ def test_bad_percents_are_named(percents):
         ({"placement": "flexgen"}, r'placement is "flexgen": set .*percents'),
         ({"placement": "latency"}, r'placement is "latency": set .*near_gib'),
         ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
+        ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
+        (
+            {"placement": "flexgen", "percents": [20, 40, 40]},
+            r"the third of storage: set .*storage_path",
+        ),
     ],
 )
 def test_weights_keys_that_do_not_go_together(keys, named):

@@ -25,6 +25,7 @@ def test_keys_and_defaults():
             "placement": "off",
             "near_gib": "auto",
             "far_gib": "auto",
+            "storage_path": None,
             "percents": None,
         },
         "report": {"path": None},

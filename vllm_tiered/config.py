@@ -211,6 +211,8 @@ class WeightsConfig(_Section):
     The others are far, and arrive while the sublayer before theirs computes.
     `near_gib` and `far_gib` are caps on what a rank takes for them, staging slots included; "auto"
     lets the placement have what it needs.
+    What exceeds `far_gib` is kept in a file in the folder `storage_path`, filled by the first start
+    and read by later ones; there "auto" is half of the host memory that is available.
     """
 
     NAME: ClassVar[str] = "weights"
@@ -225,6 +227,7 @@ class WeightsConfig(_Section):
     far_gib: float | Literal["auto"] = field(
         default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
     )
+    storage_path: str | None = field(default=None, metadata={_RULE: _folder})
     percents: tuple[float, ...] | None = field(default=None, metadata={_RULE: _numbers})
 
     @property
@@ -245,6 +248,11 @@ class WeightsConfig(_Section):
                 f'{where}.placement is "flexgen": set {where}.percents to the shares of near, far '
                 "and storage, as [20, 80, 0]"
             )
+        if self.storage_path is not None and not self.places:
+            raise ConfigError(
+                f"{where}.storage_path is {self.storage_path!r}, but no weight is placed: set "
+                f"{where}.placement, or leave the path out"
+            )
         if self.placement == "latency" and self.near_gib == "auto":
             raise ConfigError(
                 f'{where}.placement is "latency": set {where}.near_gib to the near memory, in GiB, '
@@ -254,6 +262,11 @@ class WeightsConfig(_Section):
             raise ConfigError(
                 f"{where}.percents is {list(self.percents)}, which only the placement "
                 f'"flexgen" reads: set {where}.placement to it, or leave percents out'
+            )
+        if self.percents is not None and self.percents[2:] > (0,) and self.storage_path is None:
+            raise ConfigError(
+                f"{where}.percents is {list(self.percents)}, the third of storage: set "
+                f"{where}.storage_path to a folder on an SSD"
             )
 
 

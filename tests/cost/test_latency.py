@@ -19,11 +19,13 @@ from vllm_tiered.cost.weights import (
     Role,
     Sublayer,
     place,
+    spill,
 )
 from vllm_tiered.errors import BudgetError
 
 PAGE = SLOT_ALIGNMENT
 LINK = Link(bytes_per_s=PAGE * 1e3)  # a page a millisecond
+STORAGE = Link(bytes_per_s=PAGE * 300)
 
 
 def sublayer(layer, kind, *pages):
@@ -53,23 +55,23 @@ def by_kind(sublayers, attention, ffn):
     return StepTimes(compute=tuple(seconds[part.kind] for part in sublayers))
 
 
-def balance(placement, times, link=LINK):
+def balance(placement, times):
     """The program's objective: each transfer beside the compute before it."""
-    transfers = transfer_seconds(placement, link)
+    transfers = transfer_seconds(placement, LINK, STORAGE)
     return sum(max(times.compute[i - 1], transfers[i]) for i in range(len(transfers)))
 
 
-def every_placement(sublayers):
-    sets = [
-        [
-            far
-            for size in range(len(part.parameters) + 1)
-            for far in itertools.combinations(part.parameters, size)
-        ]
-        for part in sublayers
-    ]
-    for far in itertools.product(*sets):
-        yield Placement(policy="brute", sublayers=tuple(sublayers), far=far)
+def every_placement(sublayers, tiers):
+    homes = [itertools.product(tiers, repeat=len(part.parameters)) for part in sublayers]
+    for chosen in itertools.product(*map(list, homes)):
+        far, stored = (
+            tuple(
+                tuple(p for p, home in zip(part.parameters, of_part, strict=True) if home == tier)
+                for part, of_part in zip(sublayers, chosen, strict=True)
+            )
+            for tier in ("far", "stored")
+        )
+        yield Placement(policy="brute", sublayers=tuple(sublayers), far=far, stored=stored)
 
 
 @settings(max_examples=25, deadline=None)
@@ -78,22 +80,30 @@ def every_placement(sublayers):
     ffn=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     compute=st.tuples(st.integers(0, 8), st.integers(0, 8)),
     budget=st.integers(4, 40),
+    far_budget=st.none() | st.integers(0, 20),
 )
-def test_the_program_finds_what_brute_force_finds(attention, ffn, compute, budget):
+def test_the_program_finds_what_brute_force_finds(attention, ffn, compute, budget, far_budget):
     """Where something of every sublayer is far, its constraints are those of the slots exactly."""
-    sublayers = small_model(2, attention, ffn)
+    sublayers = small_model(2 if far_budget is None else 1, attention, ffn)
     times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
+    has_storage = far_budget is not None
+    tiers = ("near", "far", "stored") if has_storage else ("near", "far")
     fitting = [
         balance(placement, times)
-        for placement in every_placement(sublayers)
-        if all(placement.far) and placement.near_bytes <= budget * PAGE
+        for placement in every_placement(sublayers, tiers)
+        if all(far or stored for far, stored in placement.staged)
+        and placement.near_bytes <= budget * PAGE
+        and (not has_storage or placement.far_bytes <= far_budget * PAGE)
     ]
-    solved = latency._solve(sublayers, times, LINK, budget * PAGE, may_stay=False)
+    links = latency.Links(LINK, STORAGE if has_storage else None)
+    far_bytes = far_budget * PAGE if has_storage else None
+    solved = latency._solve(sublayers, times, links, budget * PAGE, far_bytes, may_stay=False)
     if not fitting:
         assert solved is None
         return
-    assert solved is not None and all(solved.far)
+    assert solved is not None and all(far or stored for far, stored in solved.staged)
     assert solved.near_bytes <= budget * PAGE
+    assert far_bytes is None or solved.far_bytes <= far_bytes
     assert balance(solved, times) == pytest.approx(min(fitting), rel=2e-4)
 
 
@@ -121,7 +131,7 @@ def test_never_slower_than_the_others_and_within_the_budget(num_layers, sizes, c
 
 
 def seconds(placement, times):
-    return step_time(transfer_seconds(placement, LINK), times).seconds
+    return step_time(transfer_seconds(placement, LINK, STORAGE), times).seconds
 
 
 def test_everything_near_where_it_fits():
@@ -153,6 +163,28 @@ def test_far_memory_bounds_the_choice_where_another_fits():
     helm_far = place("helm", sublayers).far_bytes
     chosen = place_for_latency(sublayers, times, LINK, near, helm_far)
     assert chosen.far_bytes <= helm_far
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
+    compute=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+    near=st.integers(20, 100),
+    far=st.integers(0, 100),
+)
+def test_storage_takes_what_far_memory_does_not(sizes, compute, near, far):
+    sublayers = small_model(4, sizes[:2], sizes[2:])
+    times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
+    others = [spill(place(name, sublayers), far * PAGE) for name in ("all_far", "helm")]
+    fitting = [other for other in others if other.near_bytes <= near * PAGE]
+    try:
+        chosen = place_for_latency(sublayers, times, LINK, near * PAGE, far * PAGE, STORAGE)
+    except BudgetError:
+        assert not fitting
+        return
+    assert chosen.near_bytes <= near * PAGE and chosen.far_bytes <= far * PAGE
+    for other in fitting:
+        assert seconds(chosen, times) <= seconds(other, times) * (1 + 1e-9)
 
 
 def test_too_little_memory_is_said_with_the_least():

@@ -193,7 +193,7 @@ def given(*modules):
 
 
 def test_a_second_stack_of_layers_is_refused() -> None:
-    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
     tiered.wrap_modules(layers())
     with pytest.raises(UnsupportedError, match=r"more than one stack .* weights\.placement=off"):
         tiered.wrap_modules(layers())
@@ -202,7 +202,7 @@ def test_a_second_stack_of_layers_is_refused() -> None:
 def test_layers_that_share_parameters_are_refused() -> None:
     first, second = layers()
     second.fc1 = first.fc1
-    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
     with pytest.raises(UnsupportedError, match="layers share parameters"):
         tiered.wrap_modules(given(first, second))
 
@@ -214,7 +214,7 @@ def test_what_others_read_stays_near() -> None:
     layer.conv1d = torch.nn.Linear(4, 64)
     layer.conv1d.weight.data = layer.conv1d.weight.data.unsqueeze(1)
     layer.decay = torch.nn.Parameter(torch.zeros(64))
-    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
     tiered.wrap_modules(given(layer))
     assert tiered.placement is not None
     far = {parameter.name for names in tiered.placement.far for parameter in names}
@@ -222,6 +222,6 @@ def test_what_others_read_stays_near() -> None:
 
 
 def test_parameters_that_are_not_plain_are_refused() -> None:
-    tiered = TieredOffloader(WeightsConfig(placement="all_far"))
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
     with pytest.raises(UnsupportedError, match=r"fc2\.weight .* is not contiguous"):
         tiered.wrap_modules(layers(transposed=True))

@@ -18,19 +18,31 @@ from vllm_tiered.weights.ring import WeightRing, lay_out
 
 
 class Model:
-    """Sublayers whose every page holds their number; modules look at it when they compute."""
+    """Sublayers whose every page holds their number; modules look at it when they compute.
+
+    Args:
+        num_pages: of each sublayer, far ones, or far and stored ones.
+    """
 
     def __init__(self, num_pages, *, seed=0, haste=0.5, late_compute=True):
         self.device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=late_compute)
-        self.extents = lay_out([count * SLOT_ALIGNMENT for count in num_pages])
-        far = PageBuffer(torch.zeros((sum(num_pages), SLOT_ALIGNMENT), dtype=torch.uint8))
+        pairs = [(count, 0) if isinstance(count, int) else count for count in num_pages]
+        sizes = [(far * SLOT_ALIGNMENT, stored * SLOT_ALIGNMENT) for far, stored in pairs]
+        self.extents = lay_out(sizes)
+        far, stored = (
+            PageBuffer(torch.zeros((sum(counts), SLOT_ALIGNMENT), dtype=torch.uint8))
+            for counts in zip(*pairs, strict=True)
+        )
         slot_pages = max(e.slot_page + e.num_pages for e in self.extents)
         near = PageBuffer(torch.zeros((slot_pages, SLOT_ALIGNMENT), dtype=torch.uint8))
-        assert far.words is not None and near.words is not None
+        assert far.words is not None and near.words is not None and stored.words is not None
         for position, extent in enumerate(self.extents):
-            far.words[extent.far_page : extent.far_page + extent.num_pages] = position
+            far.words[extent.far_page : extent.far_page + extent.num_far] = position
+            stored.words[extent.stored_page : extent.stored_page + extent.num_stored] = position
         self.slots = near.words
-        self.ring = WeightRing(device=self.device, far=far, near=near, extents=self.extents)
+        self.ring = WeightRing(
+            device=self.device, far=far, stored=stored, near=near, extents=self.extents
+        )
         self.wrong: list[tuple[int, int]] = []
 
     def module(self, position, *, between=None):
@@ -54,9 +66,12 @@ class Model:
                 self.module(position)
 
 
+PAGES = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    num_pages=st.lists(st.integers(1, 4), min_size=1, max_size=7),
+    num_pages=st.lists(PAGES, min_size=1, max_size=7),
     seed=st.integers(0, 10**6),
     haste=st.sampled_from([0.0, 0.3, 0.9]),
     late_compute=st.booleans(),
@@ -73,7 +88,7 @@ def test_each_sublayer_computes_with_its_own_weights(num_pages, seed, haste, lat
 
 @settings(max_examples=60, deadline=None)
 @given(
-    num_pages=st.lists(st.integers(1, 3), min_size=1, max_size=6),
+    num_pages=st.lists(PAGES, min_size=1, max_size=6),
     seed=st.integers(0, 10**6),
     data=st.data(),
 )

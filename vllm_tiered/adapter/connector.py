@@ -26,10 +26,10 @@ from vllm.forward_context import get_forward_context
 from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
-from vllm_tiered.adapter.offloader import take_use
 from vllm_tiered.adapter.scheduler import TieredMetadata, TieredScheduler, gauges
 from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.timeline import timeline_of
+from vllm_tiered.adapter.weights_engine import take_use
 from vllm_tiered.adapter.worker import TieredWorker, announce
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes

@@ -21,11 +21,8 @@ from vllm_tiered.cost.kv import (
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
-from vllm_tiered.tiers.host import host_memory
+from vllm_tiered.tiers.host import FAR_SHARE, host_memory
 from vllm_tiered.units import gib_to_bytes
-
-AUTO_FAR_SHARE = 0.5
-"""``far_gib="auto"`` may take this share of the memory that is available at start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,5 +230,5 @@ def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
 def far_budget_bytes(kv: KvConfig, world_size: int) -> int:
     """Far-tier bytes that one rank may take."""
     if kv.far_gib == "auto":
-        return int(host_memory().usable_bytes * AUTO_FAR_SHARE) // world_size
+        return int(host_memory().usable_bytes * FAR_SHARE) // world_size
     return gib_to_bytes(float(kv.far_gib)) // world_size

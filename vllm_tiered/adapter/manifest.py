@@ -108,7 +108,8 @@ class WeightsManifest:
     Attributes:
         near_bytes: of parameters that stay near.
         ring_bytes: of the staging slots, near memory too.
-        far_sublayers: that have far parameters, of ``num_sublayers``.
+        far_sublayers: that have parameters elsewhere than near, of ``num_sublayers``.
+        far_bytes, storage_bytes: in far memory, and in a file.
     """
 
     placement: str
@@ -117,6 +118,7 @@ class WeightsManifest:
     near_bytes: int
     ring_bytes: int
     far_bytes: int
+    storage_bytes: int
 
     @classmethod
     def of(cls, placement: Placement) -> "WeightsManifest":
@@ -127,6 +129,7 @@ class WeightsManifest:
             near_bytes=placement.resident_bytes,
             ring_bytes=placement.ring_bytes,
             far_bytes=placement.far_bytes,
+            storage_bytes=placement.storage_bytes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,10 +143,11 @@ class WeightsManifest:
                 f"tiered weights: {self.placement} keeps all {format_bytes(self.near_bytes)} of "
                 "the layers near: nothing is far"
             )
+        stored = f", {format_bytes(self.storage_bytes)} stored" if self.storage_bytes else ""
         return (
             f"tiered weights: took over {self.far_sublayers} of {self.num_sublayers} sublayers "
             f"({self.placement}): {format_bytes(self.near_bytes)} of the layers stay near, "
-            f"{format_bytes(self.far_bytes)} are far and pass through "
+            f"{format_bytes(self.far_bytes)} are far{stored} and pass through "
             f"{format_bytes(self.ring_bytes)} of staging slots, per rank"
         )
 

@@ -19,7 +19,7 @@ def register() -> None:
         engine_config,
         kv_config,
         load_errors,
-        offloader,
+        weights_engine,
     )
 
     compat.check_vllm_version()
@@ -28,4 +28,4 @@ def register() -> None:
     endpoint.install()
     kv_config.install()
     load_errors.install()
-    offloader.install()
+    weights_engine.install()

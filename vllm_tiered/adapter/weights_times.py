@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,7 +12,14 @@ from torch import nn
 from vllm_tiered.cost.pipeline import Link, StepTimes
 from vllm_tiered.cost.weights import Sublayer, extent_bytes
 from vllm_tiered.tiers.base import Device, Direction
-from vllm_tiered.tiers.probe import PAGE_BYTES, SIZES, Sample, link_curve, product_curve
+from vllm_tiered.tiers.probe import (
+    PAGE_BYTES,
+    SIZES,
+    Sample,
+    link_curve,
+    product_curve,
+    published_read,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +29,12 @@ class Measured:
     Attributes:
         times: compute of each sublayer at ``num_tokens``, weights near.
         link: far to near, at the size of the largest sublayer.
+        storage: the same from storage, if there is any.
     """
 
     times: StepTimes
     link: Link
+    storage: Link | None = None
 
 
 def measure(
@@ -32,9 +42,10 @@ def measure(
     layers: Sequence[nn.Module],
     sublayers: Sequence[Sublayer],
     near_device: torch.device,
+    storage_folder: Path | None = None,
     num_tokens: int = 1,
 ) -> Measured:
-    """A second or two: the link once, and the products of each distinct shape.
+    """A second or two: each link once, and the products of each distinct shape.
 
     Attention itself is not counted: it reads the KV cache, whose length nobody knows yet.
     """
@@ -60,7 +71,10 @@ def measure(
         )
         for sublayer in sublayers
     )
-    return Measured(times=StepTimes(compute=compute), link=link_of(sample))
+    storage = None
+    if storage_folder is not None:
+        storage = link_of(published_read(device, storage_folder, near_device))
+    return Measured(times=StepTimes(compute=compute), link=link_of(sample), storage=storage)
 
 
 def link_of(sample: Sample) -> Link:

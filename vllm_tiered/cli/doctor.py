@@ -21,10 +21,9 @@ from pathlib import Path
 from vllm_tiered import __version__
 from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.engine_config import CONFIG_FILE_VARIABLE
-from vllm_tiered.adapter.kv_plan import AUTO_FAR_SHARE
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.tiers.host import host_memory
+from vllm_tiered.tiers.host import FAR_SHARE, host_memory
 from vllm_tiered.units import GIB, format_bytes
 
 PYTHON_RANGE = ((3, 11), (3, 13))
@@ -204,7 +203,7 @@ def check_memory() -> Check:
             f"{format_bytes(memory.limit_used_bytes)} of it used"
         )
     # Rounded down to 0.1 GiB: a suggestion must not exceed what was found.
-    suggested_gib = int(memory.usable_bytes * AUTO_FAR_SHARE / GIB * 10) / 10
+    suggested_gib = int(memory.usable_bytes * FAR_SHARE / GIB * 10) / 10
     enough = suggested_gib >= 1
     return Check(
         name="memory",

@@ -5,9 +5,10 @@ Sublayer i computes while sublayer i+1 arrives, so a step takes the sum over sub
 max(compute i, transfer i+1). Layers are alike, so the program does not choose parameters but
 counts:
 
-    n[class, choice]     how many sublayers of a class keep this choice of its parameters near
+    n[class, choice]     how many sublayers of a class have these parameters near, these far, ...
     minimise             sum of n[class, choice] * max(compute before, transfer of the rest)
-    subject to           near bytes + the two slots <= the budget
+    subject to           near bytes + the two slots <= the near budget
+                         far bytes <= the far budget, where there is storage for what exceeds it
 
 A class is a kind of sublayer with the same parameters behind a compute of the same length. A slot
 holds the largest sublayer that passes through it, which is a constraint for each choice in use. As
@@ -19,31 +20,51 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
-from vllm_tiered.cost.weights import Kind, Parameter, Placement, Sublayer, extent_bytes, place
+from vllm_tiered.cost.weights import (
+    Kind,
+    Parameter,
+    Placement,
+    Sublayer,
+    extent_of,
+    place,
+    spill,
+)
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.units import format_bytes
 
 _MOST_MODULES = 8
-"""Of more modules in a sublayer (experts) the largest are chosen singly, the others together."""
+_MOST_STORED_MODULES = 4
+"""Of more modules in a sublayer (experts) the largest are chosen singly, the others together.
+Three tiers to choose from allow fewer than two."""
 
 _ATTEMPTS = 3
 """The number of far sublayers decides about a third slot, which no program knows beforehand."""
 
 
+class Links(NamedTuple):
+    """To the near tier."""
+
+    far: Link
+    storage: Link | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """What may be far in a sublayer, and what follows from it."""
+    """What may be far or stored in a sublayer, and what follows from it."""
 
     far: frozenset[int]  # positions among the parameters
+    stored: frozenset[int]
     near_bytes: int
-    extent: int
+    far_extent: int
+    extent: int  # in a slot: of both
     seconds: float  # of the sublayer before, with this one's transfer beside it
 
 
@@ -53,28 +74,33 @@ def place_for_latency(
     link: Link,
     near_bytes: int,
     far_bytes: int | None = None,
+    storage: Link | None = None,
 ) -> Placement:
     """The placement with the shortest step that fits near memory, and far memory where it can.
 
     Never slower, in the model of :mod:`vllm_tiered.cost.pipeline`, than HeLM's or All-CPU's where
-    those fit.
+    those fit, with what exceeds far memory on storage.
 
     Args:
         times: compute of each of ``sublayers``.
         near_bytes: for parameters and slots.
         far_bytes: None for as much as it takes.
+        storage: storage to near, if weights may be stored.
 
     Raises:
         BudgetError: even the largest sublayer's slots do not fit.
     """
+    links = Links(link, storage)
     candidates = [place("all_far", sublayers), place("helm", sublayers)]
     candidates += [
         Placement(policy="latency", sublayers=tuple(sublayers), far=((),) * len(sublayers))
     ]
+    if storage is not None and far_bytes is not None:
+        candidates = [spill(candidate, far_bytes) for candidate in candidates]
     for may_stay in (False, True):
         budget = near_bytes
         for _ in range(_ATTEMPTS):
-            solved = _solve(sublayers, times, link, budget, may_stay=may_stay)
+            solved = _solve(sublayers, times, links, budget, far_bytes, may_stay=may_stay)
             if solved is None:
                 break
             candidates.append(solved)
@@ -93,18 +119,20 @@ def place_for_latency(
     best = min(
         enough or fitting,
         key=lambda candidate: (
-            step_time(transfer_seconds(candidate, link), times).seconds,
+            step_time(transfer_seconds(candidate, link, storage), times).seconds,
+            candidate.storage_bytes,
             candidate.far_bytes,
         ),
     )
-    return Placement(policy="latency", sublayers=best.sublayers, far=best.far)
+    return replace(best, policy="latency")
 
 
 def _solve(
     sublayers: Sequence[Sublayer],
     times: StepTimes,
-    link: Link,
+    links: Links,
     near_bytes: int,
+    far_bytes: int | None,
     *,
     may_stay: bool,
 ) -> Placement | None:
@@ -113,7 +141,7 @@ def _solve(
     choices = [
         [
             choice
-            for choice in _choices(sublayers[positions[0]], times.compute[positions[0] - 1], link)
+            for choice in _choices(sublayers[positions[0]], times.compute[positions[0] - 1], links)
             if choice.extent or may_stay
         ]
         for positions in members
@@ -124,10 +152,12 @@ def _solve(
         sizes=[len(positions) for positions in members],
         slots=[[0, 1] if may_stay else [list(Kind).index(kind)] for kind in kinds],
         near_bytes=near_bytes,
+        far_bytes=far_bytes if links.storage else None,
     )
     if counts is None:
         return None
     far: list[tuple[Parameter, ...]] = [()] * len(sublayers)
+    stored: list[tuple[Parameter, ...]] = [()] * len(sublayers)
     for positions, options, numbers in zip(members, choices, counts, strict=True):
         chosen = itertools.chain.from_iterable(
             itertools.repeat(option, number)
@@ -136,7 +166,13 @@ def _solve(
         for position, option in zip(positions, _spread(list(chosen)), strict=True):
             parameters = sublayers[position].parameters
             far[position] = tuple(parameters[index] for index in sorted(option.far))
-    return Placement(policy="latency", sublayers=tuple(sublayers), far=tuple(far))
+            stored[position] = tuple(parameters[index] for index in sorted(option.stored))
+    return Placement(
+        policy="latency",
+        sublayers=tuple(sublayers),
+        far=tuple(far),
+        stored=tuple(stored) if any(stored) else (),
+    )
 
 
 def _classes(sublayers: Sequence[Sublayer], times: StepTimes) -> list[list[int]]:
@@ -149,8 +185,8 @@ def _classes(sublayers: Sequence[Sublayer], times: StepTimes) -> list[list[int]]
     return list(classes.values())
 
 
-def _choices(sublayer: Sublayer, compute_before: float, link: Link) -> Iterator[_Choice]:
-    """Every set of modules that may be far: a matrix goes with its bias."""
+def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterator[_Choice]:
+    """Every way to give the modules to the tiers: a matrix goes with its bias."""
     modules: dict[str, list[int]] = {}
     for index, parameter in enumerate(sublayer.parameters):
         if parameter.may_move:
@@ -158,20 +194,36 @@ def _choices(sublayer: Sublayer, compute_before: float, link: Link) -> Iterator[
     by_size = sorted(
         modules.values(), key=lambda group: -sum(sublayer.parameters[i].num_bytes for i in group)
     )
-    groups, others = by_size[:_MOST_MODULES], by_size[_MOST_MODULES:]
+    most = _MOST_STORED_MODULES if links.storage else _MOST_MODULES
+    groups, others = by_size[:most], by_size[most:]
     if others:
         groups.append([index for group in others for index in group])
-    for size in range(len(groups) + 1):
-        for chosen in itertools.combinations(groups, size):
-            far = frozenset(itertools.chain.from_iterable(chosen))
-            far_bytes = sum(sublayer.parameters[index].num_bytes for index in far)
-            extent = extent_bytes(sublayer.parameters[index].num_bytes for index in sorted(far))
-            yield _Choice(
-                far=far,
-                near_bytes=sublayer.num_bytes - far_bytes,
-                extent=extent,
-                seconds=max(compute_before, link.seconds(extent)),
+    tiers = ("near", "far", "stored") if links.storage else ("near", "far")
+    for homes in itertools.product(tiers, repeat=len(groups)):
+        far, stored = (
+            frozenset(
+                itertools.chain.from_iterable(
+                    group for group, home in zip(groups, homes, strict=True) if home == tier
+                )
             )
+            for tier in ("far", "stored")
+        )
+        far_extent, stored_extent = (
+            extent_of(sublayer.parameters[index] for index in sorted(chosen))
+            for chosen in (far, stored)
+        )
+        seconds = links.far.seconds(far_extent)
+        if links.storage:
+            seconds += links.storage.seconds(stored_extent)
+        yield _Choice(
+            far=far,
+            stored=stored,
+            near_bytes=sublayer.num_bytes
+            - sum(sublayer.parameters[index].num_bytes for index in far | stored),
+            far_extent=far_extent,
+            extent=far_extent + stored_extent,
+            seconds=max(compute_before, seconds),
+        )
 
 
 def _counts(
@@ -180,11 +232,13 @@ def _counts(
     sizes: Sequence[int],
     slots: Sequence[Sequence[int]],
     near_bytes: int,
+    far_bytes: int | None,
 ) -> list[list[int]] | None:
     """How often each choice is taken; None if nothing fits.
 
     Args:
         slots: for each class, those that must hold its sublayers.
+        far_bytes: None for as much as it takes.
 
     Variables: the counts, then a flag for each that is not 0, then the bytes of the slots.
     """
@@ -221,6 +275,10 @@ def _counts(
             add(holds, -np.inf, 0)
     budget[2 * num_choices :] = 1
     add(budget, -np.inf, near_bytes * unit)
+    if far_bytes is not None:
+        far = np.zeros(num_variables)
+        far[:num_choices] = [choice.far_extent * unit for _, choice in flat]
+        add(far, -np.inf, far_bytes * unit)
     cost = np.zeros(num_variables)
     cost[:num_choices] = [choice.seconds * 1e3 for _, choice in flat]
     # Of placements as fast the one that moves least.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_tiered.cost.weights import Placement, extent_bytes
+from vllm_tiered.cost.weights import Placement, extent_of
 
 
 class Link(NamedTuple):
@@ -47,11 +47,17 @@ class StepTime(NamedTuple):
     stall_seconds: float
 
 
-def transfer_seconds(placement: Placement, link: Link) -> list[float]:
-    """Of each sublayer; 0 where nothing is far."""
+def transfer_seconds(placement: Placement, link: Link, storage: Link | None = None) -> list[float]:
+    """Of each sublayer; 0 where all is near.
+
+    Args:
+        link: far to near.
+        storage: storage to near, for placements that use it. The two take turns.
+    """
+    assert storage or not placement.stored, "a placement on storage, and no link from it"
     return [
-        link.seconds(extent_bytes(parameter.num_bytes for parameter in far))
-        for far in placement.far
+        link.seconds(extent_of(far)) + (storage.seconds(extent_of(stored)) if storage else 0.0)
+        for far, stored in placement.staged
     ]
 
 

@@ -12,6 +12,7 @@ and gate and up are one. Norms stay near under every policy: they are a few KiB,
 compute those of both sublayers before either.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,22 +80,36 @@ class Placement:
         policy: that chose them.
         sublayers: in the order of computation.
         far: for each sublayer, the parameters that are far, in the order of the module.
+        stored: the same for those on storage; empty if there are none at all.
     """
 
     policy: str
     sublayers: tuple[Sublayer, ...]
     far: tuple[tuple[Parameter, ...], ...]
+    stored: tuple[tuple[Parameter, ...], ...] = ()
+
+    @property
+    def staged(self) -> list[tuple[tuple[Parameter, ...], tuple[Parameter, ...]]]:
+        """For each sublayer what passes through a slot: its far parameters, its stored ones."""
+        stored = self.stored or ((),) * len(self.far)
+        return list(zip(self.far, stored, strict=True))
 
     @property
     def far_bytes(self) -> int:
         """Of far memory, with the alignment."""
-        return sum(self.extents)
+        return sum(extent_of(far) for far in self.far)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Of storage, with the alignment."""
+        return sum(extent_of(stored) for stored in self.stored)
 
     @property
     def resident_bytes(self) -> int:
         """Of parameters that stay near."""
         total = sum(sublayer.num_bytes for sublayer in self.sublayers)
-        return total - sum(parameter.num_bytes for far in self.far for parameter in far)
+        moved = itertools.chain(*self.far, *self.stored)
+        return total - sum(parameter.num_bytes for parameter in moved)
 
     @property
     def ring_bytes(self) -> int:
@@ -109,7 +124,7 @@ class Placement:
     @property
     def extents(self) -> list[int]:
         """Bytes of each sublayer that passes through a slot, in the order of computation."""
-        sizes = (extent_bytes(parameter.num_bytes for parameter in far) for far in self.far)
+        sizes = (extent_of(far) + extent_of(stored) for far, stored in self.staged)
         return [size for size in sizes if size]
 
     def check_budget(self, near_bytes: int | None, far_bytes: int | None) -> None:
@@ -128,8 +143,8 @@ class Placement:
         if far_bytes is not None and self.far_bytes > far_bytes:
             raise BudgetError(
                 f"weights.placement={self.policy} puts {format_bytes(self.far_bytes)} in far "
-                f"memory, but weights.far_gib allows {format_bytes(far_bytes)}: raise it, or keep "
-                "more near"
+                f"memory, but weights.far_gib allows {format_bytes(far_bytes)}: raise it, keep "
+                "more near, or set weights.storage_path to a folder on an SSD for the rest"
             )
 
 
@@ -170,8 +185,15 @@ def place(
     """
     if policy == "flexgen":
         shares = _checked_percents(percents)
-        far = [_flexgen(sublayer, shares) for sublayer in sublayers]
-    elif policy == "helm":
+        homes = [_flexgen(sublayer, shares) for sublayer in sublayers]
+        stored = tuple(tuple(stored) for _, stored in homes)
+        return Placement(
+            policy=policy,
+            sublayers=tuple(sublayers),
+            far=tuple(tuple(far) for far, _ in homes),
+            stored=stored if any(stored) else (),
+        )
+    if policy == "helm":
         far = [_helm(sublayer) for sublayer in sublayers]
     elif policy == "all_far":
         far = [_movable(sublayer) for sublayer in sublayers]
@@ -180,6 +202,42 @@ def place(
     return Placement(
         policy=policy, sublayers=tuple(sublayers), far=tuple(tuple(names) for names in far)
     )
+
+
+def spill(placement: Placement, far_bytes: int) -> Placement:
+    """The placement with what exceeds far memory on storage.
+
+    Whole sublayers, spread over the layers, so that the links' load is even.
+    """
+    sizes = [extent_of(far) for far in placement.far]
+    excess = sum(sizes) - far_bytes
+    if excess <= 0:
+        return placement
+    already = placement.stored or ((),) * len(sizes)
+    is_stored = [False] * len(sizes)
+    total, seen, moved = sum(sizes), 0, 0
+    for position, size in enumerate(sizes):
+        seen += size
+        # As many bytes moved so far as is the share of bytes seen, and enough in the end.
+        if size and moved < excess * seen / total:
+            is_stored[position] = True
+            moved += size
+    return Placement(
+        policy=placement.policy,
+        sublayers=placement.sublayers,
+        far=tuple(() if s else far for s, far in zip(is_stored, placement.far, strict=True)),
+        stored=tuple(
+            _in_order(sublayer, (*far, *stored)) if s else stored
+            for s, sublayer, far, stored in zip(
+                is_stored, placement.sublayers, placement.far, already, strict=True
+            )
+        ),
+    )
+
+
+def _in_order(sublayer: Sublayer, parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    chosen = {parameter.name for parameter in parameters}
+    return tuple(p for p in sublayer.parameters if p.name in chosen)
 
 
 def _movable(sublayer: Sublayer) -> list[Parameter]:
@@ -191,19 +249,25 @@ def _helm(sublayer: Sublayer) -> list[Parameter]:
     return [parameter for parameter in sublayer.parameters if parameter.role is Role.MATRIX]
 
 
-def _flexgen(sublayer: Sublayer, percents: tuple[float, float, float]) -> list[Parameter]:
-    """Listing 2: the middle of a parameter, in bytes of its list, falls into a tier's share."""
+def _flexgen(
+    sublayer: Sublayer, percents: tuple[float, float, float]
+) -> tuple[list[Parameter], list[Parameter]]:
+    """Listing 2: the middle of a parameter, in bytes of its list, falls into a tier's share.
+
+    Returns:
+        Far and stored ones.
+    """
     near, _, storage = percents
     total = sublayer.num_bytes
     far: list[Parameter] = []
+    stored: list[Parameter] = []
     before = 0
     for parameter in sublayer.parameters:
         middle = (before + parameter.num_bytes / 2) / total * 100
         before += parameter.num_bytes
         if middle < 100 - near and parameter.may_move:
-            far.append(parameter)
-    assert not storage
-    return far
+            (stored if middle < storage else far).append(parameter)
+    return far, stored
 
 
 def _checked_percents(percents: Sequence[float] | None) -> tuple[float, float, float]:
@@ -215,11 +279,6 @@ def _checked_percents(percents: Sequence[float] | None) -> tuple[float, float, f
     near, far, storage = percents
     if min(percents) < 0 or not math.isclose(sum(percents), 100):
         raise ConfigError(f"weights.percents is {list(percents)}: they must be >= 0 and sum to 100")
-    if storage:
-        raise ConfigError(
-            f"weights.percents is {list(percents)}: no weight is kept on storage yet; set the "
-            "third to 0"
-        )
     return near, far, storage
 
 
@@ -234,6 +293,11 @@ def align(num_bytes: int, alignment: int) -> int:
 def extent_bytes(sizes: Iterable[int]) -> int:
     """What far parameters of a sublayer take, in far memory and in a slot, from their bytes."""
     return align(sum(align(size, PARAMETER_ALIGNMENT) for size in sizes), SLOT_ALIGNMENT)
+
+
+def extent_of(parameters: Iterable[Parameter]) -> int:
+    """The same, of the parameters themselves."""
+    return extent_bytes(parameter.num_bytes for parameter in parameters)
 
 
 def slot_of(position: int, num_extents: int) -> int:

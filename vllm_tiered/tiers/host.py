@@ -11,6 +11,9 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+FAR_SHARE = 0.5
+"""A far tier whose size is "auto" may take this share of the memory that is available at start."""
+
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63.
 _NO_LIMIT_BYTES = 1 << 62
 

@@ -4,15 +4,18 @@
 Each figure is the median of several runs, after one that is not counted.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_tiered.tiers.base import Copy, Device, Direction, PageBuffer, Pages
+from vllm_tiered.tiers.published import Draft, PublishedPages, aligned_pages
 from vllm_tiered.units import KIB, MIB
 
 PAGE_BYTES = 64 * KIB
@@ -77,6 +80,39 @@ def link_curve(
 
         samples.append(Sample(size, median_seconds(transfer)))
     return samples
+
+
+def published_read(
+    device: Device,
+    folder: Path,
+    near_device: torch.device,
+    num_bytes: int = 256 * MIB,
+) -> Sample:
+    """Reading a published file, as stored weights are read. The file goes away.
+
+    Raises:
+        ConfigError, BudgetError: no such file can be made in ``folder``.
+    """
+    num_pages = num_bytes // PAGE_BYTES
+    path = folder / f"{os.getpid()}.probe"
+    draft = Draft(folder, num_pages, PAGE_BYTES, knob="the folder to be measured")
+    draft.memory.random_()  # no disk compresses it away
+    draft.publish(path, {})
+    draft.close()
+    file = PublishedPages(path)
+    path.unlink()
+    try:
+        near = PageBuffer(aligned_pages(num_pages, PAGE_BYTES, near_device))
+        pages = _pages(0, num_pages)
+        copy = device.prepare(Direction.READ, file.buffer(), pages, near, pages)
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            device.submit(copy).wait()
+            seconds.append(time.perf_counter() - start)
+        return Sample(num_bytes, statistics.median(seconds))
+    finally:
+        file.close()
 
 
 def product_curve(

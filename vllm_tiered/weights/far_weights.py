@@ -1,83 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in far memory, and the same parameters in the slots through which they pass."""
+"""Parameters in far memory or in a file, and the same in the slots through which they pass."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from vllm_tiered.cost.weights import PARAMETER_ALIGNMENT, SLOT_ALIGNMENT, align, extent_bytes
 from vllm_tiered.tiers.base import Device, PageBuffer
+from vllm_tiered.tiers.published import aligned_pages
 from vllm_tiered.weights.ring import WeightRing, lay_out
+from vllm_tiered.weights.store import WeightStore
+
+
+class Group(NamedTuple):
+    """A sublayer's parameters that pass through a slot."""
+
+    far: Sequence[torch.nn.Parameter]
+    stored: Sequence[torch.nn.Parameter]
 
 
 class FarWeights:
-    """Gives parameters memory in the far tier, and slots when they are loaded.
+    """Gives parameters memory in their tier, and slots when they are loaded.
 
-    Far memory has no more than what is far, rounded up to ``SLOT_ALIGNMENT`` per sublayer.
+    Far memory has no more than what is far, rounded up to ``SLOT_ALIGNMENT`` per sublayer. Stored
+    parameters of a file that is filled are in their slots at once: what a loader writes there is
+    overwritten when they arrive.
 
     Args:
         device: whose far memory it is.
-        parameters: per far sublayer, in the order of computation.
+        groups: in the order of computation.
         near_device: torch's device, where the slots are.
+        store: of the stored parameters; None if there are none.
 
     Attributes:
         far_bytes, ring_bytes: of far memory and of the slots.
 
     Raises:
-        BudgetError: the far tier does not have the memory.
+        BudgetError: the far tier or the disk does not have the space.
     """
 
     def __init__(
         self,
         device: Device,
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        groups: Sequence[Group],
         near_device: torch.device,
+        store: WeightStore | None = None,
     ) -> None:
         self._device = device
-        self._parameters = parameters
-        sizes = [extent_bytes([parameter.nbytes for parameter in group]) for group in parameters]
+        self._groups = groups
+        self._store = store
+        sizes = [(_extent(group.far), _extent(group.stored)) for group in groups]
         self._extents = lay_out(sizes)
-        self.far_bytes = sum(sizes)
+        self.far_bytes = sum(far for far, _ in sizes)
         self._far = device.far_buffer(self.far_bytes // SLOT_ALIGNMENT, SLOT_ALIGNMENT)
         slot_pages = max((e.slot_page + e.num_pages for e in self._extents), default=0)
         self.ring_bytes = slot_pages * SLOT_ALIGNMENT
-        slots = torch.empty((slot_pages, SLOT_ALIGNMENT), dtype=torch.uint8, device=near_device)
-        self._near = PageBuffer(slots)
-        self._homes = [
-            _views(group, self._far, extent.far_page)
-            for group, extent in zip(parameters, self._extents, strict=True)
-        ]
-        for group, homes in zip(parameters, self._homes, strict=True):
-            for parameter, home in zip(group, homes, strict=True):
-                parameter.data = home  # what the loader writes goes there
+        self._near = PageBuffer(aligned_pages(slot_pages, SLOT_ALIGNMENT, near_device))
+        stored_bytes = sum(stored for _, stored in sizes)
+        drafted = store.memory(stored_bytes // SLOT_ALIGNMENT) if store else None
+        self._homes = list(self._give_homes(drafted))
+        for parameter, home, _ in self._homes:
+            parameter.data = home  # what the loader writes goes there
 
     def stage(self) -> WeightRing:
         """Parameters are in their slots from now on, whenever their sublayer computes.
 
-        Call it once, when all are loaded.
+        What is to be stored is published first. Call it once, when all are loaded.
+
+        Raises:
+            BudgetError: the disk is full.
         """
-        for group, homes, extent in zip(self._parameters, self._homes, self._extents, strict=True):
-            slots = _views(group, self._near, extent.slot_page)
-            for parameter, home, slot in zip(group, homes, slots, strict=True):
-                if parameter.data_ptr() != home.data_ptr():
-                    home.copy_(parameter.data)  # vLLM moves what it processes after loading
-                parameter.data = slot
+        for parameter, home, slot in self._homes:
+            if parameter.data_ptr() != home.data_ptr() and home is not slot:
+                home.copy_(parameter.data)  # vLLM moves what it processes after loading
+            parameter.data = slot
+        self._homes.clear()
         ring = WeightRing(
-            device=self._device, far=self._far, near=self._near, extents=self._extents
+            device=self._device,
+            far=self._far,
+            near=self._near,
+            extents=self._extents,
+            stored=self._store.publish() if self._store else None,
         )
         ring.start()
         return ring
 
+    def _give_homes(
+        self, drafted: torch.Tensor | None
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
+        """Each parameter, where it is loaded, and its slot."""
+        for group, extent in zip(self._groups, self._extents, strict=True):
+            parts = (
+                (group.far, self._far.data, extent.far_page, extent.slot_page),
+                (group.stored, drafted, extent.stored_page, extent.slot_page + extent.num_far),
+            )
+            for parameters, memory, page, slot_page in parts:
+                slots = _views(parameters, self._near.data, slot_page)
+                homes = slots if memory is None else _views(parameters, memory, page)
+                yield from zip(parameters, homes, slots, strict=True)
+
+
+def _extent(parameters: Sequence[torch.nn.Parameter]) -> int:
+    return extent_bytes(parameter.nbytes for parameter in parameters)
+
 
 def _views(
-    group: Sequence[torch.nn.Parameter], buffer: PageBuffer, first_page: int
+    parameters: Sequence[torch.nn.Parameter], memory: torch.Tensor, first_page: int
 ) -> list[torch.Tensor]:
     """The parameters one after the other, from a page on."""
-    memory = buffer.data.view(-1)
+    flat = memory.view(-1)
     offset = first_page * SLOT_ALIGNMENT
     views = []
-    for parameter in group:
-        raw = memory[offset : offset + parameter.nbytes]
+    for parameter in parameters:
+        raw = flat[offset : offset + parameter.nbytes]
         views.append(raw.view(parameter.dtype).view(parameter.shape))
         offset += align(parameter.nbytes, PARAMETER_ALIGNMENT)
     return views

@@ -16,29 +16,40 @@ from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, P
 
 
 class Extent(NamedTuple):
-    """A sublayer's far parameters: pages of ``SLOT_ALIGNMENT`` bytes, in a row."""
+    """A sublayer's parameters, in pages of ``SLOT_ALIGNMENT`` bytes.
+
+    Its far pages are in a row, its stored ones too; in the slot the stored come after the far.
+    """
 
     far_page: int
+    num_far: int
+    stored_page: int
+    num_stored: int
     slot_page: int
-    num_pages: int
     slot: int
 
+    @property
+    def num_pages(self) -> int:
+        return self.num_far + self.num_stored
 
-def lay_out(sizes: Sequence[int]) -> list[Extent]:
-    """Sublayers one after the other in far memory, and the slots one after the other near.
+
+def lay_out(sizes: Sequence[tuple[int, int]]) -> list[Extent]:
+    """Sublayers one after the other in far memory and in the file; slots one after the other.
 
     Args:
-        sizes: bytes of each, multiples of ``SLOT_ALIGNMENT``, in the order of computation.
+        sizes: far and stored bytes of each, multiples of ``SLOT_ALIGNMENT``, in the order of
+            computation.
     """
-    slots = slot_bytes(sizes)
+    slots = slot_bytes([far + stored for far, stored in sizes])
     slot_pages = [sum(slots[:slot]) // SLOT_ALIGNMENT for slot in range(len(slots))]
     extents: list[Extent] = []
-    far_page = 0
+    far_page = stored_page = 0
     for position, size in enumerate(sizes):
         slot = slot_of(position, len(sizes))
-        num_pages = size // SLOT_ALIGNMENT
-        extents.append(Extent(far_page, slot_pages[slot], num_pages, slot))
-        far_page += num_pages
+        num_far, num_stored = (num_bytes // SLOT_ALIGNMENT for num_bytes in size)
+        extents.append(Extent(far_page, num_far, stored_page, num_stored, slot_pages[slot], slot))
+        far_page += num_far
+        stored_page += num_stored
     return extents
 
 
@@ -63,7 +74,7 @@ class WeightRing:
 
     Args:
         device: copies, and knows what compute has done.
-        far: all sublayers, pages of ``SLOT_ALIGNMENT`` bytes.
+        far, stored: all sublayers, pages of ``SLOT_ALIGNMENT`` bytes.
         near: the slots.
         extents: where each is, from :func:`lay_out`.
 
@@ -73,10 +84,16 @@ class WeightRing:
     """
 
     def __init__(
-        self, *, device: Device, far: PageBuffer, near: PageBuffer, extents: Sequence[Extent]
+        self,
+        *,
+        device: Device,
+        far: PageBuffer,
+        near: PageBuffer,
+        extents: Sequence[Extent],
+        stored: PageBuffer | None = None,
     ) -> None:
         self._device = device
-        self._copies = [_prepare(device, far, near, extent) for extent in extents]
+        self._copies = [_prepare(device, far, stored, near, extent) for extent in extents]
         num_slots = 1 + max((extent.slot for extent in extents), default=-1)
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of = [self._slots[extent.slot] for extent in extents]
@@ -143,18 +160,25 @@ class WeightRing:
         slot = self._slot_of[position]
         # What is in the slot may be used by all compute that was submitted before.
         after = (self._device.compute_event(),)
-        slot.arrival = self._device.submit(self._copies[position], after)
+        events = self._device.submit_together([(copy, after) for copy in self._copies[position]])
+        slot.arrival = events[-1]  # copies of a direction run in order
         slot.resident, slot.next = position, None
 
 
-def _prepare(device: Device, far: PageBuffer, near: PageBuffer, extent: Extent) -> Copy:
-    return device.prepare(
-        Direction.READ,
-        far,
-        _pages(extent.far_page, extent.num_pages),
-        near,
-        _pages(extent.slot_page, extent.num_pages),
+def _prepare(
+    device: Device, far: PageBuffer, stored: PageBuffer | None, near: PageBuffer, extent: Extent
+) -> list[Copy]:
+    sources = (
+        (far, extent.far_page, extent.slot_page, extent.num_far),
+        (stored, extent.stored_page, extent.slot_page + extent.num_far, extent.num_stored),
     )
+    copies = []
+    for source, source_page, slot_page, count in sources:
+        if count:
+            assert source is not None, "stored weights, and no file"
+            pages, slots = _pages(source_page, count), _pages(slot_page, count)
+            copies.append(device.prepare(Direction.READ, source, pages, near, slots))
+    return copies
 
 
 def _pages(first: int, count: int) -> Pages:

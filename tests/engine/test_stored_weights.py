@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in a file on the real engine: filled once, read by later starts, never wrong."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.offloader import get_offloader
+
+from tests.engine.harness import (
+    PATHS,
+    engine,
+    generate,
+    model_path,
+    random_prompts,
+    run,
+    vllm_tokens,
+)
+from tests.engine.test_processes import OWN_PROCESS, run_script
+from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
+from vllm_tiered.adapter import weights_engine
+from vllm_tiered.cost.weights import SLOT_ALIGNMENT
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
+from vllm_tiered.tiers import published
+
+PROMPTS = random_prompts(6, seed=6)
+KV_OFF = {"enabled": False}
+ALL_STORED = {"placement": "all_far", "far_gib": 0}
+PLACEMENTS = (
+    ALL_STORED,
+    {"placement": "helm", "far_gib": 0.002},
+    {"placement": "latency", "near_gib": 0.004, "far_gib": 0.001},
+    {"placement": "flexgen", "percents": [20, 40, 40]},
+)
+
+
+def stored(folder, weights=ALL_STORED):
+    return {**weights, "storage_path": str(folder)}
+
+
+def the_file(folder: Path) -> Path:
+    (file,) = folder.iterdir()  # and no draft beside it
+    return file
+
+
+@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
+@pytest.mark.parametrize("model", ["opt", "qwen2", "llama3", "phi3", "falcon"])
+def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_path) -> None:
+    first = run(model, PROMPTS, KV_OFF, weights=stored(tmp_path, weights))
+    written = the_file(tmp_path).stat()
+    second = run(model, PROMPTS, KV_OFF, weights=stored(tmp_path, weights))
+    assert first.tokens == second.tokens == vllm_tokens(model, PROMPTS)
+    stated = first.manifest["weights"]
+    assert second.manifest["weights"] == stated
+    assert 0 < stated["storage_bytes"] < written.st_size
+    assert stated["far_bytes"] <= weights.get("far_gib", 1) * 2**30
+    assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_tensor_parallel(tmp_path) -> None:
+    """Each rank has a file of its shards."""
+    config = tmp_path / "tiered.json"
+    weights = stored(tmp_path / "store")
+    config.write_text(json.dumps({"kv": {"enabled": False}, "weights": weights}))
+    variables = {
+        "VLLM_PLUGINS": "tiered",
+        "VLLM_TIERED_CONFIG": str(config),
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    for _ in range(2):
+        result = run_script(
+            OWN_PROCESS | variables,
+            model="qwen2",
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+        )
+        assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
+    names = sorted(path.name for path in (tmp_path / "store").iterdir())
+    assert names == ["rank0of2.weights", "rank1of2.weights"]
+
+
+# What is not read -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied_model(tmp_path):
+    """A checkpoint that may be changed, under the name of ``copied``."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_path("qwen2"), folder)
+    PATHS["copied"] = str(folder)
+    yield folder
+    del PATHS["copied"]
+
+
+def poison(folder: Path, names: str) -> None:
+    """NaN in all tensors of the checkpoint whose name has ``names`` in it."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    assert any(names in name for name in tensors)
+    for name, tensor in tensors.items():
+        if names in name:
+            tensor.fill_(float("nan"))
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_later_start_does_not_need_the_stored_part_of_the_checkpoint(
+    copied_model, tmp_path, monkeypatch
+) -> None:
+    store = tmp_path / "store"
+    monkeypatch.setattr(
+        weights_engine, "describe_checkpoint", lambda config: {"name": "m", "fingerprint": "1"}
+    )
+    expected = run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens
+    poison(copied_model, "proj")
+    assert run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens == expected
+    assert run("copied", PROMPTS).tokens != expected, "without the file the poison is noticed"
+
+
+def test_other_settings_fill_the_file_anew(tmp_path) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    before = the_file(tmp_path).stat()
+    result = run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path, PLACEMENTS[1]))
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+    assert the_file(tmp_path).stat().st_size != before.st_size
+
+
+# Bad input ------------------------------------------------------------------------------
+
+
+def start(model: str, folder: Path) -> None:
+    with engine(model, KV_OFF, weights=stored(folder)):
+        pytest.fail("the engine started")
+
+
+def test_another_models_file_is_not_touched(tmp_path) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    before = the_file(tmp_path).read_bytes()
+    with pytest.raises(ConfigError, match=r"holds weights of .*opt.* this model is .*qwen2"):
+        start("qwen2", tmp_path)
+    assert the_file(tmp_path).read_bytes() == before
+
+
+def test_a_changed_checkpoint_is_another_model(copied_model, tmp_path) -> None:
+    store = tmp_path / "store"
+    run("copied", PROMPTS, KV_OFF, weights=stored(store))
+    poison(copied_model, "layers.1.mlp.down_proj")
+    with pytest.raises(ConfigError, match=r"holds weights of .* remove the file"):
+        start("copied", store)
+
+
+def test_a_file_of_another_version(tmp_path, monkeypatch) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    monkeypatch.setattr(published, "VERSION", published.VERSION + 1)
+    with pytest.raises(ConfigError, match=r"has version 1, .* reads version 2: remove it"):
+        start("opt", tmp_path)
+
+
+def test_a_file_that_is_cut_off(tmp_path) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    os.truncate(the_file(tmp_path), the_file(tmp_path).stat().st_size // 2)
+    with pytest.raises(ConfigError, match=r"is not a file of weights, or is cut off: remove it"):
+        start("opt", tmp_path)
+
+
+def test_a_damaged_page_stops_the_engine_with_the_layer_named(tmp_path, caplog) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    with the_file(tmp_path).open("r+b") as file:
+        file.seek(SLOT_ALIGNMENT // 2)
+        file.write(b"\xff" * 8)
+    with (
+        engine("opt", KV_OFF, weights=stored(tmp_path)) as llm,
+        pytest.raises(IntegrityError, match=r"page 0 \(layer 0, attention\) is damaged"),
+    ):
+        generate(llm, PROMPTS)
+    assert "reading it again" in caplog.text
+
+
+def test_a_damaged_checkpoint_leaves_nothing_behind(copied_model, tmp_path) -> None:
+    (file,) = copied_model.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 1000)
+    store = tmp_path / "store"
+    with pytest.raises(Exception, match=r"(?i)safetensor|incomplete|deserializ"):
+        start("copied", store)
+    assert not list(store.iterdir())
+
+
+def test_a_full_disk(tmp_path, monkeypatch) -> None:
+    status = os.statvfs(tmp_path)
+    full = os.statvfs_result((*status[:3], 1, 1, *status[5:]))
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: full)
+    with pytest.raises(BudgetError, match=r"are to be stored in weights.storage_path .* are free"):
+        start("opt", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"weights.storage_path is .* no file can be made"):
+        start("opt", tmp_path / "file" / "folder")
+
+
+def test_filling_takes_no_name_before_it_is_whole(tmp_path, monkeypatch) -> None:
+    """A kill while the weights are loaded leaves an empty folder."""
+    seen = []
+    original = published.Draft.publish
+
+    def publish(draft, path, contents):
+        seen.append(list(tmp_path.iterdir()))
+        original(draft, path, contents)
+
+    monkeypatch.setattr(published.Draft, "publish", publish)
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    assert seen == [[]]
+
+
+def test_what_is_stored_takes_no_memory(tmp_path) -> None:
+    for _ in range(2):
+        with engine("opt", KV_OFF, weights=stored(tmp_path)):
+            offloader = get_offloader()
+            assert offloader.placement.far_bytes == 0
+            held = {p.untyped_storage().data_ptr() for *_, p in offloader._far}
+            assert len(held) == 1, "all share the slots"
+            assert isinstance(offloader._far[0][2].data, torch.Tensor)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published files: whole or not there, verified on every read, and what goes wrong with disks."""
+
+import errno
+import logging
+import os
+import threading
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
+from vllm_tiered.tiers import published
+from vllm_tiered.tiers.base import Direction, PageBuffer, Pages
+from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.tiers.published import Draft, PublishedPages, aligned_pages
+
+PAGE = 64 * 1024
+
+
+def filled(folder, num_pages=40, contents=None):
+    """A published file whose page ``i`` is full of bytes derived from ``i``."""
+    draft = Draft(folder, num_pages, PAGE, knob="weights.storage_path")
+    for page in range(num_pages):
+        draft.memory[page] = content(page)
+    path = folder / "file"
+    draft.publish(path, contents or {"what": "test"})
+    draft.close()
+    return path
+
+
+def content(page):
+    return torch.from_numpy(np.random.default_rng(page).integers(0, 256, PAGE, dtype=np.uint8))
+
+
+def near(num_pages):
+    buffer = PageBuffer(aligned_pages(num_pages, PAGE, torch.device("cpu")))
+    buffer.data.fill_(0x5A)
+    return buffer
+
+
+def run_of(first, count):
+    return Pages(np.arange(first, first + count, dtype=np.int64), ascending=True)
+
+
+def read(pages, first, count, buffer, slot=0):
+    pages.read(run_of(first, count).ids, buffer, run_of(slot, count))
+
+
+@pytest.fixture
+def file(tmp_path):
+    pages = PublishedPages(filled(tmp_path))
+    yield pages
+    pages.close()
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(first=st.integers(0, 39), data=st.data())
+def test_pages_come_back_in_their_slots(file, first, data):
+    count = data.draw(st.integers(1, 40 - first))
+    slot = data.draw(st.integers(0, 3))
+    buffer = near(44)
+    read(file, first, count, buffer, slot)
+    for page in range(count):
+        assert torch.equal(buffer.data[slot + page], content(first + page))
+    others = [*range(slot), *range(slot + count, 44)]
+    assert (buffer.data[others] == 0x5A).all()
+
+
+def test_as_the_source_of_a_devices_copies(file):
+    device = CpuDevice()
+    buffer = near(40)
+    copy = device.prepare(Direction.READ, file.buffer(), run_of(5, 20), buffer, run_of(1, 20))
+    device.submit(copy).wait()
+    assert torch.equal(buffer.data[1], content(5)) and torch.equal(buffer.data[20], content(24))
+    assert device.use(Direction.READ).num_bytes == 20 * PAGE
+    device.close()
+
+
+def test_contents_come_back(tmp_path):
+    contents = {"names": ["a", "ü"], "pages": [1, 2]}
+    pages = PublishedPages(filled(tmp_path, 3, contents))
+    assert (pages.contents, pages.num_pages, pages.page_bytes) == (contents, 3, PAGE)
+    pages.close()
+
+
+# Publishing -----------------------------------------------------------------------------
+
+
+def test_a_draft_has_no_name_and_leaves_nothing(tmp_path):
+    draft = Draft(tmp_path, 4, PAGE, knob="k")
+    draft.memory.fill_(7)
+    assert not list(tmp_path.iterdir())
+    draft.close()
+    draft.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_unnamed_files_a_draft_takes_its_name_with_it(tmp_path, monkeypatch):
+    original = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return original(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    draft = Draft(tmp_path, 4, PAGE, knob="k")
+    assert [path.suffix for path in tmp_path.iterdir()] == [".draft"]
+    draft.close()
+    assert not list(tmp_path.iterdir())
+    filled(tmp_path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_older_file_is_replaced_under_its_readers(tmp_path):
+    old = PublishedPages(filled(tmp_path, 8))
+    draft = Draft(tmp_path, 8, PAGE, knob="k")
+    draft.memory.fill_(9)
+    draft.publish(tmp_path / "file", {})
+    draft.close()
+    new = PublishedPages(tmp_path / "file")
+    for pages, expected in ((old, content(3)), (new, torch.full((PAGE,), 9, dtype=torch.uint8))):
+        buffer = near(1)
+        read(pages, 3, 1, buffer)
+        assert torch.equal(buffer.data[0], expected)
+        pages.close()
+
+
+def test_it_is_the_owners_alone(tmp_path):
+    assert filled(tmp_path, 1).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("where", ["flush", "tail"])
+def test_a_disk_that_fails_while_publishing(tmp_path, monkeypatch, where):
+    draft = Draft(tmp_path, 4, PAGE, knob="weights.storage_path")
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if where == "tail":
+        monkeypatch.setattr(os, "pwrite", fail)
+    else:
+        monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(BudgetError, match=r"cannot be published \(No space left .*storage_path"):
+        draft.publish(tmp_path / "file", {})
+    draft.close()
+    assert not list(tmp_path.iterdir())
+
+
+# Damage ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "message"),
+    [
+        ("tail", ConfigError, "is not a file of weights, or is cut off"),
+        ("version", ConfigError, "has version 9, and this vllm-tiered reads version 1"),
+        ("contents", IntegrityError, "its table of contents is damaged"),
+        ("checksums", IntegrityError, "its table of contents is damaged"),
+        ("sizes", IntegrityError, "which its sizes do not give"),
+        ("empty", ConfigError, "is cut off"),
+    ],
+)
+def test_a_damaged_description_is_named(tmp_path, place, error, message):
+    path = filled(tmp_path, 4)
+    data = bytearray(path.read_bytes())
+    tail = len(data) - published._TAIL.size
+    if place == "tail":
+        data[tail] ^= 1
+    elif place == "version":
+        data[tail + 8] = 9
+    elif place == "contents":
+        data[tail - 3] ^= 1
+    elif place == "checksums":
+        data[4 * PAGE] ^= 1
+    elif place == "sizes":
+        data[tail + 16] ^= 1
+    else:
+        data = bytearray()
+    path.write_bytes(data)
+    with pytest.raises(error, match=message):
+        PublishedPages(path)
+
+
+def test_a_damaged_page_is_read_again_and_then_named(tmp_path, caplog):
+    path = filled(tmp_path)
+    with path.open("r+b") as damaged:
+        damaged.seek(17 * PAGE + 100)
+        damaged.write(b"\0\1\2\3")
+    pages = PublishedPages(path, lambda page: f"page {page} of my weights")
+    with pytest.raises(IntegrityError, match="page 17 of my weights is damaged"):
+        read(pages, 0, 40, near(40))
+    assert caplog.text.count("reading it again") == 1
+    read(pages, 18, 20, near(20))  # the others are good
+    pages.close()
+
+
+class Disk:
+    """``os.preadv`` that fails as a test wants; counts calls."""
+
+    def __init__(self, monkeypatch, fail):
+        self.calls = 0
+        self._original = os.preadv
+        self._fail = fail
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, fd, buffers, offset):
+        self.calls += 1
+        result = self._fail(self.calls)
+        return self._original(fd, buffers, offset) if result is None else result
+
+
+def test_an_error_that_goes_away_costs_nothing(file, monkeypatch, caplog):
+    def once(call):
+        if call == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk = Disk(monkeypatch, once)
+    buffer = near(40)
+    read(file, 0, 40, buffer)
+    assert all(torch.equal(buffer.data[page], content(page)) for page in range(40))
+    assert disk.calls == 4 and "cannot be read (Input/output error)" in caplog.text
+
+
+def test_an_error_that_stays_is_raised_where_the_model_waits(file, monkeypatch):
+    def always(call):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    Disk(monkeypatch, always)
+    device = CpuDevice()
+    event = device.copy(Direction.READ, file.buffer(), run_of(0, 4), near(4), run_of(0, 4))
+    with pytest.raises(IntegrityError, match=r"page 0 cannot be read \(Input/output error\)"):
+        device.wait(event)
+    device.close()
+
+
+def test_a_file_cut_off_after_it_was_opened(file, monkeypatch):
+    os.truncate(file.path, 10 * PAGE)
+    with pytest.raises(IntegrityError, match="is cut off"):
+        read(file, 0, 40, near(40))
+
+
+def test_a_silent_disk_is_waited_for_and_said(file, monkeypatch, caplog):
+    monkeypatch.setattr(published, "_SILENCE_SECONDS", 0.02)
+    awake = threading.Event()
+    Disk(monkeypatch, lambda call: awake.wait() and None)
+    threading.Timer(0.1, awake.set).start()
+    buffer = near(4)
+    with caplog.at_level(logging.WARNING):
+        read(file, 2, 4, buffer)
+    assert torch.equal(buffer.data[3], content(5))
+    assert "silent for" in caplog.text
+
+
+def test_reads_overlap(file, monkeypatch):
+    """As many requests at a time as there are readers."""
+    Disk(monkeypatch, lambda call: time.sleep(0.1))
+    start = time.perf_counter()
+    read(file, 0, 40, near(40))
+    assert time.perf_counter() - start < 0.25  # three requests of 1 MiB
+
+
+def test_it_is_not_written_to(file):
+    with pytest.raises(IntegrityError, match="is published"):
+        file.write(near(1), np.array([0]), np.array([0]))
+    with pytest.raises(IntegrityError, match="is published"):
+        file.buffer().discard(0, 1)

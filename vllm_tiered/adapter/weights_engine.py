@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives vLLM's workers our offloader, and tells it what vLLM's CPU runner does not."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from vllm.model_executor.offloader.base import BaseOffloader
+
+from vllm_tiered.adapter import compat
+from vllm_tiered.adapter.checkpoint import describe_checkpoint
+from vllm_tiered.adapter.offloader import TieredOffloader
+from vllm_tiered.config import ROOT_KEY, TieredConfig, WeightsConfig
+from vllm_tiered.errors import UnsupportedError
+
+_NOT_AFTER_STAGING = (
+    "reload_weights",
+    "save_sharded_state",
+    "save_tensorized_model",
+    "start_weight_update",
+    "update_weights",
+)
+"""What vLLM's workers do with parameters beside computing."""
+
+
+def install() -> None:
+    """Let workers of engines that place weights take our offloader. Idempotent.
+
+    Both of vLLM's runners import the function that makes one by name, and importing them takes
+    seconds; so they are wrapped when a worker that needs it starts.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    compat.wrap_once(WorkerWrapperBase, "init_device", _init_device)
+    compat.wrap_once(WorkerWrapperBase, "shutdown", _shutdown)
+
+
+def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    from vllm.model_executor.offloader import get_offloader
+
+    places = _weights_config(wrapper.vllm_config).places
+    if places:
+        from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+
+        compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
+        compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
+    original(wrapper, *args, **kwargs)
+    if places:
+        wrapper.tiered_offloader = get_offloader()
+        for name in _NOT_AFTER_STAGING:
+            if hasattr(wrapper.worker, name):
+                setattr(wrapper.worker, name, partial(_refuse, name))
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(
+        f"{name} reads or writes the model's parameters, and those of far weights are staging "
+        "slots: start an engine with tiered.weights.placement=off for it"
+    )
+
+
+def _shutdown(original: Any, wrapper: Any) -> None:
+    """An engine in the user's own process may have a successor."""
+    from vllm.model_executor.offloader import get_offloader, set_offloader
+
+    original(wrapper)
+    offloader = getattr(wrapper, "tiered_offloader", None)
+    if isinstance(offloader, TieredOffloader):
+        offloader.close()
+        if get_offloader() is offloader:
+            set_offloader(None)
+
+
+def take_use() -> dict[str, float]:
+    """What this process's weights took since the last call, by metric; empty if none is placed."""
+    from vllm.model_executor.offloader import get_offloader
+
+    offloader = get_offloader()
+    return offloader.take_use() if isinstance(offloader, TieredOffloader) else {}
+
+
+def _weights_config(vllm_config: Any) -> WeightsConfig:
+    additional = getattr(vllm_config, "additional_config", None)
+    tables = additional if isinstance(additional, Mapping) else {}
+    return TieredConfig.from_dict(tables.get(ROOT_KEY, {})).weights
+
+
+def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader:
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.offloader import get_offloader
+
+    vllm_config = get_current_vllm_config()
+    config = _weights_config(vllm_config)
+    if config.places:
+        # vLLM's compiled code asks for the one offloader of its process.
+        other = get_offloader()
+        if isinstance(other, TieredOffloader) and other.ring is not None:
+            raise UnsupportedError(
+                "another engine in this process has its weights placed: shut it down first, or set "
+                "weights.placement=off"
+            )
+        parallel = vllm_config.parallel_config
+        return TieredOffloader(
+            config,
+            rank=parallel.rank,
+            num_ranks=parallel.world_size,
+            model=partial(describe_checkpoint, vllm_config),
+        )
+    offloader: BaseOffloader = original(*args, **kwargs)
+    return offloader
+
+
+def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """vLLM's CPU runner does not tell its offloader that the weights are loaded."""
+    from vllm.model_executor.offloader import get_offloader
+
+    offloader = get_offloader()
+    if not isinstance(offloader, TieredOffloader):
+        original(runner, *args, **kwargs)
+        return
+    try:
+        original(runner, *args, **kwargs)
+        if not offloader.is_used:
+            raise UnsupportedError(
+                f"{type(runner.model).__name__} does not build its layers where weights can be "
+                "placed (vLLM's Transformers backend does not): set weights.placement=off"
+            )
+        offloader.post_init()
+    except BaseException:
+        offloader.close()  # a file that is half filled goes away
+        raise
