@@ -199,6 +199,6 @@ def _num_weights(sublayer: Sublayer, products: Mapping[str, int]) -> int:
 
 
 def _take_use() -> dict[str, float]:
-    from vllm_tiered.adapter import offloader
+    from vllm_tiered.adapter.weights_engine import take_use
 
-    return offloader.take_use()
+    return take_use()

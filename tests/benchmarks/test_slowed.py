@@ -153,6 +153,10 @@ def test_a_round_has_what_clock_and_link_say(monkeypatch):
     assert {counters[name] for name in slowed.COMPUTE_SECONDS.values()} == {0.5}
 
 
+def test_without_placed_weights_there_is_no_use_of_the_link():
+    assert slowed._take_use() == {}
+
+
 def test_the_layers_of_a_model_are_its_one_list():
     model = torch.nn.Module()
     model.decoder = torch.nn.Module()
