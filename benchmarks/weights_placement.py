@@ -95,7 +95,7 @@ class Settings:
 
 
 PROFILES: Mapping[str, Settings] = {
-    "quick": Settings(layers=6, links=("nvdram", "dram"), gaps=5, throughput_rounds=1),
+    "quick": Settings(layers=6, links=("nvdram", "dram"), gaps=4, throughput_rounds=1),
     "full": Settings(),
 }
 
