@@ -2,6 +2,7 @@
 """The CPU backend's device: a copying thread per direction; far pages in DRAM or in a file."""
 
 import logging
+import mmap
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.tiers import numa
 from vllm_tiered.tiers.base import (
     NO_PAGES,
     Copy,
@@ -217,6 +219,7 @@ class CpuDevice(Device):
         throttles: Mapping[Direction, Throttle] | None = None,
     ) -> None:
         throttles = throttles or {}
+        self._cpus = os.sched_getaffinity(0) if cpus is None else set(cpus)
         self._threads = {
             direction: self.thread_class(
                 f"tiered-{direction.value}", cpus, throttles.get(direction)
@@ -227,15 +230,19 @@ class CpuDevice(Device):
         self._milestones: list[CpuEvent] = []
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+        num_bytes = num_pages * page_bytes
         try:
-            # Not zeroed: the system gives the memory page by page when it is first written.
-            data = torch.empty((num_pages, page_bytes), dtype=torch.uint8)
-        except RuntimeError as error:
+            # Exactly so much, and the system gives it page by page when it is first written.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages could not be given back
+            memory = mmap.mmap(-1, max(1, num_bytes), flags=flags)
+        except (OSError, OverflowError) as error:
             raise BudgetError(
-                f"the far tier could not get {num_pages * page_bytes / 2**30:.2f} GiB "
+                f"the far tier could not get {num_bytes / 2**30:.2f} GiB "
                 f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib or kv.expansion, or "
                 "keep more weights near"
             ) from error
+        data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
+        numa.bind(data.data_ptr(), num_bytes, self._cpus)
         return self._keep(checked(PageBuffer(data), verify))
 
     def storage_buffer(
