@@ -34,6 +34,7 @@ def start_engine(spec: EngineSpec) -> Any:
     """Return a `vllm.LLM` made from the specification (12 s on 2 cores)."""
     from vllm import LLM
 
+    without_files = {"load_format": "dummy", "skip_tokenizer_init": True}
     return LLM(
         model=spec.model_dir,
         dtype=spec.dtype,
@@ -46,6 +47,7 @@ def start_engine(spec: EngineSpec) -> Any:
         disable_log_stats=False,  # or there are no metrics
         seed=0,
         additional_config={} if spec.tiered is None else {"tiered": dict(spec.tiered)},
+        **(without_files if spec.random_weights else {}),
     )
 
 

@@ -18,6 +18,10 @@ class EngineSpec:
     With `resets_prefix_cache` false, prefixes live on from round to round. `checks_integrity` has
     the plugin's structures checked at every step (slower: not for timing). `copies_gb_per_s` has
     a thread copy host memory for nobody during each round, at most at this rate (0: none).
+    `random_weights` needs no more than a config.json in the folder; `cpus` are those of the compute
+    threads, as vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves it to vLLM). `weights_per_s` and
+    `link_bytes_per_s` hold products and far weights to a speed (0: none): see `benchmarks.slowed`;
+    with `is_timed` the sublayers are timed.
     """
 
     label: str
@@ -32,6 +36,11 @@ class EngineSpec:
     resets_prefix_cache: bool = True
     checks_integrity: bool = False
     copies_gb_per_s: float = 0.0
+    random_weights: bool = False
+    cpus: str = ""
+    is_timed: bool = False
+    weights_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.helm_plots import HELM_PAPER, WEIGHTS_PLACEMENT
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -55,6 +57,8 @@ def draw(result: Result, directory: Path) -> list[Path]:
 
 
 def _subtitle(result: Result) -> str:
+    if "modelled" in result:
+        return f"{result['benchmark']}: {result['modelled']}, nothing is measured"
     environment = result["environment"]
     return (
         f"{result['benchmark']}, {result['profile']} profile; {environment['cores']} cores of"
@@ -222,4 +226,6 @@ PLOTS: Mapping[str, Mapping[str, Callable[[Axes, Result], None]]] = {
     "kv_adaptive": {"fraction": _adaptive_bars},
     "kv_storage": {"throughput": _storage_bars},
     "kv_soak": {"memory": _resident_memory},
+    "helm_paper": HELM_PAPER,
+    "weights_placement": WEIGHTS_PLACEMENT,
 }

@@ -68,6 +68,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.copy_cost",
         ),
         Benchmark(
+            name="weights_placement",
+            summary="time between tokens and throughput by where weights live, on HeLM's links",
+            module="benchmarks.weights_placement",
+        ),
+        Benchmark(
+            name="helm_paper",
+            summary="HeLM's table IV and figures 11 to 13 from the cost model: computed",
+            module="benchmarks.helm_paper",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",

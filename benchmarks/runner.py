@@ -57,6 +57,9 @@ class EngineProcess:
         self.log_path = log_path
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
+        environment = engine_environment(os.environ, tiered=spec.tiered is not None)
+        if spec.cpus:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpus
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [
@@ -72,7 +75,7 @@ class EngineProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPO_ROOT,
-                env=engine_environment(os.environ, tiered=spec.tiered is not None),
+                env=environment,
             )
         os.close(child_reads)
         os.close(child_writes)
@@ -88,6 +91,11 @@ class EngineProcess:
         """Run one round. Raises MeasurementError, with the end of the log, if it fails."""
         self._send([request_to_json(request) for request in requests])
         return RoundResult.from_json(self._receive(_ROUND_TIMEOUT_S))
+
+    def set_link(self, bytes_per_s: float) -> None:
+        """Change the speed of the link of an engine that is slowed. Raises as `run` does."""
+        self._send({"link_bytes_per_s": bytes_per_s})
+        self._receive(_START_TIMEOUT_S)
 
     def close(self) -> None:
         """End the process: by the end of its input, by force if that takes over 20 s."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command_line
-from benchmarks import plots, registry
+from benchmarks import helm_paper, plots, registry
 
 ENVIRONMENT = {"cores": 2, "cpu": "Xeon", "date": "2026-11-21T12:00:00+00:00"}
 
@@ -42,6 +42,18 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     "kv_adaptive": {"by_workload": {"sharegpt": {"by_budget": {"0.25": CASE, "0.5": CASE}}}},
     "kv_soak": {"rss_mib": [[1.0, 900.0], [2.0, 905.0]]},
+    "helm_paper": helm_paper.run(helm_paper.Settings(), lambda _: None),
+    "weights_placement": {
+        "batches": {"flexgen": 7, "all_far": 37},
+        "by_link": {
+            link: {
+                "tbt_ms": {"flexgen": 260.0, "helm": 190.0},
+                "expected_ms": {"flexgen": 258.0, "helm": 186.0},
+                "tokens_per_s": {"flexgen": 27.0, "all_far": 140.0},
+            }
+            for link in ("nvdram", "dram")
+        },
+    },
 }
 
 
@@ -75,6 +87,18 @@ def test_curves_show_the_figures_of_the_result(tmp_path):
         "expansion 2": [150.0, 150.0],
         "auto": [152.0, 152.0],
     }
+
+
+def test_bars_show_the_figures_of_the_result():
+    figure = pytest.importorskip("matplotlib.figure")
+    axes = figure.Figure().add_subplot()
+    plots.PLOTS["weights_placement"]["throughput"](axes, result("weights_placement"))
+    assert [bar.get_height() for bar in axes.patches] == [27.0, 27.0, 140.0, 140.0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["NVDRAM", "DRAM"]
+
+
+def test_what_is_not_measured_says_so(tmp_path):
+    assert plots._subtitle(result("helm_paper")).endswith("cost model, nothing is measured")
 
 
 def test_a_written_result_can_be_plotted_later(tmp_path, capsys):

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of HeLM's paper: what is reproduced, and what other machines' links are scaled by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+LINK_GB_PER_S: Mapping[str, float] = {
+    "nvdram": 17.9,
+    "cxl_fpga": 5.12,
+    "cxl_asic": 28.0,
+    "dram": 22.4,
+}
+"""Far to near (10^9 bytes), as weights see it.
+
+* CXL-FPGA and CXL-ASIC: table III.
+* NVDRAM: what table IV's ratios say beside those of CXL (0.36 where 5.12 GB/s give 0.10 and 28 give
+  0.55); figure 3a has 15.5 to 19.9 GB/s by the size of the buffer.
+* DRAM: NVDRAM is "within 25 %" of it with compressed weights (IV-B, figure 6); figure 3a has 24.6.
+"""
+
+
+class Row(NamedTuple):
+    """A row of table IV: compute over the transfer beside it, by link."""
+
+    placement: str
+    requests: int
+    stage: str
+    attention_over_ffn_load: tuple[float, float, float]
+    ffn_over_attention_load: tuple[float, float, float]
+
+
+TABLE_IV_LINKS = ("nvdram", "cxl_fpga", "cxl_asic")
+
+TABLE_IV: tuple[Row, ...] = (
+    Row("flexgen", 1, "prefill", (0.36, 0.10, 0.56), (1.86, 0.53, 2.90)),
+    Row("flexgen", 1, "decode", (0.36, 0.10, 0.55), (1.85, 0.53, 2.88)),
+    Row("flexgen", 8, "prefill", (0.52, 0.14, 0.79), (3.07, 0.87, 4.77)),
+    Row("flexgen", 8, "decode", (0.36, 0.10, 0.55), (1.85, 0.53, 2.88)),
+    Row("helm", 1, "prefill", (0.72, 0.20, 1.12), (1.40, 0.40, 2.18)),
+    Row("helm", 1, "decode", (0.71, 0.20, 1.10), (1.40, 0.40, 2.16)),
+    Row("all_far", 1, "prefill", (0.37, 0.10, 0.56), (1.41, 0.40, 2.18)),
+    Row("all_far", 1, "decode", (0.36, 0.10, 0.55), (1.39, 0.39, 2.16)),
+    Row("all_far", 8, "prefill", (0.51, 0.14, 0.79), (2.30, 0.65, 3.57)),
+    Row("all_far", 8, "decode", (0.36, 0.10, 0.55), (1.39, 0.39, 2.16)),
+    Row("all_far", 44, "prefill", (1.25, 0.37, 2.01), (4.82, 1.43, 7.84)),
+    Row("all_far", 44, "decode", (0.35, 0.10, 0.57), (1.33, 0.40, 2.16)),
+)
+
+FLEXGEN_PERCENTS = (20.0, 80.0, 0.0)
+"""Near, far and storage share that the paper asks FlexGen for (V-A, NVDRAM)."""
+
+PROMPT_TOKENS = 128
+OUTPUT_TOKENS = 21
+"""Of each request (III-B)."""
+
+BATCHES = (1, 8, 44)
+"""44 fits with all weights far only (V-C)."""
+
+
+Which = tuple[str, int, str]
+"""Placement, requests, link."""
+
+
+class Claim(NamedTuple):
+    """A statement of the text: a figure of one run over that of another."""
+
+    text: str
+    figure: str
+    paper: float
+    of: Which
+    over: Which
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "HeLM over FlexGen, TTFT, NVDRAM (11b)",
+        "ttft_s",
+        1 - 0.2720,
+        ("helm", 1, "nvdram"),
+        ("flexgen", 1, "nvdram"),
+    ),
+    Claim(
+        "HeLM over FlexGen, TBT, NVDRAM (11b)",
+        "tbt_s",
+        1 - 0.2744,
+        ("helm", 1, "nvdram"),
+        ("flexgen", 1, "nvdram"),
+    ),
+    Claim(
+        "HeLM, TTFT, NVDRAM over DRAM (11b)",
+        "ttft_s",
+        1.0875,
+        ("helm", 1, "nvdram"),
+        ("helm", 1, "dram"),
+    ),
+    Claim(
+        "HeLM, TBT, NVDRAM over DRAM (11b)",
+        "tbt_s",
+        1.0891,
+        ("helm", 1, "nvdram"),
+        ("helm", 1, "dram"),
+    ),
+    Claim(
+        "All-CPU over FlexGen, TBT, batch 1, NVDRAM (12b)",
+        "tbt_s",
+        1.01,
+        ("all_far", 1, "nvdram"),
+        ("flexgen", 1, "nvdram"),
+    ),
+    Claim(
+        "All-CPU over FlexGen, TBT, batch 8, NVDRAM (12b)",
+        "tbt_s",
+        1.01,
+        ("all_far", 8, "nvdram"),
+        ("flexgen", 8, "nvdram"),
+    ),
+    Claim(
+        "All-CPU 44 over FlexGen 8, tokens/s, NVDRAM (12c)",
+        "tokens_per_s",
+        5.0,
+        ("all_far", 44, "nvdram"),
+        ("flexgen", 8, "nvdram"),
+    ),
+    Claim(
+        "All-CPU 44, tokens/s, NVDRAM over DRAM (12c)",
+        "tokens_per_s",
+        0.94,
+        ("all_far", 44, "nvdram"),
+        ("all_far", 44, "dram"),
+    ),
+    Claim(
+        "HeLM over FlexGen, TBT, CXL-FPGA (13a)",
+        "tbt_s",
+        1 - 0.27,
+        ("helm", 1, "cxl_fpga"),
+        ("flexgen", 1, "cxl_fpga"),
+    ),
+    Claim(
+        "HeLM over FlexGen, TBT, CXL-ASIC (13a)",
+        "tbt_s",
+        1 - 0.21,
+        ("helm", 1, "cxl_asic"),
+        ("flexgen", 1, "cxl_asic"),
+    ),
+    Claim(
+        "All-CPU over FlexGen, tokens/s, batch 8, CXL-FPGA (13b)",
+        "tokens_per_s",
+        1 - 0.0835,
+        ("all_far", 8, "cxl_fpga"),
+        ("flexgen", 8, "cxl_fpga"),
+    ),
+    Claim(
+        "All-CPU 44 over FlexGen 8, tokens/s, CXL-FPGA (13b)",
+        "tokens_per_s",
+        4.74,
+        ("all_far", 44, "cxl_fpga"),
+        ("flexgen", 8, "cxl_fpga"),
+    ),
+    Claim(
+        "All-CPU 44 over FlexGen 8, tokens/s, CXL-ASIC (13b)",
+        "tokens_per_s",
+        5.04,
+        ("all_far", 44, "cxl_asic"),
+        ("flexgen", 8, "cxl_asic"),
+    ),
+)
+
+
+def decode_ratios(placement: str, link: str) -> tuple[float, float]:
+    """Table IV's two ratios in decoding at batch 1. Raises KeyError for others than its rows."""
+    for row in TABLE_IV:
+        if (row.placement, row.requests, row.stage) == (placement, 1, "decode"):
+            at = TABLE_IV_LINKS.index(link)
+            return row.attention_over_ffn_load[at], row.ffn_over_attention_load[at]
+    raise KeyError(f"table IV has no placement {placement!r}")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the paper's links are scaled to an engine, how many requests fit, and what is then expected.
+
+Pure arithmetic. The scale is one number: weights of a layer take as long to arrive, over the time
+that the layer computes, as table IV's ratios say for NVDRAM. The other links follow by the ratio of
+their bandwidths.
+
+                     attention load           FFN load
+    all_far, NVDRAM  FFN compute / 1.39       attention compute / 0.36
+
+    layer ratio      (0.36 x FFN load + 1.39 x attention load) / (both loads)      0.70
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.helm_figures import LINK_GB_PER_S, decode_ratios
+from vllm_tiered.cost.model import ModelShape
+from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.cost.weights import Kind, Placement, place
+
+_OPT_1_3B_LAYERS = 24
+_OPT_1_3B_VOCABULARY = 50272
+
+
+def opt_config(num_layers: int) -> dict[str, Any]:
+    """OPT-1.3B's config.json; with fewer layers also with a vocabulary smaller by as much."""
+    vocabulary = _OPT_1_3B_VOCABULARY * num_layers // _OPT_1_3B_LAYERS // 16 * 16
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": num_layers,
+        "ffn_dim": 8192,
+        "word_embed_proj_dim": 2048,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "torch_dtype": "bfloat16",
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """What a step is made of, at one request: seconds of a sublayer of each kind, and the rest."""
+
+    attention: float
+    ffn: float
+    rest: float
+
+    def times(self, shape: ModelShape) -> StepTimes:
+        """Of all sublayers."""
+        by_kind = {Kind.ATTENTION: self.attention, Kind.FFN: self.ffn}
+        return StepTimes(
+            compute=tuple(by_kind[sublayer.kind] for sublayer in shape.sublayers), rest=self.rest
+        )
+
+
+def scaled_links(shape: ModelShape, compute: Compute) -> dict[str, float]:
+    """Bytes per second of each link, so that table IV's ratios hold with all weights far."""
+    attention_bytes, ffn_bytes = _layer_extents(place("all_far", shape.sublayers))
+    attention_ratio, ffn_ratio = decode_ratios("all_far", "nvdram")
+    load_bytes = attention_bytes + ffn_bytes
+    layer_ratio = (attention_ratio * ffn_bytes + ffn_ratio * attention_bytes) / load_bytes
+    load_seconds = (compute.attention + compute.ffn) / layer_ratio
+    nvdram = load_bytes / load_seconds
+    return {name: nvdram * gb / LINK_GB_PER_S["nvdram"] for name, gb in LINK_GB_PER_S.items()}
+
+
+def ratios(placement: Placement, compute: Compute, bytes_per_s: float) -> tuple[float, float]:
+    """Attention compute over the FFN's load, and FFN compute over attention's, as in table IV."""
+    attention_bytes, ffn_bytes = _layer_extents(placement)
+    return (
+        compute.attention * bytes_per_s / ffn_bytes,
+        compute.ffn * bytes_per_s / attention_bytes,
+    )
+
+
+def expected_seconds(
+    shape: ModelShape, placement: Placement, compute: Compute, bytes_per_s: float
+) -> float:
+    """Of a step, from the pipeline's model alone."""
+    transfers = transfer_seconds(placement, Link(bytes_per_s=bytes_per_s))
+    return step_time(transfers, compute.times(shape)).seconds
+
+
+def near_budget(shape: ModelShape, placement: Placement, requests: int, block_tokens: int) -> int:
+    """Near memory of layers and KV with which so many requests of a block each just fit."""
+    return placement.near_bytes + requests * block_tokens * shape.kv_bytes_per_token
+
+
+def largest_batch(
+    shape: ModelShape, placement: Placement, near_bytes: int, block_tokens: int
+) -> int:
+    """Requests of a block each that fit beside the placement; 0 if it does not fit itself."""
+    left = near_bytes - placement.near_bytes
+    return max(0, left // (block_tokens * shape.kv_bytes_per_token))
+
+
+def _layer_extents(placement: Placement) -> tuple[int, int]:
+    """Far bytes of the first layer's attention and FFN.
+
+    Raises ValueError if either has none: there is no ratio then.
+    """
+    attention, ffn = (sum(p.num_bytes for p in far) for far in placement.far[:2])
+    if not attention or not ffn:
+        raise ValueError(f"{placement.policy} has no far weights in attention or FFN")
+    return attention, ffn

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HeLM's table IV and what its text states, reproduced by the cost model."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import helm_figures, helm_paper
+
+
+@pytest.fixture(scope="module")
+def result():
+    return helm_paper.run(helm_paper.Settings(), lambda _: None)
+
+
+def test_every_ratio_of_table_iv_is_within_15_percent(result):
+    assert len(result["table_iv"]) == 12 * 3 * 2
+    worst = max(result["table_iv"], key=lambda entry: abs(entry["error"]))
+    assert abs(worst["error"]) <= 0.15, worst
+    assert result["worst_ratio_error"] == abs(worst["error"])
+
+
+def test_decoding_is_nearer_than_prefill(result):
+    """Decoding, which the placements are compared by, is within 10 % on every link."""
+    errors = [abs(e["error"]) for e in result["table_iv"] if e["stage"] == "decode"]
+    assert max(errors) <= 0.10
+
+
+@pytest.mark.parametrize("index", range(len(helm_figures.CLAIMS)))
+def test_what_the_text_states_is_within_8_percent(result, index):
+    claim = result["claims"][index]
+    assert claim["ours"] == pytest.approx(claim["paper"], rel=0.08), claim["claim"]
+
+
+def test_which_side_of_1_a_ratio_is_on(result):
+    """Only where HeLM and CXL-ASIC meet does attention hide the FFN's load (V-D)."""
+    hidden = {
+        (entry["placement"], entry["link"])
+        for entry in result["table_iv"]
+        if entry["stage"] == "decode"
+        and entry["ratio"].startswith("attention")
+        and entry["ours"] > 1
+    }
+    assert hidden == {("helm", "cxl_asic")}
+
+
+def test_the_comparison_can_fail(monkeypatch):
+    """A machine that expands weights twice as fast is not the paper's."""
+    monkeypatch.setattr(helm_paper, "EXPANDED_WEIGHTS_PER_S", 94e9)
+    assert helm_paper.run(helm_paper.Settings(), lambda _: None)["worst_ratio_error"] > 0.3
+
+
+def test_a_faster_link_than_the_papers_is_noticed(monkeypatch):
+    links = {**helm_figures.LINK_GB_PER_S, "cxl_fpga": 2 * 5.12}
+    monkeypatch.setattr(helm_paper, "LINK_GB_PER_S", links)
+    assert helm_paper.run(helm_paper.Settings(), lambda _: None)["worst_ratio_error"] > 0.5
+
+
+def test_result_is_whole_and_json(result):
+    assert set(helm_paper.RESULT_KEYS) <= result.keys()
+    json.loads(json.dumps(result, allow_nan=False))
+    lines = helm_paper.table(result).splitlines()
+    assert len(lines) == 2 + 12 + 1 + 2 + len(helm_figures.CLAIMS)
+    row = next(line for line in lines if line.startswith("| helm | 1 | decode"))
+    assert "(0.71)" in row and row.index("(1.10)") < row.index("(1.40)")
+
+
+def test_44_requests_run_with_all_weights_far_only(result):
+    assert helm_paper.find(result["runs"], "all_far", 44, "nvdram")["tokens_per_s"] > 0
+    with pytest.raises(KeyError, match="no run of flexgen with 44 requests on nvdram"):
+        helm_paper.find(result["runs"], "flexgen", 44, "nvdram")
+
+
+def test_the_machine_is_complete():
+    assert all(value >= 0 for value in dataclasses.asdict(helm_paper.MACHINE).values())

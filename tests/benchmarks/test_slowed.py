@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products held to a rate, compute timed without waits, and the link of an engine that starts."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import slowed
+from benchmarks.jobs import EngineSpec
+from benchmarks.slowed import Slowed, SublayerClock
+from tests.benchmarks.rounds import make_round
+from vllm_tiered.adapter import offloader
+from vllm_tiered.adapter.weights_times import Measured
+from vllm_tiered.cost.pipeline import Link, StepTimes
+from vllm_tiered.cost.weights import Kind, sublayers_of
+from vllm_tiered.tiers.base import Direction, Pages
+
+WAIT = 0.02
+HOLD = 0.03
+WEIGHTS = 100
+SPEC = EngineSpec(
+    label="slow",
+    model_dir="unused",
+    dtype="bfloat16",
+    block_size=32,
+    kv_cache_memory_bytes=1,
+    max_num_seqs=1,
+    max_model_len=32,
+    enable_prefix_caching=False,
+    tiered={},
+    is_timed=True,
+    weights_per_s=WEIGHTS / HOLD,
+    link_bytes_per_s=50e6,
+)
+PATHS = ("attn.qkv", "attn.out", "fc1", "fc2")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn: Any = torch.nn.Module()
+        self.attn.qkv, self.attn.out = torch.nn.Identity(), torch.nn.Identity()
+        self.fc1, self.fc2 = torch.nn.Identity(), torch.nn.Identity()
+
+    def forward(self, x):
+        for path in PATHS:
+            x = self.get_submodule(path)(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch):
+    """vLLM's linear modules are what has weights; here each path has as many."""
+    monkeypatch.setattr(slowed, "_products", lambda layer: dict.fromkeys(PATHS, WEIGHTS))
+
+
+def watched(rate, layers=2):
+    """Layers whose FFN waits before its second matrix, as the plugin's hooks would."""
+    model: Any = torch.nn.ModuleList(Layer() for _ in range(layers))
+    left = []
+    for layer in model:
+        layer.fc2.register_forward_pre_hook(lambda *_: time.sleep(WAIT))
+        layer.attn.qkv.register_forward_pre_hook(lambda *_: time.sleep(WAIT))
+        layer.fc2.register_forward_hook(lambda *_: left.append(time.perf_counter()))
+    clock = SublayerClock()
+    clock.watch(model, rate)
+    return model, clock, left
+
+
+def forward(model):
+    for layer in model:
+        layer(torch.ones(1))
+
+
+def test_products_last_as_long_as_the_rate_says_and_waits_are_not_theirs():
+    model, clock, _ = watched(WEIGHTS / HOLD)
+    start = time.perf_counter()
+    forward(model)
+    assert time.perf_counter() - start >= 2 * (4 * HOLD + 2 * WAIT)
+    for kind in Kind:
+        assert 2 * HOLD <= clock.median_seconds(kind) < 2 * HOLD + WAIT
+
+
+def test_without_a_rate_nothing_is_held():
+    model, clock, _ = watched(0.0)
+    forward(model)
+    for kind in Kind:
+        assert clock.median_seconds(kind) < WAIT
+
+
+def test_a_slot_is_given_free_when_the_product_has_had_its_time():
+    model, _, left = watched(WEIGHTS / HOLD, layers=1)
+    start = time.perf_counter()
+    forward(model)
+    assert left[0] - start >= 4 * HOLD + 2 * WAIT
+
+
+def test_rounds_do_not_share_times():
+    model, clock, _ = watched(0.0)
+    forward(model)
+    clock.reset()
+    with pytest.raises(ValueError, match="no median"):
+        clock.median_seconds(Kind.FFN)
+
+
+def test_the_engines_device_has_the_link(monkeypatch):
+    for name in ("make_device", "measure"):
+        monkeypatch.setattr(offloader, name, getattr(offloader, name))  # put back after the test
+    slow = Slowed(SPEC)
+    slow.prepare()
+    device = offloader.make_device()
+    try:
+        num_pages, page_bytes = 64, 1 << 16
+        far, near = (device.far_buffer(num_pages, page_bytes) for _ in range(2))
+        pages = Pages(np.arange(num_pages), ascending=True)
+        copy = device.prepare(Direction.READ, far, pages, near, pages)
+        start = time.perf_counter()
+        device.wait(device.submit(copy))
+        assert time.perf_counter() - start >= num_pages * page_bytes / 50e6
+        slow.set_link(1e12)
+        start = time.perf_counter()
+        device.wait(device.submit(copy))
+        assert time.perf_counter() - start < num_pages * page_bytes / 50e6
+    finally:
+        device.close()
+
+
+def test_the_engines_own_measurement_sees_the_rate(monkeypatch):
+    names = {f"{path}.weight": 200 for path in ("attn.qkv", "attn.out", "fc1", "fc2")}
+    sublayers = sublayers_of(0, names)
+    measured = Measured(times=StepTimes(compute=(0.001, 0.5)), link=Link(bytes_per_s=1e9))
+    monkeypatch.setattr(offloader, "make_device", offloader.make_device)
+    monkeypatch.setattr(offloader, "measure", lambda *_: measured)
+    Slowed(SPEC).prepare()
+    measure: Any = offloader.measure
+    held = measure(None, [Layer()], sublayers, None)
+    assert held.times.compute == pytest.approx((2 * HOLD, 0.5))
+    assert held.link == measured.link
+
+
+def test_a_round_has_what_clock_and_link_say(monkeypatch):
+    slow = Slowed(SPEC)
+    uses = iter([{}, {"weights_read_bytes": 7.0, "weights_read_seconds": 0.5}])
+    monkeypatch.setattr(slowed, "_take_use", lambda: next(uses))
+    slow.begin_round()
+    for kind in Kind:
+        slow.clock._seconds[kind] = [0.25, 0.5, 0.75]
+    counters = slow.end_round(make_round()).counters
+    assert counters[slowed.FAR_BYTES] == 7.0 and counters[slowed.LINK_SECONDS] == 0.5
+    assert {counters[name] for name in slowed.COMPUTE_SECONDS.values()} == {0.5}
+
+
+def test_without_placed_weights_there_is_no_use_of_the_link():
+    assert slowed._take_use() == {}
+
+
+def test_the_layers_of_a_model_are_its_one_list():
+    model = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList([Layer()])
+    assert slowed.decoder_layers(model) is model.decoder.layers
+    with pytest.raises(ValueError, match="0 lists of layers"):
+        slowed.decoder_layers(Layer())

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines are compared on which links, and what is read off their rounds, missed or met."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import placement_plan, weights_placement
+from benchmarks.helm_figures import LINK_GB_PER_S
+from benchmarks.placement_summary import TARGETS
+from benchmarks.runner import MeasurementError
+from benchmarks.slowed import COMPUTE_SECONDS, FAR_BYTES, LINK_SECONDS
+from benchmarks.summary import PREEMPTIONS
+from benchmarks.weights_placement import CONTENDERS, NEAR, PLACED
+from tests.benchmarks.engines import FakeEngine, FakeEngines
+from tests.benchmarks.rounds import make_round
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.cost.model import model_shape
+from vllm_tiered.cost.weights import Kind
+
+SETTINGS = weights_placement.Settings(
+    layers=6, links=("nvdram", "dram", "cxl_fpga"), gaps=2, rounds=2, throughput_rounds=1
+)
+ATTENTION, FFN, NEAR_STEP = 0.010, 0.020, 0.200
+STEPS = {"flexgen": 0.4, "helm": 0.3, "all_far": 0.44, "latency_helm": 0.25, "latency_flexgen": 0.4}
+
+
+class LinkedEngine(FakeEngine):
+    """Notes the links it is given, and answers by that in force."""
+
+    def __init__(self, spec, answer, log_path):
+        super().__init__(spec, answer, log_path)
+        self.links = []
+
+    def set_link(self, bytes_per_s):
+        self.links.append(bytes_per_s)
+
+    def run(self, requests):
+        self.rounds.append(list(requests))
+        return self._answer(self, requests)
+
+
+class LinkedEngines(FakeEngines):
+    def __call__(self, specs, warmup, step):
+        for spec in specs:
+            step(f"engine up: {spec.label}")
+        group = [LinkedEngine(spec, self._answer, self._log_path) for spec in specs]
+        self.started += group
+        return _Context(group)
+
+
+class _Context:
+    def __init__(self, group):
+        self._group = group
+
+    def __enter__(self):
+        return self._group
+
+    def __exit__(self, *_):
+        return None
+
+
+def answer(engine, requests, steps=STEPS, at_once=None):
+    """NVDRAM's steps are as in `steps`; DRAM's, the second link set, a tenth shorter."""
+    name = engine.spec.label
+    gap = NEAR_STEP if name == NEAR else steps[name] * (0.9 if len(engine.links) == 2 else 1.0)
+    count = requests[0].num_output_tokens
+    result = make_round(name, seconds=count * gap)
+    counters = {
+        PREEMPTIONS: 0.0,
+        FAR_BYTES: 5e6 * count,
+        LINK_SECONDS: 1.0,
+        COMPUTE_SECONDS[Kind.ATTENTION]: ATTENTION,
+        COMPUTE_SECONDS[Kind.FFN]: FFN,
+    }
+    return replace(
+        result,
+        num_output_tokens=count * len(requests),
+        num_steps=count,
+        token_gaps_s=[gap] * (count - 1),
+        counters=counters,
+        peak_in_flight=len(requests) if at_once is None else at_once,
+    )
+
+
+def measured(monkeypatch, settings=SETTINGS, **changes):
+    fakes = LinkedEngines(lambda engine, requests: answer(engine, requests, **changes))
+    monkeypatch.setattr(weights_placement, "engines", fakes)
+    steps: list[str] = []
+    return weights_placement.run(settings, steps.append), fakes, steps
+
+
+def test_result_has_its_keys_and_every_step_is_reported(monkeypatch):
+    result, _, steps = measured(monkeypatch)
+    assert set(weights_placement.RESULT_KEYS) <= result.keys()
+    assert len(steps) == weights_placement.num_steps(SETTINGS)
+    json.loads(json.dumps(result, allow_nan=False))
+    rows = weights_placement.table(result).splitlines()
+    assert len(rows) == 2 + 3 * len(CONTENDERS) + 1 + 2 + len(TARGETS)
+
+
+def test_figures(monkeypatch):
+    result, _, _ = measured(monkeypatch)
+    assert result["helm_tbt_gain"] == pytest.approx(0.25)
+    flexgen, all_far = result["batches"]["flexgen"], result["batches"]["all_far"]
+    assert result["all_far_throughput_ratio"] == pytest.approx(all_far / flexgen * 0.4 / 0.44)
+    assert result["helm_of_dram"] == pytest.approx(0.9)
+    assert result["all_far_of_dram"] == pytest.approx(0.9)
+    assert result["latency_over_helm"]["nvdram"] == pytest.approx(0.3 / 0.25)
+    assert result["latency_over_flexgen"]["nvdram"] == pytest.approx(1.0)
+    assert result["compute"]["rest"] == pytest.approx(NEAR_STEP - 6 * (ATTENTION + FFN))
+    assert result["by_link"]["nvdram"]["far_bytes_per_step"]["helm"] == pytest.approx(5e6)
+
+
+def test_what_is_missed_is_said(monkeypatch):
+    slow = {**STEPS, "helm": 0.38, "latency_helm": 0.4, "all_far": 0.4}
+    result, _, _ = measured(monkeypatch, steps=slow)
+    assert result["targets"]["helm_tbt_gain"]["value"] == pytest.approx(0.05)
+    assert set(result["missed"]) == {
+        "helm_tbt_gain",
+        "helm_of_dram",
+        "all_far_of_dram",
+        "latency_over_helm_least",
+        "latency_better_share",
+    }
+    table = weights_placement.table(result)
+    assert "| helm_tbt_gain | 0.2 | 0.050 | missed |" in table
+    assert "| all_far_throughput_ratio | 4.5 | " in table and table.count("| met |") == 1
+
+
+def test_links_are_scaled_to_the_compute_of_the_engine_without_the_plugin(monkeypatch):
+    result, fakes, _ = measured(monkeypatch)
+    compute = placement_plan.Compute(attention=ATTENTION, ffn=FFN, rest=0.0)
+    links = placement_plan.scaled_links(model_shape(placement_plan.opt_config(6)), compute)
+    expected = [links[name] for name in SETTINGS.links]
+    for engine in fakes.started:
+        if engine.spec.label in ("flexgen", "helm", "all_far"):
+            assert engine.links == pytest.approx(expected)
+    for name, entry in result["by_link"].items():
+        assert entry["scale"] * LINK_GB_PER_S[name] == pytest.approx(entry["gb_per_s"])
+    for label in ("latency_helm", "latency_flexgen"):
+        placed = [spec for spec in fakes.specs if spec.label == label]
+        assert [spec.link_bytes_per_s for spec in placed] == pytest.approx(expected)
+
+
+def test_every_engine_has_the_same_model_core_and_rate(monkeypatch):
+    _, fakes, _ = measured(monkeypatch)
+    assert fakes.specs[0].tiered is None
+    assert len({(s.model_dir, s.cpus, s.weights_per_s, s.is_timed) for s in fakes.specs}) == 1
+    for spec in fakes.specs[1:]:
+        assert spec.tiered["kv"] == {"enabled": False}
+        WeightsConfig.from_dict(spec.tiered["weights"]).check()
+
+
+def test_a_placed_contender_has_the_memory_of_the_other(monkeypatch):
+    result, fakes, _ = measured(monkeypatch)
+    for contender in PLACED:
+        spec = next(spec for spec in fakes.specs if spec.label == contender.name)
+        near_bytes = spec.tiered["weights"]["near_gib"] * 2**30
+        assert 0 < near_bytes - result["near_bytes"][contender.near_of] <= 1024
+
+
+def test_batches_fill_the_same_near_memory(monkeypatch):
+    result, fakes, _ = measured(monkeypatch)
+    for name in ("flexgen", "all_far"):
+        taken = result["near_bytes"][name]
+        taken += result["batches"][name] * result["kv_bytes_per_request"]
+        assert 0 <= result["near_budget_bytes"] - taken < result["kv_bytes_per_request"]
+        engine = next(engine for engine in fakes.started if engine.spec.label == name)
+        batch = result["batches"][name]
+        assert engine.spec.kv_cache_memory_bytes == (batch + 1) * result["kv_bytes_per_request"]
+        assert {len(requests) for requests in engine.rounds} == {1, batch}
+        lengths = {request.num_tokens for requests in engine.rounds for request in requests}
+        assert max(lengths) == weights_placement.BLOCK_TOKENS
+
+
+def test_a_batch_that_did_not_run_at_once_is_not_reported(monkeypatch):
+    with pytest.raises(MeasurementError, match=r"flexgen: 3 of 7 requests at once"):
+        measured(monkeypatch, at_once=3)
+
+
+@pytest.mark.parametrize("links", [("nvdram",), ("nvdram", "dram", "pcie")])
+def test_links_that_are_not_there(monkeypatch, links):
+    with pytest.raises(ValueError, match="name nvdram and dram, and others of"):
+        measured(monkeypatch, replace(SETTINGS, links=links))
+
+
+def test_profiles_have_what_the_targets_need():
+    for settings in weights_placement.PROFILES.values():
+        assert {"nvdram", "dram"} <= set(settings.links)
+        assert settings.rounds >= 3
+    assert set(weights_placement.PROFILES["full"].links) == set(LINK_GB_PER_S)
+    assert weights_placement.PROFILES["full"].layers == 24

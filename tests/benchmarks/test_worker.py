@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine process answers to what it is asked, without the engine."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import engine, worker
+from benchmarks.jobs import EngineSpec, RoundResult, request_to_json
+from benchmarks.workload import Request
+from tests.benchmarks.rounds import make_round
+
+SPEC = EngineSpec(
+    label="one",
+    model_dir="unused",
+    dtype="bfloat16",
+    block_size=32,
+    kv_cache_memory_bytes=1,
+    max_num_seqs=1,
+    max_model_len=32,
+    enable_prefix_caching=False,
+    is_timed=True,
+)
+ROUND = [request_to_json(Request(request_id="a", prompt_token_ids=(1,), num_output_tokens=1))]
+
+
+class FakeSlowed:
+    def __init__(self):
+        self.calls = []
+
+    def watch(self, llm):
+        self.calls.append(("watch", llm))
+
+    def set_link(self, bytes_per_s):
+        self.calls.append(("link", bytes_per_s))
+
+    def begin_round(self):
+        self.calls.append(("begin",))
+
+    def end_round(self, result):
+        return replace(result, label="timed")
+
+
+def serve(monkeypatch, spec, jobs, slowed=None):
+    monkeypatch.setattr(engine, "start_engine", lambda spec: "llm")
+    monkeypatch.setattr(engine, "run_round", lambda *_: make_round("plain"))
+    if slowed is not None:
+        monkeypatch.setattr(worker, "_slowed", lambda spec: slowed)
+    lines = "".join(json.dumps(job) + "\n" for job in [spec.to_json(), *jobs])
+    answers = io.StringIO()
+    worker._serve(io.StringIO(lines), answers)
+    return [json.loads(line) for line in answers.getvalue().splitlines()]
+
+
+def test_a_slowed_engine_is_watched_timed_and_changes_its_link(monkeypatch):
+    slowed = FakeSlowed()
+    up, link, result = serve(monkeypatch, SPEC, [{"link_bytes_per_s": 5.0}, ROUND], slowed)
+    assert up["start_seconds"] >= 0 and link == {"link_bytes_per_s": 5.0}
+    assert RoundResult.from_json(result).label == "timed"
+    assert slowed.calls == [("watch", "llm"), ("link", 5.0), ("begin",)]
+
+
+def test_an_engine_that_is_not_timed_is_left_alone(monkeypatch):
+    _, result = serve(monkeypatch, replace(SPEC, is_timed=False), [ROUND])
+    assert RoundResult.from_json(result).label == "plain"
+
+
+@pytest.mark.parametrize("tiered", [None, {"weights": {"placement": "helm"}}])
+def test_the_link_is_slowed_where_there_is_one(monkeypatch, tiered):
+    from benchmarks.slowed import Slowed
+
+    prepared = []
+    monkeypatch.setattr(Slowed, "prepare", lambda self: prepared.append(self))
+    assert isinstance(worker._slowed(replace(SPEC, tiered=tiered)), Slowed)
+    assert len(prepared) == (tiered is not None)
