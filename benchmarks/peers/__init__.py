@@ -214,8 +214,10 @@ def parse_output(text: str) -> PeerRun:
         if not _is_positive(value):
             raise ValueError(f"{name} is {value!r}, expected a number above 0")
     resident = values["resident_bytes"]
-    if resident is not None and not 0 <= resident <= values["model_bytes"]:
-        raise ValueError(f"resident_bytes is {resident} of {values['model_bytes']} bytes")
+    if resident is not None and not (
+        type(resident) is int and 0 <= resident <= values["model_bytes"]
+    ):
+        raise ValueError(f"resident_bytes is {resident!r} of {values['model_bytes']} bytes")
     return PeerRun(**{**values, "seconds_per_token": tuple(tokens)})
 
 

@@ -85,7 +85,7 @@ def convert(model: Path, target: Path) -> None:
 
 def _write_npy(file: BinaryIO, bits: Bf16) -> None:
     header = {"descr": "<f2", "fortran_order": False, "shape": bits.shape}
-    np.lib.format.write_array_header_1_0(file, header)
+    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call]
     for start in range(0, len(bits), _ROWS_AT_ONCE):
         file.write(to_float32(bits[start : start + _ROWS_AT_ONCE]).astype("<f2").tobytes())
 

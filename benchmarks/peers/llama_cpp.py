@@ -2,8 +2,8 @@
 """llama.cpp with a mapped model file: the system's page cache decides what stays in memory.
 
 llama.cpp has no graph for OPT. The same tensors are stored under its GPT-2 graph, which has the
-same sizes (layer norms with biases, learned positions, one FFN of two matrices): the bytes of the matrices
-are those of the model folder, the activation is GELU instead of ReLU, and the text differs.
+same sizes (layer norms with biases, learned positions, one FFN of two matrices): the bytes of the
+matrices are those of the model folder, the activation is GELU instead of ReLU, the text differs.
 Norms, biases and positions are float32, as llama.cpp's own converter stores them.
 """
 
