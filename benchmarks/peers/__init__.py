@@ -72,7 +72,12 @@ PEERS: Mapping[str, Peer] = {
             name="flexgen",
             title="FlexGen 0.1.8 on the CPU",
             module="benchmarks.peers.flexgen",
-            packages={**_TORCH, "flexgen": "--no-deps flexgen==0.1.8", "tqdm": "tqdm"},
+            packages={
+                **_TORCH,
+                "flexgen": "--no-deps flexgen==0.1.8",
+                "attrs": "attrs",
+                "tqdm": "tqdm",
+            },
             versions={"flexgen": "0.1.8"},
             uses_resident_share=True,
             note="float16; its GPU tier is DRAM, by patches at run time",

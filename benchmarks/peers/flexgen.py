@@ -114,6 +114,7 @@ def _patch_torch() -> None:
     for name, replacement in patches.items():
         setattr(torch.cuda, name, replacement)
     setattr(torch, "empty", empty)  # noqa: B010
+    setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)  # noqa: B010
 
 
 def _link_disk_weights() -> None:
@@ -132,14 +133,13 @@ def _link_disk_weights() -> None:
     TorchTensor.load_from_np_file = load_from_np_file
 
 
-def _load(config: dict[str, Any], weights: Path, offload: Path, percent: int) -> Any:
+def _load(config: dict[str, Any], weights: Path, disk: Any, percent: int) -> Any:
     import flexgen.flex_opt as flex_opt
     from flexgen.opt_config import OptConfig
 
-    _link_disk_weights()
     memory = flex_opt.TorchDevice("cpu")
     memory.name = "dram-as-gpu"
-    cpu, disk = flex_opt.TorchDevice("cpu"), flex_opt.TorchDisk(str(offload))
+    cpu = flex_opt.TorchDevice("cpu")
     mixed = flex_opt.TorchMixedDevice([memory, cpu, disk])
     env = flex_opt.ExecutionEnv(gpu=memory, cpu=cpu, disk=disk, mixed=mixed)
     compression = flex_opt.CompressionConfig(
@@ -178,13 +178,18 @@ def _load(config: dict[str, Any], weights: Path, offload: Path, percent: int) ->
 
 
 @contextlib.contextmanager
-def _offload_folder(work: Path) -> Iterator[Path]:
-    folder = work / "offload"
+def _disk_tier(folder: Path) -> Iterator[Any]:
+    """Yield FlexGen's disk tier on an empty folder, which is removed afterwards."""
+    from flexgen.flex_opt import TorchDisk  # importing it also completes `pytorch_backend`
+
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    disk = TorchDisk(str(folder))
     try:
-        yield folder
+        yield disk
     finally:
+        # Its copy threads are no daemons: left open, the process would never end.
+        disk.close_copy_threads()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -200,30 +205,27 @@ def main() -> None:
         sys.exit(f"{target} is absent: run this with --prepare first")
     prepare_torch(arguments.threads)
     _patch_torch()
+    _link_disk_weights()
     config = Checkpoint(arguments.model).config
     sizes = sublayer_sizes(config)
     percent = percent_for_share(sizes, arguments.resident_share)
-    with _offload_folder(arguments.work) as offload:
-        with stdout_to_stderr():
-            start = time.perf_counter()
-            model = _load(config, arguments.work, offload, percent)
-            load_seconds = time.perf_counter() - start
-            from flexgen.timer import timers
+    with stdout_to_stderr(), _disk_tier(arguments.work / "offload") as disk:
+        from flexgen.timer import timers
 
-            model.generate(
-                [prompt_ids(arguments.prompt_tokens)], max_new_tokens=arguments.new_tokens
-            )
-        report(
-            "flexgen",
-            "flexgen",
-            load_seconds=load_seconds,
-            seconds=list(timers("generate").costs),
-            new_tokens=arguments.new_tokens,
-            model_bytes=sum(map(sum, sizes)),
-            resident_bytes=resident_bytes(sizes, percent),
-        )
-        # FlexGen's copy threads wait for work that no longer comes, and are no daemons.
-        model.env.disk.close_copy_threads()
+        start = time.perf_counter()
+        model = _load(config, arguments.work, disk, percent)
+        load_seconds = time.perf_counter() - start
+        prompt = [prompt_ids(arguments.prompt_tokens)]
+        model.generate(prompt, max_new_tokens=arguments.new_tokens)
+    report(
+        "flexgen",
+        "flexgen",
+        load_seconds=load_seconds,
+        seconds=list(timers("generate").costs),
+        new_tokens=arguments.new_tokens,
+        model_bytes=sum(map(sum, sizes)),
+        resident_bytes=resident_bytes(sizes, percent),
+    )
 
 
 if __name__ == "__main__":

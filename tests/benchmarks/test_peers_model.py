@@ -94,7 +94,7 @@ def test_the_real_shapes_have_their_models_sizes():
 
 
 def test_a_folder_is_made_once_with_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setitem(model.SHAPES, "opt-tiny", TINY)  # type: ignore[arg-type]
+    monkeypatch.setitem(model.SHAPES, "opt-tiny", TINY)
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
