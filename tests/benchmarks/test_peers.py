@@ -186,6 +186,9 @@ def test_flexgen_keeps_whole_matrices_within_the_share():
     layers = [sublayer for sublayer in sizes if sublayer[0] != embedding and len(sublayer) > 3]
     kept = flexgen.resident_bytes(layers, 30)
     assert kept / sum(map(sum, layers)) == pytest.approx(5 / 12, rel=1e-3)
+    # At 50 % the large first matrix of the first list, the embedding, is on disk.
+    assert flexgen.resident_bytes(sizes[:1], 50) == sum(sizes[0]) - embedding
+    assert flexgen.resident_bytes(sizes[:1], 52) == sum(sizes[0])
     shares = np.linspace(0, 1, 6)
     resident = [flexgen.resident_bytes(sizes, flexgen.percent_for_share(sizes, s)) for s in shares]
     assert all(kept <= share * total for kept, share in zip(resident, shares, strict=True))

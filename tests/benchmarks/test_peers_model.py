@@ -69,6 +69,15 @@ def test_matrices_are_random_and_differ_norms_are_one_biases_zero(folder):
     assert len(seen) == 2 + 6 * TINY.num_layers
 
 
+def test_numbers_are_rounded_as_torch_rounds():
+    import torch
+
+    block = model._random_block(np.random.default_rng(7))
+    drawn = np.random.default_rng(7).standard_normal(block.size, dtype=np.float32)
+    expected = torch.from_numpy(drawn * np.float32(0.02)).bfloat16().view(torch.uint16)
+    np.testing.assert_array_equal(block, expected.numpy())
+
+
 def test_a_matrix_longer_than_the_block_does_not_repeat_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(model, "_BLOCK_LENGTH", 1009)
     write_opt(TINY, tmp_path)
