@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a folder of bfloat16 safetensors without torch and without loading it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bf16 = npt.NDArray[np.uint16]  # bfloat16 bits
+
+
+class Checkpoint:
+    """The tensors of a model folder as read-only maps of its files.
+
+    Raises ValueError, with the tensor's name and type, if one is not bfloat16.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+        self._maps: dict[str, Bf16] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(header_bytes))
+            data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + header_bytes)
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                if entry["dtype"] != "BF16":
+                    raise ValueError(f"{path.name}: {name} is {entry['dtype']}, expected BF16")
+                start, end = entry["data_offsets"]
+                self._maps[name] = data[start:end].view("<u2").reshape(entry["shape"])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._maps)
+
+    def __getitem__(self, name: str) -> Bf16:
+        return self._maps[name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._maps.values())
+
+
+def to_float32(bits: Bf16) -> npt.NDArray[np.float32]:
+    """Return bfloat16 bits as numbers."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

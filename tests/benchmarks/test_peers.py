@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers' table, command lines and answers; what share of the weights they keep."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import peers
+from benchmarks.peers import accelerate_disk, checkpoint, contender, flexgen
+from benchmarks.peers.model import SHAPES, OptShape, write_opt
+
+TINY = OptShape(hidden_size=64, ffn_dim=160, num_layers=3, num_heads=4, vocab_size=80)
+
+RUN = peers.PeerRun(
+    peer="flexgen",
+    version="0.1.8",
+    load_seconds=1.5,
+    prefill_seconds=2.0,
+    seconds_per_token=(0.5, 1.5),
+    model_bytes=1000,
+    resident_bytes=250,
+)
+
+
+def installed_for(peer, without=()):
+    """Return the versions of an environment with all that a contender needs."""
+    everything = {name: peer.versions.get(name, "1.0") for name in peer.packages}
+    return {name: version for name, version in everything.items() if name not in without}
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """The interpreter of an environment that has the program."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python", peers.LLAMA_BENCH):
+        (tmp_path / "bin" / name).write_text("")
+    return str(tmp_path / "bin" / "python")
+
+
+@pytest.mark.parametrize("peer", peers.PEERS.values(), ids=lambda peer: peer.name)
+def test_a_complete_environment_lacks_nothing(peer, environment):
+    assert peers.missing(peer, environment, installed_for(peer)) is None
+
+
+@pytest.mark.parametrize(
+    ("peer", "package"),
+    [(peer, package) for peer in peers.PEERS.values() for package in peer.packages],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_an_absent_package_is_named_with_the_command_that_brings_it(peer, package, environment):
+    lacking = peers.missing(peer, environment, installed_for(peer, without=[package]))
+    install = f"{environment} -m pip install {peer.packages[package]}"
+    assert lacking == f"package {package}: {install}"
+
+
+def test_a_package_that_is_patched_is_wanted_in_its_version(environment):
+    peer = peers.PEERS["flexgen"]
+    versions = {**installed_for(peer), "flexgen": "0.2.0"}
+    lacking = peers.missing(peer, environment, versions)
+    assert lacking is not None
+    assert lacking.startswith("package flexgen is 0.2.0, not 0.1.8: ")
+
+
+def test_an_absent_program_is_named_with_the_script_that_builds_it(environment):
+    peer = peers.PEERS["llama_cpp"]
+    (Path(environment).parent / peers.LLAMA_BENCH).unlink()
+    lacking = peers.missing(peer, environment, installed_for(peer))
+    folder = Path(environment).parent.parent
+    assert lacking == f"program llama_bench: benchmarks/peers/build_llama_cpp.sh {folder}"
+    assert (Path(peers.__file__).parent / "build_llama_cpp.sh").is_file()
+
+
+@pytest.mark.parametrize("python", ["", "/no/such/python"])
+def test_without_an_interpreter_no_contender_is_available(python):
+    answers = peers.available(python)
+    assert set(answers) == set(peers.PEERS)
+    assert all(answer and "python -m venv" in answer for answer in answers.values())
+
+
+def test_an_interpreter_is_asked_for_its_packages():
+    answers = peers.available(sys.executable)
+    for name in ("flexgen", "airllm_disk"):  # neither is a package of this environment
+        answer = answers[name]
+        assert answer is not None
+        assert "package torch" not in answer
+    assert "pip install --no-deps flexgen==0.1.8" in str(answers["flexgen"])
+
+
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_the_command_line_is_what_the_contenders_read(peer, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    line = peers.command(
+        peer,
+        "python",
+        model=tmp_path,
+        work=tmp_path / "work",
+        threads=2,
+        prompt_tokens=12,
+        new_tokens=16,
+        resident_share=0.25,
+        prepare=True,
+    )
+    assert line[:3] == ["python", "-m", f"benchmarks.peers.{peer}"]
+    assert (Path(peers.__file__).parent / f"{peer}.py").is_file()
+    assert contender.parse_arguments("", line[3:]) == contender.Arguments(
+        model=tmp_path,
+        work=tmp_path / "work",
+        threads=2,
+        prompt_tokens=12,
+        new_tokens=16,
+        resident_share=0.25,
+        prepare=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "option", [("--resident-share", "1.1"), ("--new-tokens", "1"), ("--threads", "0")], ids=str
+)
+def test_numbers_out_of_range_are_refused(option, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        contender.parse_arguments("", ["--model", str(tmp_path), "--work", str(tmp_path), *option])
+    assert f"{option[0]} {option[1]}: expected" in capsys.readouterr().err
+
+
+def test_a_printed_run_is_read_back():
+    text = f"warning: slow\n{RUN.line()}\nPEERS are not it\n"
+    assert peers.parse_output(text) == RUN
+    assert RUN.tokens_per_s == 1.0
+
+
+def changed(**values):
+    """Return the line of a run with other values; a value of None drops the field."""
+    fields = {**json.loads(RUN.line().removeprefix(peers.PREFIX)), **values}
+    return peers.PREFIX + json.dumps({key: v for key, v in fields.items() if v != "drop"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 lines begin with"),
+        (f"{RUN.line()}\n{RUN.line()}", "2 lines begin with"),
+        ("PEER {", "not JSON"),
+        ("PEER [1]", r"fields \[1\]"),
+        (changed(load_seconds="drop"), "expected .*load_seconds"),
+        (changed(extra=1), "fields .*extra"),
+        (changed(peer="vllm"), "no contender 'vllm'"),
+        (changed(seconds_per_token=[]), "a list with entries"),
+        (changed(seconds_per_token=0.5), "a list with entries"),
+        (changed(seconds_per_token=[0.5, 0.0]), "seconds_per_token is 0.0"),
+        (changed(prefill_seconds=True), "prefill_seconds is True"),
+        (changed(load_seconds=float("nan")), "load_seconds is nan"),
+        (changed(model_bytes="1000"), "model_bytes is '1000'"),
+        (changed(resident_bytes=1001), "resident_bytes is 1001 of 1000"),
+        (changed(resident_bytes="250"), "resident_bytes is '250'"),
+    ],
+)
+def test_garbage_is_refused_and_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        peers.parse_output(text)
+
+
+def test_system_managed_residency_is_none():
+    assert peers.parse_output(changed(resident_bytes=None)).resident_bytes is None
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    write_opt(TINY, folder)
+    return checkpoint.Checkpoint(folder)
+
+
+def test_flexgen_keeps_whole_matrices_within_the_share():
+    config = SHAPES["opt-6.7b"].config()
+    sizes = flexgen.sublayer_sizes(config)
+    total = sum(map(sum, sizes))
+    embedding = 2 * 50272 * 4096
+    assert total == SHAPES["opt-6.7b"].num_bytes + embedding  # the tied one, twice
+    assert flexgen.resident_bytes(sizes, 0) == 0
+    assert flexgen.resident_bytes(sizes, 100) == total
+    # 30 %: the output projection and the second FFN matrix of each layer, 5 of 12 units.
+    layers = [sublayer for sublayer in sizes if sublayer[0] != embedding and len(sublayer) > 3]
+    kept = flexgen.resident_bytes(layers, 30)
+    assert kept / sum(map(sum, layers)) == pytest.approx(5 / 12, rel=1e-3)
+    # At 50 % the large first matrix of the first list, the embedding, is on disk.
+    assert flexgen.resident_bytes(sizes[:1], 50) == sum(sizes[0]) - embedding
+    assert flexgen.resident_bytes(sizes[:1], 52) == sum(sizes[0])
+    shares = np.linspace(0, 1, 6)
+    resident = [flexgen.resident_bytes(sizes, flexgen.percent_for_share(sizes, s)) for s in shares]
+    assert all(kept <= share * total for kept, share in zip(resident, shares, strict=True))
+    assert resident == sorted(resident)
+    assert resident[-1] == total
+
+
+def test_flexgen_files_hold_the_models_numbers_in_float16(tiny, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    write_opt(TINY, model)
+    flexgen.convert(model, tmp_path / "opt-np")
+    files = sorted(path.name for path in (tmp_path / "opt-np").iterdir())
+    assert len(files) == len(list(tiny))
+    assert "decoder.layer_norm.weight" in files
+    assert "decoder.layers.0.final_layer_norm.weight" in files
+    loaded = np.load(tmp_path / "opt-np" / "decoder.layers.1.fc1.weight")
+    expected = checkpoint.to_float32(tiny["model.decoder.layers.1.fc1.weight"])
+    assert loaded.dtype == np.float16
+    np.testing.assert_array_equal(loaded, expected.astype(np.float16))
+
+
+def test_accelerate_keeps_as_many_layers_as_fit(tiny):
+    layer = sum(tiny[n].nbytes for n in tiny if n.startswith("model.decoder.layers.0."))
+    others = TINY.num_bytes - 3 * layer
+    for layers in range(4):
+        share = (others + layers * layer) / TINY.num_bytes
+        assert accelerate_disk.resident_plan(tiny, min(1.0, share + 1e-9)) == (
+            layers,
+            others + layers * layer,
+        )
+    assert accelerate_disk.resident_plan(tiny, 0.0) == (0, others)
+    places = accelerate_disk.device_map(3, 1)
+    assert [places[f"model.decoder.layers.{i}"] for i in range(3)] == ["cpu", "disk", "disk"]
