@@ -76,6 +76,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             name="helm_paper",
             summary="HeLM's table IV and figures 11 to 13 from the cost model: computed",
             module="benchmarks.helm_paper",
+            name="weights_storage",
+            summary="a model that memory does not hold, from an SSD, against what people use today",
+            module="benchmarks.weights_storage",
         ),
         Benchmark(
             name="kv_simulate",

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program under a memory limit that holds its page cache too, as a small machine would.
+
+A control group is made for one run: version 2 where the machine has it, else version 1. Without the
+right to make one there is no limit, and whoever measures must say so.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        output: the end of what it printed.
+        peak_bytes: of memory, its page cache included; None where there was no group.
+        was_killed: for want of memory.
+    """
+
+    returncode: int
+    output: str
+    peak_bytes: int | None
+    was_killed: bool
+
+
+def can_limit() -> bool:
+    """Whether a control group can be made here."""
+    try:
+        with _group(None) as group:
+            return group is not None
+    except OSError:
+        return False
+
+
+def run_limited(
+    command: Sequence[str],
+    limit_bytes: int | None,
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Outcome:
+    """Run a command to its end.
+
+    Args:
+        limit_bytes: None for no limit.
+
+    Raises:
+        subprocess.TimeoutExpired: it took too long; it is dead then.
+    """
+    with _group(limit_bytes) as group, tempfile.TemporaryFile("w+") as log:
+        procs = None if group is None else group / "cgroup.procs"
+
+        def join() -> None:
+            if procs is not None:
+                procs.write_text(str(os.getpid()))
+
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=dict(env) if env is not None else None,
+            cwd=cwd,
+            preexec_fn=join,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+            raise
+        log.seek(0)
+        return Outcome(
+            returncode=process.returncode,
+            output=log.read()[-20_000:],
+            peak_bytes=None if group is None else _peak(group),
+            was_killed=group is not None and _oom_kills(group) > 0,
+        )
+
+
+@contextmanager
+def _group(limit_bytes: int | None) -> Iterator[Path | None]:
+    """A new group with the limit; None if none can be made and no limit is asked for."""
+    is_v2 = "memory" in _read(_ROOT / "cgroup.controllers").split()
+    group = (_ROOT if is_v2 else _ROOT / "memory") / f"vllm-tiered-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError:
+        if limit_bytes is not None:
+            raise
+        yield None
+        return
+    try:
+        if limit_bytes is not None:
+            limit = "memory.max" if is_v2 else "memory.limit_in_bytes"
+            (group / limit).write_text(str(limit_bytes))
+            if is_v2:
+                with suppress(OSError):
+                    (group / "memory.swap.max").write_text("0")
+        yield group
+    finally:
+        if not is_v2:
+            with suppress(OSError):
+                (group / "memory.force_empty").write_text("0")
+        with suppress(OSError):
+            group.rmdir()
+
+
+def _peak(group: Path) -> int | None:
+    for name in ("memory.peak", "memory.max_usage_in_bytes"):
+        text = _read(group / name).strip()
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _oom_kills(group: Path) -> int:
+    for name in ("memory.events", "memory.oom_control"):
+        for line in _read(group / name).splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def drop_cached(paths: Sequence[Path]) -> None:
+    """Drop these files' pages from the page cache: pages that are there escape a later limit."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+    for file in files:
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""weights_storage: who gets which limit, what is skipped and said, and how figures follow."""
+
+import json
+
+import pytest
+
+from benchmarks import weights_storage
+from benchmarks.disk import sequential_read_gb_per_s
+from benchmarks.peers import PEERS
+from benchmarks.runner import MeasurementError
+from benchmarks.weights_storage import OURS, Settings
+
+SETTINGS = Settings(
+    shape="opt-1.3b", new_tokens=4, rounds=2, peers=("llama_cpp", "flexgen", "airllm_disk")
+)
+RESIDENT = 900_000_000
+WEIGHTS = 4_000_000
+STORED = 1_000_000_000
+SECONDS = {OURS: 0.5, "llama_cpp": 1.0, "flexgen": 2.0}
+
+
+class Runs:
+    """Stands for the processes; remembers who ran under which limit."""
+
+    def __init__(self, largest_share=1.0):
+        self.seen: list[tuple[str, int | None, list[str]]] = []
+        self.largest_share = largest_share
+
+    def __call__(self, name, command, limit_bytes, settings):
+        self.seen.append((name, limit_bytes, list(command)))
+        if name == "flexgen":
+            share = float(command[command.index("--resident-share") + 1])
+            if share > self.largest_share:
+                raise MeasurementError("flexgen was killed for want of memory")
+        first = name == OURS and sum(seen[0] == OURS for seen in self.seen) == 1
+        return {
+            "load_seconds": 30.0 if first else 10.0,
+            "weights_load_seconds": 20.0 if first else 2.0,
+            "prefill_seconds": 1.0,
+            "seconds_per_token": [SECONDS.get(name, 1.0)] * 3 + [9.0],
+            "stall_seconds_per_token": [0.3] * 4,
+            "resident_bytes": RESIDENT,
+            "manifest": {"storage_bytes": STORED},
+            "peak_bytes": 1_900_000_000,
+        }
+
+
+@pytest.fixture
+def world(monkeypatch, tmp_path):
+    """A model folder, peers of which one is not installed, and runs that are not run."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "a.safetensors").write_bytes(bytes(WEIGHTS))
+    lacking = dict.fromkeys(PEERS) | {"airllm_disk": "package airllm: pip install airllm"}
+    runs = Runs()
+    monkeypatch.setattr(weights_storage, "opt_dir", lambda shape, folder: model)
+    monkeypatch.setattr(weights_storage.peers, "available", lambda python: lacking)
+    monkeypatch.setattr(weights_storage, "_measure", runs)
+    monkeypatch.setattr(weights_storage, "_prepare", lambda *args: None)
+    monkeypatch.setattr(weights_storage, "can_limit", lambda: True)
+    monkeypatch.setattr(weights_storage, "sequential_read_gb_per_s", lambda paths: 2.5)
+    return runs
+
+
+def measured(tmp_path, steps=None):
+    from dataclasses import replace
+
+    settings = replace(SETTINGS, folder=str(tmp_path))
+    notes = [] if steps is None else steps
+    return settings, weights_storage.run(settings, notes.append)
+
+
+def test_figures_follow_from_the_runs(world, tmp_path):
+    steps: list[str] = []
+    settings, result = measured(tmp_path, steps)
+    assert len(steps) == weights_storage.num_steps(settings)
+    assert set(weights_storage.RESULT_KEYS) <= result.keys()
+    assert result["best_peer"] == "llama_cpp"
+    assert result["tokens_per_s_ratio"] == pytest.approx(2.0)
+    assert result["disk_share"] == pytest.approx(STORED / 0.5 / 2.5e9)
+    assert result["second_start_ratio"] == pytest.approx(10.0)
+    assert result["engine_start_ratio"] == pytest.approx(3.0)
+    assert result["by_contender"][OURS]["tokens_per_s"] == pytest.approx(2.0)
+    json.dumps(result)
+    assert "airllm" in weights_storage.table(result)
+
+
+def test_all_have_the_same_limit_but_for_what_measures_it(world, tmp_path):
+    _, result = measured(tmp_path)
+    limit = WEIGHTS // 2 + RESIDENT
+    assert result["limit_bytes"] == limit
+    limits = {(name, given) for name, given, _ in world.seen}
+    assert limits == {
+        ("vLLM alone", None),
+        (OURS, limit),
+        ("llama_cpp", limit),
+        ("flexgen", limit),
+    }
+
+
+def test_what_is_not_installed_is_skipped_and_named(world, tmp_path):
+    steps: list[str] = []
+    _, result = measured(tmp_path, steps)
+    assert result["skipped_peers"] == {"airllm_disk": "package airllm: pip install airllm"}
+    assert any("airllm_disk is skipped: package airllm" in step for step in steps)
+
+
+def test_a_peer_keeps_as_much_in_memory_as_the_limit_allows(world, tmp_path):
+    world.largest_share = 0.43
+    measured(tmp_path)
+    shares = [
+        float(command[command.index("--resident-share") + 1])
+        for name, _, command in world.seen
+        if name == "flexgen"
+    ]
+    assert shares == pytest.approx([0.5, 0.46, 0.42, 0.42, 0.42])
+
+
+def test_the_order_changes_from_round_to_round(world, tmp_path):
+    measured(tmp_path)
+    rounds = [name for name, *_ in world.seen][-6:]
+    assert sorted(rounds[:3]) == sorted(rounds[3:]) and rounds[:3] != rounds[3:]
+
+
+def test_without_peers_there_is_no_ratio_but_a_result(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        weights_storage.peers, "available", lambda python: dict.fromkeys(PEERS, "not there")
+    )
+    _, result = measured(tmp_path)
+    assert result["tokens_per_s_ratio"] is None and result["best_peer"] is None
+    assert result["disk_share"] > 0
+
+
+def test_the_disk_is_read_past_the_cache(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(24 << 20))
+    assert sequential_read_gb_per_s([path]) > 0
