@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
+
+from vllm_tiered.cost.curves import Curves
 
 _MACHINES = Path(__file__).parent / "machines"
 _KINDS = {"measured", "published", "calibrated", "assumed"}
+
+Figures: TypeAlias = Mapping[str, Mapping[str, object]]
+"""Each figure of a machine with its value, its kind and its source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +32,7 @@ class Machine:
         step_overhead_ms: of a step apart from the layers: scheduling, sampling, launches.
         request_overhead_us: of a step, for each request in it.
         far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies.
+        curves: what a probe measured beside these; None of a machine that was not probed.
     """
 
     read_gb_per_s: float
@@ -35,6 +43,7 @@ class Machine:
     step_overhead_ms: float
     request_overhead_us: float
     far_layer_overhead_us: float
+    curves: Curves | None = None
 
 
 def machine_names() -> list[str]:
@@ -42,7 +51,7 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in _MACHINES.glob("*.toml"))
 
 
-def provenance(name: str) -> dict[str, dict[str, object]]:
+def provenance(name: str) -> Figures:
     """Each figure of a machine with its value, its kind and its source.
 
     Raises:
@@ -63,7 +72,7 @@ def machine(name: str) -> Machine:
     if not path.is_file():
         raise KeyError(f"no machine {name!r}; there are {', '.join(machine_names())}")
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    expected = {field.name for field in fields(Machine)}
+    expected = {field.name for field in fields(Machine)} - {"curves"}
     if table.keys() != expected:
         odd = sorted(table.keys() ^ expected)
         raise ValueError(f"{path.name}: figures missing or unknown: {', '.join(odd)}")

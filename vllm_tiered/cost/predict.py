@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a step takes on a machine: compute of each sublayer, and what arrives meanwhile.
 
-A sublayer computes for the longer of its memory traffic and its arithmetic (roofline), and as much
-longer as copies take of the near tier's bandwidth. What a step costs beside the layers comes from
-the machine, and from the head, which reads its weights like a layer.
+Of a machine that was probed a sublayer takes what its products were measured to take; else the
+longer of its memory traffic and its arithmetic (roofline). Attention reads the KV cache beside
+that. While copies run both are slower, as measured, or as they share the near tier's bandwidth.
+What a step costs beside the layers comes from the machine, and from the head, which reads its
+weights like a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_tiered.cost.curves import Curves
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
-from vllm_tiered.cost.pipeline import Link, StepTime, StepTimes, step_time, transfer_seconds
-from vllm_tiered.cost.weights import Kind, Placement, Sublayer
+from vllm_tiered.cost.pipeline import (
+    Link,
+    Slowdown,
+    StepTime,
+    StepTimes,
+    step_time,
+    transfer_seconds,
+)
+from vllm_tiered.cost.weights import Kind, Parameter, Placement, Role, Sublayer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,18 +48,43 @@ class Batch:
 
 def far_link(machine: Machine) -> Link:
     """Far to near, as transfers of weights see it."""
-    return Link(bytes_per_s=machine.read_gb_per_s * 1e9)
+    latency_s = machine.curves.link_latency_s if machine.curves else 0.0
+    return Link(bytes_per_s=machine.read_gb_per_s * 1e9, latency_s=latency_s)
 
 
-def compute_times(shape: ModelShape, machine: Machine, batch: Batch) -> StepTimes:
-    """Of each sublayer, with all weights near and no copies beside it."""
+def slowdown(machine: Machine) -> Slowdown:
+    """What compute and transfers do to each other: as measured, else by their bytes.
+
+    Where copies take ``near_bytes_per_copied_byte`` of the bus that compute reads from, they share
+    it in proportion to what each would take alone.
+    """
+    if machine.curves:
+        return Slowdown(machine.curves.compute_slowdown, machine.curves.link_slowdown)
+    asked = machine.near_bytes_per_copied_byte * machine.read_gb_per_s
+    shared = 1 + asked / machine.near_gb_per_s
+    return Slowdown(shared, shared)
+
+
+def compute_times(
+    shape: ModelShape, machine: Machine, batch: Batch, placement: Placement | None = None
+) -> StepTimes:
+    """Of each sublayer, with no copies beside it.
+
+    Args:
+        placement: far weights may take longer to multiply with; None for all near.
+    """
     requests = batch.requests
     rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
     # Of what is beside the layers, a step reads the head; of the embedding a few rows.
-    rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
+    if machine.curves:
+        rest += machine.curves.near.seconds(shape.head_bytes, requests)
+    else:
+        rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
+    far = placement.far if placement else ((),) * len(shape.sublayers)
     return StepTimes(
         compute=tuple(
-            _sublayer_seconds(sublayer, shape, machine, batch) for sublayer in shape.sublayers
+            _sublayer_seconds(sublayer, parameters, shape, machine, batch)
+            for sublayer, parameters in zip(shape.sublayers, far, strict=True)
         ),
         rest=rest,
     )
@@ -58,27 +94,40 @@ def predict_step(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> StepTime:
     """A step with the placement's far weights arriving one sublayer ahead."""
-    times = compute_times(shape, machine, batch)
-    copied = machine.near_bytes_per_copied_byte / (machine.near_gb_per_s * 1e9)
-    slowed = StepTimes(
-        compute=tuple(
-            seconds + copied * sum(parameter.num_bytes for parameter in far)
-            for seconds, far in zip(times.compute, placement.far, strict=True)
-        ),
-        rest=times.rest,
-    )
-    return step_time(transfer_seconds(placement, far_link(machine)), slowed)
+    times = compute_times(shape, machine, batch, placement)
+    return step_time(transfer_seconds(placement, far_link(machine)), times, slowdown(machine))
 
 
 def _sublayer_seconds(
-    sublayer: Sublayer, shape: ModelShape, machine: Machine, batch: Batch
+    sublayer: Sublayer,
+    far: Sequence[Parameter],
+    shape: ModelShape,
+    machine: Machine,
+    batch: Batch,
 ) -> float:
     near = machine.near_gb_per_s * 1e9
-    memory = sublayer.num_bytes / near
-    operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
-    arithmetic = operations / (machine.tflops * 1e12)
-    seconds = max(memory, arithmetic)
+    if machine.curves:
+        seconds = _measured_seconds(sublayer, far, machine.curves, batch.tokens)
+    else:
+        memory = sublayer.num_bytes / near
+        operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
+        seconds = max(memory, operations / (machine.tflops * 1e12))
     if sublayer.kind is Kind.ATTENTION:
         kv_bytes = shape.kv_bytes_per_token / shape.num_layers
         seconds += batch.requests * batch.context_tokens * kv_bytes / near
     return seconds
+
+
+def _measured_seconds(
+    sublayer: Sublayer, far: Sequence[Parameter], curves: Curves, tokens: int
+) -> float:
+    """Each product as it was measured, and half of what a layer costs beside its products."""
+    names = {parameter.name for parameter in far}
+    products = (
+        (curves.far if parameter.name in names else curves.near).seconds(
+            parameter.num_bytes, tokens
+        )
+        for parameter in sublayer.parameters
+        if parameter.role in (Role.MATRIX, Role.FFN_FIRST)
+    )
+    return sum(products) + curves.layer_overhead_us * 1e-6 / 2
