@@ -18,6 +18,8 @@ class EngineSpec:
     With `resets_prefix_cache` false, prefixes live on from round to round. `checks_integrity` has
     the plugin's structures checked at every step (slower: not for timing). `copies_gb_per_s` has
     a thread copy host memory for nobody during each round, at most at this rate (0: none).
+    `random_weights` has vLLM make weights up for a folder with no more than a config.json.
+    `threads` compute (0: as many as there are cores).
     """
 
     label: str
@@ -32,6 +34,8 @@ class EngineSpec:
     resets_prefix_cache: bool = True
     checks_integrity: bool = False
     copies_gb_per_s: float = 0.0
+    random_weights: bool = False
+    threads: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""

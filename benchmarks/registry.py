@@ -68,6 +68,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.copy_cost",
         ),
         Benchmark(
+            name="planner_accuracy",
+            summary="predicted against measured time per token, from a probe of the same run",
+            module="benchmarks.planner_accuracy",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",

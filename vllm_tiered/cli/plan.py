@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_tiered.cost.fit import Fit, Load, NoFit, fits
-from vllm_tiered.cost.machine import machine, machine_names, provenance
+from vllm_tiered.cost.machine import Figures, machine_names
 from vllm_tiered.cost.model import DTYPE_BYTES, ModelShape, model_shape
+from vllm_tiered.cost.probed import known_machine
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.units import format_bytes, gib_to_bytes
 
@@ -38,8 +39,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--machine",
         required=True,
-        choices=machine_names(),
-        help="whose links and compute to take",
+        type=_machine,
+        help="whose links and compute to take: a file that `vllm-tiered probe --out` wrote, or "
+        f"one of {', '.join(machine_names())}",
     )
     parser.add_argument("--prompt-tokens", type=_count, default=512, help="of a request (512)")
     parser.add_argument("--output-tokens", type=_count, default=128, help="of a request (128)")
@@ -48,6 +50,15 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
+
+
+def _machine(text: str) -> str:
+    if text not in machine_names() and not Path(text).exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a file that `vllm-tiered probe --out` wrote, or one of "
+            f"{', '.join(machine_names())}"
+        )
+    return text
 
 
 def _count(text: str) -> int:
@@ -76,19 +87,20 @@ def run(args: argparse.Namespace) -> int:
         output_tokens=args.output_tokens,
         max_requests=args.max_num_seqs,
     )
+    hardware, figures = known_machine(args.machine)
     results = list(
         fits(
             shape,
-            machine(args.machine),
+            hardware,
             load,
             gib_to_bytes(args.near_gib),
             gib_to_bytes(args.far_gib),
         )
     )
     if args.json:
-        print(json.dumps(_to_json(args, shape, results), indent=2))
+        print(json.dumps(_to_json(args, figures, shape, results), indent=2))
     else:
-        _print(args, shape, load, results)
+        _print(args, figures, shape, load, results)
     return 0 if any(isinstance(result, Fit) for result in results) else DOES_NOT_FIT
 
 
@@ -107,7 +119,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _to_json(
-    args: argparse.Namespace, shape: ModelShape, results: list[Fit | NoFit]
+    args: argparse.Namespace, figures: Figures, shape: ModelShape, results: list[Fit | NoFit]
 ) -> dict[str, Any]:
     return {
         "fits": any(isinstance(result, Fit) for result in results),
@@ -118,13 +130,17 @@ def _to_json(
             "other_bytes": shape.other_bytes,
             "kv_bytes_per_token": shape.kv_bytes_per_token,
         },
-        "machine": {"name": args.machine, "figures": provenance(args.machine)},
+        "machine": {"name": args.machine, "figures": figures},
         "placements": [asdict(result) for result in results],
     }
 
 
 def _print(
-    args: argparse.Namespace, shape: ModelShape, load: Load, results: list[Fit | NoFit]
+    args: argparse.Namespace,
+    figures: Figures,
+    shape: ModelShape,
+    load: Load,
+    results: list[Fit | NoFit],
 ) -> None:
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     if shape.family == "unknown":
@@ -147,7 +163,7 @@ def _print(
     for result in results:
         if isinstance(result, NoFit):
             console.print(f"{result.placement} does not fit: {result.reason}")
-    kinds = Counter(figure["kind"] for figure in provenance(args.machine).values())
+    kinds = Counter(figure["kind"] for figure in figures.values())
     stated = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     console.print(f"Predicted for {args.machine}, of whose figures are {stated} (--json has each).")
 

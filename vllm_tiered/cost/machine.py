@@ -79,4 +79,5 @@ def machine(name: str) -> Machine:
     for key, figure in table.items():
         if figure.get("kind") not in _KINDS or not figure.get("source"):
             raise ValueError(f"{path.name}: {key} needs a source and a kind of {sorted(_KINDS)}")
-    return Machine(**{key: float(figure["value"]) for key, figure in table.items()})
+    values = {key: float(figure["value"]) for key, figure in table.items()}
+    return Machine(**values, curves=None)

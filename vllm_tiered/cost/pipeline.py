@@ -66,9 +66,7 @@ ALONE = Slowdown()
 """A link that takes nothing from compute."""
 
 
-def step_time(
-    transfers: Sequence[float], times: StepTimes, slowdown: Slowdown = ALONE
-) -> StepTime:
+def step_time(transfers: Sequence[float], times: StepTimes, slowdown: Slowdown = ALONE) -> StepTime:
     """A step in the steady state: its first far sublayer was queued by the step before.
 
     Args:

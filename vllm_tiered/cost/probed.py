@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_tiered.cost.curves import Curves, ProductCurve
-from vllm_tiered.cost.machine import Figures, Machine
+from vllm_tiered.cost.machine import Figures, Machine, machine, machine_names, provenance
 from vllm_tiered.errors import ConfigError
 
 FORMAT = "vllm-tiered probe"
@@ -28,6 +29,17 @@ LAYER_CALLS = 200
 """Of a step, for each request and for each layer: in times of the smallest operation."""
 
 _AGAIN = "measure again with vllm-tiered probe"
+
+
+def known_machine(name_or_path: str) -> tuple[Machine, Figures]:
+    """A machine by its name, or from a probe's file, with where each of its figures is from.
+
+    Raises:
+        ConfigError: as :func:`read_probe`.
+    """
+    if name_or_path in machine_names():
+        return machine(name_or_path), provenance(name_or_path)
+    return read_probe(Path(name_or_path))
 
 
 def read_probe(path: Path) -> tuple[Machine, Figures]:
@@ -109,6 +121,26 @@ def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         ),
     )
     return machine, figures.found
+
+
+def median_of(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One probe with the medians of several of the same scope.
+
+    A machine that others disturb at times, or that gets slower for a while, is measured better so.
+    """
+
+    def median(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            return {key: median([value[key] for value in values]) for key in first}
+        if isinstance(first, list):
+            return [median(list(entries)) for entries in zip(*values, strict=True)]
+        if isinstance(first, float):
+            return statistics.median(values)
+        return first
+
+    merged: dict[str, Any] = median(list(probes))
+    return merged
 
 
 class _Figures:

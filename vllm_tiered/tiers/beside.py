@@ -56,9 +56,7 @@ def beside(
     """
     pages = shape[0] * shape[1] * dtype.itemsize // PAGE_BYTES
     far = device.far_buffer(4 * pages, PAGE_BYTES)
-    near = PageBuffer(
-        torch.empty((2 * pages, PAGE_BYTES), dtype=torch.uint8, device=near_device)
-    )
+    near = PageBuffer(torch.empty((2 * pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
     for buffer in (far, near):
         # Ones in every byte are tiny numbers of any floating type, but no denormal ones.
         buffer.data.fill_(1)

@@ -43,4 +43,4 @@ def far_product(weight: torch.Tensor) -> Product:
 def _packs(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
         return False
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())

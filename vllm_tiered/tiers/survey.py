@@ -197,7 +197,11 @@ def _storage(folder: Path, scope: Scope) -> dict[str, Any]:
 def _call_seconds(near_device: torch.device) -> float:
     """Of the smallest operation: what a call costs before anything is computed."""
     x = torch.ones((1, 64), device=near_device)
-    return median_seconds(lambda _: torch.add(x, x))
+
+    def call(turn: int) -> None:
+        torch.add(x, x)
+
+    return median_seconds(call)
 
 
 def _sublayers(
