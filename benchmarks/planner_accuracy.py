@@ -67,6 +67,7 @@ class Settings:
     max_repeats: int  # of disturbed rounds
     threads: int = 1
     near_share: float = 0.6
+    dtype: str = "bfloat16"
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -122,7 +123,9 @@ def summarise(
     for (model, placement, batch, context), rounds in measured.items():
         steps = [gap for one in rounds for gap in _decode_steps(one, batch)]
         measured_s = statistics.median(steps)
-        predicted = predict(model, placement, batch, context, machine, settings.near_share)
+        predicted = predict(
+            model, placement, batch, context, machine, settings.near_share, settings.dtype
+        )
         rows.append(
             {
                 "model": model,
@@ -153,10 +156,16 @@ def summarise(
 
 
 def predict(
-    model: str, placement: str, batch: int, context: int, machine: Machine, near_share: float
+    model: str,
+    placement: str,
+    batch: int,
+    context: int,
+    machine: Machine,
+    near_share: float,
+    dtype: str = "bfloat16",
 ) -> float:
     """Return the seconds of a decode step, as `vllm-tiered plan` has them."""
-    shape = planned_shape(model)
+    shape = planned_shape(model, dtype)
     placed = _placement(shape, placement, machine, _near_gib(shape, near_share))
     load = Batch(requests=batch, new_tokens=1, context_tokens=context + _OUTPUT_TOKENS // 2)
     return predict_step(shape, machine, placed, load).seconds
@@ -172,9 +181,9 @@ def _placement(shape: ModelShape, name: str, machine: Machine, near_gib: float) 
     return place(name, shape.sublayers)
 
 
-def planned_shape(model: str) -> ModelShape:
+def planned_shape(model: str, dtype: str = "bfloat16") -> ModelShape:
     """Return the planner's view of a model of `shapes.PLANNED_SHAPES`."""
-    return model_shape(PLANNED_SHAPES[model], dtype="bfloat16")
+    return model_shape(PLANNED_SHAPES[model], dtype=dtype)
 
 
 def _near_gib(shape: ModelShape, near_share: float) -> float:
@@ -182,7 +191,7 @@ def _near_gib(shape: ModelShape, near_share: float) -> float:
 
 
 def _spec(model: str, placement: str, settings: Settings) -> EngineSpec:
-    shape = planned_shape(model)
+    shape = planned_shape(model, settings.dtype)
     weights: dict[str, Any] = {"placement": placement}
     if placement == "latency":
         weights["near_gib"] = _near_gib(shape, settings.near_share)
@@ -191,11 +200,11 @@ def _spec(model: str, placement: str, settings: Settings) -> EngineSpec:
     return EngineSpec(
         label=f"{model}, {placement}",
         model_dir=str(planned_model_dir(model)),
-        dtype="bfloat16",
+        dtype=settings.dtype,
         block_size=_BLOCK_TOKENS,
         kv_cache_memory_bytes=blocks
         * _BLOCK_TOKENS
-        * kv_bytes_per_token(PLANNED_SHAPES[model], "bfloat16"),
+        * kv_bytes_per_token(PLANNED_SHAPES[model], settings.dtype),
         max_num_seqs=max(settings.batches),
         max_model_len=_BLOCK_TOKENS * math.ceil(longest / _BLOCK_TOKENS),
         enable_prefix_caching=False,
