@@ -47,4 +47,5 @@ def sample_probe() -> dict[str, Any]:
         "storage": None,
         "sublayers": [],
         "seconds": 1.0,
+        "foreign_cpu_share": 0.0,
     }

@@ -93,6 +93,17 @@ def test_far_weights_are_predicted_to_cost():
     assert off < helm < all_far
 
 
+def test_a_disturbed_probe_is_taken_again_and_the_quietest_counts(monkeypatch):
+    shares = iter([0.4, 0.2, 0.3, 0.01])
+    monkeypatch.setattr(
+        planner_accuracy,
+        "_probe",
+        lambda threads: {**sample_probe(), "foreign_cpu_share": next(shares)},
+    )
+    assert planner_accuracy._quiet_probe(1, 2)["foreign_cpu_share"] == 0.2
+    assert planner_accuracy._quiet_probe(1, 2)["foreign_cpu_share"] == 0.01
+
+
 def test_steps_that_are_missing_are_no_result():
     with pytest.raises(MeasurementError, match="2 gaps of 1 requests"):
         planner_accuracy._decode_steps(make_round(), 1)

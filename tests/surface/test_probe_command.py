@@ -58,6 +58,16 @@ def test_what_is_printed_as_json_is_what_is_written_and_plan_takes_it(model, tmp
     assert figures["step_overhead_ms"]["kind"] == "assumed"
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_what_others_took_is_said(monkeypatch, capsys, share):
+    from vllm_tiered.tiers import survey
+
+    monkeypatch.setattr(survey, "_foreign_share", lambda *_: share)
+    assert main(["probe"]) == 0
+    is_said = "Other processes took 30% of the CPU" in capsys.readouterr().out
+    assert is_said == (share == 0.3)
+
+
 def test_the_picture_is_one(tmp_path):
     file = tmp_path / "probe.png"
     assert main(["probe", "--plot", str(file), "--path", str(tmp_path)]) == 0

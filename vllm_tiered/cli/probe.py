@@ -21,6 +21,9 @@ from vllm_tiered.units import format_bytes
 if TYPE_CHECKING:
     from vllm_tiered.tiers.survey import Matrices, Scope
 
+DISTURBED_SHARE = 0.05
+"""Of the CPU, taken by others: above it figures are not the machine's own."""
+
 
 def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `probe` to the subcommands of `vllm-tiered`."""
@@ -124,6 +127,11 @@ def _print(probe: Mapping[str, Any]) -> None:
         f"{machine['name']}, {machine['threads']} of {machine['cores']} cores compute; "
         f"{probe['seconds']:.0f} s"
     )
+    if probe["foreign_cpu_share"] > DISTURBED_SHARE:
+        console.print(
+            f"Other processes took {probe['foreign_cpu_share']:.0%} of the CPU meanwhile: measure "
+            "again when they do not."
+        )
     reads, writes = probe["links"]["read"], probe["links"]["write"]
     _table(
         console,

@@ -113,20 +113,21 @@ def _link_rate(
 ) -> _Rates:
     """Steps, and copies that run behind them without a pause, until ``seconds`` are over."""
     under_way = deque(device.submit(copy) for copy in copies)
-    under_way[0].wait()
-    start = time.perf_counter()
+    under_way.popleft().wait()
+    start = last = time.perf_counter()
     num_steps = num_copies = 0
-    while (elapsed := time.perf_counter() - start) < seconds or num_copies < 2:
+    while (now := time.perf_counter()) < start + seconds or num_copies < 2:
         step(num_steps)
         num_steps += 1
         while under_way[0].done():
             under_way.popleft()
             under_way.append(device.submit(copies[num_copies % len(copies)]))
             num_copies += 1
+            last = time.perf_counter()
     for event in under_way:
         event.wait()
-    # The first was done before the clock started.
-    return _Rates(num_steps / elapsed, (num_copies - 1) / elapsed)
+    # From the end of a copy to the end of the last that was seen.
+    return _Rates(num_steps / (now - start), num_copies / (last - start))
 
 
 def _pages(first: int, count: int) -> Pages:

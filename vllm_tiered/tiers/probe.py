@@ -66,18 +66,19 @@ def link_curve(
     near = PageBuffer(torch.empty((num_pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
     for buffer in (far, near):
         buffer.data.fill_(1)  # the system gives memory when it is first written
-    source, target = (far, near) if direction is Direction.READ else (near, far)
     samples = []
     for size in sizes:
         count = size // PAGE_BYTES
-        # Two places in turn, so that the source is not always in a cache.
+        # One place after the other, so that the far side is in no cache; the near side is, or is
+        # not, as two slots that take turns.
+        places = range(0, num_pages - count + 1, count)
         copies = [
-            device.prepare(direction, source, _pages(first, count), target, _pages(first, count))
-            for first in (0, num_pages - count)
+            _copy(device, direction, far, near, first, turn % 2 * count, count)
+            for turn, first in enumerate(places)
         ]
 
         def transfer(turn: int, copies: Sequence[Copy] = copies) -> None:
-            device.wait(device.submit(copies[turn % 2]))
+            device.wait(device.submit(copies[turn % len(copies)]))
 
         samples.append(Sample(size, median_seconds(transfer, seconds)))
     return samples
@@ -157,6 +158,22 @@ def median_seconds(run: Callable[[int], None], seconds: float = SECONDS) -> floa
         if now - begin > 5 * seconds:
             break  # somebody else has the machine, or a call is slow
     return statistics.median(samples)
+
+
+def _copy(
+    device: Device,
+    direction: Direction,
+    far: PageBuffer,
+    near: PageBuffer,
+    far_page: int,
+    near_page: int,
+    count: int,
+) -> Copy:
+    ends = (far, _pages(far_page, count)), (near, _pages(near_page, count))
+    (source, source_pages), (target, target_pages) = (
+        ends if direction is Direction.READ else ends[::-1]
+    )
+    return device.prepare(direction, source, source_pages, target, target_pages)
 
 
 def _pages(first: int, count: int) -> Pages:

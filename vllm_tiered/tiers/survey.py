@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from vllm_tiered.tiers.base import Device, Direction
@@ -106,7 +107,7 @@ def survey(
     Raises:
         ConfigError, BudgetError: as :func:`storage_curves` and :meth:`Device.far_buffer`.
     """
-    start = time.perf_counter()
+    start, cpu_before = time.perf_counter(), _cpu_seconds()
     storage = None
     if folder is not None:  # first: what is wrong with it is said at once
         step(f"reads from {folder}")
@@ -139,6 +140,8 @@ def survey(
     )
     if sublayers:
         step("the model's sublayers")
+    at_model = _sublayers(sublayers, scope, near_device)
+    seconds = time.perf_counter() - start
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -150,8 +153,9 @@ def survey(
         "beside": both._asdict(),
         "call_seconds": _call_seconds(near_device),
         "storage": storage,
-        "sublayers": _sublayers(sublayers, scope, near_device),
-        "seconds": time.perf_counter() - start,
+        "sublayers": at_model,
+        "seconds": seconds,
+        "foreign_cpu_share": _foreign_share(cpu_before, _cpu_seconds(), seconds),
     }
 
 
@@ -192,6 +196,20 @@ def _storage(folder: Path, scope: Scope) -> dict[str, Any]:
     )
     reads = [{**read._asdict(), "pattern": read.pattern.value} for read in curves.reads]
     return {**curves._asdict(), "path": str(folder), "reads": reads}
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """CPU seconds used so far by the whole machine, and by this process."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    return machine.user + machine.nice + machine.system, own.user + own.system
+
+
+def _foreign_share(
+    before: tuple[float, float], after: tuple[float, float], seconds: float
+) -> float:
+    """Of all cores' time, what other processes took: what they took is measured too little."""
+    machine, own = after[0] - before[0], after[1] - before[1]
+    return min(1.0, max(0.0, (machine - own) / (seconds * (os.cpu_count() or 1))))
 
 
 def _call_seconds(near_device: torch.device) -> float:
