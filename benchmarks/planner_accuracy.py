@@ -96,7 +96,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     measured: dict[tuple[str, str, int, int], list[RoundResult]] = {}
     for model in settings.models:
         specs = [_spec(model, placement, settings) for placement in settings.placements]
-        warmup = _requests(1, 32)
+        warmup = _requests(1, min(settings.contexts))
         with engines(specs, warmup, step) as group:
             repeats_left = settings.max_repeats
             for round_index in range(settings.rounds):

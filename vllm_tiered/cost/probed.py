@@ -3,7 +3,7 @@
 
 A probe sees memory, links and products. What an engine does between them (scheduling, sampling,
 norms, the calls of a layer) it cannot see; that is calls of small operations and Python, whose cost
-it does see: so many of the smallest operation's. How many was fitted to vLLM 0.32 once
+it does see: so many of the smallest operation's. How many is an estimate
 (docs/decisions/0003-weights.md), and such a figure says "assumed".
 """
 
@@ -155,7 +155,7 @@ class _Figures:
         return self._note(name, value, "measured", f"{how}; {self._where}")
 
     def assumed(self, name: str, calls: int, unit: float = 1.0) -> float:
-        rule = f"{calls} times the {self._call_us:.2f} us of the smallest operation, as vLLM 0.32"
+        rule = f"{calls} times the {self._call_us:.2f} us of the smallest operation, an estimate"
         return self._note(name, calls * self._call_us * unit, "assumed", rule)
 
     def _note(self, name: str, value: float, kind: str, source: str) -> float:
