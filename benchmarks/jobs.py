@@ -21,7 +21,7 @@ class EngineSpec:
     `random_weights` needs no more than a config.json in the folder; `cpus` are those of the compute
     threads, as vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves it to vLLM). `weights_per_s` and
     `link_bytes_per_s` hold products and far weights to a speed (0: none): see `benchmarks.slowed`;
-    with `is_timed` the sublayers are timed.
+    with `is_timed` the sublayers are timed. `threads` compute (0: as many as there are cores).
     """
 
     label: str
@@ -41,6 +41,7 @@ class EngineSpec:
     is_timed: bool = False
     weights_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    threads: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""

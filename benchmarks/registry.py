@@ -76,9 +76,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             name="helm_paper",
             summary="HeLM's table IV and figures 11 to 13 from the cost model: computed",
             module="benchmarks.helm_paper",
+        ),
+        Benchmark(
             name="weights_storage",
             summary="a model that memory does not hold, from an SSD, against what people use today",
             module="benchmarks.weights_storage",
+        ),
+        Benchmark(
+            name="planner_accuracy",
+            summary="predicted against measured time per token, from a probe of the same run",
+            module="benchmarks.planner_accuracy",
         ),
         Benchmark(
             name="kv_simulate",

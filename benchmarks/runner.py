@@ -57,7 +57,9 @@ class EngineProcess:
         self.log_path = log_path
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
-        environment = engine_environment(os.environ, tiered=spec.tiered is not None)
+        environment = engine_environment(
+            os.environ, tiered=spec.tiered is not None, threads=spec.threads
+        )
         if spec.cpus:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpus
         with log_path.open("wb") as log:
@@ -134,11 +136,14 @@ class EngineProcess:
         return MeasurementError(f"engine process {self.spec.label!r} {what}\nits log ends:\n{tail}")
 
 
-def engine_environment(environ: Mapping[str, str], *, tiered: bool) -> dict[str, str]:
+def engine_environment(
+    environ: Mapping[str, str], *, tiered: bool, threads: int = 0
+) -> dict[str, str]:
     """Return the environment of an engine process.
 
     vLLM alone is started with no plugins at all (`VLLM_PLUGINS=""`), so that it is stock; with the
-    plugin, no file or variable may configure it beside the specification.
+    plugin, no file or variable may configure it beside the specification. With `threads` so many
+    compute; in-process engines take no other variable for it.
     """
     env = {k: v for k, v in environ.items() if k not in ("VLLM_PLUGINS", "VLLM_TIERED_CONFIG")}
     env.update(
@@ -146,6 +151,8 @@ def engine_environment(environ: Mapping[str, str], *, tiered: bool) -> dict[str,
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
     )
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
     if not tiered:
         env["VLLM_PLUGINS"] = ""
     return env

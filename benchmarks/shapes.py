@@ -77,6 +77,58 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "opt": {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": 2048,
+        "word_embed_proj_dim": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 8,
+        "ffn_dim": 8192,
+        "vocab_size": 8192,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "dropout": 0.0,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "torch_dtype": "bfloat16",
+    },
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 8,
+        "intermediate_size": 5632,
+        "vocab_size": 8192,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""OPT-1.3B's and TinyLlama-1.1B's layers, 8 of them, and a vocabulary of 8192: for times, with
+weights that vLLM makes up (`load_format="dummy"`)."""
+
+
+def planned_model_dir(shape: str, *, cache_dir: str | Path | None = None) -> Path:
+    """Return a folder with the config.json of one of `PLANNED_SHAPES`, and nothing else."""
+    text = json.dumps(PLANNED_SHAPES[shape], indent=1, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    target = cache_root(cache_dir) / f"planned-{shape}-{digest}"
+    if not (target / "config.json").is_file():
+        with publish_dir(target) as staging:
+            (staging / "config.json").write_text(text, encoding="utf-8")
+    return target
+
+
 # Gains over 1/sqrt(fan_in). Queries and keys get more, so attention picks tokens rather than
 # averaging them away; at gain 1 the text falls into a short cycle that ignores the context.
 _GAIN_QUERY_KEY = 2.0

@@ -78,12 +78,17 @@ def test_vllm_alone_runs_without_any_plugin_and_nothing_configures_the_plugin_fr
     assert {key for key in alone if alone.get(key) != tiered.get(key)} == {"VLLM_PLUGINS"}
 
 
+def test_threads_are_set_only_where_they_are_given():
+    assert engine_environment({}, tiered=False, threads=1)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in engine_environment({}, tiered=False)
+
+
 def test_a_process_that_cannot_start_its_engine_says_why(monkeypatch, tmp_path):
     # Without vLLM on the path: the import fails at once, in the process, as any start error would.
     monkeypatch.setattr(
         runner,
         "engine_environment",
-        lambda environ, tiered: {**environ, "PYTHONPATH": str(tmp_path)},
+        lambda environ, **_: {**environ, "PYTHONPATH": str(tmp_path)},
     )
     (tmp_path / "vllm.py").write_text("raise ImportError('no engine here')", encoding="utf-8")
     process = EngineProcess(spec("broken"), tmp_path / "log")
@@ -101,7 +106,7 @@ def test_a_process_that_dies_is_noticed_and_its_log_shown(monkeypatch, tmp_path)
     monkeypatch.setattr(
         runner,
         "engine_environment",
-        lambda environ, tiered: {**environ, "PYTHONPATH": str(tmp_path)},
+        lambda environ, **_: {**environ, "PYTHONPATH": str(tmp_path)},
     )
     process = EngineProcess(spec("dying"), tmp_path / "log")
     try:

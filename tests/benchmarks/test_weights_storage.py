@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import weights_storage
+from benchmarks import peers, weights_storage
 from benchmarks.disk import sequential_read_gb_per_s
 from benchmarks.peers import PEERS
 from benchmarks.runner import MeasurementError
@@ -55,7 +55,7 @@ def world(monkeypatch, tmp_path):
     lacking = dict.fromkeys(PEERS) | {"airllm_disk": "package airllm: pip install airllm"}
     runs = Runs()
     monkeypatch.setattr(weights_storage, "opt_dir", lambda shape, folder: model)
-    monkeypatch.setattr(weights_storage.peers, "available", lambda python: lacking)
+    monkeypatch.setattr(peers, "available", lambda python: lacking)
     monkeypatch.setattr(weights_storage, "_measure", runs)
     monkeypatch.setattr(weights_storage, "_prepare", lambda *args: None)
     monkeypatch.setattr(weights_storage, "can_limit", lambda: True)
@@ -124,9 +124,7 @@ def test_the_order_changes_from_round_to_round(world, tmp_path):
 
 
 def test_without_peers_there_is_no_ratio_but_a_result(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        weights_storage.peers, "available", lambda python: dict.fromkeys(PEERS, "not there")
-    )
+    monkeypatch.setattr(peers, "available", lambda python: dict.fromkeys(PEERS, "not there"))
     _, result = measured(tmp_path)
     assert result["tokens_per_s_ratio"] is None and result["best_peer"] is None
     assert result["disk_share"] > 0

@@ -21,8 +21,9 @@ from rich.console import Console
 from vllm_tiered.cli import plan_tables
 from vllm_tiered.cost.energy import CARBON_INTENSITY, grams_co2e
 from vllm_tiered.cost.fit import Fit, NoFit, chosen, fits, with_more_far
-from vllm_tiered.cost.machine import Machine, machine, machine_names, provenance
+from vllm_tiered.cost.machine import Figures, Machine, machine_names
 from vllm_tiered.cost.model import DTYPE_BYTES, ModelShape, bytes_by_class, model_shape
+from vllm_tiered.cost.probed import known_machine
 from vllm_tiered.cost.serving import Load, Served
 from vllm_tiered.cost.split import TARGETS, Target, target_for
 from vllm_tiered.cost.why import Reason, explain
@@ -46,8 +47,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--machine",
         required=True,
-        choices=machine_names(),
-        help="whose links and compute to take",
+        type=_machine,
+        help="whose links and compute to take: a file that `vllm-tiered probe --out` wrote, or "
+        f"one of {', '.join(machine_names())}",
     )
     parser.add_argument("--prompt-tokens", type=_count, default=512, help="of a request (512)")
     parser.add_argument("--output-tokens", type=_count, default=128, help="of a request (128)")
@@ -71,6 +73,15 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
+
+
+def _machine(text: str) -> str:
+    if text not in machine_names() and not Path(text).exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a file that `vllm-tiered probe --out` wrote, or one of "
+            f"{', '.join(machine_names())}"
+        )
+    return text
 
 
 def _count(text: str) -> int:
@@ -103,6 +114,7 @@ class _Plan:
 
     shape: ModelShape
     machine: Machine
+    figures: Figures
     load: Load
     near_bytes: int
     far_bytes: int
@@ -141,11 +153,12 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         output_tokens=args.output_tokens,
         max_requests=args.max_num_seqs,
     )
-    on = machine(args.machine)
+    on, figures = known_machine(args.machine)
     near_bytes, far_bytes = gib_to_bytes(args.near_gib), gib_to_bytes(args.far_gib)
     return _Plan(
         shape=shape,
         machine=on,
+        figures=figures,
         load=load,
         near_bytes=near_bytes,
         far_bytes=far_bytes,
@@ -195,7 +208,7 @@ def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
             "bytes_by_class": bytes_by_class(shape),
             "kv_bytes_per_token": shape.kv_bytes_per_token,
         },
-        "machine": {"name": args.machine, "figures": provenance(args.machine)},
+        "machine": {"name": args.machine, "figures": plan.figures},
         "carbon_intensity": args.carbon_intensity,
         "placements": [_result(result, args.carbon_intensity) for result in plan.results],
     }
@@ -236,7 +249,7 @@ def _print(args: argparse.Namespace, plan: _Plan) -> None:
     if best:
         _print_chosen(console, args, plan, best)
     for line in plan_tables.machine_lines(
-        args.machine, provenance(args.machine), plan.machine.power is not None
+        args.machine, plan.figures, plan.machine.power is not None
     ):
         console.print(line, soft_wrap=True)
     if plan.machine.power is not None:

@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
+from vllm_tiered.cost.curves import Curves
 from vllm_tiered.cost.energy import Power
 
 _MACHINES = Path(__file__).parent / "machines"
 _KINDS = {"measured", "published", "calibrated", "assumed"}
+
+Figures: TypeAlias = Mapping[str, Mapping[str, object]]
+"""Each figure of a machine with its value, its kind and its source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +34,7 @@ class Machine:
         request_overhead_us: of a step, for each request in it.
         far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies.
         power: what it draws; None where that is not known.
+        curves: what a probe measured beside these; None of a machine that was not probed.
     """
 
     read_gb_per_s: float
@@ -39,6 +46,7 @@ class Machine:
     request_overhead_us: float
     far_layer_overhead_us: float
     power: Power | None = None
+    curves: Curves | None = None
 
 
 def machine_names() -> list[str]:
@@ -46,7 +54,7 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in _MACHINES.glob("*.toml"))
 
 
-def provenance(name: str) -> dict[str, dict[str, object]]:
+def provenance(name: str) -> Figures:
     """Each figure of a machine with its value, its kind and its source.
 
     Raises:
@@ -68,7 +76,7 @@ def machine(name: str) -> Machine:
         raise KeyError(f"no machine {name!r}; there are {', '.join(machine_names())}")
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     watts = {field.name for field in fields(Power)}
-    expected = {field.name for field in fields(Machine)} - {"power"}
+    expected = {field.name for field in fields(Machine)} - {"power", "curves"}
     if watts & table.keys():  # all of them or none
         expected |= watts
     if table.keys() != expected:
@@ -79,4 +87,4 @@ def machine(name: str) -> Machine:
             raise ValueError(f"{path.name}: {key} needs a source and a kind of {sorted(_KINDS)}")
     values = {key: float(figure["value"]) for key, figure in table.items()}
     power = Power(**{key: values.pop(key) for key in watts}) if watts & values.keys() else None
-    return Machine(**values, power=power)
+    return Machine(**values, power=power, curves=None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_tiered.cost.weights import Kind, Role, Sublayer, sublayers_of
@@ -91,6 +91,7 @@ class ModelShape:
         head_bytes: of them, what each step reads.
         kv_bytes_per_token: in all layers.
         dtype_bytes: of a weight, and of an element of the KV cache.
+        matrices: (out, in) of each matrix of a layer, by its name, where the config told them.
     """
 
     family: str
@@ -100,6 +101,7 @@ class ModelShape:
     head_bytes: int
     kv_bytes_per_token: int
     dtype_bytes: int
+    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def layer_bytes(self) -> int:
@@ -138,10 +140,8 @@ def model_shape(
     width = DTYPE_BYTES.get(dtype)
     if width is None:
         raise ConfigError(f"no dtype {dtype!r}: there are {', '.join(DTYPE_BYTES)}")
-    layer = {
-        name: count * width
-        for name, count in _layer_elements(family, sizes, tensor_parallel).items()
-    }
+    shapes = _layer_shapes(family, sizes, tensor_parallel)
+    layer = {name: math.prod(shape) * width for name, shape in shapes.items()}
     kv_heads = max(1, sizes.kv_heads // tensor_parallel)
     vocabulary = math.ceil(sizes.vocabulary / tensor_parallel) * sizes.hidden
     heads = 1 if config.get("tie_word_embeddings", known in ("opt", "falcon")) else 2
@@ -156,6 +156,7 @@ def model_shape(
         head_bytes=vocabulary * width,
         kv_bytes_per_token=2 * kv_heads * sizes.head_size * sizes.layers * width,
         dtype_bytes=width,
+        matrices={name: (out[0], out[1]) for name, out in shapes.items() if len(out) == 2},
     )
 
 
@@ -192,8 +193,10 @@ class _Sizes:
         )
 
 
-def _layer_elements(family: Family, sizes: _Sizes, tensor_parallel: int) -> dict[str, int]:
-    """The parameters of a layer, in elements."""
+def _layer_shapes(
+    family: Family, sizes: _Sizes, tensor_parallel: int
+) -> dict[str, tuple[int, ...]]:
+    """The parameters of a layer."""
     for what, size in (("attention heads", sizes.heads), ("FFN neurons", sizes.inner)):
         if size % tensor_parallel:
             raise ConfigError(f"{size} {what} do not divide by {tensor_parallel} ranks")
@@ -203,23 +206,23 @@ def _layer_elements(family: Family, sizes: _Sizes, tensor_parallel: int) -> dict
     qkv, out, first, second = family.names
     rows = (heads + 2 * kv_heads) * sizes.head_size
     first_rows = inner * (2 if family.gated else 1)
-    elements = {f"{qkv}.weight": rows * sizes.hidden}
+    shapes: dict[str, tuple[int, ...]] = {f"{qkv}.weight": (rows, sizes.hidden)}
     if sizes.qkv_bias:
-        elements[f"{qkv}.bias"] = rows
-    elements[f"{out}.weight"] = sizes.hidden * heads * sizes.head_size
+        shapes[f"{qkv}.bias"] = (rows,)
+    shapes[f"{out}.weight"] = (sizes.hidden, heads * sizes.head_size)
     if sizes.bias:
-        elements[f"{out}.bias"] = sizes.hidden
-    elements[f"{first}.weight"] = first_rows * sizes.hidden
+        shapes[f"{out}.bias"] = (sizes.hidden,)
+    shapes[f"{first}.weight"] = (first_rows, sizes.hidden)
     if sizes.bias:
-        elements[f"{first}.bias"] = first_rows
-    elements[f"{second}.weight"] = sizes.hidden * inner
+        shapes[f"{first}.bias"] = (first_rows,)
+    shapes[f"{second}.weight"] = (sizes.hidden, inner)
     if sizes.bias:
-        elements[f"{second}.bias"] = sizes.hidden
+        shapes[f"{second}.bias"] = (sizes.hidden,)
     for norm in sizes.norms:
-        elements[f"{norm}.weight"] = sizes.hidden
+        shapes[f"{norm}.weight"] = (sizes.hidden,)
         if family.norm_bias:
-            elements[f"{norm}.bias"] = sizes.hidden
-    return elements
+            shapes[f"{norm}.bias"] = (sizes.hidden,)
+    return shapes
 
 
 def _norms(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:

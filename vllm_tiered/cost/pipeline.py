@@ -61,30 +61,66 @@ def transfer_seconds(placement: Placement, link: Link, storage: Link | None = No
     ]
 
 
-def step_time(transfers: Sequence[float], times: StepTimes) -> StepTime:
+class Slowdown(NamedTuple):
+    """How much longer compute and the link take while both are busy, at least 1 each."""
+
+    compute: float = 1.0
+    link: float = 1.0
+
+
+ALONE = Slowdown()
+"""A link that takes nothing from compute."""
+
+
+def step_time(transfers: Sequence[float], times: StepTimes, slowdown: Slowdown = ALONE) -> StepTime:
     """A step in the steady state: its first far sublayer was queued by the step before.
 
     Args:
         transfers: of each sublayer, from :func:`transfer_seconds`.
+        slowdown: what the two do to each other.
     """
     far = [position for position, seconds in enumerate(transfers) if seconds]
     compute = sum(times.compute) + times.rest
     link = sum(transfers)
     if len(far) < 3:
         return StepTime(compute, 0.0, 0.0)  # each has a slot for itself, and stays there
+    following = dict(zip(far, [*far[1:], far[0]], strict=True))
+    clock = _Clock(slowdown)
+    begin = stalled_before = 0.0
     # Two steps: the first may begin with the first sublayer there already.
-    after = dict(zip(far, [*far[1:], far[0]], strict=True))
-    now = link_free = 0.0
-    arrives = {far[0]: 0.0}
-    begin = 0.0
     for _ in range(2):
-        begin = now
+        begin, stalled_before = clock.now, clock.stalled
         for position, seconds in enumerate(times.compute):
             if transfers[position]:
-                now = max(now, arrives[position])
-                following = after[position]
-                link_free = max(link_free, now) + transfers[following]
-                arrives[following] = link_free
-            now += seconds
-        now += times.rest
-    return StepTime(now - begin, link, max(0.0, now - begin - compute))
+                clock.drain()
+                clock.on_the_way = transfers[following[position]]
+            clock.compute(seconds)
+        clock.compute(times.rest)
+    return StepTime(clock.now - begin, link, clock.stalled - stalled_before)
+
+
+class _Clock:
+    """Compute, and the one transfer on the way beside it.
+
+    Attributes:
+        now: seconds since the start.
+        on_the_way: what is left of the transfer, in seconds that it would take alone.
+        stalled: for how long compute stood still.
+    """
+
+    def __init__(self, slowdown: Slowdown) -> None:
+        self._slowdown = slowdown
+        self.now = self.on_the_way = self.stalled = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """Both run until one is done, then compute alone."""
+        slower = self._slowdown
+        together = min(seconds * slower.compute, self.on_the_way * slower.link)
+        self.on_the_way -= together / slower.link
+        self.now += together + seconds - together / slower.compute
+
+    def drain(self) -> None:
+        """Compute stands still until the transfer is over."""
+        self.now += self.on_the_way
+        self.stalled += self.on_the_way
+        self.on_the_way = 0.0

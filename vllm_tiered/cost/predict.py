@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a step takes on a machine: compute of each sublayer, and what arrives meanwhile.
 
-A sublayer computes for the longer of its memory traffic and its arithmetic (roofline), and as much
-longer as copies take of the near tier's bandwidth. What a step costs beside the layers comes from
-the machine, and from the head, which reads its weights like a layer.
+Of a machine that was probed a sublayer takes what its products were measured to take; else the
+longer of its memory traffic and its arithmetic (roofline). Attention reads the KV cache beside
+that. While copies run both are slower, as measured, or as they share the near tier's bandwidth.
+What a step costs beside the layers comes from the machine, and from the head, which reads its
+weights like a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_tiered.cost.curves import Curves
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
-from vllm_tiered.cost.pipeline import Link, StepTime, StepTimes, step_time, transfer_seconds
-from vllm_tiered.cost.weights import Kind, Placement, Sublayer
+from vllm_tiered.cost.pipeline import (
+    Link,
+    Slowdown,
+    StepTime,
+    StepTimes,
+    step_time,
+    transfer_seconds,
+)
+from vllm_tiered.cost.weights import Kind, Parameter, Placement, Role, Sublayer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +49,8 @@ class Batch:
 
 def far_link(machine: Machine) -> Link:
     """Far to near, as transfers of weights see it."""
-    return Link(bytes_per_s=machine.read_gb_per_s * 1e9)
+    latency_s = machine.curves.link_latency_s if machine.curves else 0.0
+    return Link(bytes_per_s=machine.read_gb_per_s * 1e9, latency_s=latency_s)
 
 
 class Roofline(NamedTuple):
@@ -58,43 +70,68 @@ class Roofline(NamedTuple):
         return self.arithmetic > max(self.weights, self.kv)
 
 
-def roofline(sublayer: Sublayer, shape: ModelShape, machine: Machine, batch: Batch) -> Roofline:
-    """With all weights near and no copies beside it."""
+def roofline(
+    sublayer: Sublayer,
+    shape: ModelShape,
+    machine: Machine,
+    batch: Batch,
+    far: Sequence[Parameter] = (),
+) -> Roofline:
+    """With no copies beside it; of a measured machine a product of one row is its memory traffic.
+
+    Args:
+        far: those of its parameters, which may take longer to multiply with.
+    """
     near = machine.near_gb_per_s * 1e9
-    operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
     kv_bytes = 0.0
     if sublayer.kind is Kind.ATTENTION:
         per_layer = shape.kv_bytes_per_token / shape.num_layers
         kv_bytes = batch.requests * batch.context_tokens * per_layer
-    return Roofline(
-        weights=sublayer.num_bytes / near,
-        arithmetic=operations / (machine.tflops * 1e12),
-        kv=kv_bytes / near,
-    )
+    if machine.curves:
+        weights, arithmetic = (
+            _measured_seconds(sublayer, far, machine.curves, tokens) for tokens in (1, batch.tokens)
+        )
+    else:
+        operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
+        weights, arithmetic = sublayer.num_bytes / near, operations / (machine.tflops * 1e12)
+    return Roofline(weights=weights, arithmetic=arithmetic, kv=kv_bytes / near)
 
 
-def compute_times(shape: ModelShape, machine: Machine, batch: Batch) -> StepTimes:
-    """Of each sublayer, with all weights near and no copies beside it."""
+def slowdown(machine: Machine) -> Slowdown:
+    """What compute and transfers do to each other: as measured, else by their bytes.
+
+    Where copies take ``near_bytes_per_copied_byte`` of the bus that compute reads from, they share
+    it in proportion to what each would take alone.
+    """
+    if machine.curves:
+        return Slowdown(machine.curves.compute_slowdown, machine.curves.link_slowdown)
+    asked = machine.near_bytes_per_copied_byte * machine.read_gb_per_s
+    shared = 1 + asked / machine.near_gb_per_s
+    return Slowdown(shared, shared)
+
+
+def compute_times(
+    shape: ModelShape, machine: Machine, batch: Batch, placement: Placement | None = None
+) -> StepTimes:
+    """Of each sublayer, with no copies beside it.
+
+    Args:
+        placement: far weights may take longer to multiply with; None for all near.
+    """
     requests = batch.requests
     rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
     # Of what is beside the layers, a step reads the head; of the embedding a few rows.
-    rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
-    seconds = (roofline(sublayer, shape, machine, batch).seconds for sublayer in shape.sublayers)
-    return StepTimes(compute=tuple(seconds), rest=rest)
-
-
-def times_beside_copies(
-    shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
-) -> StepTimes:
-    """The same with what the copies of far weights take of the near tier's bandwidth."""
-    times = compute_times(shape, machine, batch)
-    copied = machine.near_bytes_per_copied_byte / (machine.near_gb_per_s * 1e9)
+    if machine.curves:
+        rest += machine.curves.near.seconds(shape.head_bytes, requests)
+    else:
+        rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
+    far = placement.far if placement else ((),) * len(shape.sublayers)
     return StepTimes(
         compute=tuple(
-            seconds + copied * sum(parameter.num_bytes for parameter in far)
-            for seconds, far in zip(times.compute, placement.far, strict=True)
+            roofline(sublayer, shape, machine, batch, parameters).seconds
+            for sublayer, parameters in zip(shape.sublayers, far, strict=True)
         ),
-        rest=times.rest,
+        rest=rest,
     )
 
 
@@ -102,5 +139,20 @@ def predict_step(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> StepTime:
     """A step with the placement's far weights arriving one sublayer ahead."""
-    times = times_beside_copies(shape, machine, placement, batch)
-    return step_time(transfer_seconds(placement, far_link(machine)), times)
+    times = compute_times(shape, machine, batch, placement)
+    return step_time(transfer_seconds(placement, far_link(machine)), times, slowdown(machine))
+
+
+def _measured_seconds(
+    sublayer: Sublayer, far: Sequence[Parameter], curves: Curves, tokens: int
+) -> float:
+    """Each product as it was measured, and half of what a layer costs beside its products."""
+    names = {parameter.name for parameter in far}
+    products = (
+        (curves.far if parameter.name in names else curves.near).seconds(
+            parameter.num_bytes, tokens
+        )
+        for parameter in sublayer.parameters
+        if parameter.role in (Role.MATRIX, Role.FFN_FIRST)
+    )
+    return sum(products) + curves.layer_overhead_us * 1e-6 / 2

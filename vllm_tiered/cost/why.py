@@ -17,7 +17,7 @@ from typing import Literal
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.pipeline import Link, StepTimes, transfer_seconds
-from vllm_tiered.cost.predict import Batch, far_link, roofline, times_beside_copies
+from vllm_tiered.cost.predict import Batch, compute_times, far_link, roofline, slowdown
 from vllm_tiered.cost.serving import Load
 from vllm_tiered.cost.split import Split
 from vllm_tiered.cost.weights import Parameter, Placement, Sublayer, extent_bytes
@@ -113,11 +113,15 @@ def explain(
 
 
 def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Batch) -> list[Phase]:
-    times = times_beside_copies(shape, machine, placement, batch)
+    times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine))
     far = [position for position, seconds in enumerate(transfers) if seconds]
     if len(far) < 3:  # each has a slot for itself, and stays there
         far = []
+    else:  # while both are busy
+        slower = slowdown(machine)
+        times = replace(times, compute=tuple(s * slower.compute for s in times.compute))
+        transfers = [seconds * slower.link for seconds in transfers]
     hidden = _hidden_behind(far, times)
     phases = []
     for position, (sublayer, seconds) in enumerate(

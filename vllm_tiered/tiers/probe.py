@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_tiered.tiers.base import Copy, Device, Direction, PageBuffer, Pages
+from vllm_tiered.tiers.products import Product, far_product
 from vllm_tiered.tiers.published import Draft, PublishedPages, aligned_pages
 from vllm_tiered.units import KIB, MIB
 
@@ -24,9 +25,10 @@ PAGE_BYTES = 64 * KIB
 SIZES = tuple(64 * KIB << power for power in range(0, 11, 2))
 """64 KiB to 64 MiB."""
 
+SECONDS = 0.1
+"""For a point of a curve: short transfers are repeated."""
+
 _REPEATS = 5
-_LEAST_SECONDS = 0.02
-"""A run lasts at least so long: short transfers are repeated."""
 
 
 class Sample(NamedTuple):
@@ -51,11 +53,13 @@ def link_curve(
     direction: Direction,
     near_device: torch.device,
     sizes: Sequence[int] = SIZES,
+    seconds: float = SECONDS,
 ) -> list[Sample]:
     """Transfers between near and far memory, one at a time, by their size.
 
     Args:
         sizes: multiples of ``PAGE_BYTES``.
+        seconds: for each size, about.
 
     Raises:
         BudgetError: the far tier does not have twice the largest.
@@ -65,20 +69,21 @@ def link_curve(
     near = PageBuffer(torch.empty((num_pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
     for buffer in (far, near):
         buffer.data.fill_(1)  # the system gives memory when it is first written
-    source, target = (far, near) if direction is Direction.READ else (near, far)
     samples = []
     for size in sizes:
         count = size // PAGE_BYTES
-        # Two places in turn, so that the source is not always in a cache.
+        # One place after the other, so that the far side is in no cache; the near side is, or is
+        # not, as two slots that take turns.
+        places = range(0, num_pages - count + 1, count)
         copies = [
-            device.prepare(direction, source, _pages(first, count), target, _pages(first, count))
-            for first in (0, num_pages - count)
+            _copy(device, direction, far, near, first, turn % 2 * count, count)
+            for turn, first in enumerate(places)
         ]
 
         def transfer(turn: int, copies: Sequence[Copy] = copies) -> None:
-            device.wait(device.submit(copies[turn % 2]))
+            device.wait(device.submit(copies[turn % len(copies)]))
 
-        samples.append(Sample(size, median_seconds(transfer)))
+        samples.append(Sample(size, median_seconds(transfer, seconds)))
     return samples
 
 
@@ -127,46 +132,91 @@ def product_curve(
     num_tokens: int,
     dtype: torch.dtype,
     near_device: torch.device,
+    product_of: Callable[[torch.Tensor], Product] = far_product,
+    seconds: float = SECONDS,
 ) -> list[Sample]:
     """Products of activations [num_tokens, in] with weights [out, in], by the weights' size.
 
     Args:
         shapes: (out, in) of each.
+        product_of: a weight's product.
+        seconds: for each shape, about.
     """
     samples = []
     for out_features, in_features in shapes:
         size = out_features * in_features * dtype.itemsize
-        # As many as take 64 MiB: in a model no weight is in a cache when it is needed again.
-        count = max(2, -(-64 * MIB // size))
-        weights = [
-            torch.randn((out_features, in_features), device=near_device).to(dtype)
-            for _ in range(min(count, 16))
-        ]
+        weights = _weights(out_features, in_features, dtype, near_device)
+        products = [product_of(weight) for weight in weights]
         x = torch.randn((num_tokens, in_features), device=near_device).to(dtype)
-
-        def product(
-            turn: int, weights: Sequence[torch.Tensor] = weights, x: torch.Tensor = x
-        ) -> None:
-            torch.nn.functional.linear(x, weights[turn % len(weights)])
-
-        samples.append(Sample(size, median_seconds(product)))
+        samples.append(Sample(size, median_seconds(_in_turn(products, x), seconds)))
     return samples
 
 
-def median_seconds(run: Callable[[int], None]) -> float:
-    """Of one call; ``run`` gets the number of the call."""
+def _weights(
+    out_features: int, in_features: int, dtype: torch.dtype, near_device: torch.device
+) -> list[torch.Tensor]:
+    """As many as take 128 MiB: in a model no weight is in a cache when it is needed again."""
+    size = out_features * in_features * dtype.itemsize
+    first = torch.randn((out_features, in_features), device=near_device).to(dtype)
+    count = max(2, -(-128 * MIB // size))
+    return [first, *(first.clone() for _ in range(min(count, 64) - 1))]
+
+
+def _in_turn(products: Sequence[Product], x: torch.Tensor) -> Callable[[int], None]:
+    synchronize = _synchronizer(x.device)
+
+    def run(turn: int) -> None:
+        products[turn % len(products)](x)
+        synchronize()
+
+    return run
+
+
+def _synchronizer(near_device: torch.device) -> Callable[[], None]:
+    """What waits for the compute submitted so far."""
+    if near_device.type == "cpu":
+        return lambda: None
+    return lambda: torch.accelerator.synchronize(near_device)
+
+
+def median_seconds(run: Callable[[int], None], seconds: float = SECONDS) -> float:
+    """Of one call; ``run`` gets the number of the call.
+
+    Takes about ``seconds``, at most six times that or three calls: one that is not counted, one
+    that says for how many there is time, and one that counts.
+    """
+    begin = time.perf_counter()
     run(0)
     start = time.perf_counter()
     run(1)
     once = time.perf_counter() - start
-    calls = max(1, round(_LEAST_SECONDS / max(once, 1e-7)))
-    seconds = []
-    for _ in range(_REPEATS):
+    calls = max(1, round(seconds / _REPEATS / max(once, 1e-7)))
+    samples: list[float] = []
+    while len(samples) < _REPEATS:
         start = time.perf_counter()
         for turn in range(calls):
             run(turn)
-        seconds.append((time.perf_counter() - start) / calls)
-    return statistics.median(seconds)
+        now = time.perf_counter()
+        samples.append((now - start) / calls)
+        if now - begin > 5 * seconds:
+            break  # somebody else has the machine, or a call is slow
+    return statistics.median(samples)
+
+
+def _copy(
+    device: Device,
+    direction: Direction,
+    far: PageBuffer,
+    near: PageBuffer,
+    far_page: int,
+    near_page: int,
+    count: int,
+) -> Copy:
+    ends = (far, _pages(far_page, count)), (near, _pages(near_page, count))
+    (source, source_pages), (target, target_pages) = (
+        ends if direction is Direction.READ else ends[::-1]
+    )
+    return device.prepare(direction, source, source_pages, target, target_pages)
 
 
 def _pages(first: int, count: int) -> Pages:

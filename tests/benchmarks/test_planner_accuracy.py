@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted against measured: what is compared, what errors are, and a real engine."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import planner_accuracy, shapes
+from benchmarks.runner import MeasurementError
+from tests.benchmarks.engines import FakeEngines
+from tests.benchmarks.rounds import make_round
+from tests.probes import TINY, sample_probe
+from vllm_tiered.cost.probed import machine_of
+
+SETTINGS = planner_accuracy.Settings(
+    placements=("off", "all_far", "latency"),
+    batches=(1, 2),
+    contexts=(32, 64),
+    rounds=2,
+    max_repeats=0,
+)
+STEPS = planner_accuracy._OUTPUT_TOKENS - 1
+
+
+def answer(seconds_of):
+    def make(spec, requests):
+        result = make_round(spec.label, tiered=spec.tiered is not None)
+        gap = seconds_of(spec, requests)
+        return dataclasses.replace(result, token_gaps_s=[gap] * STEPS * len(requests))
+
+    return make
+
+
+@pytest.fixture
+def fakes(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_TIERED_CACHE", str(tmp_path))
+    fakes = FakeEngines(answer(lambda spec, requests: 0.2 * len(requests)))
+    monkeypatch.setattr(planner_accuracy, "engines", fakes)
+    monkeypatch.setattr(planner_accuracy, "_probe", lambda threads: sample_probe())
+    return fakes
+
+
+def test_result_has_its_keys_and_every_step_is_reported(fakes):
+    steps: list[str] = []
+    result = planner_accuracy.run(SETTINGS, steps.append)
+    assert set(planner_accuracy.RESULT_KEYS) <= result.keys()
+    assert len(steps) == planner_accuracy.num_steps(SETTINGS)
+    assert result["num_configurations"] == 2 * 3 * 2
+    json.loads(json.dumps(result, allow_nan=False))
+    assert len(planner_accuracy.table(result).splitlines()) == 2 + 12
+
+
+def test_engines_have_made_up_weights_and_the_placement(fakes):
+    planner_accuracy.run(SETTINGS, lambda _: None)
+    alone, all_far, latency = fakes.specs[:3]
+    assert alone.tiered is None and alone.random_weights and alone.threads == 1
+    assert all_far.tiered["weights"] == {"placement": "all_far"}
+    assert all_far.tiered["kv"] == {"enabled": False}
+    layers = planner_accuracy.planned_shape("opt").layer_bytes
+    assert latency.tiered["weights"]["near_gib"] * 2**30 == pytest.approx(0.6 * layers, rel=0.01)
+
+
+def test_errors_are_of_the_prediction_over_the_measurement(fakes):
+    machine, _ = machine_of(sample_probe())
+    predicted = planner_accuracy.predict("opt", "off", 1, 32, machine, 0.6)
+    result = planner_accuracy.run(SETTINGS, lambda _: None)
+    row = result["by_configuration"][0]
+    assert row["predicted_ms"] == pytest.approx(1e3 * predicted)
+    assert row["measured_ms"] == pytest.approx(200)
+    assert row["error"] == pytest.approx(predicted / 0.2 - 1)
+    errors = sorted(abs(row["error"]) for row in result["by_configuration"])
+    assert result["worst_error"] == errors[-1]
+    assert result["median_error"] == pytest.approx((errors[5] + errors[6]) / 2)
+
+
+def test_engines_times_have_no_influence_on_predictions(fakes, monkeypatch):
+    before = planner_accuracy.run(SETTINGS, lambda _: None)
+    slower = FakeEngines(answer(lambda spec, requests: 7.0))
+    monkeypatch.setattr(planner_accuracy, "engines", slower)
+    after = planner_accuracy.run(SETTINGS, lambda _: None)
+    assert [row["predicted_ms"] for row in before["by_configuration"]] == [
+        row["predicted_ms"] for row in after["by_configuration"]
+    ]
+
+
+def test_far_weights_are_predicted_to_cost():
+    machine, _ = machine_of(sample_probe())
+    off, helm, all_far = (
+        planner_accuracy.predict("llama", name, 1, 32, machine, 0.6)
+        for name in ("off", "helm", "all_far")
+    )
+    assert off < helm < all_far
+
+
+def test_a_disturbed_probe_is_taken_again_and_the_quietest_counts(monkeypatch):
+    shares = iter([0.4, 0.2, 0.3, 0.01])
+    monkeypatch.setattr(
+        planner_accuracy,
+        "_probe",
+        lambda threads: {**sample_probe(), "foreign_cpu_share": next(shares)},
+    )
+    assert planner_accuracy._quiet_probe(1, 2)["foreign_cpu_share"] == 0.2
+    assert planner_accuracy._quiet_probe(1, 2)["foreign_cpu_share"] == 0.01
+
+
+def test_steps_that_are_missing_are_no_result():
+    with pytest.raises(MeasurementError, match="2 gaps of 1 requests"):
+        planner_accuracy._decode_steps(make_round(), 1)
+
+
+def test_profiles_compare_a_dozen_configurations():
+    for settings in planner_accuracy.PROFILES.values():
+        count = len(settings.models) * len(settings.placements) * len(settings.batches)
+        assert count >= 12
+        assert len(settings.batches) == len(settings.contexts)
+
+
+def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
+    """In float32, as the smallest shapes are; how near the prediction is, is not the question."""
+    monkeypatch.setenv("VLLM_TIERED_CACHE", str(tmp_path))
+    tiny = {**shapes.PLANNED_SHAPES["opt"], "num_hidden_layers": 2, "ffn_dim": 512}
+    tiny |= {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}
+    monkeypatch.setattr(planner_accuracy, "PLANNED_SHAPES", {"opt": tiny})
+    monkeypatch.setattr(shapes, "PLANNED_SHAPES", {"opt": tiny})
+
+    def probe(threads):
+        import torch
+
+        from vllm_tiered.tiers.cpu import CpuDevice
+        from vllm_tiered.tiers.survey import survey
+
+        device = CpuDevice()
+        try:
+            return survey(device, torch.device("cpu"), TINY)
+        finally:
+            device.close()
+
+    monkeypatch.setattr(planner_accuracy, "_probe", probe)
+    settings = planner_accuracy.Settings(
+        models=("opt",),
+        placements=("off", "all_far"),
+        batches=(1, 2),
+        contexts=(8, 16),
+        rounds=1,
+        max_repeats=0,
+        dtype="float32",
+    )
+    result = planner_accuracy.run(settings, lambda _: None)
+    assert result["num_configurations"] == 4
+    for row in result["by_configuration"]:
+        assert 0.1 < row["measured_ms"] < 1000
+        assert 0.1 < row["predicted_ms"] < 1000

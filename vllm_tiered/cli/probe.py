@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-tiered probe`: bandwidth and latency of every tier and link, and time of every sublayer."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_tiered.cli.plan import read_config
+from vllm_tiered.cli.report import EXTRA_MODULES
+from vllm_tiered.cost.model import ModelShape, model_shape
+from vllm_tiered.cost.probed import machine_of
+from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.units import format_bytes
+
+if TYPE_CHECKING:
+    from vllm_tiered.tiers.survey import Matrices, Scope
+
+DISTURBED_SHARE = 0.05
+"""Of the CPU, taken by others: above it figures are not the machine's own."""
+
+
+def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `probe` to the subcommands of `vllm-tiered`."""
+    parser = subcommands.add_parser(
+        "probe",
+        help="bandwidth and latency of every tier and link, and time of every sublayer",
+        description="Measure this machine in under a minute. Let nothing else run meanwhile. "
+        "`vllm-tiered plan --machine FILE` predicts from what --out writes.",
+    )
+    parser.add_argument("--model", metavar="DIR", help="a folder with config.json, or that file")
+    parser.add_argument("--path", metavar="FOLDER", type=Path, help="measure the disk of FOLDER")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the result as JSON")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the curves as PNG")
+    parser.add_argument("--threads", type=int, help="that compute (default: as torch has them)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
+    """Measure, print and write.
+
+    Raises ConfigError for a model, a folder or a file that cannot be used, BudgetError without the
+    memory or the space on the disk, and UnsupportedError for --plot without the extra `report`.
+    """
+    # Here, as torch takes seconds that the other subcommands do not need.
+    import torch
+
+    from vllm_tiered.adapter.device import make_device
+    from vllm_tiered.tiers.survey import Scope, survey
+
+    draw = _picture_of() if args.plot else None  # before measuring, not after
+    shape = model_shape(read_config(Path(args.model))) if args.model else None
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ConfigError(f"--threads {args.threads}: give at least 1")
+        torch.set_num_threads(args.threads)
+    device = make_device()
+    try:
+        probe = survey(
+            device,
+            torch.device("cpu"),
+            scope or Scope(),
+            folder=args.path,
+            sublayers=sublayers_of_model(shape) if shape else (),
+            step=lambda what: print(f"measuring {what}", file=sys.stderr),
+        )
+    finally:
+        device.close()
+    if args.out:
+        _write(args.out, json.dumps(probe, indent=1).encode())
+    if args.plot and draw:
+        _write(args.plot, draw(probe))
+    if args.json:
+        print(json.dumps(probe, indent=1))
+    else:
+        _print(probe)
+    return 0
+
+
+def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
+    """The matrices of one layer's sublayers; all layers are alike."""
+    from vllm_tiered.tiers.survey import Matrices
+
+    return [
+        Matrices(
+            name=sublayer.kind.value,
+            shapes=[
+                shape.matrices[parameter.name]
+                for parameter in sublayer.parameters
+                if parameter.name in shape.matrices
+            ],
+        )
+        for sublayer in shape.sublayers
+        if sublayer.layer == 0
+    ]
+
+
+def _picture_of() -> Any:
+    try:
+        from vllm_tiered.report.probe_figure import probe_picture
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_MODULES:
+            raise
+        raise UnsupportedError(
+            f'{error.name} is not installed: pip install "vllm-tiered[report]"'
+        ) from error
+    return probe_picture
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _print(probe: Mapping[str, Any]) -> None:
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    machine = probe["machine"]
+    console.print(
+        f"{machine['name']}, {machine['threads']} of {machine['cores']} cores compute; "
+        f"{probe['seconds']:.0f} s"
+    )
+    if probe["foreign_cpu_share"] > DISTURBED_SHARE:
+        console.print(
+            f"Other processes took {probe['foreign_cpu_share']:.0%} of the CPU meanwhile: measure "
+            "again when they do not."
+        )
+    reads, writes = probe["links"]["read"], probe["links"]["write"]
+    _table(
+        console,
+        ("transfer", "far to near GB/s", "us", "near to far GB/s", "us"),
+        [
+            (
+                format_bytes(read["num_bytes"]),
+                *_rate(read),
+                *_rate(write),
+            )
+            for read, write in zip(reads, writes, strict=True)
+        ],
+    )
+    near = probe["products"]["near"]
+    numbers = sorted({entry["rows"] for entry in near})
+    headings = [f"{where}, {rows}" for rows in numbers for where in ("near", "far")]
+    seconds = {
+        (where, entry["num_bytes"], entry["rows"]): entry["seconds"]
+        for where in ("near", "far")
+        for entry in probe["products"][where]
+    }
+    _table(
+        console,
+        ("ms of a product, rows:", *headings),
+        [
+            (
+                format_bytes(size),
+                *(
+                    f"{1e3 * seconds[where, size, rows]:.2f}"
+                    for rows in numbers
+                    for where in ("near", "far")
+                ),
+            )
+            for size in sorted({entry["num_bytes"] for entry in near})
+        ],
+    )
+    slower = probe["beside"]
+    console.print(
+        f"While copies run products take {slower['compute_slowdown']:.2f} times as long, and "
+        f"copies {slower['link_slowdown']:.2f} times while products do."
+    )
+    _print_storage(console, probe["storage"])
+    if probe["sublayers"]:
+        by_name: dict[str, list[str]] = {}
+        for entry in probe["sublayers"]:
+            by_name.setdefault(entry["name"], []).append(f"{1e3 * entry['seconds']:.2f}")
+        _table(
+            console,
+            ("ms of a sublayer, tokens:", *map(str, numbers)),
+            [(name, *times) for name, times in by_name.items()],
+        )
+    _, figures = machine_of(probe)
+    _table(
+        console,
+        ("figure", "value", "kind", "from"),
+        [
+            (name, f"{figure['value']:.4g}", str(figure["kind"]), str(figure["source"]))
+            for name, figure in figures.items()
+        ],
+    )
+
+
+def _print_storage(console: Console, storage: Mapping[str, Any] | None) -> None:
+    if storage is None:
+        console.print("Storage was not measured: name a folder with --path.")
+        return
+    if not storage["is_direct"]:
+        console.print("The file system does not take O_DIRECT: reads may come from memory.")
+    readers = sorted({read["readers"] for read in storage["reads"]})
+    rates: dict[tuple[str, int], list[str]] = {}
+    for read in storage["reads"]:
+        text = f"{read['gb_per_s']:.2f} ({1e6 * read['latency_s']:.0f})"
+        rates.setdefault((read["pattern"], read["request_bytes"]), []).append(text)
+    _table(
+        console,
+        ("GB/s (us) of reads, readers:", *map(str, readers)),
+        [(f"{pattern} {format_bytes(size)}", *texts) for (pattern, size), texts in rates.items()],
+    )
+    console.print(f"It writes {storage['write_gb_per_s']:.2f} GB/s.")
+
+
+def _rate(sample: Mapping[str, Any]) -> tuple[str, str]:
+    return (
+        f"{sample['num_bytes'] / sample['seconds'] / 1e9:.2f}",
+        f"{1e6 * sample['seconds']:.0f}",
+    )
+
+
+def _table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()

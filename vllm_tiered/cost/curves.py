@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine was measured to do, where one bandwidth and one throughput say too little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCurve:
+    """Seconds of a product by the weight's bytes and the rows that it is multiplied with.
+
+    Attributes:
+        rows: that were measured, rising.
+        by_rows: for each of them (bytes, seconds) of each weight, by rising bytes.
+    """
+
+    rows: tuple[int, ...]
+    by_rows: tuple[tuple[tuple[int, float], ...], ...]
+
+    @classmethod
+    def of(cls, seconds: Mapping[tuple[int, int], float]) -> ProductCurve:
+        """From the seconds by (rows, bytes)."""
+        rows = tuple(sorted({rows for rows, _ in seconds}))
+        by_rows = tuple(
+            tuple(sorted((size, value) for (at, size), value in seconds.items() if at == number))
+            for number in rows
+        )
+        return cls(rows, by_rows)
+
+    def seconds(self, num_bytes: int, rows: int) -> float:
+        """Between what was measured, linear; beyond it, in proportion; nothing takes no time."""
+        if not num_bytes:
+            return 0.0
+        times = [_at(curve, num_bytes) for curve in self.by_rows]
+        if rows > self.rows[-1]:
+            return times[-1] * rows / self.rows[-1]
+        return float(np.interp(rows, self.rows, times))
+
+
+def _at(curve: tuple[tuple[int, float], ...], num_bytes: int) -> float:
+    largest, seconds = curve[-1]
+    if num_bytes > largest:
+        return seconds * num_bytes / largest
+    sizes, times = zip((0, 0.0), *curve, strict=True)
+    return float(np.interp(num_bytes, sizes, times))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curves:
+    """Measured beside the figures of a machine.
+
+    Attributes:
+        near, far: products with weights that stay near, and that pass through a staging slot.
+        compute_slowdown, link_slowdown: how much longer compute and a transfer take while both run.
+        link_latency_s: of a transfer of next to nothing.
+        layer_overhead_us: of a step for each layer: its calls, apart from its products.
+    """
+
+    near: ProductCurve
+    far: ProductCurve
+    compute_slowdown: float
+    link_slowdown: float
+    link_latency_s: float
+    layer_overhead_us: float
