@@ -99,9 +99,9 @@ def test_without_power_figures_there_is_no_energy(model, capsys):
 def test_nothing_but_json_on_stdout(model, capfd, monkeypatch):
     """The solver's library prints past Python, for some budgets."""
 
-    def noisy(*args):
+    def noisy(*args, **kwargs):
         os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution\n")
-        return fits(*args)
+        return fits(*args, **kwargs)
 
     monkeypatch.setattr(plan_command, "fits", noisy)
     assert plan(model, "--json") == 0
@@ -113,6 +113,28 @@ def test_nothing_but_json_on_stdout(model, capfd, monkeypatch):
 def test_what_does_not_fit_exits_3(model, capsys):
     assert plan(model, near="2") == 3
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_what_exceeds_far_memory_is_stored_if_the_disk_is_known(model, capsys):
+    args = ("--json", "--storage", "--machine", "cpu-2core")
+    assert plan(model, *args, near="8", far="2") == 0
+    answer = json.loads(capsys.readouterr().out)
+    by_name = {result["placement"]: result for result in answer["placements"]}
+    for name in ("flexgen", "all_far", "latency"):
+        assert 0 < by_name[name]["far_bytes"] <= 2 * 2**30
+        assert by_name[name]["storage_bytes"] > 0
+    slow, fast = by_name["all_far"], by_name["latency"]
+    assert fast["batches"][0]["decode_seconds"] < slow["batches"][0]["decode_seconds"]
+    # From the disk alone: no step is shorter than its bytes take.
+    assert slow["batches"][0]["decode_seconds"] > slow["storage_bytes"] / 2.0e9
+    assert any(part["storage_bytes"] for part in answer["sublayers"])
+    assert plan(model, "--storage", "--why", "--machine", "cpu-2core", near="8", far="2") == 0
+    assert "stored" in capsys.readouterr().out
+
+
+def test_an_unknown_disk_is_said(model, capsys):
+    assert plan(model, "--storage", "--machine", "gh200") not in (0, 3)
+    assert "how fast this machine reads from storage: measure it" in capsys.readouterr().err
 
 
 def test_an_unknown_architecture_is_said(model, tmp_path, capsys):

@@ -45,6 +45,11 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--near-gib", type=_gib, required=True, help="near memory, KV included")
     parser.add_argument("--far-gib", type=_gib, required=True, help="far memory")
     parser.add_argument(
+        "--storage",
+        action="store_true",
+        help="what exceeds far memory is stored (weights.storage_path)",
+    )
+    parser.add_argument(
         "--machine",
         required=True,
         type=_machine,
@@ -163,7 +168,7 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         target=args.target or target_for(load.max_requests),
-        results=list(fits(shape, on, load, near_bytes, far_bytes)),
+        results=list(fits(shape, on, load, near_bytes, far_bytes, has_storage=args.storage)),
     )
 
 
@@ -220,9 +225,10 @@ def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
 def _result(result: Fit | NoFit, carbon_intensity: float) -> dict[str, Any]:
     if isinstance(result, NoFit):
         return asdict(result)
-    sizes = ("placement", "near_bytes", "ring_bytes", "far_bytes", "other_bytes", "kv_bytes")
+    sizes = ("near", "ring", "far", "storage", "other", "kv")
     return {
-        **{name: getattr(result, name) for name in sizes},
+        "placement": result.placement,
+        **{f"{name}_bytes": getattr(result, f"{name}_bytes") for name in sizes},
         **_served(result.split.served, carbon_intensity),
         "batches": [_served(served, carbon_intensity) for served in result.batches],
     }

@@ -43,20 +43,23 @@ def placements_table(
     results: Sequence[Fit | NoFit], chosen: str | None, carbon_intensity: float
 ) -> Table:
     """A row for each placement that fits; the chosen one has a star."""
-    with_energy = any(isinstance(r, Fit) and r.joules_per_token is not None for r in results)
-    table = _table("placement", "near", "slots", "far", "KV", "requests")
+    fitting = [result for result in results if isinstance(result, Fit)]
+    with_energy = any(fit.joules_per_token is not None for fit in fitting)
+    with_storage = any(fit.storage_bytes for fit in fitting)
+    tiers = ("far", "stored") if with_storage else ("far",)
+    table = _table("placement", "near", "slots", *tiers, "KV", "requests")
     for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *(_ENERGY if with_energy else ())):
         table.add_column(heading, justify="right")
-    for fit in results:
-        if isinstance(fit, Fit):
-            table.add_row(
-                fit.placement + (" *" if fit.placement == chosen else ""),
-                format_bytes(fit.near_bytes),
-                format_bytes(fit.ring_bytes),
-                format_bytes(fit.far_bytes),
-                format_bytes(fit.kv_bytes),
-                *_served_cells(fit.split.served, carbon_intensity),
-            )
+    for fit in fitting:
+        table.add_row(
+            fit.placement + (" *" if fit.placement == chosen else ""),
+            format_bytes(fit.near_bytes),
+            format_bytes(fit.ring_bytes),
+            format_bytes(fit.far_bytes),
+            *([format_bytes(fit.storage_bytes)] if with_storage else []),
+            format_bytes(fit.kv_bytes),
+            *_served_cells(fit.split.served, carbon_intensity),
+        )
     return table
 
 
@@ -72,7 +75,9 @@ def batches_table(fit: Fit, carbon_intensity: float) -> Table:
 
 def sublayers_table(reasons: Sequence[Reason], *, why: bool) -> Table:
     """The chosen placement's sublayers, those that are alike in one row."""
-    table = _table("sublayer", "layers", "near", "far", "arrives ms", "decode ms", "prefill ms")
+    with_storage = any(reason.storage_bytes for reason in reasons)
+    tiers = ("far", "stored") if with_storage else ("far",)
+    table = _table("sublayer", "layers", "near", *tiers, "arrives ms", "decode ms", "prefill ms")
     if why:
         for heading in ("hidden ms", "decode bound by", "prefill bound by", "would help"):
             table.add_column(heading, justify="right" if heading == "hidden ms" else "left")
@@ -82,6 +87,7 @@ def sublayers_table(reasons: Sequence[Reason], *, why: bool) -> Table:
             str(reason.layers),
             format_bytes(reason.near_bytes),
             format_bytes(reason.far_bytes),
+            *([format_bytes(reason.storage_bytes)] if with_storage else []),
             _ms(reason.decode.arrives_seconds),
             _ms(reason.decode.compute_seconds),
             _ms(reason.prefill.compute_seconds),

@@ -14,6 +14,7 @@ from typing import Literal
 
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
+from vllm_tiered.cost.predict import storage_link
 from vllm_tiered.cost.serving import Load, Served, serve
 from vllm_tiered.cost.split import (
     BASELINES,
@@ -27,7 +28,7 @@ from vllm_tiered.cost.split import (
     split_for_latency,
 )
 from vllm_tiered.cost.throughput import split_for_throughput
-from vllm_tiered.errors import BudgetError
+from vllm_tiered.errors import BudgetError, ConfigError
 
 _PLANS = {"latency": split_for_latency, "throughput": split_for_throughput}
 
@@ -48,6 +49,7 @@ class Fit:
     near_bytes: int
     ring_bytes: int
     far_bytes: int
+    storage_bytes: int
     other_bytes: int
     kv_bytes: int
     requests: int
@@ -76,10 +78,30 @@ class NoFit:
 
 
 def fits(
-    shape: ModelShape, machine: Machine, load: Load, near_bytes: int, far_bytes: int
+    shape: ModelShape,
+    machine: Machine,
+    load: Load,
+    near_bytes: int,
+    far_bytes: int,
+    *,
+    has_storage: bool = False,
 ) -> Iterator[Fit | NoFit]:
-    """Each placement, as the engine would make it; all near first."""
-    room = Room(near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes)
+    """Each placement, as the engine would make it; all near first.
+
+    Args:
+        has_storage: what exceeds ``far_bytes`` is stored.
+
+    Raises:
+        ConfigError: the machine's disk is not known.
+    """
+    if has_storage and storage_link(machine) is None:
+        raise ConfigError(
+            "it is not known how fast this machine reads from storage: measure it with "
+            "vllm-tiered probe --path FOLDER, or plan without storage"
+        )
+    room = Room(
+        near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes, has_storage=has_storage
+    )
     for name in (*BASELINES, *_PLANS):
         try:
             split = _split(name, shape, machine, load, room)
@@ -107,7 +129,7 @@ def with_more_far(shape: ModelShape, machine: Machine, load: Load, fit: Fit) -> 
         return None
     room = Room(near_bytes=fit.kv_bytes + fit.near_bytes + fit.ring_bytes)
     unbounded = plan(shape, machine, load, room)
-    if unbounded.placement.far_bytes <= fit.far_bytes:
+    if unbounded.placement.far_bytes <= fit.far_bytes and not fit.storage_bytes:
         return None
     if fit.placement == "latency":
         is_better = unbounded.alone.decode_seconds < 0.99 * fit.split.alone.decode_seconds
@@ -131,6 +153,7 @@ def _fit(name: str, split: Split, shape: ModelShape, machine: Machine, load: Loa
         near_bytes=placement.resident_bytes,
         ring_bytes=placement.ring_bytes,
         far_bytes=placement.far_bytes,
+        storage_bytes=placement.storage_bytes,
         other_bytes=shape.other_bytes,
         kv_bytes=split.kv_bytes,
         requests=most,

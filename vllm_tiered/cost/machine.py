@@ -14,6 +14,7 @@ from vllm_tiered.cost.curves import Curves
 from vllm_tiered.cost.energy import Power
 
 _MACHINES = Path(__file__).parent / "machines"
+_MAY_BE_KNOWN = {"storage_read_gb_per_s"}
 _KINDS = {"measured", "published", "calibrated", "assumed"}
 
 Figures: TypeAlias = Mapping[str, Mapping[str, object]]
@@ -33,6 +34,7 @@ class Machine:
         step_overhead_ms: of a step apart from the layers: scheduling, sampling, launches.
         request_overhead_us: of a step, for each request in it.
         far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies.
+        storage_read_gb_per_s: from its disk, in large sequential reads; None where not known.
         power: what it draws; None where that is not known.
         curves: what a probe measured beside these; None of a machine that was not probed.
     """
@@ -45,6 +47,7 @@ class Machine:
     step_overhead_ms: float
     request_overhead_us: float
     far_layer_overhead_us: float
+    storage_read_gb_per_s: float | None = None
     power: Power | None = None
     curves: Curves | None = None
 
@@ -76,9 +79,10 @@ def machine(name: str) -> Machine:
         raise KeyError(f"no machine {name!r}; there are {', '.join(machine_names())}")
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     watts = {field.name for field in fields(Power)}
-    expected = {field.name for field in fields(Machine)} - {"power", "curves"}
+    expected = {field.name for field in fields(Machine)} - {"power", "curves"} - _MAY_BE_KNOWN
     if watts & table.keys():  # all of them or none
         expected |= watts
+    expected |= _MAY_BE_KNOWN & table.keys()
     if table.keys() != expected:
         odd = sorted(table.keys() ^ expected)
         raise ValueError(f"{path.name}: figures missing or unknown: {', '.join(odd)}")

@@ -53,6 +53,12 @@ def far_link(machine: Machine) -> Link:
     return Link(bytes_per_s=machine.read_gb_per_s * 1e9, latency_s=latency_s)
 
 
+def storage_link(machine: Machine) -> Link | None:
+    """Storage to near, where the machine has it."""
+    rate = machine.storage_read_gb_per_s
+    return None if rate is None else Link(bytes_per_s=rate * 1e9)
+
+
 class Roofline(NamedTuple):
     """Seconds of a sublayer's parts: weights are read while they are multiplied with, then KV."""
 
@@ -125,11 +131,11 @@ def compute_times(
         rest += machine.curves.near.seconds(shape.head_bytes, requests)
     else:
         rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
-    far = placement.far if placement else ((),) * len(shape.sublayers)
+    staged = placement.staged if placement else [((), ())] * len(shape.sublayers)
     return StepTimes(
         compute=tuple(
-            roofline(sublayer, shape, machine, batch, parameters).seconds
-            for sublayer, parameters in zip(shape.sublayers, far, strict=True)
+            roofline(sublayer, shape, machine, batch, (*far, *stored)).seconds
+            for sublayer, (far, stored) in zip(shape.sublayers, staged, strict=True)
         ),
         rest=rest,
     )
@@ -140,7 +146,8 @@ def predict_step(
 ) -> StepTime:
     """A step with the placement's far weights arriving one sublayer ahead."""
     times = compute_times(shape, machine, batch, placement)
-    return step_time(transfer_seconds(placement, far_link(machine)), times, slowdown(machine))
+    transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
+    return step_time(transfers, times, slowdown(machine))
 
 
 def _measured_seconds(

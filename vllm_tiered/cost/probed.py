@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,7 @@ def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
             2 * most_bytes / width * most_rows / most_seconds / 1e12,
             f"the largest product, {most_rows} rows",
         ),
+        storage_read_gb_per_s=_storage(probe.get("storage"), measured),
         near_bytes_per_copied_byte=measured(
             "near_bytes_per_copied_byte", lost, "products beside copies"
         ),
@@ -161,6 +162,18 @@ class _Figures:
     def _note(self, name: str, value: float, kind: str, source: str) -> float:
         self.found[name] = {"value": value, "kind": kind, "source": source}
         return value
+
+
+def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:
+    """The fastest of its sequential reads; None if it was not measured."""
+    if curves is None:
+        return None
+    rates = [
+        _positive(read["gb_per_s"], "gb_per_s")
+        for read in curves["reads"]
+        if read["pattern"] == "sequential"
+    ]
+    return measured("storage_read_gb_per_s", max(rates), "the fastest sequential reads")
 
 
 def _products(entries: Sequence[Mapping[str, Any]]) -> ProductCurve:

@@ -15,9 +15,9 @@ from vllm_tiered.cost.latency import place_for_latency
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.pipeline import StepTimes
-from vllm_tiered.cost.predict import compute_times, far_link
+from vllm_tiered.cost.predict import compute_times, far_link, storage_link
 from vllm_tiered.cost.serving import Load, Served, serve
-from vllm_tiered.cost.weights import Placement, place
+from vllm_tiered.cost.weights import Placement, place, spill
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.units import format_bytes
 
@@ -37,10 +37,12 @@ class Room:
     Attributes:
         near_bytes: for layers, slots and the KV cache; ``ModelShape.other_bytes`` are not in it.
         far_bytes: None for as much as it takes.
+        has_storage: what exceeds far memory is stored.
     """
 
     near_bytes: int
     far_bytes: int | None = None
+    has_storage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,8 @@ def split_beside(
 ) -> Split | None:
     """The KV cache gets what the placement leaves; None if that does not hold one request, or if
     the layers do not fit far memory."""
+    if room.has_storage and room.far_bytes is not None:
+        placement = spill(placement, room.far_bytes)
     kv_bytes = room.near_bytes - placement.near_bytes
     requests = load.requests_in(shape, kv_bytes)
     if not requests or (room.far_bytes is not None and placement.far_bytes > room.far_bytes):
@@ -96,7 +100,14 @@ def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Roo
     fitting = [split for split in splits if split]
     if not fitting:
         raise no_room(shape, load, room)
-    best = min(fitting, key=lambda s: (s.alone.decode_seconds, s.placement.far_bytes))
+    best = min(
+        fitting,
+        key=lambda s: (
+            s.alone.decode_seconds,
+            s.placement.storage_bytes,
+            s.placement.far_bytes,
+        ),
+    )
     return replace(best, placement=replace(best.placement, policy="latency"))
 
 
@@ -126,8 +137,9 @@ def near_set(
     """What the integer program keeps near beside so much KV cache; None if nothing fits."""
     budget = room.near_bytes - kv_bytes
     link = far_link(machine)
+    storage = storage_link(machine) if room.has_storage else None
     try:
-        return place_for_latency(shape.sublayers, times, link, budget, room.far_bytes)
+        return place_for_latency(shape.sublayers, times, link, budget, room.far_bytes, storage)
     except BudgetError:
         return None
 

@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.pipeline import Link, StepTimes, transfer_seconds
-from vllm_tiered.cost.predict import Batch, compute_times, far_link, roofline, slowdown
+from vllm_tiered.cost.predict import (
+    Batch,
+    compute_times,
+    far_link,
+    roofline,
+    slowdown,
+    storage_link,
+)
 from vllm_tiered.cost.serving import Load
 from vllm_tiered.cost.split import Split
-from vllm_tiered.cost.weights import Parameter, Placement, Sublayer, extent_bytes
+from vllm_tiered.cost.weights import Parameter, Placement, Sublayer, extent_bytes, extent_of
 
 Binds = Literal["link", "near memory", "arithmetic"]
 Budget = Literal["near", "far", "none"]
@@ -56,7 +63,7 @@ class Reason:
     Attributes:
         kind: "attention" or "ffn".
         layers: how many.
-        near_bytes, far_bytes: of one's parameters.
+        near_bytes, far_bytes, storage_bytes: of one's parameters.
         decode, prefill: with all requests; one request's prompt.
         budget: "near" if one's wait in decoding would end with ``more_bytes`` more of near memory,
             which are not there; "far" if ``more_bytes`` more of far memory would let one make room
@@ -67,6 +74,7 @@ class Reason:
     layers: int
     near_bytes: int
     far_bytes: int
+    storage_bytes: int
     decode: Phase
     prefill: Phase
     budget: Budget
@@ -87,22 +95,27 @@ def explain(
     spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
     spare_far = far_bytes - placement.far_bytes
     link = far_link(machine)
+    links = (link, storage_link(machine) or link)
     reasons: Counter[Reason] = Counter()
-    for position, (sublayer, far) in enumerate(zip(shape.sublayers, placement.far, strict=True)):
+    for position, (sublayer, (far, stored)) in enumerate(
+        zip(shape.sublayers, placement.staged, strict=True)
+    ):
         budget: Budget = "none"
         more = 0
         if decode[position].binds == "link":
-            more = _more_near(far, decode[position].hidden_seconds, link)
+            more = _more_near(far, stored, decode[position].hidden_seconds, links)
             budget = "near" if more > spare_near else "none"
-        elif requests < load.max_requests:
+        elif requests < load.max_requests and not stored:
             more = _more_far(sublayer, far, decode[position - 1].compute_seconds, link)
             budget = "far" if more > spare_far else "none"
         moved = sum(parameter.num_bytes for parameter in far)
+        kept = sum(parameter.num_bytes for parameter in stored)
         reason = Reason(
             kind=sublayer.kind.value,
             layers=1,
-            near_bytes=sublayer.num_bytes - moved,
+            near_bytes=sublayer.num_bytes - moved - kept,
             far_bytes=moved,
+            storage_bytes=kept,
             decode=decode[position],
             prefill=prefill[position],
             budget=budget,
@@ -114,7 +127,7 @@ def explain(
 
 def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Batch) -> list[Phase]:
     times = compute_times(shape, machine, batch, placement)
-    transfers = transfer_seconds(placement, far_link(machine))
+    transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
     far = [position for position, seconds in enumerate(transfers) if seconds]
     if len(far) < 3:  # each has a slot for itself, and stays there
         far = []
@@ -154,15 +167,28 @@ def _hidden_behind(far: Sequence[int], times: StepTimes) -> dict[int, float]:
     return windows
 
 
-def _more_near(far: Sequence[Parameter], hidden_seconds: float, link: Link) -> int:
-    """The fewest bytes of far parameters without which the others arrive in time."""
-    if len(far) > _MOST_SINGLY:
-        return sum(parameter.num_bytes for parameter in far)
+def _more_near(
+    far: Sequence[Parameter],
+    stored: Sequence[Parameter],
+    hidden_seconds: float,
+    links: tuple[Link, Link],
+) -> int:
+    """The fewest bytes of far and stored parameters without which the others arrive in time."""
+    moved = (*far, *stored)
+    if len(moved) > _MOST_SINGLY:
+        return sum(parameter.num_bytes for parameter in moved)
+
+    def arrives(stays: Collection[Parameter]) -> float:
+        return sum(
+            link.seconds(extent_of(p for p in group if p not in stays))
+            for link, group in zip(links, (far, stored), strict=True)
+        )
+
     enough = (
         sum(parameter.num_bytes for parameter in stays)
-        for count in range(1, len(far) + 1)
-        for stays in itertools.combinations(far, count)
-        if link.seconds(extent_bytes(p.num_bytes for p in far if p not in stays)) <= hidden_seconds
+        for count in range(1, len(moved) + 1)
+        for stays in itertools.combinations(moved, count)
+        if arrives(stays) <= hidden_seconds
     )
     return min(enough)
 
