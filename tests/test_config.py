@@ -145,6 +145,10 @@ def test_bad_percents_are_named(percents):
         ({"placement": "flexgen"}, r'placement is "flexgen": set .*percents'),
         ({"placement": "latency"}, r'placement is "latency": set .*near_gib'),
         ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
+        (
+            {"compress": "int4"},
+            r'compress is "int4", but weights are left to vLLM: set .*placement',
+        ),
         ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
         (
             {"placement": "flexgen", "percents": [20, 40, 40]},

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_tiered.cost.compress import COMPRESS
 from vllm_tiered.cost.fit import Fit, Load, NoFit, fits
 from vllm_tiered.cost.machine import machine, machine_names, provenance
 from vllm_tiered.cost.model import DTYPE_BYTES, ModelShape, model_shape
@@ -46,6 +47,7 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--max-num-seqs", type=_count, default=256, help="requests at a time (256)")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1, help="ranks (1)")
     parser.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16")
+    parser.add_argument("--compress", choices=COMPRESS, default="none", help="the layers' matrices")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -70,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         read_config(Path(args.model)),
         dtype=args.dtype,
         tensor_parallel=args.tensor_parallel_size,
+        compress=args.compress,
     )
     load = Load(
         prompt_tokens=args.prompt_tokens,

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_tiered.cost.compress import COMPRESS, can_compress, compressed_bytes
 from vllm_tiered.cost.weights import Sublayer, sublayers_of
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
@@ -90,7 +91,8 @@ class ModelShape:
         other_bytes: embeddings, head and last norm, which stay near.
         head_bytes: of them, what each step reads.
         kv_bytes_per_token: in all layers.
-        dtype_bytes: of a weight, and of an element of the KV cache.
+        dtype_bytes: of a weight that is not compressed, and of an element of the KV cache.
+        num_weights: of each sublayer, whatever they take.
     """
 
     family: str
@@ -100,6 +102,7 @@ class ModelShape:
     head_bytes: int
     kv_bytes_per_token: int
     dtype_bytes: int
+    num_weights: tuple[int, ...]
 
     @property
     def layer_bytes(self) -> int:
@@ -108,7 +111,11 @@ class ModelShape:
 
 
 def model_shape(
-    config: Mapping[str, Any], *, dtype: str = "bfloat16", tensor_parallel: int = 1
+    config: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    compress: str = "none",
 ) -> ModelShape:
     """The shapes that follow from a Hugging Face config.
 
@@ -116,7 +123,8 @@ def model_shape(
     a few percent, as long as it is a plain decoder.
 
     Raises:
-        ConfigError: a size is missing or does not divide by ``tensor_parallel``.
+        ConfigError: a size is missing or does not divide by ``tensor_parallel``; no such dtype or
+            compression.
         UnsupportedError: a mixture of experts, a quantized checkpoint, or no decoder.
     """
     known = str(config.get("model_type", ""))
@@ -126,10 +134,15 @@ def model_shape(
     width = DTYPE_BYTES.get(dtype)
     if width is None:
         raise ConfigError(f"no dtype {dtype!r}: there are {', '.join(DTYPE_BYTES)}")
-    layer = {
-        name: count * width
-        for name, count in _layer_elements(family, sizes, tensor_parallel).items()
-    }
+    if compress not in COMPRESS:
+        raise ConfigError(f"no compress {compress!r}: there are {', '.join(COMPRESS)}")
+    tensors = _layer_shapes(family, sizes, tensor_parallel)
+    counts = {name: math.prod(tensor) for name, tensor in tensors.items()}
+    layer = {name: count * width for name, count in counts.items()}
+    if compress == "int4":
+        for name, tensor in tensors.items():
+            if len(tensor) == 2 and can_compress(*tensor):
+                layer[name] = compressed_bytes(*tensor, width)
     kv_heads = max(1, sizes.kv_heads // tensor_parallel)
     vocabulary = math.ceil(sizes.vocabulary / tensor_parallel) * sizes.hidden
     heads = 1 if config.get("tie_word_embeddings", known in ("opt", "falcon")) else 2
@@ -140,6 +153,7 @@ def model_shape(
         sublayers=tuple(
             part for index in range(sizes.layers) for part in sublayers_of(index, layer)
         ),
+        num_weights=tuple(part.num_bytes for part in sublayers_of(0, counts)) * sizes.layers,
         other_bytes=(heads * vocabulary + positions + sizes.hidden) * width,
         head_bytes=vocabulary * width,
         kv_bytes_per_token=2 * kv_heads * sizes.head_size * sizes.layers * width,
@@ -180,8 +194,10 @@ class _Sizes:
         )
 
 
-def _layer_elements(family: Family, sizes: _Sizes, tensor_parallel: int) -> dict[str, int]:
-    """The parameters of a layer, in elements."""
+def _layer_shapes(
+    family: Family, sizes: _Sizes, tensor_parallel: int
+) -> dict[str, tuple[int, ...]]:
+    """The parameters of a layer: [out, in] of matrices, [out] of others."""
     for what, size in (("attention heads", sizes.heads), ("FFN neurons", sizes.inner)):
         if size % tensor_parallel:
             raise ConfigError(f"{size} {what} do not divide by {tensor_parallel} ranks")
@@ -191,23 +207,23 @@ def _layer_elements(family: Family, sizes: _Sizes, tensor_parallel: int) -> dict
     qkv, out, first, second = family.names
     rows = (heads + 2 * kv_heads) * sizes.head_size
     first_rows = inner * (2 if family.gated else 1)
-    elements = {f"{qkv}.weight": rows * sizes.hidden}
+    shapes: dict[str, tuple[int, ...]] = {f"{qkv}.weight": (rows, sizes.hidden)}
     if sizes.qkv_bias:
-        elements[f"{qkv}.bias"] = rows
-    elements[f"{out}.weight"] = sizes.hidden * heads * sizes.head_size
+        shapes[f"{qkv}.bias"] = (rows,)
+    shapes[f"{out}.weight"] = (sizes.hidden, heads * sizes.head_size)
     if sizes.bias:
-        elements[f"{out}.bias"] = sizes.hidden
-    elements[f"{first}.weight"] = first_rows * sizes.hidden
+        shapes[f"{out}.bias"] = (sizes.hidden,)
+    shapes[f"{first}.weight"] = (first_rows, sizes.hidden)
     if sizes.bias:
-        elements[f"{first}.bias"] = first_rows
-    elements[f"{second}.weight"] = sizes.hidden * inner
+        shapes[f"{first}.bias"] = (first_rows,)
+    shapes[f"{second}.weight"] = (sizes.hidden, inner)
     if sizes.bias:
-        elements[f"{second}.bias"] = sizes.hidden
+        shapes[f"{second}.bias"] = (sizes.hidden,)
     for norm in sizes.norms:
-        elements[f"{norm}.weight"] = sizes.hidden
+        shapes[f"{norm}.weight"] = (sizes.hidden,)
         if family.norm_bias:
-            elements[f"{norm}.bias"] = sizes.hidden
-    return elements
+            shapes[f"{norm}.bias"] = (sizes.hidden,)
+    return shapes
 
 
 def _norms(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
