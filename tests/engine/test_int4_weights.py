@@ -27,13 +27,14 @@ from tests.engine.test_processes import OWN_PROCESS, run_script
 from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
 from tests.engine.test_weights import layers
 from tests.weights.rounding import rounded
-from vllm_tiered.adapter import manifest, offloader
+from vllm_tiered.adapter import int4_layers, manifest, offloader
 from vllm_tiered.adapter.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.cost.compress import can_compress
 from vllm_tiered.cost.model import model_shape
 from vllm_tiered.cost.weights import place
 from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.weights import int4
 
 PROMPTS = random_prompts(6, seed=8)
 KV_OFF = {"enabled": False}
@@ -189,6 +190,13 @@ def test_tensor_parallel(plain, tmp_path) -> None:
         distributed_executor_backend="mp",
     )
     assert result["tokens"] == vllm_tokens(plain("qwen2"), SCRIPT_PROMPTS, max_tokens=24)
+
+
+def test_the_op_is_fit_for_compilers() -> None:
+    weight = int4.compress(torch.randn(128, 64))
+    arguments = (torch.randn(5, 64), weight, 128, torch.randn(128))
+    int4_layers._op()
+    torch.library.opcheck(torch.ops.tiered.int4_linear.default, arguments)
 
 
 # Refused --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ The product is a custom op, so that compiled code calls it as it is, and it choo
 tokens when it runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -20,11 +20,24 @@ from vllm_tiered.weights import int4
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def compressible(layer: nn.Module) -> set[str]:
-    """Weights of linear layers that can be kept in 4 bit.
+def compressible(layers: Sequence[nn.Module]) -> list[set[str]]:
+    """Of each layer, the weights of linear layers that can be kept in 4 bit.
 
-    Not those that vLLM leaves unpacked itself: others read them.
+    Raises:
+        UnsupportedError: there is none in the whole model.
     """
+    names = [_compressible(layer) for layer in layers]
+    if not any(names):
+        raise UnsupportedError(
+            f"none of the model's {len(layers)} layers has a matrix that can be kept in 4 bit: its "
+            f"rows must be a multiple of {BLOCK}, its columns of {GROUP} (on each rank), in "
+            'bfloat16, float16 or float32: set weights.compress to "none"'
+        )
+    return names
+
+
+def _compressible(layer: nn.Module) -> set[str]:
+    """Not those that vLLM leaves unpacked itself: others read them."""
     names = movable(layer)
     return {
         f"{path}.weight"
@@ -35,16 +48,6 @@ def compressible(layer: nn.Module) -> set[str]:
         and f"{path}.weight" in names
         and int4.can_compress_matrix(module.weight)
     }
-
-
-def check_any(names: list[set[str]]) -> None:
-    """Raises UnsupportedError if no layer has a weight that can be compressed."""
-    if not any(names):
-        raise UnsupportedError(
-            f"none of the model's {len(names)} layers has a matrix that can be kept in 4 bit: its "
-            f"rows must be a multiple of {BLOCK}, its columns of {GROUP} (on each rank), in "
-            'bfloat16, float16 or float32: set weights.compress to "none"'
-        )
 
 
 class CompressedLinear:

@@ -18,7 +18,6 @@ import json
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from xxhash import xxh3_64_hexdigest
 
 from vllm_tiered.adapter import manifest
 from vllm_tiered.adapter.device import make_device
-from vllm_tiered.adapter.int4_layers import CompressedLinear, check_any, compressible
+from vllm_tiered.adapter.int4_layers import CompressedLinear, compressible
 from vllm_tiered.adapter.layer_weights import (
     cpu_linear,
     leave_near,
@@ -36,6 +35,7 @@ from vllm_tiered.adapter.layer_weights import (
     return_near,
     skip_loading,
 )
+from vllm_tiered.adapter.weight_hooks import watch
 from vllm_tiered.adapter.weights_times import Measured, measure
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.cost.latency import place_for_latency
@@ -117,13 +117,24 @@ class TieredOffloader(BaseOffloader):
             near_device = next((p.device for p in layer.parameters()), near_device)
             leave_near(layer)
             layers.append(layer)
-        compressed = [self._compressible(layer) for layer in layers]
-        if self._config.compress != "none":
-            check_any(compressed)
+        is_compressed = self._config.compress == "int4"
+        compressed = compressible(layers) if is_compressed else [set() for _ in layers]
         self.placement = placement = self._place(layers, compressed, near_device)
         store = self._store if placement.storage_bytes else None
         if store is not None:
             store.keep(placement)
+        self._give_homes(layers, compressed, placement, near_device, store)
+        self._announce(placement)
+        return layers
+
+    def _give_homes(
+        self,
+        layers: Sequence[nn.Module],
+        compressed: Sequence[Collection[str]],
+        placement: Placement,
+        near_device: torch.device,
+        store: WeightStore | None,
+    ) -> None:
         moved = [
             (sublayer.layer, far, stored)
             for sublayer, (far, stored) in zip(placement.sublayers, placement.staged, strict=True)
@@ -156,16 +167,14 @@ class TieredOffloader(BaseOffloader):
             for group in groups:
                 for one in group.stored:
                     skip_loading(one.parameter)
-        stay_away = list(compressed)  # near ones too, until they are compressed
+        stay_away = list(map(set, compressed))  # near ones too, until they are compressed
         for position, (index, far, stored) in enumerate(moved):
             names = [p.name for p in (*far, *stored)]
-            stay_away[index] = stay_away[index].union(names)
-            self._watch(layers[index], names, position)
+            stay_away[index].update(names)
+            watch(layers[index], names, position, self)
         for layer, away in zip(layers, stay_away, strict=True):
             return_near(layer, away, near_device)
         self._near_device = near_device
-        self._announce(placement)
-        return layers
 
     def close(self) -> None:
         """Give far memory and slots back; the model cannot run any more. Idempotent."""
@@ -223,9 +232,6 @@ class TieredOffloader(BaseOffloader):
     def _start_prefetch(self, layer_idx: int) -> None:
         assert self.ring is not None
         self.ring.leave(layer_idx)
-
-    def _compressible(self, layer: nn.Module) -> set[str]:
-        return compressible(layer) if self._config.compress == "int4" else set()
 
     def _place(
         self,
@@ -299,33 +305,6 @@ class TieredOffloader(BaseOffloader):
             settings=settings,
         )
 
-    def _watch(self, layer: nn.Module, names: Sequence[str], position: int) -> None:
-        """Let each module that has far parameters itself wait for them."""
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
-            module = layer.get_submodule(path)
-            # vLLM's CPU linear layers keep a packed copy of their weights near otherwise.
-            module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
-            module.register_forward_pre_hook(self._before(position), with_kwargs=True)
-            module.register_forward_hook(self._after(position))
-
-    def _before(self, position: int) -> Any:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                torch.ops.vllm.wait_prefetch(_first_tensor((*args, *kwargs.values())), position)
-            else:
-                self._wait_for_layer(position)
-
-        return before
-
-    def _after(self, position: int) -> Any:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                torch.ops.vllm.start_prefetch(_first_tensor(output), position)
-            else:
-                self._start_prefetch(position)
-
-        return after
-
     def _announce(self, placement: Placement) -> None:
         stated = manifest.WeightsManifest.of(placement, self._config.compress)
         manifest.publish_weights(stated)
@@ -343,9 +322,3 @@ def _check_distinct(parameters: Sequence[nn.Parameter]) -> None:
 
 def _in_bytes(gib: float | str) -> int | None:
     return None if isinstance(gib, str) else int(gib * GIB)
-
-
-def _first_tensor(values: Any) -> torch.Tensor:
-    if isinstance(values, torch.Tensor):
-        return values
-    return next(value for value in values if isinstance(value, torch.Tensor))
