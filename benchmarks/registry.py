@@ -88,6 +88,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.planner_accuracy",
         ),
         Benchmark(
+            name="weights_int4",
+            summary="perplexity with the layers' matrices in 4 bit against 16 bit",
+            module="benchmarks.weights_int4",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",

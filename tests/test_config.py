@@ -151,6 +151,14 @@ def test_bad_percents_are_named(percents):
             r'"auto", which does not plan for storage yet: leave .*storage_path out',
         ),
         ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
+        (
+            {"compress": "int4"},
+            r'compress is "int4", but weights are left to vLLM: set .*placement',
+        ),
+        (
+            {"placement": "auto", "near_gib": 1, "compress": "int4"},
+            r"planned from products in 16 bit: leave .*compress out",
+        ),
         ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
         (
             {"placement": "flexgen", "percents": [20, 40, 40]},

@@ -26,6 +26,7 @@ def test_keys_and_defaults():
             "near_gib": "auto",
             "far_gib": "auto",
             "storage_path": None,
+            "compress": "none",
             "percents": None,
         },
         "report": {"path": None},

@@ -216,6 +216,7 @@ class WeightsConfig(_Section):
     layers and KV cache have together.
     What exceeds `far_gib` is kept in a file in the folder `storage_path`, filled by the first start
     and read by later ones; there "auto" is half of the host memory that is available.
+    `compress` "int4" keeps the layers' matrices, near ones too, in 4 bit, rounded in groups of 64.
     """
 
     NAME: ClassVar[str] = "weights"
@@ -237,6 +238,9 @@ class WeightsConfig(_Section):
         default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
     )
     storage_path: str | None = field(default=None, metadata={_RULE: _folder})
+    compress: Literal["none", "int4"] = field(
+        default="none", metadata={_RULE: _OneOf(words=("none", "int4"))}
+    )
     percents: tuple[float, ...] | None = field(default=None, metadata={_RULE: _numbers})
 
     @property
@@ -267,6 +271,11 @@ class WeightsConfig(_Section):
                 f"{where}.storage_path is {self.storage_path!r}, but no weight is placed: set "
                 f"{where}.placement, or leave the path out"
             )
+        if self.compress != "none" and not self.places:
+            raise ConfigError(
+                f'{where}.compress is "{self.compress}", but weights are left to vLLM: set '
+                f'{where}.placement (with "helm" or "all_far" in far memory), or leave compress out'
+            )
         if self.placement == "latency" and self.near_gib == "auto":
             raise ConfigError(
                 f'{where}.placement is "latency": set {where}.near_gib to the near memory, in GiB, '
@@ -281,6 +290,11 @@ class WeightsConfig(_Section):
             raise ConfigError(
                 f'{where}.placement is "{self.placement}", which does not plan for storage yet: '
                 f'leave {where}.storage_path out, or set {where}.placement to "latency"'
+            )
+        if self.shares_with_kv and self.compress != "none":
+            raise ConfigError(
+                f'{where}.placement is "{self.placement}", which is planned from products in 16 '
+                f'bit: leave {where}.compress out, or set {where}.placement to "latency"'
             )
         if not is_flexgen and self.percents is not None:
             raise ConfigError(

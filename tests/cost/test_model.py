@@ -4,6 +4,7 @@
 import pytest
 
 from vllm_tiered.cost.model import bytes_by_class, model_shape
+from vllm_tiered.cost.weights import Role
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
 OPT_175B = {
@@ -119,6 +120,39 @@ def test_ranks_that_do_not_divide():
         model_shape(LLAMA_3_8B, tensor_parallel=3)
     with pytest.raises(ConfigError, match="no dtype 'int3'"):
         model_shape(LLAMA_3_8B, dtype="int3")
+    with pytest.raises(ConfigError, match="no compress 'int3': there are none, int4"):
+        model_shape(LLAMA_3_8B, compress="int3")
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_weight"), [("bfloat16", 0.5625), ("float32", 0.625)])
+def test_matrices_in_4_bit(dtype, bytes_per_weight):
+    plain = model_shape(QWEN2_7B, dtype=dtype)
+    small = model_shape(QWEN2_7B, dtype=dtype, compress="int4")
+    for before, after in zip(plain.sublayers, small.sublayers, strict=True):
+        for whole, part in zip(before.parameters, after.parameters, strict=True):
+            is_matrix = whole.role in (Role.MATRIX, Role.FFN_FIRST)
+            share = bytes_per_weight / plain.dtype_bytes if is_matrix else 1
+            assert part.num_bytes == whole.num_bytes * share, whole.name
+    assert list(map(small.weights_in, small.sublayers)) == [
+        part.num_bytes / plain.dtype_bytes for part in plain.sublayers
+    ]
+    assert small.other_bytes == plain.other_bytes
+    assert small.kv_bytes_per_token == plain.kv_bytes_per_token
+
+
+def test_a_shard_without_whole_groups_stays_as_it_is():
+    """544 neurons have no whole blocks; of 4 heads of 32 a rank of two has one group of columns."""
+    small = {**OPT_175B, "hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 544}
+    for ranks, compressed in ((1, {"qkv", "out"}), (2, {"qkv", "out"}), (4, set())):
+        plain = model_shape(small, tensor_parallel=ranks)
+        found = model_shape(small, tensor_parallel=ranks, compress="int4")
+        smaller = {
+            after.name.rpartition("_proj")[0].rpartition(".")[2]
+            for before, part in zip(plain.sublayers[:2], found.sublayers[:2], strict=True)
+            for whole, after in zip(before.parameters, part.parameters, strict=True)
+            if after.num_bytes < whole.num_bytes
+        }
+        assert smaller == compressed
 
 
 def test_bytes_by_class_are_all_bytes():

@@ -110,6 +110,13 @@ def test_nothing_but_json_on_stdout(model, capfd, monkeypatch):
     assert "HighsMipSolverData" in captured.err
 
 
+def test_with_matrices_in_4_bit(model, capsys):
+    assert plan(model, "--compress", "int4") == 0
+    out = capsys.readouterr().out
+    assert "32 layers of 3.66 GiB" in out  # 0.5625 of 6.5 GiB of 8-bit weights
+    assert "\nall near " in out and "all near does not fit" not in out
+
+
 def test_what_does_not_fit_exits_3(model, capsys):
     assert plan(model, near="2") == 3
     assert "does not fit" in capsys.readouterr().out

@@ -7,11 +7,18 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 
+from vllm_tiered.cost.compress import compressed_bytes
 from vllm_tiered.errors import UnsupportedError
 
 
-def parameter_bytes(layer: nn.Module) -> dict[str, int]:
-    return {name: parameter.nbytes for name, parameter in layer.named_parameters()}
+def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, int]:
+    """Of each parameter where it will be, ``compressed`` ones in 4 bit; call it before that."""
+    return {
+        name: compressed_bytes(p.shape[0], p.shape[1], p.itemsize)
+        if name in compressed
+        else p.nbytes
+        for name, p in layer.named_parameters()
+    }
 
 
 def movable(layer: nn.Module) -> set[str]:

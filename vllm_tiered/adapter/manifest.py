@@ -110,6 +110,7 @@ class WeightsManifest:
         ring_bytes: of the staging slots, near memory too.
         far_sublayers: that have parameters elsewhere than near, of ``num_sublayers``.
         far_bytes, storage_bytes: in far memory, and in a file.
+        compress: what matrices are kept in: "int4", or "none" for the checkpoint's own dtype.
     """
 
     placement: str
@@ -119,9 +120,10 @@ class WeightsManifest:
     ring_bytes: int
     far_bytes: int
     storage_bytes: int
+    compress: str
 
     @classmethod
-    def of(cls, placement: Placement) -> "WeightsManifest":
+    def of(cls, placement: Placement, compress: str) -> "WeightsManifest":
         return cls(
             placement=placement.policy,
             num_sublayers=len(placement.sublayers),
@@ -130,6 +132,7 @@ class WeightsManifest:
             ring_bytes=placement.ring_bytes,
             far_bytes=placement.far_bytes,
             storage_bytes=placement.storage_bytes,
+            compress=compress,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,16 +141,17 @@ class WeightsManifest:
 
     def describe(self) -> str:
         """The log line."""
+        compressed = "" if self.compress == "none" else f", matrices in {self.compress}"
         if not self.far_sublayers:
             return (
                 f"tiered weights: {self.placement} keeps all {format_bytes(self.near_bytes)} of "
-                "the layers near: nothing is far"
+                f"the layers near{compressed}: nothing is far"
             )
         stored = f", {format_bytes(self.storage_bytes)} stored" if self.storage_bytes else ""
         return (
             f"tiered weights: took over {self.far_sublayers} of {self.num_sublayers} sublayers "
-            f"({self.placement}): {format_bytes(self.near_bytes)} of the layers stay near, "
-            f"{format_bytes(self.far_bytes)} are far{stored} and pass through "
+            f"({self.placement}{compressed}): {format_bytes(self.near_bytes)} of the layers stay "
+            f"near, {format_bytes(self.far_bytes)} are far{stored} and pass through "
             f"{format_bytes(self.ring_bytes)} of staging slots, per rank"
         )
 

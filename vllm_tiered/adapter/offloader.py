@@ -8,6 +8,7 @@ gives every parameter its home, into which vLLM's loader then writes.
     wrap_modules   homes         far parameters are views of far memory
     (loading)                    weights are written to their homes
     post_init      slots         far parameters are views of the staging slots, always the same ones
+                                 (those in 4 bit go to their homes only here, one by one)
     forward        enter, leave  each module with far parameters waits, and frees its slot
 
 The two calls go through vLLM's own custom ops for offloaders where the model is compiled.
@@ -15,9 +16,8 @@ The two calls go through vLLM's own custom ops for offloaders where the model is
 
 import json
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from xxhash import xxh3_64_hexdigest
 
 from vllm_tiered.adapter import manifest
 from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.int4_layers import CompressedLinear, compressible
 from vllm_tiered.adapter.layer_weights import (
     cpu_linear,
     leave_near,
@@ -34,6 +35,7 @@ from vllm_tiered.adapter.layer_weights import (
     return_near,
     skip_loading,
 )
+from vllm_tiered.adapter.weight_hooks import watch
 from vllm_tiered.adapter.weights_plan import plan_with_kv
 from vllm_tiered.adapter.weights_times import measure
 from vllm_tiered.config import WeightsConfig
@@ -41,6 +43,7 @@ from vllm_tiered.cost.latency import place_for_latency
 from vllm_tiered.cost.weights import (
     PARAMETER_ALIGNMENT,
     SLOT_ALIGNMENT,
+    Parameter,
     Placement,
     Sublayer,
     place,
@@ -51,7 +54,8 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.host import FAR_SHARE, host_memory
 from vllm_tiered.units import GIB
-from vllm_tiered.weights.far_weights import FarWeights, Group
+from vllm_tiered.weights import int4
+from vllm_tiered.weights.far_weights import FarWeights, Group, Staged
 from vllm_tiered.weights.ring import WeightRing
 from vllm_tiered.weights.store import WeightStore
 
@@ -87,6 +91,8 @@ class TieredOffloader(BaseOffloader):
         self._device = make_device()
         self._weights: FarWeights | None = None
         self._far: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._compressed: list[CompressedLinear] = []
+        self._near_device = torch.device("cpu")
         self.placement: Placement | None = None
         self.ring: WeightRing | None = None
         self.is_used = False
@@ -121,45 +127,64 @@ class TieredOffloader(BaseOffloader):
             near_device = next((p.device for p in layer.parameters()), near_device)
             leave_near(layer)
             layers.append(layer)
-        self.placement = placement = self._place(layers, near_device)
+        is_compressed = self._config.compress == "int4"
+        compressed = compressible(layers) if is_compressed else [set() for _ in layers]
+        self.placement = placement = self._place(layers, compressed, near_device)
         store = self._store if placement.storage_bytes else None
         if store is not None:
             store.keep(placement)
+        self._give_homes(layers, compressed, placement, near_device, store)
+        self._announce(placement)
+        return layers
+
+    def _give_homes(
+        self,
+        layers: Sequence[nn.Module],
+        compressed: Sequence[Collection[str]],
+        placement: Placement,
+        near_device: torch.device,
+        store: WeightStore | None,
+    ) -> None:
         moved = [
-            (layers[sublayer.layer], [p.name for p in far], [p.name for p in stored])
+            (sublayer.layer, far, stored)
             for sublayer, (far, stored) in zip(placement.sublayers, placement.staged, strict=True)
             if far or stored
         ]
-        groups = [
-            Group(
-                [layer.get_parameter(name) for name in far],
-                [layer.get_parameter(name) for name in stored],
-            )
-            for layer, far, stored in moved
-        ]
+
+        def staged(index: int, chosen: Iterable[Parameter]) -> list[Staged]:
+            return [
+                Staged(
+                    layers[index].get_parameter(p.name), p.num_bytes, p.name in compressed[index]
+                )
+                for p in chosen
+            ]
+
+        groups = [Group(staged(index, far), staged(index, stored)) for index, far, stored in moved]
         self._far = [
-            (layer, name, parameter)
-            for (layer, far, stored), group in zip(moved, groups, strict=True)
-            for name, parameter in zip((*far, *stored), (*group.far, *group.stored), strict=True)
+            (layers[index], p.name, one.parameter)
+            for (index, far, stored), group in zip(moved, groups, strict=True)
+            for p, one in zip((*far, *stored), (*group.far, *group.stored), strict=True)
         ]
-        if len({id(parameter) for *_, parameter in self._far}) < len(self._far):
-            raise UnsupportedError(
-                "layers share parameters, and a sublayer is staged with its own: set "
-                "weights.placement=off"
-            )
+        self._compressed = [
+            CompressedLinear(layer.get_submodule(name.removesuffix(".weight")))
+            for layer, names in zip(layers, compressed, strict=True)
+            for name in names
+        ]
+        _check_distinct([parameter for *_, parameter in self._far])
+        _check_distinct([linear.weight for linear in self._compressed])
         self._weights = FarWeights(self._device, groups, near_device, store)
         if store is not None and store.is_filled:
             for group in groups:
-                for parameter in group.stored:
-                    skip_loading(parameter)
-        moved_names: dict[nn.Module, set[str]] = {layer: set() for layer in layers}
-        for position, (layer, far, stored) in enumerate(moved):
-            moved_names[layer].update(far, stored)
-            self._watch(layer, (*far, *stored), position)
-        for layer in layers:
-            return_near(layer, moved_names[layer], near_device)
-        self._announce(placement, self._weights)
-        return layers
+                for one in group.stored:
+                    skip_loading(one.parameter)
+        stay_away = list(map(set, compressed))  # near ones too, until they are compressed
+        for position, (index, far, stored) in enumerate(moved):
+            names = [p.name for p in (*far, *stored)]
+            stay_away[index].update(names)
+            watch(layers[index], names, position, self)
+        for layer, away in zip(layers, stay_away, strict=True):
+            return_near(layer, away, near_device)
+        self._near_device = near_device
 
     @property
     def stores(self) -> bool:
@@ -196,6 +221,11 @@ class TieredOffloader(BaseOffloader):
             module = layer.get_submodule(name.rpartition(".")[0])
             if hasattr(module, "cpu_linear"):
                 setattr(module, "cpu_linear", cpu_linear)  # noqa: B010 (a module's types are its own)
+        far = {id(parameter) for *_, parameter in self._far}
+        for linear in self._compressed:
+            linear.multiply_compressed()
+            if id(linear.weight) not in far:
+                linear.compress(self._near_device)
         self.ring = self._weights.stage()
         self.take_use()  # what was measured before is not the model's
 
@@ -222,11 +252,16 @@ class TieredOffloader(BaseOffloader):
         assert self.ring is not None
         self.ring.leave(layer_idx)
 
-    def _place(self, layers: Sequence[nn.Module], near_device: torch.device) -> Placement:
+    def _place(
+        self,
+        layers: Sequence[nn.Module],
+        compressed: Sequence[Collection[str]],
+        near_device: torch.device,
+    ) -> Placement:
         sublayers = [
             sublayer
-            for index, layer in enumerate(layers)
-            for sublayer in sublayers_of(index, parameter_bytes(layer), movable(layer))
+            for index, (layer, names) in enumerate(zip(layers, compressed, strict=True))
+            for sublayer in sublayers_of(index, parameter_bytes(layer, names), movable(layer))
         ]
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
@@ -238,7 +273,7 @@ class TieredOffloader(BaseOffloader):
             if recorded is not None:
                 recorded.check_budget(near_bytes, far_bytes)
                 return recorded
-        placement = self._choose(layers, sublayers, near_device, near_bytes, far_bytes)
+        placement = self._choose(layers, sublayers, compressed, near_device, near_bytes, far_bytes)
         if self._store is not None and far_bytes is not None:
             placement = spill(placement, far_bytes)
         placement.check_budget(near_bytes, far_bytes)
@@ -248,6 +283,7 @@ class TieredOffloader(BaseOffloader):
         self,
         layers: Sequence[nn.Module],
         sublayers: Sequence[Sublayer],
+        compressed: Sequence[Collection[str]],
         near_device: torch.device,
         near_bytes: int | None,
         far_bytes: int | None,
@@ -261,7 +297,14 @@ class TieredOffloader(BaseOffloader):
             return place(config.placement, sublayers, config.percents)
         assert near_bytes is not None, "checked by the configuration"
         folder = None if config.storage_path is None else Path(config.storage_path)
-        measured = measure(self._device, layers, sublayers, near_device, folder)
+        measured = measure(
+            self._device,
+            layers,
+            sublayers,
+            near_device,
+            compressed=compressed,
+            storage_folder=folder,
+        )
         return place_for_latency(
             sublayers, measured.times, measured.link, near_bytes, far_bytes, measured.storage
         )
@@ -279,6 +322,7 @@ class TieredOffloader(BaseOffloader):
             "near_gib": config.near_gib,
             "far_gib": config.far_gib,
             "alignment": [SLOT_ALIGNMENT, PARAMETER_ALIGNMENT],
+            "compress": int4.layout() if config.compress == "int4" else config.compress,
             "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
         }
         return WeightStore(
@@ -289,45 +333,20 @@ class TieredOffloader(BaseOffloader):
             settings=settings,
         )
 
-    def _watch(self, layer: nn.Module, names: Sequence[str], position: int) -> None:
-        """Let each module that has far parameters itself wait for them."""
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
-            module = layer.get_submodule(path)
-            # vLLM's CPU linear layers keep a packed copy of their weights near otherwise.
-            module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
-            module.register_forward_pre_hook(self._before(position), with_kwargs=True)
-            module.register_forward_hook(self._after(position))
-
-    def _before(self, position: int) -> Any:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                torch.ops.vllm.wait_prefetch(_first_tensor((*args, *kwargs.values())), position)
-            else:
-                self._wait_for_layer(position)
-
-        return before
-
-    def _after(self, position: int) -> Any:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                torch.ops.vllm.start_prefetch(_first_tensor(output), position)
-            else:
-                self._start_prefetch(position)
-
-        return after
-
-    def _announce(self, placement: Placement, weights: FarWeights) -> None:
-        stated = manifest.WeightsManifest.of(placement)
+    def _announce(self, placement: Placement) -> None:
+        stated = manifest.WeightsManifest.of(placement, self._config.compress)
         manifest.publish_weights(stated)
         if self._rank == 0:
             logger.info("%s", stated.describe())
 
 
+def _check_distinct(parameters: Sequence[nn.Parameter]) -> None:
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise UnsupportedError(
+            "layers share parameters, and a sublayer is staged with its own: set "
+            "weights.placement=off"
+        )
+
+
 def _in_bytes(gib: float | str) -> int | None:
     return None if isinstance(gib, str) else int(gib * GIB)
-
-
-def _first_tensor(values: Any) -> torch.Tensor:
-    if isinstance(values, torch.Tensor):
-        return values
-    return next(value for value in values if isinstance(value, torch.Tensor))

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_tiered.cli import plan_tables
+from vllm_tiered.cost.compress import COMPRESS
 from vllm_tiered.cost.energy import CARBON_INTENSITY, grams_co2e
 from vllm_tiered.cost.fit import Fit, NoFit, chosen, fits, with_more_far
 from vllm_tiered.cost.machine import Figures, Machine, machine_names
@@ -76,6 +77,7 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help=f"of the grid, in gCO2e per kWh ({CARBON_INTENSITY:g}, coal, as M2Cache counts; the "
         "world's was 481 in 2023, says Ember)",
     )
+    parser.add_argument("--compress", choices=COMPRESS, default="none", help="the layers' matrices")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -152,6 +154,7 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         read_config(Path(args.model)),
         dtype=args.dtype,
         tensor_parallel=args.tensor_parallel_size,
+        compress=args.compress,
     )
     load = Load(
         prompt_tokens=args.prompt_tokens,

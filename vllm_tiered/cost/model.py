@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_tiered.cost.compress import COMPRESS, can_compress, compressed_bytes
 from vllm_tiered.cost.weights import Kind, Role, Sublayer, sublayers_of
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
@@ -90,7 +91,7 @@ class ModelShape:
         other_bytes: embeddings, head and last norm, which stay near.
         head_bytes: of them, what each step reads.
         kv_bytes_per_token: in all layers.
-        dtype_bytes: of a weight, and of an element of the KV cache.
+        dtype_bytes: of a weight that is not compressed, and of an element of the KV cache.
         matrices: (out, in) of each matrix of a layer, by its name, where the config told them.
     """
 
@@ -108,6 +109,15 @@ class ModelShape:
         """Of all layers' parameters."""
         return sum(sublayer.num_bytes for sublayer in self.sublayers)
 
+    def weights_in(self, sublayer: Sublayer) -> float:
+        """How many, whatever they take."""
+        return sum(
+            math.prod(self.matrices[parameter.name])
+            if parameter.name in self.matrices
+            else parameter.num_bytes / self.dtype_bytes
+            for parameter in sublayer.parameters
+        )
+
 
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:
     """Of all layers' tensors by what they are, and of what is beside the layers."""
@@ -122,7 +132,11 @@ def bytes_by_class(shape: ModelShape) -> dict[str, int]:
 
 
 def model_shape(
-    config: Mapping[str, Any], *, dtype: str = "bfloat16", tensor_parallel: int = 1
+    config: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    compress: str = "none",
 ) -> ModelShape:
     """The shapes that follow from a Hugging Face config.
 
@@ -130,7 +144,8 @@ def model_shape(
     a few percent, as long as it is a plain decoder.
 
     Raises:
-        ConfigError: a size is missing or does not divide by ``tensor_parallel``.
+        ConfigError: a size is missing or does not divide by ``tensor_parallel``; no such dtype or
+            compression.
         UnsupportedError: a mixture of experts, a quantized checkpoint, or no decoder.
     """
     known = str(config.get("model_type", ""))
@@ -140,8 +155,14 @@ def model_shape(
     width = DTYPE_BYTES.get(dtype)
     if width is None:
         raise ConfigError(f"no dtype {dtype!r}: there are {', '.join(DTYPE_BYTES)}")
+    if compress not in COMPRESS:
+        raise ConfigError(f"no compress {compress!r}: there are {', '.join(COMPRESS)}")
     shapes = _layer_shapes(family, sizes, tensor_parallel)
     layer = {name: math.prod(shape) * width for name, shape in shapes.items()}
+    if compress == "int4":
+        for name, shape in shapes.items():
+            if len(shape) == 2 and can_compress(*shape):
+                layer[name] = compressed_bytes(*shape, width)
     kv_heads = max(1, sizes.kv_heads // tensor_parallel)
     vocabulary = math.ceil(sizes.vocabulary / tensor_parallel) * sizes.hidden
     heads = 1 if config.get("tie_word_embeddings", known in ("opt", "falcon")) else 2
@@ -196,7 +217,7 @@ class _Sizes:
 def _layer_shapes(
     family: Family, sizes: _Sizes, tensor_parallel: int
 ) -> dict[str, tuple[int, ...]]:
-    """The parameters of a layer."""
+    """The parameters of a layer: [out, in] of matrices, [out] of others."""
     for what, size in (("attention heads", sizes.heads), ("FFN neurons", sizes.inner)):
         if size % tensor_parallel:
             raise ConfigError(f"{size} {what} do not divide by {tensor_parallel} ranks")

@@ -5,7 +5,8 @@ Of a machine that was probed a sublayer takes what its products were measured to
 longer of its memory traffic and its arithmetic (roofline). Attention reads the KV cache beside
 that. While copies run both are slower, as measured, or as they share the near tier's bandwidth.
 What a step costs beside the layers comes from the machine, and from the head, which reads its
-weights like a layer.
+weights like a layer. Of weights in 4 bit the memory
+traffic is less; what it takes to expand them is not counted.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def roofline(
             _measured_seconds(sublayer, far, machine.curves, tokens) for tokens in (1, batch.tokens)
         )
     else:
-        operations = 2 * sublayer.num_bytes / shape.dtype_bytes * batch.tokens
+        operations = 2 * shape.weights_in(sublayer) * batch.tokens
         weights, arithmetic = sublayer.num_bytes / near, operations / (machine.tflops * 1e12)
     return Roofline(weights=weights, arithmetic=arithmetic, kv=kv_bytes / near)
 

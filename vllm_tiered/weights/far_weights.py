@@ -9,15 +9,38 @@ import torch
 from vllm_tiered.cost.weights import PARAMETER_ALIGNMENT, SLOT_ALIGNMENT, align, extent_bytes
 from vllm_tiered.tiers.base import Device, PageBuffer
 from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.weights import int4
 from vllm_tiered.weights.ring import WeightRing, lay_out
 from vllm_tiered.weights.store import WeightStore
+
+
+class Staged(NamedTuple):
+    """A parameter that passes through a slot.
+
+    Attributes:
+        num_bytes: in its home, and in the slot.
+        is_compressed: there it is bytes of :mod:`int4`; it is loaded into memory of its own, which
+            it keeps until it is staged.
+    """
+
+    parameter: torch.nn.Parameter
+    num_bytes: int
+    is_compressed: bool = False
 
 
 class Group(NamedTuple):
     """A sublayer's parameters that pass through a slot."""
 
-    far: Sequence[torch.nn.Parameter]
-    stored: Sequence[torch.nn.Parameter]
+    far: Sequence[Staged]
+    stored: Sequence[Staged]
+
+
+class _Home(NamedTuple):
+    """Where a parameter is until it is needed, and its slot: the same if a file has it."""
+
+    staged: Staged
+    home: torch.Tensor
+    slot: torch.Tensor
 
 
 class FarWeights:
@@ -82,45 +105,45 @@ class FarWeights:
         return ring
 
     def _load_to_homes(self) -> None:
-        for parameter, home, _ in self._homes:
-            parameter.data = home  # what the loader writes goes there
+        """What the loader writes goes there; what will be compressed has memory of its own."""
+        for staged, home, slot in self._homes:
+            if home is slot or not staged.is_compressed:
+                staged.parameter.data = home
 
     def _move_to_slots(self) -> None:
         """No view of a draft is left: its pages could not leave memory."""
-        for parameter, home, slot in self._homes:
-            if parameter.data_ptr() != home.data_ptr() and home is not slot:
-                home.copy_(parameter.data)  # vLLM moves what it processes after loading
+        for (parameter, _, is_compressed), home, slot in self._homes:
+            if home is not slot:
+                if is_compressed:
+                    int4.compress(parameter.data, out=home)
+                elif parameter.data_ptr() != home.data_ptr():
+                    home.copy_(parameter.data)  # vLLM moves what it processes after loading
             parameter.data = slot
         self._homes.clear()
 
-    def _give_homes(
-        self, drafted: torch.Tensor | None
-    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
-        """Each parameter, where it is loaded, and its slot."""
+    def _give_homes(self, drafted: torch.Tensor | None) -> Iterator[_Home]:
         for group, extent in zip(self._groups, self._extents, strict=True):
             parts = (
                 (group.far, self._far.data, extent.far_page, extent.slot_page),
                 (group.stored, drafted, extent.stored_page, extent.slot_page + extent.num_far),
             )
-            for parameters, memory, page, slot_page in parts:
-                slots = _views(parameters, self._near.data, slot_page)
-                homes = slots if memory is None else _views(parameters, memory, page)
-                yield from zip(parameters, homes, slots, strict=True)
+            for chosen, memory, page, slot_page in parts:
+                slots = _views(chosen, self._near.data, slot_page)
+                homes = slots if memory is None else _views(chosen, memory, page)
+                yield from map(_Home, chosen, homes, slots)
 
 
-def _extent(parameters: Sequence[torch.nn.Parameter]) -> int:
-    return extent_bytes(parameter.nbytes for parameter in parameters)
+def _extent(chosen: Sequence[Staged]) -> int:
+    return extent_bytes(staged.num_bytes for staged in chosen)
 
 
-def _views(
-    parameters: Sequence[torch.nn.Parameter], memory: torch.Tensor, first_page: int
-) -> list[torch.Tensor]:
+def _views(chosen: Sequence[Staged], memory: torch.Tensor, first_page: int) -> list[torch.Tensor]:
     """The parameters one after the other, from a page on."""
     flat = memory.view(-1)
     offset = first_page * SLOT_ALIGNMENT
     views = []
-    for parameter in parameters:
-        raw = flat[offset : offset + parameter.nbytes]
-        views.append(raw.view(parameter.dtype).view(parameter.shape))
-        offset += align(parameter.nbytes, PARAMETER_ALIGNMENT)
+    for parameter, num_bytes, is_compressed in chosen:
+        raw = flat[offset : offset + num_bytes]
+        views.append(raw if is_compressed else raw.view(parameter.dtype).view(parameter.shape))
+        offset += align(num_bytes, PARAMETER_ALIGNMENT)
     return views

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in 4 bit on the real engine: the tokens of a checkpoint that was rounded beforehand."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.offloader import get_offloader
+
+from benchmarks import shapes
+from tests.doubles import DelayedDevice
+from tests.engine.harness import (
+    PATHS,
+    engine,
+    generate,
+    model_path,
+    random_prompts,
+    run,
+    vllm_tokens,
+)
+from tests.engine.test_processes import OWN_PROCESS, run_script
+from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
+from tests.engine.test_weights import layers
+from tests.weights.rounding import rounded
+from vllm_tiered.adapter import int4_layers, manifest, offloader
+from vllm_tiered.adapter.offloader import TieredOffloader
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.cost.compress import can_compress
+from vllm_tiered.cost.model import model_shape
+from vllm_tiered.cost.weights import place
+from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.weights import int4
+
+PROMPTS = random_prompts(6, seed=8)
+KV_OFF = {"enabled": False}
+ALL_FAR = {"placement": "all_far", "compress": "int4"}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "all_far": {"placement": "all_far"},
+    "helm": {"placement": "helm"},
+    "latency": {"placement": "latency", "near_gib": 0.0012},
+    "flexgen": {"placement": "flexgen", "percents": [20, 80, 0]},
+    "near": {"placement": "flexgen", "percents": [100, 0, 0]},
+}
+STORED: dict[str, dict[str, Any]] = {
+    "all_far": {"placement": "all_far", "far_gib": 0},
+    "flexgen": {"placement": "flexgen", "percents": [20, 40, 40]},
+}
+MODELS = ["opt", "llama3", "phi3", "falcon", "qwen2"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The name of a checkpoint as vLLM alone takes it, matrices rounded as ours will be."""
+
+    @functools.cache
+    def make(model: str) -> str:
+        folder = tmp_path_factory.mktemp(model)
+        shutil.copytree(model_path(model), folder, dirs_exist_ok=True)
+        (file,) = folder.glob("*.safetensors")
+        tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+        for name, tensor in tensors.items():
+            in_layer = "layers." in name or ".h." in name
+            if in_layer and tensor.ndim == 2 and can_compress(*tensor.shape):
+                tensors[name] = rounded(tensor)
+        save_file(tensors, file, metadata={"format": "pt"})
+        PATHS[f"{model}, rounded"] = str(folder)
+        return f"{model}, rounded"
+
+    yield make
+    for name in [name for name in PATHS if name.endswith(", rounded")]:
+        del PATHS[name]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_equal(model, placement, plain) -> None:
+    weights = {**PLACEMENTS[placement], "compress": "int4"}
+    result = run(model, PROMPTS, KV_OFF, weights=weights)
+    assert result.tokens == vllm_tokens(plain(model), PROMPTS)
+    assert result.tokens != vllm_tokens(model, PROMPTS), "rounding is to be seen"
+    stated = result.manifest["weights"]
+    assert stated["compress"] == "int4"
+    assert bool(stated["far_bytes"]) == (placement != "near")
+
+
+@pytest.mark.parametrize("placement", STORED)
+@pytest.mark.parametrize("model", MODELS)
+def test_stored_with_the_first_start_and_the_second(model, placement, plain, tmp_path) -> None:
+    weights = {**STORED[placement], "compress": "int4", "storage_path": str(tmp_path)}
+    first = run(model, PROMPTS, KV_OFF, weights=weights)
+    (file,) = tmp_path.iterdir()
+    written = file.stat()
+    second = run(model, PROMPTS, KV_OFF, weights=weights)
+    assert first.tokens == second.tokens == vllm_tokens(plain(model), PROMPTS)
+    stated = first.manifest["weights"]
+    assert second.manifest["weights"] == stated
+    assert 0 < stated["storage_bytes"] < written.st_size
+    assert file.stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_a_file_of_16_bit_weights_is_filled_anew(plain, tmp_path) -> None:
+    weights = {**STORED["all_far"], "storage_path": str(tmp_path)}
+    run("opt", PROMPTS[:1], KV_OFF, weights=weights)
+    (file,) = tmp_path.iterdir()
+    before = file.stat().st_size
+    result = run("opt", PROMPTS, KV_OFF, weights={**weights, "compress": "int4"})
+    assert result.tokens == vllm_tokens(plain("opt"), PROMPTS)
+    assert file.stat().st_size < before / 2
+
+
+@pytest.fixture
+def uneven(monkeypatch):
+    """A model whose FFN has no whole blocks: only attention is compressed."""
+    shape = {**shapes.SHAPES["opt"], "ffn_dim": 544}
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "uneven": shape})
+    return "uneven"
+
+
+@pytest.mark.parametrize("placement", ["all_far", "near"])
+def test_what_has_no_whole_groups_stays_as_it_is(placement, uneven, plain) -> None:
+    weights = {**PLACEMENTS[placement], "compress": "int4"}
+    with engine(uneven, KV_OFF, weights=weights) as llm:
+        tokens = generate(llm, PROMPTS)
+        sizes = {
+            parameter.name: parameter.num_bytes
+            for sublayer in get_offloader().placement.sublayers
+            for parameter in sublayer.parameters
+        }
+    assert tokens == vllm_tokens(plain(uneven), PROMPTS)
+    assert sizes["fc1.weight"] == 544 * 256 * 4
+    assert sizes["self_attn.out_proj.weight"] == 256 * 256 * 0.625
+
+
+@pytest.mark.parametrize("model", ["demo", "opt", "qwen2", "phi3", "falcon"])
+def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
+    config = json.loads((Path(model_path(model)) / "config.json").read_text())
+    planned = place("helm", model_shape(config, dtype="float32", compress="int4").sublayers)
+    with engine(model, KV_OFF, weights={"placement": "helm", "compress": "int4"}):
+        assert get_offloader().placement == planned
+
+
+@pytest.mark.parametrize("placement", ["helm", "near"])
+def test_near_memory_has_what_the_manifest_says(placement) -> None:
+    """The memory that weights were loaded into is gone."""
+    weights = {**PLACEMENTS[placement], "compress": "int4"}
+    with engine("opt", KV_OFF, weights=weights) as llm:
+        (model,) = llm.apply_model(lambda model: model)
+        far = {id(parameter) for *_, parameter in get_offloader()._far}
+        near = [p for p in model.model.decoder.layers.parameters() if id(p) not in far]
+        current = manifest.current()
+        assert current is not None
+        stated = current["weights"]
+        assert sum(p.untyped_storage().nbytes() for p in near) == stated["near_bytes"]
+
+
+def test_late_and_poisoned_copies(plain, monkeypatch) -> None:
+    monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.004))
+    with engine("llama3", KV_OFF, weights=ALL_FAR) as llm:
+        assert generate(llm, PROMPTS) == vllm_tokens(plain("llama3"), PROMPTS)
+        assert get_offloader().ring.stall_seconds > 0
+
+
+def test_compiled(plain) -> None:
+    """The product is an op of the graph."""
+    expected = vllm_tokens(plain("falcon"), PROMPTS)
+    with engine("falcon", KV_OFF, weights=ALL_FAR, enforce_eager=False) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert get_offloader().ring.num_misses < 10, "the order of the layers is kept"
+
+
+def test_tensor_parallel(plain, tmp_path) -> None:
+    """A shard's groups are those of the whole matrix."""
+    config = tmp_path / "tiered.json"
+    weights = {"placement": "helm", "compress": "int4"}
+    config.write_text(json.dumps({"kv": KV_OFF, "weights": weights}))
+    variables = {
+        "VLLM_PLUGINS": "tiered",
+        "VLLM_TIERED_CONFIG": str(config),
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    result = run_script(
+        OWN_PROCESS | variables,
+        model="qwen2",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    assert result["tokens"] == vllm_tokens(plain("qwen2"), SCRIPT_PROMPTS, max_tokens=24)
+
+
+def test_the_op_is_fit_for_compilers() -> None:
+    weight = int4.compress(torch.randn(128, 64))
+    arguments = (torch.randn(5, 64), weight, 128, torch.randn(128))
+    int4_layers._op()
+    torch.library.opcheck(torch.ops.tiered.int4_linear.default, arguments)
+
+
+# Refused --------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_matrix_that_can_be_compressed() -> None:
+    tiered = TieredOffloader(WeightsConfig(placement="all_far", compress="int4"), model=dict)
+    with pytest.raises(
+        UnsupportedError, match=r"none of the model's 2 layers .* weights\.compress"
+    ):
+        tiered.wrap_modules(layers())
+
+
+def test_budgets_are_those_of_compressed_weights() -> None:
+    """2.9 MiB far in 4 bit (float32), 18 in 32 bit."""
+    weights = {"placement": "all_far", "far_gib": 0.005}
+    run("opt", PROMPTS[:1], KV_OFF, weights={**weights, "compress": "int4"})
+    with (
+        pytest.raises(BudgetError, match=r"weights\.far_gib allows"),
+        engine("opt", KV_OFF, weights=weights),
+    ):
+        pass
+
+
+def test_a_weight_that_was_replaced_while_loading() -> None:
+    with engine("opt", KV_OFF, weights=ALL_FAR):
+        linear = get_offloader()._compressed[0]
+        linear._module.weight = torch.nn.Parameter(torch.zeros(64, 64))
+        with pytest.raises(UnsupportedError, match="was replaced by another tensor"):
+            linear.multiply_compressed()

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in 4 bit: FlexGen's group-wise min/max, 64 to a group (FlexGen, section 5; HeLM IV-B).
+
+    w_NK  is about  (q_NK - 8) * scale_GN + zero_GN,    q from 0 to 15,    G groups of 64 along K
+
+N out features, K in features, B tokens. A compressed matrix is one row of bytes:
+
+    codes [N / block, K, block / 2]     as torch's kernels want them, two to a byte
+    figures [G, N, 2]                   scale and zero, in the activations' dtype
+
+Few tokens are multiplied with it as it is, by torch's product, which expands it in registers. For
+many, rows are expanded as many at a time as a cache holds: no memory ever has the whole matrix.
+"""
+
+from functools import cache
+
+import torch
+
+from vllm_tiered.cost.compress import BLOCK, GROUP, can_compress, compressed_bytes
+
+DIRECT_TOKENS = 60
+"""Up to so many, torch's product for compressed weights is faster than expanding them first."""
+
+_LEVELS = 15
+_MIDDLE = 8  # torch's zero point: what it calls zero is the value of code 8
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CHUNK_WEIGHTS = 1 << 17  # half a MiB in float32, and its 16-bit copy: in a core's second cache
+
+
+def can_compress_matrix(weight_NK: torch.Tensor) -> bool:
+    """Whether it has whole groups and a dtype that the kernels take."""
+    return weight_NK.ndim == 2 and weight_NK.dtype in _DTYPES and can_compress(*weight_NK.shape)
+
+
+def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Round each weight to the nearest of 16 values between its group's minimum and maximum.
+
+    Args:
+        weight_NK: one that :func:`can_compress_matrix`.
+        out: uint8, of ``compressed_bytes``, to write to; None for new memory.
+
+    Returns:
+        ``out``.
+    """
+    rows, columns = weight_NK.shape
+    dtype = weight_NK.dtype
+    if out is None:
+        out = torch.empty(compressed_bytes(rows, columns, dtype.itemsize), dtype=torch.uint8)
+    codes, figures_GN2 = parts(out, rows, dtype)
+    # A few rows at a time: rounding takes several times their size in float32.
+    step = _chunk_rows(columns)
+    for first in range(0, rows, step):
+        chosen = slice(first, min(first + step, rows))
+        codes_NK, figures_NG2 = _round(weight_NK[chosen])
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK, 1)
+        codes[chosen] = packed.view(-1, columns // 2)
+        figures_GN2[:, chosen] = figures_NG2.transpose(0, 1)
+    return out
+
+
+def parts(
+    compressed: torch.Tensor, rows: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a compressed matrix: codes uint8 [N, K / 2] in the kernels' order, figures."""
+    per_group = GROUP // 2 + 2 * dtype.itemsize
+    groups = compressed.numel() // (rows * per_group)
+    num_code_bytes = rows * groups * GROUP // 2
+    codes = compressed[:num_code_bytes].view(rows, -1)
+    return codes, compressed[num_code_bytes:].view(dtype).view(groups, rows, 2)
+
+
+def linear(
+    x: torch.Tensor, compressed: torch.Tensor, rows: int, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ w.T + bias`` with the weight in 4 bit.
+
+    Args:
+        x: [..., K], in the dtype of the figures.
+        compressed: from :func:`compress`.
+        rows: N.
+
+    Returns:
+        [..., N].
+    """
+    codes, figures_GN2 = parts(compressed, rows, x.dtype)
+    flat_BK = x.reshape(-1, x.shape[-1]).contiguous()
+    # In float32 a row takes torch's product 30 times as long as in bfloat16.
+    is_direct = x.dtype != torch.float32 and len(flat_BK) <= DIRECT_TOKENS
+    if is_direct or _half_block() is None:
+        out_BN = torch.ops.aten._weight_int4pack_mm_for_cpu(flat_BK, codes, GROUP, figures_GN2)
+    else:
+        out_BN = _expanding_product(flat_BK, codes, figures_GN2)
+    if bias_N is not None:
+        out_BN += bias_N
+    result: torch.Tensor = out_BN.view(*x.shape[:-1], rows)
+    return result
+
+
+def layout() -> str:
+    """Names the order of the codes: it depends on the processor's instruction set."""
+    half = _half_block()
+    return torch.backends.cpu.get_cpu_capability() if half is None else f"halves of {half}"
+
+
+def _round(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int32 [N, K] and figures [N, G, 2]."""
+    rows, columns = weight_NK.shape
+    groups_NGg = weight_NK.float().view(rows, columns // GROUP, GROUP)
+    low_NG1 = groups_NGg.amin(dim=2, keepdim=True)
+    scale_NG1 = (groups_NGg.amax(dim=2, keepdim=True) - low_NG1) / _LEVELS
+    # Rounded as it will be used, so that the codes fit the figures.
+    scale_NG1 = scale_NG1.to(weight_NK.dtype).float()
+    zero_NG1 = (low_NG1 + _MIDDLE * scale_NG1).to(weight_NK.dtype).float()
+    codes_NGg = torch.where(scale_NG1 > 0, (groups_NGg - zero_NG1) / scale_NG1, 0)
+    codes_NGg = codes_NGg.add_(_MIDDLE).round_().clamp_(0, _LEVELS)
+    figures_NG2 = torch.cat([scale_NG1, zero_NG1], dim=2).to(weight_NK.dtype)
+    return codes_NGg.view(rows, columns).to(torch.int32), figures_NG2
+
+
+def _expanding_product(
+    x_BK: torch.Tensor, codes: torch.Tensor, figures_GN2: torch.Tensor
+) -> torch.Tensor:
+    rows, columns = len(codes), x_BK.shape[1]
+    step = min(rows, _chunk_rows(columns))
+    half = _half_block()
+    assert half is not None
+    scale_GN, zero_GN = (figures.contiguous() for figures in figures_GN2.float().unbind(dim=2))
+    zero_GN.sub_(scale_GN, alpha=_MIDDLE)
+    # Made once: memory that comes and goes with every chunk took a quarter of the time.
+    nibbles = torch.empty(columns * step // 2, dtype=torch.uint8)
+    expanded = torch.empty(columns * step)
+    rounded = torch.empty(columns * step, dtype=x_BK.dtype)
+    out_BN = x_BK.new_empty((len(x_BK), rows))
+    for first in range(0, rows, step):
+        chosen = slice(first, min(first + step, rows))
+        codes_bKh = codes[chosen].view(-1, columns, half)
+        w_KN = expanded[: 2 * codes_bKh.numel()].view(columns, -1)
+        _unpack(codes_bKh, w_KN, nibbles[: codes_bKh.numel()].view_as(codes_bKh))
+        w_GgN = w_KN.view(-1, GROUP, w_KN.shape[1])
+        scale_G1N, zero_G1N = scale_GN[:, None, chosen], zero_GN[:, None, chosen]
+        torch.addcmul(zero_G1N, w_GgN, scale_G1N, out=w_GgN)
+        if x_BK.dtype != torch.float32:
+            w_KN = rounded[: w_KN.numel()].view_as(w_KN).copy_(w_KN)
+        torch.mm(x_BK, w_KN, out=out_BN[:, chosen])
+    return out_BN
+
+
+def _unpack(codes_bKh: torch.Tensor, out_KN: torch.Tensor, nibbles_bKh: torch.Tensor) -> None:
+    """Blocks of rows, as float32: the byte at k, i has row i in its lower half, i + h in its upper.
+
+    Args:
+        nibbles_bKh: to compute in.
+    """
+    blocks, columns, half = codes_bKh.shape
+    out_2bKh = out_KN.view(columns, blocks, 2, half).permute(2, 1, 0, 3)
+    out_2bKh[0] = torch.bitwise_and(codes_bKh, 15, out=nibbles_bKh)
+    out_2bKh[1] = torch.bitwise_right_shift(codes_bKh, 4, out=nibbles_bKh)
+
+
+def _chunk_rows(columns: int) -> int:
+    return max(1, _CHUNK_WEIGHTS // (columns * BLOCK)) * BLOCK
+
+
+@cache
+def _half_block() -> int | None:
+    """Half the rows of the kernels' blocks on this processor; None if it packs in another way.
+
+    Found by packing each row's number: torch's order is not documented, 64 rows with AVX512 and 32
+    with AVX2.
+    """
+    rows = torch.arange(BLOCK, dtype=torch.int32)
+    for half in (32, 16):
+        blocks = rows.view(-1, 2, half)
+        is_this = True
+        for digit in (rows % 16, rows // 16):
+            codes_NK = digit[:, None].expand(BLOCK, GROUP).contiguous()
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK, 1)
+            numbers = digit[blocks]
+            expected_bh = numbers[:, 0] | numbers[:, 1] << 4
+            expected = expected_bh[:, None].expand(-1, GROUP, -1).to(torch.uint8)
+            is_this &= torch.equal(packed.view(-1, GROUP, half), expected)
+        if is_this:
+            return half
+    return None
