@@ -128,6 +128,15 @@ def test_near_sublayers_take_what_their_products_took():
     assert times.compute[1] == pytest.approx(matrices / 10e9 + LAYER_CALLS * 2e-6 / 2)
 
 
+def test_products_in_4_bit_are_taken_for_those_of_16_bit():
+    """They were not probed, and their bytes would make them as short as a smaller matrix's."""
+    machine, _ = machine_of(sample_probe())
+    small = model_shape(LLAMA_3_8B, compress="int4")
+    prefill = Batch(requests=1, new_tokens=64, context_tokens=0)
+    for batch in (DECODE, prefill):
+        assert compute_times(small, machine, batch) == compute_times(LLAMA, machine, batch)
+
+
 def test_far_weights_take_the_other_product():
     machine, _ = machine_of(sample_probe())
     near = compute_times(LLAMA, machine, DECODE)

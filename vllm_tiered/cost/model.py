@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_tiered.cost.compress import COMPRESS, can_compress, compressed_bytes
-from vllm_tiered.cost.weights import Kind, Role, Sublayer, sublayers_of
+from vllm_tiered.cost.weights import Kind, Parameter, Role, Sublayer, sublayers_of
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -109,14 +109,10 @@ class ModelShape:
         """Of all layers' parameters."""
         return sum(sublayer.num_bytes for sublayer in self.sublayers)
 
-    def weights_in(self, sublayer: Sublayer) -> float:
+    def weights_in(self, parameter: Parameter) -> float:
         """How many, whatever they take."""
-        return sum(
-            math.prod(self.matrices[parameter.name])
-            if parameter.name in self.matrices
-            else parameter.num_bytes / self.dtype_bytes
-            for parameter in sublayer.parameters
-        )
+        matrix = self.matrices.get(parameter.name)
+        return parameter.num_bytes / self.dtype_bytes if matrix is None else math.prod(matrix)
 
 
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:

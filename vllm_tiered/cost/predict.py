@@ -5,8 +5,10 @@ Of a machine that was probed a sublayer takes what its products were measured to
 longer of its memory traffic and its arithmetic (roofline). Attention reads the KV cache beside
 that. While copies run both are slower, as measured, or as they share the near tier's bandwidth.
 What a step costs beside the layers comes from the machine, and from the head, which reads its
-weights like a layer. Of weights in 4 bit the memory
-traffic is less; what it takes to expand them is not counted.
+weights like a layer.
+
+Of weights in 4 bit transfers are less, and memory traffic where it is computed. Products of a
+probed machine are those of 16 bit: how long they take in 4 bit is not probed.
 """
 
 from __future__ import annotations
@@ -96,10 +98,11 @@ def roofline(
         kv_bytes = batch.requests * batch.context_tokens * per_layer
     if machine.curves:
         weights, arithmetic = (
-            _measured_seconds(sublayer, far, machine.curves, tokens) for tokens in (1, batch.tokens)
+            _measured_seconds(sublayer, shape, far, machine.curves, tokens)
+            for tokens in (1, batch.tokens)
         )
     else:
-        operations = 2 * shape.weights_in(sublayer) * batch.tokens
+        operations = 2 * sum(map(shape.weights_in, sublayer.parameters)) * batch.tokens
         weights, arithmetic = sublayer.num_bytes / near, operations / (machine.tflops * 1e12)
     return Roofline(weights=weights, arithmetic=arithmetic, kv=kv_bytes / near)
 
@@ -152,13 +155,13 @@ def predict_step(
 
 
 def _measured_seconds(
-    sublayer: Sublayer, far: Sequence[Parameter], curves: Curves, tokens: int
+    sublayer: Sublayer, shape: ModelShape, far: Sequence[Parameter], curves: Curves, tokens: int
 ) -> float:
     """Each product as it was measured, and half of what a layer costs beside its products."""
     names = {parameter.name for parameter in far}
     products = (
         (curves.far if parameter.name in names else curves.near).seconds(
-            parameter.num_bytes, tokens
+            round(shape.weights_in(parameter) * shape.dtype_bytes), tokens
         )
         for parameter in sublayer.parameters
         if parameter.role in (Role.MATRIX, Role.FFN_FIRST)
