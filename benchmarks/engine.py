@@ -46,8 +46,6 @@ def start_engine(spec: EngineSpec) -> Any:
         enforce_eager=True,
         disable_log_stats=False,  # or there are no metrics
         seed=0,
-        load_format="dummy" if spec.random_weights else "auto",
-        skip_tokenizer_init=spec.random_weights,
         additional_config={} if spec.tiered is None else {"tiered": dict(spec.tiered)},
         **(without_files if spec.random_weights else {}),
     )
