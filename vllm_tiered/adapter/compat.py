@@ -130,6 +130,7 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("init_device", "shutdown"),
         "placing weights",
     ),
+    ("vllm.v1.engine.core", ("EngineCore",), "placing weights"),
     ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),
     ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),
 )

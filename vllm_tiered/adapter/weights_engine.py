@@ -9,9 +9,11 @@ from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.checkpoint import check_stored, describe_checkpoint
+from vllm_tiered.adapter.layer_weights import cpu_linear
 from vllm_tiered.adapter.offloader import TieredOffloader
 from vllm_tiered.config import ROOT_KEY, TieredConfig, WeightsConfig
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.tiers.memory import freed_at_once
 
 _NOT_AFTER_STAGING = (
     "reload_weights",
@@ -42,8 +44,12 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
 
     places = _weights_config(wrapper.vllm_config).places
     if places:
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
+        compat.wrap_once(
+            UnquantizedEmbeddingMethod, "process_weights_after_loading", _process_embedding
+        )
         compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
     original(wrapper, *args, **kwargs)
@@ -71,6 +77,18 @@ def _shutdown(original: Any, wrapper: Any) -> None:
         offloader.close()
         if get_offloader() is offloader:
             set_offloader(None)
+
+
+def _process_embedding(original: Any, method: Any, layer: Any) -> None:
+    """vLLM packs embeddings and the head that is tied to them, each beside the original: three
+    copies of what may be a tenth of near memory, where near memory is what is short."""
+    from vllm.model_executor.offloader import get_offloader
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and isinstance(get_offloader(), TieredOffloader):
+        layer.cpu_linear = cpu_linear
+    else:
+        original(method, layer)
 
 
 def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +154,8 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         original(runner, *args, **kwargs)
         return
     try:
-        original(runner, *args, **kwargs)
+        with freed_at_once():
+            original(runner, *args, **kwargs)
         if not offloader.is_used:
             raise UnsupportedError(
                 f"{type(runner.model).__name__} does not build its layers where weights can be "

@@ -3,11 +3,15 @@
 
 import ctypes
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_tiered.units import MIB
 
 if TYPE_CHECKING:
     from vllm_tiered.tiers.base import PageIds, Pages
@@ -50,6 +54,32 @@ def give_back(address: int, num_bytes: int) -> int:
         ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED)
     )
     return 0 if refused else end - begin
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Memory of a MiB and more goes back to the system when it is freed, in all of this process.
+
+    glibc's malloc keeps what was freed once, up to 32 MiB a piece: a model's parameters that were
+    loaded, packed and dropped would stay beside the packed ones. It costs page faults, so not for
+    long.
+    """
+    _set_mmap_threshold(MIB)
+    try:
+        yield
+    finally:
+        _set_mmap_threshold(_MOST_KEPT_BYTES)
+
+
+_M_MMAP_THRESHOLD = -3
+_MOST_KEPT_BYTES = 32 * MIB
+"""To which malloc raises its threshold by itself."""
+
+
+def _set_mmap_threshold(num_bytes: int) -> None:
+    mallopt = getattr(_libc(), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(num_bytes))
 
 
 @cache
