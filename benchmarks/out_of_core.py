@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.store is not None:
         tiered["weights"] = {
             "placement": args.placement,
-            "near_gib": args.near_bytes / 2**30,
+            "near_gib": args.near_bytes / 2**30 if args.near_bytes else "auto",
             "far_gib": 0,
             "storage_path": str(args.store),
         }

@@ -49,8 +49,9 @@ DEFINITIONS = {
     "tokens_per_s_ratio": "ours over the best peer's: median over rounds of each round's ratio",
     "disk_share": "bytes that each token reads over its median time, as a share of the disk's"
     " sequential bandwidth in the same round; median over rounds",
-    "second_start_ratio": "seconds in which the first start loads the weights (and fills the file)"
-    " over those of a later start; engine_start_ratio is that of the whole starts",
+    "second_start_ratio": "all layers stored: seconds in which the first start loads the weights"
+    " (and fills the file) over those of a later start; starts has the seconds, of the whole starts"
+    " too, and the same for the placement that is measured, whose near part is read again",
     "resident_bytes": "what vLLM with a model of next to nothing has resident",
     "limit_bytes": "for a contender's whole process, page cache included",
     "by_contender": "tokens_per_s, load_seconds and peak_bytes, medians over rounds",
@@ -119,7 +120,7 @@ def num_steps(settings: Settings) -> int:
     num_peers = len(settings.peers)
     lacking = peers.available(_python(settings))
     num_ready = sum(lacking[name] is None for name in settings.peers)
-    return 3 + num_peers + num_ready + settings.rounds * (2 + num_peers)
+    return 4 + num_peers + num_ready + settings.rounds * (2 + num_peers)
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -141,6 +142,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     drop_cached([folder])
     first = _measure(OURS, ours, limit_bytes, settings)
     step(f"first start: weights in {first['weights_load_seconds']:.1f} s")
+    all_stored = _starts(settings, model, folder, limit_bytes)
+    step(f"all stored: weights in {' and '.join(f'{s:.1f}' for s in all_stored['weights'])} s")
     commands = {OURS: ours}
     for name in ready:
         commands[name] = _fitting_command(name, settings, model, folder, limit_bytes, step)
@@ -156,7 +159,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         for name in skipped:
             step(f"{name}: skipped")
         rounds.append(result)
-    return _summary(rounds, first, skipped) | {
+    return _summary(rounds, first, all_stored, skipped) | {
         "limit_bytes": limit,
         "resident_bytes": resident,
         "is_limited": is_limited,
@@ -183,6 +186,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _summary(
     rounds: Sequence[Mapping[str, Mapping[str, Any]]],
     first: Mapping[str, Any],
+    all_stored: Mapping[str, Sequence[float]],
     skipped: Mapping[str, str],
 ) -> dict[str, Any]:
     names = [name for name in rounds[0] if name != "disk"]
@@ -204,9 +208,14 @@ def _summary(
         "best_peer": best,
         "disk_share": statistics.median(disk_shares),
         "disk_gb_per_s": statistics.median(r["disk"]["gb_per_s"] for r in rounds),
-        "second_start_ratio": first["weights_load_seconds"] / later["weights_load_seconds"],
-        "engine_start_ratio": first["load_seconds"] / later["load_seconds"],
-        "weights_load_seconds": [first["weights_load_seconds"], later["weights_load_seconds"]],
+        "second_start_ratio": all_stored["weights"][0] / all_stored["weights"][1],
+        "starts": {
+            "all_stored": dict(all_stored),
+            "measured": {
+                "weights": [first["weights_load_seconds"], later["weights_load_seconds"]],
+                "engine": [first["load_seconds"], later["load_seconds"]],
+            },
+        },
         "manifest": first["manifest"],
         "stall_share": statistics.median(
             statistics.median(r[OURS]["stall_seconds_per_token"]) * _tokens_per_s(r[OURS])
@@ -252,6 +261,28 @@ def _prepared(
         ready.append(name)
         step(f"{name}: its files are there")
     return ready, skipped
+
+
+def _starts(
+    settings: Settings, model: Path, folder: Path, limit_bytes: int | None
+) -> dict[str, list[float]]:
+    """Seconds of the first start and of the second with every layer stored."""
+    store = folder / f"store-all-{settings.shape}"
+    _empty(store)
+    short = replace(settings, new_tokens=2)
+    command = [
+        *_base_command(short, model, kv_bytes=_kv_bytes(short)),
+        *("--store", str(store), "--placement", "all_far"),
+    ]
+    runs = []
+    for _ in range(2):
+        drop_cached([folder])
+        runs.append(_measure(OURS, command, limit_bytes, short))
+    _empty(store)
+    return {
+        "weights": [run["weights_load_seconds"] for run in runs],
+        "engine": [run["load_seconds"] for run in runs],
+    }
 
 
 def _prepare(name: str, settings: Settings, model: Path, folder: Path) -> None:
@@ -328,14 +359,20 @@ def _our_command(settings: Settings, model: Path, store: Path, for_weights: int)
     """Near memory is what the limit leaves beside vLLM itself, embeddings and the KV cache."""
     shape = SHAPES[settings.shape]
     other_bytes = (shape.vocab_size + shape.max_positions) * shape.hidden_size * 2
-    blocks = -(-(settings.prompt_tokens + settings.new_tokens) // KV_BLOCK_TOKENS) + 1
-    kv_bytes = blocks * KV_BLOCK_TOKENS * 2 * shape.num_layers * shape.hidden_size * 2
+    kv_bytes = _kv_bytes(settings)
     near_bytes = for_weights - other_bytes - kv_bytes - _MARGIN_BYTES
     return [
         *_base_command(settings, model, kv_bytes=kv_bytes),
         *("--store", str(store), "--near-bytes", str(near_bytes)),
         *("--placement", settings.placement),
     ]
+
+
+def _kv_bytes(settings: Settings) -> int:
+    """Of the request, in whole blocks, and of the block that vLLM keeps for itself."""
+    shape = SHAPES[settings.shape]
+    blocks = -(-(settings.prompt_tokens + settings.new_tokens) // KV_BLOCK_TOKENS) + 1
+    return blocks * KV_BLOCK_TOKENS * 2 * shape.num_layers * shape.hidden_size * 2
 
 
 def _base_command(settings: Settings, model: Path, *, kv_bytes: int) -> list[str]:
