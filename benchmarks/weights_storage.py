@@ -139,11 +139,11 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     store = folder / f"store-{settings.shape}"
     _empty(store)
     ours = _our_command(settings, model, store, limit - resident)
+    all_stored = _starts(settings, model, folder, limit_bytes)
+    step(f"all stored: weights in {' and '.join(f'{s:.1f}' for s in all_stored['weights'])} s")
     drop_cached([folder])
     first = _measure(OURS, ours, limit_bytes, settings)
     step(f"first start: weights in {first['weights_load_seconds']:.1f} s")
-    all_stored = _starts(settings, model, folder, limit_bytes)
-    step(f"all stored: weights in {' and '.join(f'{s:.1f}' for s in all_stored['weights'])} s")
     commands = {OURS: ours}
     for name in ready:
         commands[name] = _fitting_command(name, settings, model, folder, limit_bytes, step)

@@ -35,8 +35,8 @@ class Runs:
                 raise MeasurementError("flexgen was killed for want of memory")
         number = sum(seen[0] == OURS for seen in self.seen) if name == OURS else 0
         return {
-            "load_seconds": {1: 30.0, 2: 40.0}.get(number, 10.0),
-            "weights_load_seconds": {1: 20.0, 2: 36.0, 3: 3.0}.get(number, 2.0),
+            "load_seconds": {1: 40.0, 3: 30.0}.get(number, 10.0),
+            "weights_load_seconds": {1: 36.0, 2: 3.0, 3: 20.0}.get(number, 2.0),
             "prefill_seconds": 1.0,
             "seconds_per_token": [SECONDS.get(name, 1.0)] * 3 + [9.0],
             "stall_seconds_per_token": [0.3] * 4,
