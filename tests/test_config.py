@@ -159,6 +159,8 @@ def test_bad_percents_are_named(percents):
             {"placement": "auto", "near_gib": 1, "compress": "int4"},
             r"planned from products in 16 bit: leave .*compress out",
         ),
+        ({"near_gib": 8}, r"near_gib is 8, but no weight is placed: set .*placement"),
+        ({"far_gib": 8}, r"far_gib is 8, but no weight is placed: set .*placement"),
         ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
         (
             {"placement": "flexgen", "percents": [20, 40, 40]},

@@ -266,6 +266,12 @@ class WeightsConfig(_Section):
                 f'{where}.placement is "flexgen": set {where}.percents to the shares of near, far '
                 "and storage, as [20, 80, 0]"
             )
+        for key in ("near_gib", "far_gib"):
+            if getattr(self, key) != "auto" and not self.places:
+                raise ConfigError(
+                    f"{where}.{key} is {getattr(self, key):g}, but no weight is placed: set "
+                    f"{where}.placement, or leave {key} out"
+                )
         if self.storage_path is not None and not self.places:
             raise ConfigError(
                 f"{where}.storage_path is {self.storage_path!r}, but no weight is placed: set "

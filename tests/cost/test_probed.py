@@ -151,8 +151,8 @@ def test_a_link_bound_step_takes_its_transfers_and_their_slowdown():
     for entry in probe["products"]["far"]:
         entry["seconds"] /= 20
     machine, _ = machine_of(probe)
-    rest = compute_times(LLAMA, machine, DECODE).rest
     placement = place("all_far", LLAMA.sublayers)
+    rest = compute_times(LLAMA, machine, DECODE, placement).rest
     step = predict_step(LLAMA, machine, placement, DECODE)
     alone = placement.far_bytes / 5e9
     assert alone < step.seconds - rest < 1.5 * alone

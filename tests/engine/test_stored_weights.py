@@ -137,12 +137,12 @@ def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
     """What "auto" left to far memory may not fit it today."""
     weights = {"placement": "all_far", "storage_path": str(tmp_path)}
     memory = host_memory()
-    sizes = iter([4 << 20, 4 << 20, 2 << 20])
+    sizes = iter([4 << 20, 3 << 20, 5 << 18])
     monkeypatch.setattr(
         offloader, "host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
     )
     monkeypatch.setattr(offloader, "FAR_SHARE", 0.5)
-    for at_most in (4 << 20, 4 << 20, 2 << 20):
+    for at_most in (4 << 20, 4 << 20, 5 << 18):
         result = run("opt", PROMPTS, KV_OFF, weights=weights)
         assert result.tokens == vllm_tokens("opt", PROMPTS)
         assert 0 < result.manifest["weights"]["far_bytes"] <= at_most

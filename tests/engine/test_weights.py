@@ -233,11 +233,13 @@ def test_weights_are_not_written_after_they_are_staged() -> None:
                 llm.collective_rpc(method)
 
 
-def test_a_second_engine_beside_it_is_refused() -> None:
+@pytest.mark.parametrize("placement", ["all_far", "off"])
+def test_a_second_engine_beside_it_is_refused(placement) -> None:
+    """One that places nothing too: the first one's compiled code would ask its offloader."""
     with (
         engine("opt", KV_OFF, weights={"placement": "all_far"}),
         pytest.raises(UnsupportedError, match="another engine in this process"),
-        engine("qwen2", KV_OFF, weights={"placement": "all_far"}),
+        engine("qwen2", KV_OFF, weights={"placement": placement}),
     ):
         pass
 

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_tiered.cost.compress import compressed_bytes
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.tiers.products import ROWS_ON_THE_LEFT
 
 
 def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, int]:
@@ -76,7 +77,7 @@ def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     (Xeon with AMX, 2026-11-22).
     """
     # Compiled code serves any number of rows: it must not depend on it.
-    if torch.compiler.is_compiling() or x.ndim != 2 or len(x) < 4:
+    if torch.compiler.is_compiling() or x.ndim != 2 or len(x) < ROWS_ON_THE_LEFT:
         return torch.nn.functional.linear(x, weight, bias)
     product = torch.matmul(weight, x.t()).t().contiguous()
     return product if bias is None else product.add_(bias)

@@ -266,12 +266,16 @@ class TieredOffloader(BaseOffloader):
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
         if config.storage_path is not None:
+            at_most = far_bytes
             if far_bytes is None:
-                far_bytes = int(FAR_SHARE * host_memory().usable_bytes / self._num_ranks)
+                # What is usable differs a little from start to start; a file is used as long as
+                # what it leaves to far memory is there at all.
+                at_most = host_memory().usable_bytes // self._num_ranks
+                far_bytes = int(FAR_SHARE * at_most)
             self._store = self._open_store(config.storage_path, layers)
-            recorded = self._store.placement(sublayers, far_bytes)
+            recorded = self._store.placement(sublayers, at_most)
             if recorded is not None:
-                recorded.check_budget(near_bytes, far_bytes)
+                recorded.check_budget(near_bytes, at_most)
                 return recorded
         placement = self._choose(layers, sublayers, compressed, near_device, near_bytes, far_bytes)
         if self._store is not None and far_bytes is not None:

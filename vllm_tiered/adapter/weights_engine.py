@@ -71,12 +71,14 @@ def _shutdown(original: Any, wrapper: Any) -> None:
     """An engine in the user's own process may have a successor."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
-    original(wrapper)
-    offloader = getattr(wrapper, "tiered_offloader", None)
-    if isinstance(offloader, TieredOffloader):
-        offloader.close()
-        if get_offloader() is offloader:
-            set_offloader(None)
+    try:
+        original(wrapper)
+    finally:
+        offloader = getattr(wrapper, "tiered_offloader", None)
+        if isinstance(offloader, TieredOffloader):
+            offloader.close()
+            if get_offloader() is offloader:
+                set_offloader(None)
 
 
 def _process_embedding(original: Any, method: Any, layer: Any) -> None:
@@ -126,14 +128,15 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
 
     vllm_config = get_current_vllm_config()
     config = _weights_config(vllm_config)
+    # vLLM's compiled code asks for the one offloader of its process: with another engine's it would
+    # compute with whatever is in its slots.
+    other = get_offloader()
+    if isinstance(other, TieredOffloader) and other.ring is not None:
+        raise UnsupportedError(
+            "another engine in this process has its weights placed, and vLLM has one offloader a "
+            "process: shut it down first, or start this engine in a process of its own"
+        )
     if config.places:
-        # vLLM's compiled code asks for the one offloader of its process.
-        other = get_offloader()
-        if isinstance(other, TieredOffloader) and other.ring is not None:
-            raise UnsupportedError(
-                "another engine in this process has its weights placed: shut it down first, or set "
-                "weights.placement=off"
-            )
         parallel = vllm_config.parallel_config
         return TieredOffloader(
             config,

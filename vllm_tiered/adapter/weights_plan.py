@@ -32,6 +32,7 @@ from vllm_tiered.cost.weights import Placement, Sublayer, extent_bytes
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.tiers.base import Device, Direction, PageBuffer, Pages
 from vllm_tiered.tiers.probe import PAGE_BYTES, SIZES, link_curve, product_curve
+from vllm_tiered.tiers.products import near_product
 from vllm_tiered.units import format_bytes, gib_to_bytes
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def measured_machine(
             if parameter.ndim == 2:
                 key = ((parameter.shape[0], parameter.shape[1]), parameter.dtype)
                 shapes[key] = shapes.get(key, 0) + 1
-    rows = {key: product_curve([key[0]], 1, key[1], near_device)[0] for key in shapes}
+    rows = {key: product_curve([key[0]], 1, key[1], near_device, near_product)[0] for key in shapes}
     seconds = math.fsum(rows[key].seconds * count for key, count in shapes.items())
     near = sum(rows[key].num_bytes * count for key, count in shapes.items()) / seconds
     largest = max(shapes, key=lambda key: rows[key].num_bytes)
@@ -198,7 +199,9 @@ def _flops(product: _Product, row_seconds: float, near_device: torch.device) -> 
     (out_features, in_features), dtype = product
     tokens = 64
     while True:
-        (sample,) = product_curve([(out_features, in_features)], tokens, dtype, near_device)
+        (sample,) = product_curve(
+            [(out_features, in_features)], tokens, dtype, near_device, near_product
+        )
         if sample.seconds > 4 * row_seconds or tokens >= _MOST_TOKENS:
             return 2 * out_features * in_features * tokens / sample.seconds
         tokens *= 4
@@ -215,7 +218,9 @@ def _traffic_of_copies(
     (out_features, in_features), dtype = product
     # As product_curve does it: no weight is in a cache when it is needed again.
     count = min(16, max(2, -(-max(SIZES) // (out_features * in_features * dtype.itemsize))))
-    weights = [torch.randn((out_features, in_features)).to(dtype) for _ in range(count)]
+    products_of = [
+        near_product(torch.randn((out_features, in_features)).to(dtype)) for _ in range(count)
+    ]
     x = torch.randn((1, in_features)).to(dtype)
     size = min(max(SIZES), max(PAGE_BYTES, int(_COPY_SECONDS * read)))
     num_pages = size // PAGE_BYTES
@@ -230,7 +235,7 @@ def _traffic_of_copies(
     events = [device.submit(copy) for _ in range(copies)]
     products = 0
     while not events[-1].done():
-        torch.nn.functional.linear(x, weights[products % len(weights)])
+        products_of[products % count](x)
         products += 1
     lacked = time.perf_counter() - start - products * row_seconds
     return max(0.0, lacked * near / (copies * num_bytes))

@@ -21,6 +21,7 @@ from vllm_tiered.tiers.probe import (
     product_curve,
     published_read,
 )
+from vllm_tiered.tiers.products import near_product
 from vllm_tiered.units import MIB
 from vllm_tiered.weights import int4
 from vllm_tiered.weights.store import KNOB
@@ -78,7 +79,7 @@ def measure(
         if is_compressed:
             seconds[kind] = _compressed_seconds(shape, num_tokens, dtype, near_device)
         else:
-            (product,) = product_curve([shape], num_tokens, dtype, near_device)
+            (product,) = product_curve([shape], num_tokens, dtype, near_device, near_product)
             seconds[kind] = product.seconds
     compute = tuple(
         math.fsum(

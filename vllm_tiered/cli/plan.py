@@ -127,10 +127,13 @@ class _Plan:
     far_bytes: int
     target: Target
     results: list[Fit | NoFit]
+    only_latency: bool
 
     @property
     def chosen(self) -> Fit | None:
         name = chosen(self.target, self.results)
+        if name and self.only_latency:
+            name = "latency"
         fits_by_name = {fit.placement: fit for fit in self.results if isinstance(fit, Fit)}
         return fits_by_name.get(name) if name else None
 
@@ -172,6 +175,8 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         far_bytes=far_bytes,
         target=args.target or target_for(load.max_requests),
         results=list(fits(shape, on, load, near_bytes, far_bytes, has_storage=args.storage)),
+        # The engine refuses the plans that share near memory with the KV cache then.
+        only_latency=args.storage or args.compress != "none",
     )
 
 
@@ -217,6 +222,15 @@ def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
             "kv_bytes_per_token": shape.kv_bytes_per_token,
         },
         "machine": {"name": args.machine, "figures": plan.figures},
+        "asked": {
+            "near_bytes": plan.near_bytes,
+            "far_bytes": plan.far_bytes,
+            "storage": args.storage,
+            "compress": args.compress,
+            "dtype": args.dtype,
+            "tensor_parallel_size": args.tensor_parallel_size,
+            "load": asdict(plan.load),
+        },
         "carbon_intensity": args.carbon_intensity,
         "placements": [_result(result, args.carbon_intensity) for result in plan.results],
     }
@@ -267,7 +281,15 @@ def _print(args: argparse.Namespace, plan: _Plan) -> None:
 
 def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best: Fit) -> None:
     console.print()
-    console.print(f"* for {plan.target}: {best.placement}, {plan_tables.engine_settings(best)}")
+    also = []
+    if args.compress != "none":
+        also.append(f"weights.compress={args.compress}")
+    if args.storage:
+        also.append(f"weights.far_gib={args.far_gib:g} weights.storage_path=FOLDER")
+    settings = " ".join([plan_tables.engine_settings(best), *also])
+    console.print(f"* for {plan.target}: {best.placement}, {settings}", soft_wrap=True)
+    if plan.only_latency:
+        console.print("(With storage or compress the engine plans for latency only yet.)")
     console.print(plan_tables.batches_table(best, args.carbon_intensity))
     console.print()
     console.print(plan_tables.sublayers_table(plan.reasons(best), why=args.why))

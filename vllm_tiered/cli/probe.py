@@ -60,6 +60,9 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
         if args.threads < 1:
             raise ConfigError(f"--threads {args.threads}: give at least 1")
         torch.set_num_threads(args.threads)
+    for path in (args.out, args.plot):  # before measuring, not after
+        if path and not path.parent.is_dir():
+            raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
     device = make_device()
     try:
         probe = survey(

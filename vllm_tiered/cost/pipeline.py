@@ -8,6 +8,8 @@ The transfer of a far sublayer begins when the far one before it begins to compu
 staging slots does it, and not before the link is free.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +26,10 @@ class Link(NamedTuple):
     def seconds(self, num_bytes: int) -> float:
         """Of one transfer; none takes no time."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+    def slowed(self, times: float) -> Link:
+        """One that takes so many times as long."""
+        return Link(self.bytes_per_s / times, self.latency_s * times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -132,7 +132,10 @@ def compute_times(
     rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
     # Of what is beside the layers, a step reads the head; of the embedding a few rows.
     if machine.curves:
-        rest += machine.curves.near.seconds(shape.head_bytes, requests)
+        # An engine that places weights keeps embeddings and head once, and does not pack them.
+        places = placement is not None and placement.policy != "all near"
+        curve = machine.curves.far if places else machine.curves.near
+        rest += curve.seconds(shape.head_bytes, requests)
     else:
         rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
     staged = placement.staged if placement else [((), ())] * len(shape.sublayers)

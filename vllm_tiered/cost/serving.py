@@ -98,11 +98,3 @@ def serve(
         if power
         else None,
     )
-
-
-def serve_batches(
-    shape: ModelShape, machine: Machine, placement: Placement, load: Load, most: int
-) -> tuple[Served, ...]:
-    """The same for 1, 2, 4, ... requests and for ``most``."""
-    sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-    return tuple(serve(shape, machine, placement, load, size) for size in sizes)

@@ -94,8 +94,10 @@ def explain(
     prefill = _phases(shape, machine, placement, load.prefill())
     spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
     spare_far = far_bytes - placement.far_bytes
-    link = far_link(machine)
-    links = (link, storage_link(machine) or link)
+    # As they are while compute is busy too, where they are not there for good.
+    slower = slowdown(machine).link if len(placement.extents) >= 3 else 1.0
+    link = far_link(machine).slowed(slower)
+    links = (link, (storage_link(machine) or link).slowed(slower))
     reasons: Counter[Reason] = Counter()
     for position, (sublayer, (far, stored)) in enumerate(
         zip(shape.sublayers, placement.staged, strict=True)

@@ -62,7 +62,7 @@ def freed_at_once() -> Iterator[None]:
 
     glibc's malloc keeps what was freed once, up to 32 MiB a piece: a model's parameters that were
     loaded, packed and dropped would stay beside the packed ones. It costs page faults, so not for
-    long.
+    long. Afterwards malloc keeps what it kept at most before; it does not adapt by itself any more.
     """
     _set_mmap_threshold(MIB)
     try:
@@ -71,6 +71,7 @@ def freed_at_once() -> Iterator[None]:
         _set_mmap_threshold(_MOST_KEPT_BYTES)
 
 
+_M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MOST_KEPT_BYTES = 32 * MIB
 """To which malloc raises its threshold by itself."""
@@ -80,6 +81,7 @@ def _set_mmap_threshold(num_bytes: int) -> None:
     mallopt = getattr(_libc(), "mallopt", None)  # glibc's
     if mallopt is not None:
         mallopt(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(num_bytes))
+        mallopt(ctypes.c_int(_M_TRIM_THRESHOLD), ctypes.c_int(2 * num_bytes))  # malloc's own rule
 
 
 @cache

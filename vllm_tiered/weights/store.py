@@ -56,6 +56,7 @@ class WeightStore:
         self._homes: dict[str, Any] = {}
         self._draft: Draft | None = None
         self._pages: PublishedPages | None = None
+        self._reason = ""
         self._open()
 
     @property
@@ -117,8 +118,8 @@ class WeightStore:
         except BudgetError as error:
             if self.path.exists():
                 raise BudgetError(
-                    f"{error}; {self.path} ({format_bytes(self.path.stat().st_size)}) is of other "
-                    "settings and would be replaced: remove it, if no engine uses it"
+                    f"{error}; {self.path} ({format_bytes(self.path.stat().st_size)}) "
+                    f"{self._reason} and would be replaced: remove it, if no engine uses it"
                 ) from error
             raise
         return self._draft.memory
@@ -173,6 +174,7 @@ class WeightStore:
     def _discard(self, reason: str) -> None:
         """Fill the file anew; until then the old one stays."""
         assert self._pages is not None
+        self._reason = reason
         logger.warning("tiered weights: %s %s: it is filled anew", self.path, reason)
         self._pages.close()
         self._pages = None
