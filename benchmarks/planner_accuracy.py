@@ -178,7 +178,9 @@ def predict(
 def _placement(shape: ModelShape, name: str, machine: Machine, near_gib: float) -> Placement:
     if name == "off":
         none: tuple[()] = ()
-        return Placement(policy=name, sublayers=shape.sublayers, far=(none,) * len(shape.sublayers))
+        return Placement(
+            policy="all near", sublayers=shape.sublayers, far=(none,) * len(shape.sublayers)
+        )
     if name == "latency":
         one = compute_times(shape, machine, Batch(requests=1, new_tokens=1, context_tokens=0))
         return place_for_latency(shape.sublayers, one, far_link(machine), int(near_gib * GIB))
