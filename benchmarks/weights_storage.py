@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,9 @@ from benchmarks.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.peers.model import SHAPES, opt_dir
 from benchmarks.progress import Step
 from benchmarks.runner import MeasurementError
-from benchmarks.tables import markdown, number
+from benchmarks.storage_summary import DEFINITIONS, OURS, summarise, table, tokens_per_s
+
+__all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
 RESULT_KEYS = (
     "tokens_per_s_ratio",
@@ -41,21 +42,6 @@ RESULT_KEYS = (
     "is_limited",
     "definitions",
 )
-
-OURS = "vllm-tiered"
-
-DEFINITIONS = {
-    "tokens_per_s": "of decoding one request: over the median time of a token, median over rounds",
-    "tokens_per_s_ratio": "ours over the best peer's: median over rounds of each round's ratio",
-    "disk_share": "bytes that each token reads over its median time, as a share of the disk's"
-    " sequential bandwidth in the same round; median over rounds",
-    "second_start_ratio": "all layers stored: seconds in which the first start loads the weights"
-    " (and fills the file) over those of a later start; starts has the seconds, of the whole starts"
-    " too, and the same for the placement that is measured, whose near part is read again",
-    "resident_bytes": "what vLLM with a model of next to nothing has resident",
-    "limit_bytes": "for a contender's whole process, page cache included",
-    "by_contender": "tokens_per_s, load_seconds and peak_bytes, medians over rounds",
-}
 
 _TIMEOUT_S = 1800
 _MARGIN_BYTES = 96 << 20
@@ -155,93 +141,17 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         for name, command in _rotated(list(commands.items()), index):
             drop_cached([folder])
             result[name] = _measure(name, command, limit_bytes, settings)
-            step(f"{name}: {_tokens_per_s(result[name]):.3f} tokens/s")
+            step(f"{name}: {tokens_per_s(result[name]):.3f} tokens/s")
         for name in skipped:
             step(f"{name}: skipped")
         rounds.append(result)
-    return _summary(rounds, first, all_stored, skipped) | {
+    return summarise(rounds, first, all_stored, skipped) | {
         "limit_bytes": limit,
         "resident_bytes": resident,
         "is_limited": is_limited,
         "weights_bytes": weights,
         "definitions": DEFINITIONS,
     }
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """Return Markdown: a row for each contender."""
-    rows = [
-        [
-            name,
-            number(figures["tokens_per_s"], 3),
-            number(figures["load_seconds"], 1),
-            number(figures["peak_bytes"] and figures["peak_bytes"] / 1e9, 2),
-        ]
-        for name, figures in result["by_contender"].items()
-    ]
-    rows += [[name, why, "-", "-"] for name, why in result["skipped_peers"].items()]
-    return markdown(["contender", "tokens/s", "start s", "peak GB"], rows)
-
-
-def _summary(
-    rounds: Sequence[Mapping[str, Mapping[str, Any]]],
-    first: Mapping[str, Any],
-    all_stored: Mapping[str, Sequence[float]],
-    skipped: Mapping[str, str],
-) -> dict[str, Any]:
-    names = [name for name in rounds[0] if name != "disk"]
-    rates = {name: [_tokens_per_s(r[name]) for r in rounds] for name in names}
-    others = [name for name in names if name != OURS]
-    best = max(others, key=lambda name: statistics.median(rates[name]), default=None)
-    stored = first["manifest"]["storage_bytes"]
-    disk_shares = [
-        stored * ours / 1e9 / r["disk"]["gb_per_s"]
-        for r, ours in zip(rounds, rates[OURS], strict=True)
-    ]
-    later = {
-        key: statistics.median(r[OURS][key] for r in rounds)
-        for key in ("weights_load_seconds", "load_seconds")
-    }
-    return {
-        "tokens_per_s_ratio": best
-        and statistics.median(a / b for a, b in zip(rates[OURS], rates[best], strict=True)),
-        "best_peer": best,
-        "disk_share": statistics.median(disk_shares),
-        "disk_gb_per_s": statistics.median(r["disk"]["gb_per_s"] for r in rounds),
-        "second_start_ratio": all_stored["weights"][0] / all_stored["weights"][1],
-        "starts": {
-            "all_stored": dict(all_stored),
-            "measured": {
-                "weights": [first["weights_load_seconds"], later["weights_load_seconds"]],
-                "engine": [first["load_seconds"], later["load_seconds"]],
-            },
-        },
-        "manifest": first["manifest"],
-        "stall_share": statistics.median(
-            statistics.median(r[OURS]["stall_seconds_per_token"]) * _tokens_per_s(r[OURS])
-            for r in rounds
-        ),
-        "by_contender": {
-            name: {
-                "tokens_per_s": statistics.median(rates[name]),
-                "tokens_per_s_by_round": rates[name],
-                "load_seconds": statistics.median(r[name]["load_seconds"] for r in rounds),
-                "peak_bytes": _median_or_none([r[name]["peak_bytes"] for r in rounds]),
-            }
-            for name in names
-        },
-        "skipped_peers": dict(skipped),
-    }
-
-
-def _tokens_per_s(measured: Mapping[str, Any]) -> float:
-    """By the median token, so that one disturbance does not count."""
-    return 1 / float(statistics.median(measured["seconds_per_token"]))
-
-
-def _median_or_none(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 def _prepared(

@@ -9,7 +9,8 @@ from benchmarks import peers, weights_storage
 from benchmarks.disk import sequential_read_gb_per_s
 from benchmarks.peers import PEERS
 from benchmarks.runner import MeasurementError
-from benchmarks.weights_storage import OURS, Settings
+from benchmarks.storage_summary import OURS
+from benchmarks.weights_storage import Settings
 
 SETTINGS = Settings(
     shape="opt-1.3b", new_tokens=4, rounds=2, peers=("llama_cpp", "flexgen", "airllm_disk")
