@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of neurons: what they hold, and that one read of whole blocks has each."""
+
+import pytest
+
+from vllm_tiered.cost.ffn import BLOCK_BYTES, FfnShape, Precision, bundle_bytes, bundle_stride
+
+SHAPES = {
+    "OPT-6.7B": FfnShape(num_layers=32, hidden=4096, neurons=16384, gated=False, dtype_bytes=2),
+    "SmolLM2-135M": FfnShape(num_layers=30, hidden=576, neurons=1536, gated=True, dtype_bytes=2),
+    "odd": FfnShape(num_layers=1, hidden=1366, neurons=10, gated=True, dtype_bytes=4),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("precision", Precision)
+def test_each_bundle_lies_in_as_few_blocks_as_its_bytes_need(
+    shape: FfnShape, precision: Precision
+) -> None:
+    num_bytes, stride = bundle_bytes(shape, precision), bundle_stride(shape, precision)
+    assert stride >= num_bytes
+    for neuron in range(9):
+        first, last = neuron * stride, neuron * stride + num_bytes - 1
+        blocks = last // BLOCK_BYTES - first // BLOCK_BYTES + 1
+        assert blocks == -(-num_bytes // BLOCK_BYTES)
+
+
+def test_the_papers_model_loses_nothing_to_rounding() -> None:
+    shape = SHAPES["OPT-6.7B"]
+    assert [bundle_stride(shape, p) for p in Precision] == [16384, 8192, 4096]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a feed-forward network's neurons take, each with its rows and its column side by side.
+
+    neuron i    row i of gate and up (or fc1), column i of down (or fc2)
+    bundle      its codes in one precision:   [gate i │] up i │ down i      (LLM in a flash, 3.2)
+    stride      a bundle's place in a file: never across a boundary of 4 KiB unless it is longer
+
+What 8 and 4 bit need beside the codes, a scale for each group of weights, is kept in tables that
+stay near.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+BLOCK_BYTES = 4096
+"""What a disk reads at once, and O_DIRECT counts in."""
+
+
+class Precision(Enum):
+    """What a neuron's weights are kept in. FULL is the model's own dtype, the papers' 16 bit."""
+
+    FULL = "full"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FfnShape:
+    """A model's FFN layers; they are all alike.
+
+    Attributes:
+        hidden: features of the hidden state; even.
+        neurons: of a layer.
+        gated: gate, up and down (SwiGLU, ReGLU); otherwise fc1 and fc2.
+        dtype_bytes: of a weight in full precision, 2 or 4.
+    """
+
+    num_layers: int
+    hidden: int
+    neurons: int
+    gated: bool
+    dtype_bytes: int
+
+    @property
+    def num_matrices(self) -> int:
+        """Of a neuron: its rows and its column."""
+        return 3 if self.gated else 2
+
+
+def bundle_bytes(shape: FfnShape, precision: Precision) -> int:
+    """Of one neuron's codes."""
+    num_weights = shape.num_matrices * shape.hidden
+    match precision:
+        case Precision.FULL:
+            return num_weights * shape.dtype_bytes
+        case Precision.INT8:
+            return num_weights
+        case Precision.INT4:
+            return num_weights // 2
+
+
+def bundle_stride(shape: FfnShape, precision: Precision) -> int:
+    """From one bundle to the next in a file and in a cache, bytes.
+
+    A multiple of ``BLOCK_BYTES``, or the least power of two that holds the bundle: then one read
+    of whole blocks has it, whichever it is.
+    """
+    num_bytes = bundle_bytes(shape, precision)
+    if num_bytes >= BLOCK_BYTES:
+        return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    return 1 << (num_bytes - 1).bit_length()
