@@ -60,6 +60,27 @@ def _numbers(key: str, value: object) -> tuple[float, ...] | None:
     return tuple(number for number in numbers if number is not None)
 
 
+def _mix(key: str, value: object) -> tuple[float, ...] | str:
+    """Three shares, or the word "auto"."""
+    if value == "auto":
+        return "auto"
+    shares = _numbers(key, value) or ()
+    # Shares such as thirds may add up to a little more than one.
+    if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-6:
+        raise ConfigError(
+            f"{key} is {value!r}: set it to the shares of neurons in full precision, 8 and 4 bit, "
+            'at most 1 together, as [0.25, 0.25, 0.5], or "auto"'
+        )
+    return shares
+
+
+def _count(key: str, value: object) -> int:
+    number = _as_float(value)
+    if number is None or number != int(number) or number < 1:
+        raise ConfigError(f"{key} is {value!r}: set it to a whole number >= 1")
+    return int(number)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OneOf:
     """One of a few words."""
@@ -315,6 +336,64 @@ class WeightsConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FfnConfig(_Section):
+    """FFN neurons brought when they are needed, as precisely as they deserve (M2Cache).
+
+    `store` is the folder that `vllm-tiered prepare` wrote for the model; without it the FFN is
+    vLLM's own.
+    `mix` is the shares of a layer's neurons that a token computes in full precision, in 8 and in 4
+    bit, most important ones first; the rest are left out. "auto" takes what `prepare` found.
+    `exact` computes every neuron in full precision instead.
+    `cache` says which neurons stay near: "atu" those of the last token, "window" those of the last
+    `window` tokens, "lru" the most recently used.
+    `near_gib` is what a rank's near neurons may take, "auto" what the mix needs. `far_gib` of its
+    neurons are kept in far memory, from the first layers on; the others are read from the store
+    whenever they are needed. "auto" is all of them, or half of the host memory that is available.
+    """
+
+    NAME: ClassVar[str] = "ffn"
+
+    store: str | None = field(default=None, metadata={_RULE: _folder})
+    mix: tuple[float, ...] | Literal["auto"] = field(default="auto", metadata={_RULE: _mix})
+    window: int = field(default=4, metadata={_RULE: _count})
+    exact: bool = field(default=False, metadata={_RULE: _bool})
+    cache: Literal["atu", "window", "lru"] = field(
+        default="atu", metadata={_RULE: _OneOf(words=("atu", "window", "lru"))}
+    )
+    near_gib: float | Literal["auto"] = field(
+        default="auto", metadata={_RULE: _Number(above=0, auto=True)}
+    )
+    far_gib: float | Literal["auto"] = field(
+        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the FFN is not vLLM's own."""
+        return self.store is not None
+
+    def check(self) -> None:
+        """Whether the keys go together.
+
+        Raises:
+            ConfigError: naming the keys that do not.
+        """
+        where = f"{ROOT_KEY}.{self.NAME}"
+        defaults = type(self)()
+        given = [key for key in self.key_names() if getattr(self, key) != getattr(defaults, key)]
+        if not self.is_used and given:
+            raise ConfigError(
+                f"{where}.{given[0]} is {getattr(self, given[0])!r}, but there are no neurons to "
+                f"take: set {where}.store to the folder that `vllm-tiered prepare` wrote"
+            )
+        if self.exact and self.mix != "auto":
+            raise ConfigError(
+                f"{where}.exact is true, and {where}.mix is {list(self.mix)}: every neuron in full "
+                "precision is no mix; leave one of them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig(_Section):
     """What happens over time, written to a file for `vllm-tiered report`.
 
@@ -332,6 +411,7 @@ class TieredConfig:
 
     kv: KvConfig = field(default_factory=KvConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    ffn: FfnConfig = field(default_factory=FfnConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 
     @classmethod
@@ -342,12 +422,13 @@ class TieredConfig:
         unknown key (naming the nearest known one), a wrong type, or a value out of range.
         """
         # A section's key written one level too high is the usual slip: offer its full name.
-        sections: tuple[type[_Section], ...] = (KvConfig, WeightsConfig, ReportConfig)
+        sections: tuple[type[_Section], ...] = (KvConfig, WeightsConfig, FfnConfig, ReportConfig)
         inner = [f"{section.NAME}.{key}" for section in sections for key in section.key_names()]
         _check_keys(ROOT_KEY, values, [section.NAME for section in sections], also_near=inner)
         return cls(
             kv=KvConfig.from_dict(values.get(KvConfig.NAME, {})),
             weights=WeightsConfig.from_dict(values.get(WeightsConfig.NAME, {})),
+            ffn=FfnConfig.from_dict(values.get(FfnConfig.NAME, {})),
             report=ReportConfig.from_dict(values.get(ReportConfig.NAME, {})),
         )
 
@@ -367,6 +448,7 @@ class TieredConfig:
         """Whether the keys of each section go together. Raises ConfigError."""
         self.kv.check()
         self.weights.check()
+        self.ffn.check()
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, JSON-safe; `from_dict` gives back an equal configuration."""
