@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the FFN is near and how much is far, before any memory is taken.
+
+    near    regions    of each layer, one for each precision: what the cache holds
+            tables     scales and biases of all neurons; predictors
+            staging    chunks through which a layer passes that is computed densely
+    far     the first layers' bundles (M2Cache, 5.4: the fixed area)
+    store   everything, read when it is needed
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_stride
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.ffn.selection import Mix
+from vllm_tiered.units import MIB, format_bytes
+
+KNOB = "tiered.ffn.near_gib"
+
+_CHUNK_BYTES = 4 * MIB
+"""Of a chunk of staging: 2 ms of a fast disk, many bundles of the largest models."""
+
+NUM_CHUNKS = 3
+"""One that is computed with, and two that are read."""
+
+_ROOM = 2.0
+"""A region's rows over what one token wants, where nobody says: for a window, and for batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FfnPlan:
+    """Memory of one rank's FFN; all layers are alike.
+
+    Attributes:
+        shape: of the rank's neurons.
+        mix: None if every neuron is computed in full precision.
+        rows: of each precision's region in each layer. With ``mix`` None, neurons that stay near
+            for good.
+        streamed: the precision in which layers are computed densely.
+        far_layers: whose bundles far memory has.
+        table_bytes: of tables and predictors.
+    """
+
+    shape: FfnShape
+    mix: Mix | None
+    rows: Mapping[Precision, int]
+    streamed: Precision
+    far_layers: int
+    table_bytes: int
+
+    @property
+    def chunk_rows(self) -> int:
+        """Neurons in a chunk of staging."""
+        return min(self.shape.neurons, _chunk_rows(self.shape, self.streamed))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all regions."""
+        of_layer = sum(rows * bundle_stride(self.shape, p) for p, rows in self.rows.items())
+        return self.shape.num_layers * of_layer
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of all chunks."""
+        return NUM_CHUNKS * self.chunk_rows * bundle_stride(self.shape, self.streamed)
+
+    @property
+    def near_bytes(self) -> int:
+        """Of everything near."""
+        return self.cache_bytes + self.staging_bytes + self.table_bytes
+
+    @property
+    def far_precisions(self) -> tuple[Precision, ...]:
+        """What far memory has of a layer: what steps read."""
+        wanted = {self.streamed, *(p for p, rows in self.rows.items() if rows)}
+        return tuple(p for p in Precision if p in wanted)
+
+    @property
+    def far_bytes(self) -> int:
+        """Of the far layers."""
+        return self.far_layers * _layer_bytes(self.shape, self.far_precisions)
+
+
+def plan_exact(
+    shape: FfnShape, *, near_bytes: int | None, far_bytes: int, table_bytes: int
+) -> FfnPlan:
+    """Every neuron in full precision: as many as fit stay near, the others pass through staging.
+
+    Args:
+        near_bytes: that everything near may take; None keeps nothing near but what is needed.
+        far_bytes: that far memory may take.
+
+    Raises:
+        BudgetError: ``near_bytes`` does not hold tables and staging.
+    """
+    stride = bundle_stride(shape, Precision.FULL)
+    bare = FfnPlan(
+        shape=shape,
+        mix=None,
+        rows={Precision.FULL: 0},
+        streamed=Precision.FULL,
+        far_layers=_far_layers(shape, (Precision.FULL,), far_bytes),
+        table_bytes=table_bytes,
+    )
+    if near_bytes is None:
+        return bare
+    _check(near_bytes, bare.near_bytes, "staging and tables alone take")
+    rows = (near_bytes - bare.near_bytes) // (shape.num_layers * stride)
+    return _with_rows(bare, {Precision.FULL: min(shape.neurons, rows)})
+
+
+def plan_mixed(
+    shape: FfnShape,
+    mix: Mix,
+    *,
+    active_share: float,
+    streamed: Precision,
+    near_bytes: int | None,
+    far_bytes: int,
+    table_bytes: int,
+) -> FfnPlan:
+    """Neurons by importance: each precision has a region for what tokens want of it.
+
+    Args:
+        mix: shares of the neurons that are predicted active.
+        active_share: of all neurons, on average; 1 where none is ever inactive.
+        near_bytes: that everything near may take; None for twice what a token wants.
+
+    Raises:
+        BudgetError: ``near_bytes`` does not hold what one token wants.
+    """
+    num_active = math.ceil(active_share * shape.neurons)
+    counts = dict(zip(Precision, mix.counts(num_active), strict=True))
+    wanted = {p: count for p, count in counts.items() if count}
+    bare = FfnPlan(
+        shape=shape,
+        mix=mix,
+        rows=wanted,
+        streamed=streamed,
+        far_layers=0,
+        table_bytes=table_bytes,
+    )
+    bare = _with_far(bare, far_bytes)
+    if near_bytes is None:
+        return _with_rows(bare, _scaled(shape, wanted, _ROOM))
+    _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
+    spare = near_bytes - bare.near_bytes + bare.cache_bytes
+    return _with_rows(bare, _scaled(shape, wanted, spare / bare.cache_bytes))
+
+
+def _scaled(
+    shape: FfnShape, wanted: Mapping[Precision, int], factor: float
+) -> dict[Precision, int]:
+    """Regions in proportion; one that has all neurons leaves its share to the others."""
+    budget = factor * sum(rows * bundle_stride(shape, p) for p, rows in wanted.items())
+    rows: dict[Precision, int] = {}
+    left = dict(wanted)
+    while left:
+        weight = sum(count * bundle_stride(shape, p) for p, count in left.items())
+        full = [p for p, count in left.items() if count * budget >= shape.neurons * weight]
+        if not full:
+            return rows | {p: int(count * budget / weight) for p, count in left.items()}
+        for precision in full:
+            rows[precision] = shape.neurons
+            budget -= shape.neurons * bundle_stride(shape, precision)
+            del left[precision]
+    return rows
+
+
+def _with_rows(plan: FfnPlan, rows: Mapping[Precision, int]) -> FfnPlan:
+    return FfnPlan(
+        shape=plan.shape,
+        mix=plan.mix,
+        rows={p: rows[p] for p in plan.rows},
+        streamed=plan.streamed,
+        far_layers=plan.far_layers,
+        table_bytes=plan.table_bytes,
+    )
+
+
+def _with_far(plan: FfnPlan, far_bytes: int) -> FfnPlan:
+    return FfnPlan(
+        shape=plan.shape,
+        mix=plan.mix,
+        rows=plan.rows,
+        streamed=plan.streamed,
+        far_layers=_far_layers(plan.shape, plan.far_precisions, far_bytes),
+        table_bytes=plan.table_bytes,
+    )
+
+
+def _far_layers(shape: FfnShape, precisions: tuple[Precision, ...], far_bytes: int) -> int:
+    return min(shape.num_layers, far_bytes // _layer_bytes(shape, precisions))
+
+
+def _layer_bytes(shape: FfnShape, precisions: tuple[Precision, ...]) -> int:
+    return shape.neurons * sum(bundle_stride(shape, p) for p in precisions)
+
+
+def _chunk_rows(shape: FfnShape, precision: Precision) -> int:
+    return max(1, _CHUNK_BYTES // bundle_stride(shape, precision))
+
+
+def _check(near_bytes: int, least_bytes: int, what: str) -> None:
+    if near_bytes < least_bytes:
+        raise BudgetError(
+            f"{KNOB} is {format_bytes(near_bytes)} for a rank, and {what} "
+            f"{format_bytes(least_bytes)}: raise {KNOB}, or ask for fewer neurons (tiered.ffn.mix)"
+        )
