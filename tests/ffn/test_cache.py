@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neuron caches: whatever is wanted when, each resident row holds its neuron's bytes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
+from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
+from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.lru import LruCache
+from vllm_tiered.ffn.cache.window import WindowCache
+
+NUM_NEURONS = 40
+CACHES = {
+    "atu": AdjacentTokenCache,
+    "window1": lambda capacity, n: WindowCache(capacity, n, 1),
+    "window3": lambda capacity, n: WindowCache(capacity, n, 3),
+    "window8": lambda capacity, n: WindowCache(capacity, n, 8),
+    "lru": LruCache,
+}
+POISON = -1
+
+
+def ids(*neurons):
+    return np.array(sorted(neurons), dtype=np.int64)
+
+
+class ModelRegion:
+    """A region of one number a row, the neuron's own, and everything else poisoned."""
+
+    def __init__(self, capacity):
+        self.rows = np.full(capacity, POISON)
+
+    def replay(self, plan):
+        assert not set(plan.src_rows.tolist()) & set(plan.dst_rows.tolist())
+        self.rows[plan.dst_rows] = self.rows[plan.src_rows]
+        self.rows[plan.num_rows :] = POISON
+        self.rows[plan.load_rows] = plan.load_neurons
+
+    def check(self, cache):
+        assert self.rows[: cache.num_rows].tolist() == cache.resident().tolist()
+        assert (self.rows[cache.num_rows :] == POISON).all()
+
+
+wants = st.sets(st.integers(0, NUM_NEURONS - 1), max_size=12)
+schedules = st.lists(st.tuples(wants, wants, st.booleans()), max_size=30)
+
+
+@pytest.mark.parametrize("name", CACHES)
+@given(capacity=st.integers(12, NUM_NEURONS), schedule=schedules)
+@settings(deadline=None)
+def test_every_row_holds_its_neuron(name, capacity, schedule):
+    cache, region = CACHES[name](capacity, NUM_NEURONS), ModelRegion(capacity)
+    for wanted, others, forgets in schedule:
+        if forgets:
+            region.replay(cache.forget(ids(*others)))
+            gone = set()
+            assert not set(cache.resident().tolist()) & others
+        else:
+            before = set(cache.resident().tolist())
+            gone = others - wanted
+            plan = cache.plan(ids(*wanted), ids(*gone))
+            assert set(cache.resident().tolist()) == before, "planning changes nothing"
+            assert plan.hits == len(wanted & before)
+            assert plan.load_neurons.tolist() == sorted(wanted - before)
+            region.replay(plan)
+            cache.commit(plan)
+            now = set(cache.resident().tolist())
+            assert wanted <= now <= before | wanted
+            assert set(plan.dropped.tolist()) == before - now
+        cache.check_integrity()
+        region.check(cache)
+        assert not gone & set(cache.resident().tolist())
+
+
+@given(capacity=st.integers(12, NUM_NEURONS), schedule=st.lists(wants, max_size=20))
+@settings(deadline=None)
+def test_atu_keeps_what_the_token_wants_and_no_more(capacity, schedule):
+    cache = AdjacentTokenCache(capacity, NUM_NEURONS)
+    for wanted in schedule:
+        before = cache.num_rows
+        plan = cache.plan(ids(*wanted))
+        cache.commit(plan)
+        assert set(cache.resident().tolist()) == wanted
+        assert len(plan.src_rows) <= max(0, before - len(wanted))
+
+
+@given(
+    capacity=st.integers(12, NUM_NEURONS),
+    num_tokens=st.integers(1, 6),
+    schedule=st.lists(wants, max_size=20),
+)
+@settings(deadline=None)
+def test_the_window_is_the_union_of_the_last_tokens_that_fit(capacity, num_tokens, schedule):
+    cache = WindowCache(capacity, NUM_NEURONS, num_tokens)
+    kept: list[set[int]] = []
+    for wanted in schedule:
+        cache.commit(cache.plan(ids(*wanted)))
+        kept = [*kept, wanted][-num_tokens:]
+        while len(set().union(*kept)) > capacity:
+            del kept[0]
+        assert set(cache.resident().tolist()) == set().union(*kept)
+
+
+@given(capacity=st.integers(12, NUM_NEURONS), schedule=st.lists(wants, max_size=20))
+@settings(deadline=None)
+def test_lru_drops_the_longest_unused_and_only_when_full(capacity, schedule):
+    cache = LruCache(capacity, NUM_NEURONS)
+    used: dict[int, int] = {}
+    for token, wanted in enumerate(schedule):
+        plan = cache.plan(ids(*wanted))
+        cache.commit(plan)
+        kept, dropped = set(cache.resident().tolist()), plan.dropped.tolist()
+        assert not dropped or cache.num_rows == capacity
+        others = [used[neuron] for neuron in kept - wanted]
+        assert all(used[neuron] <= min(others, default=token) for neuron in dropped)
+        used.update(dict.fromkeys(wanted, token))
+        assert cache.num_rows == min(capacity, len(used))
+
+
+def test_a_missing_neuron_overwrites_one_that_leaves():
+    cache = AdjacentTokenCache(8, NUM_NEURONS)
+    cache.commit(cache.plan(ids(1, 2, 3, 4)))
+    plan = cache.plan(ids(1, 3, 4, 9))
+    assert (plan.load_rows.tolist(), plan.load_neurons.tolist()) == ([1], [9])
+    assert len(plan.src_rows) == 0
+
+
+def test_last_rows_fill_the_holes():
+    cache = AdjacentTokenCache(8, NUM_NEURONS)
+    cache.commit(cache.plan(ids(0, 1, 2, 3, 4, 5, 6, 7)))
+    plan = cache.plan(ids(1, 3, 5, 7, 9))
+    assert plan.load_rows.tolist() == [0]
+    assert (plan.src_rows.tolist(), plan.dst_rows.tolist()) == ([5, 7], [2, 4])
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_more_wanted_than_there_are_rows(name):
+    cache = CACHES[name](4, NUM_NEURONS)
+    cache.commit(cache.plan(ids(1, 2)))
+    with pytest.raises(BudgetError, match="5 neurons are wanted of a cache that holds 4"):
+        cache.plan(ids(1, 2, 3, 4, 5))
+    assert cache.resident().tolist() == [1, 2]
+
+
+def test_what_makes_no_cache():
+    with pytest.raises(BudgetError, match="holds none"):
+        LruCache(0, NUM_NEURONS)
+    with pytest.raises(ConfigError, match="window of 0"):
+        WindowCache(4, NUM_NEURONS, 0)
+
+
+def test_a_stale_plan_is_refused():
+    cache = AdjacentTokenCache(4, NUM_NEURONS)
+    stale = cache.plan(ids(1, 2))
+    cache.commit(cache.plan(ids(3)))
+    with pytest.raises(IntegrityError, match="a plan of state 0 in state 1"):
+        cache.commit(stale)
+    assert cache.resident().tolist() == [3]
+
+
+def test_books_that_do_not_balance_are_found():
+    cache = AdjacentTokenCache(4, NUM_NEURONS)
+    cache.commit(cache.plan(ids(1, 2)))
+    cache._row_of[2] = 0
+    with pytest.raises(IntegrityError, match="row 1 holds neuron 2, which is in row 0"):
+        cache.check_integrity()
+    cache.num_rows = 1
+    with pytest.raises(IntegrityError, match="1 rows of 4 hold 2 resident neurons"):
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", CACHES)
+@given(schedule=st.lists(st.tuples(wants, wants, wants), max_size=20))
+@settings(deadline=None)
+def test_a_neuron_is_in_one_region_of_its_layer(name, schedule):
+    layer = LayerCache({p: CACHES[name](14, NUM_NEURONS) for p in Precision})
+    regions = {precision: ModelRegion(14) for precision in Precision}
+    for full, int8, int4 in schedule:
+        wanted = {
+            Precision.FULL: ids(*full),
+            Precision.INT8: ids(*(int8 - full)),
+            Precision.INT4: ids(*(int4 - int8 - full)),
+        }
+        plan = layer.plan(wanted)
+        for precision, region in regions.items():
+            region.replay(plan.plans[precision])
+        layer.commit(plan)
+        layer.check_integrity()
+        for precision, region in regions.items():
+            region.check(layer.caches[precision])
+            assert set(wanted[precision]) <= set(layer.caches[precision].resident())
+        assert plan.hits + plan.num_loads == sum(map(len, wanted.values()))
+        assert layer.num_rows == {p: cache.num_rows for p, cache in layer.caches.items()}
+
+
+def test_a_neuron_in_two_regions_is_found():
+    layer = LayerCache({p: LruCache(4, NUM_NEURONS) for p in (Precision.FULL, Precision.INT8)})
+    for cache in layer.caches.values():
+        cache.commit(cache.plan(ids(7)))
+    with pytest.raises(IntegrityError, match=r"1 neurons are in two regions, \[7\]"):
+        layer.check_integrity()
+
+
+def test_a_precision_without_a_region():
+    layer = LayerCache({Precision.FULL: LruCache(4, NUM_NEURONS)})
+    with pytest.raises(KeyError, match="no region for int4"):
+        layer.plan({Precision.INT4: ids(1)})

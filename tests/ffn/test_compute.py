@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products over a region: those of the weights it holds, whatever lies behind its last row."""
+
+import pytest
+import torch
+
+from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.ffn.compute import (
+    ACTIVATIONS,
+    Region,
+    activation_function,
+    activations,
+    add_down,
+    product,
+)
+from vllm_tiered.tiers.published import aligned_pages
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of the sum of a product's terms without their signs: sums are float32 whatever the weights are.
+TOLERANCE = 8 * torch.finfo(torch.float32).eps
+
+
+def a_region(hidden, num_rows, *, gated, precision, dtype, num_groups=1, bias=True, seed=0):
+    """A region with poison behind its rows, and its weights float32 [n, M, H]."""
+    torch.manual_seed(seed)
+    num_matrices = 3 if gated else 2
+    shape = FfnShape(
+        num_layers=1, hidden=hidden, neurons=2 * num_rows, gated=gated, dtype_bytes=dtype.itemsize
+    )
+    capacity = num_rows + 3
+    rows = aligned_pages(capacity, bundle_stride(shape, precision), torch.device("cpu"))
+    rows.fill_(0xFF)  # NaN in every float type
+    scales = None
+    bundles = rows[:num_rows, : bundle_bytes(shape, precision)]
+    if precision is Precision.FULL:
+        codes = torch.randn(num_rows, num_matrices, hidden).to(dtype)
+        bundles.copy_(codes.view(num_rows, -1).view(torch.uint8))
+        weights = codes.float()
+    else:
+        scales = torch.full((capacity, num_matrices, num_groups), torch.nan, dtype=torch.float16)
+        scales[:num_rows] = torch.rand(num_rows, num_matrices, num_groups) / 16
+        bits = 8 if precision is Precision.INT8 else 4
+        codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (num_rows, num_matrices, hidden))
+        if precision is Precision.INT8:
+            bundles.copy_(codes.to(torch.int8).view(torch.uint8).view(num_rows, -1))
+        else:
+            low, high = (codes + 8).to(torch.uint8).chunk(2, dim=2)
+            bundles.copy_((low | high << 4).reshape(num_rows, -1))
+        weights = codes * scales[:num_rows].float().repeat_interleave(hidden // num_groups, dim=2)
+    up_bias = None
+    if bias and not gated:
+        up_bias = torch.full((capacity,), torch.nan, dtype=dtype)
+        up_bias[:num_rows] = torch.randn(num_rows).to(dtype)
+    region = Region(
+        rows=rows, scales=scales, up_bias=up_bias, shape=shape, precision=precision, dtype=dtype
+    )
+    return region, weights
+
+
+def expected_activations(x, region, weights, activation):
+    """In float64."""
+    act, weights, x = activation_function(activation), weights.double(), x.double()
+    up = x @ weights[:, -2].T
+    if region.shape.gated:
+        return up * act(x @ weights[:, 0].T)
+    if region.up_bias is not None:
+        up = up + region.up_bias[: len(weights)].double()
+    return act(up)
+
+
+def check(region, weights, num_tokens, activation, dtype):
+    hidden, num_rows = weights.shape[2], len(weights)
+    x = torch.randn(num_tokens, hidden).to(dtype)
+    found = activations(x, region, num_rows, activation)
+    assert found.dtype == torch.float32 and found.shape == (num_tokens, num_rows)
+    x_sum = x.abs().float() @ weights[:, -2].abs().T + 1
+    if region.shape.gated:
+        x_sum *= x.abs().float() @ weights[:, 0].abs().T
+    close(found, expected_activations(x, region, weights, activation), x_sum)
+
+    before = torch.randn(num_tokens, hidden)
+    out = before.clone()
+    add_down(out, found, region, num_rows)
+    down = weights[:, -1]
+    expected = before.double() + found.double() @ down.double()
+    close(out, expected, before.abs() + found.abs() @ down.abs())
+
+
+def close(found, expected, terms):
+    """Within rounding of the sums of all terms' magnitudes, in float32."""
+    error = (found.double() - expected).abs()
+    assert (error <= TOLERANCE * terms.double()).all(), (error / terms).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two-matrices"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7, 8, 16, 17, 33])
+def test_the_product_is_that_of_the_weights(dtype, precision, gated, num_tokens):
+    region, weights = a_region(
+        576, 101, gated=gated, precision=precision, dtype=dtype, num_groups=9
+    )
+    check(region, weights, num_tokens, "silu" if gated else "relu", dtype)
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+@pytest.mark.parametrize("hidden", [2, 6, 30, 34, 62, 66, 130, 254, 258, 2048, 8192])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_odd_sizes(precision, hidden, num_rows):
+    region, weights = a_region(
+        hidden, num_rows, gated=True, precision=precision, dtype=torch.bfloat16
+    )
+    for num_tokens in (1, 4, 5):
+        check(region, weights, num_tokens, "silu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4], ids=lambda p: p.value)
+@pytest.mark.parametrize(
+    ("hidden", "num_groups"),
+    [(576, 1), (576, 9), (576, 3), (576, 18), (576, 576), (960, 15), (90, 3), (90, 5), (8192, 64)],
+)
+def test_groups(precision, hidden, num_groups):
+    """Also groups that lie in both halves of a row, and groups of one weight."""
+    region, weights = a_region(
+        hidden, 19, gated=False, precision=precision, dtype=torch.float32, num_groups=num_groups
+    )
+    for num_tokens in (1, 4):
+        check(region, weights, num_tokens, "relu", torch.float32)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two-matrices"])
+def test_activations(activation, gated):
+    region, weights = a_region(
+        64, 50, gated=gated, precision=Precision.FULL, dtype=torch.float32, bias=False
+    )
+    check(region, weights, 3, activation, torch.float32)
+
+
+def test_an_unknown_activation():
+    region, _ = a_region(64, 5, gated=True, precision=Precision.FULL, dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="'swish'"):
+        activations(torch.zeros(1, 64), region, 5, "swish")
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_many_rows(precision, num_tokens):
+    """More than a thread's or a chunk's share."""
+    region, weights = a_region(
+        320, 3001, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=5
+    )
+    check(region, weights, num_tokens, "relu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+def test_no_rows_and_no_tokens(precision):
+    region, _ = a_region(64, 5, gated=True, precision=precision, dtype=torch.bfloat16)
+    x = torch.randn(2, 64)
+    assert activations(x, region, 0, "silu").shape == (2, 0)
+    assert torch.equal(product(x, region, 0, "silu"), torch.zeros(2, 64))
+    assert product(x[:0], region, 5, "silu").shape == (0, 64)
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+def test_inputs_need_not_be_contiguous(precision):
+    region, _ = a_region(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
+    wide = torch.randn(3, 192)
+    x = wide[:, ::2]
+    found = product(x, region, 40, "silu")
+    torch.testing.assert_close(found, product(x.contiguous(), region, 40, "silu"))
+    a = activations(x, region, 40, "silu")
+    some, out, expected = a[:, :23], torch.zeros(3, 200)[:, 50:146], torch.zeros(3, 96)
+    add_down(out, some, region, 23)
+    add_down(expected, some.contiguous(), region, 23)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+def test_rows_that_add_nothing(precision):
+    """Activations of 0 are exact zeros: what ReLU leaves out, and a mask."""
+    region, weights = a_region(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
+    a = torch.randn(2, 40)
+    mask = torch.rand(40) < 0.5
+    found = torch.zeros(2, 96)
+    add_down(found, a * mask, region, 40)
+    expected = (a[:, mask].double() @ weights[mask, -1].double()).float()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+def test_moving_rows_moves_all_of_them(precision):
+    region, _ = a_region(
+        96, 6, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=2
+    )
+    x = torch.randn(2, 96)
+    before = activations(x, region, 6, "relu")
+    src, dst = torch.tensor([4, 5]).numpy(), torch.tensor([1, 0]).numpy()
+    region.move(src, dst)
+    after = activations(x, region, 6, "relu")
+    torch.testing.assert_close(after, before[:, [5, 4, 2, 3, 4, 5]], atol=1e-5, rtol=1e-5)
+
+
+def test_filling_rows_brings_scales_and_biases():
+    region, _ = a_region(
+        96, 6, gated=False, precision=Precision.INT8, dtype=torch.bfloat16, num_groups=2
+    )
+    scales, bias = torch.rand(20, 2, 2).half(), torch.rand(20).bfloat16()
+    rows, neurons = torch.tensor([5, 2]).numpy(), torch.tensor([11, 19]).numpy()
+    region.fill(rows, neurons, scales, bias)
+    assert region.scales is not None and region.up_bias is not None
+    assert torch.equal(region.scales[[5, 2]], scales[[11, 19]])
+    assert torch.equal(region.up_bias[[5, 2]], bias[[11, 19]])
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4], ids=lambda p: p.value)
+def test_every_code_is_expanded(precision):
+    """One weight at a time: which of a byte's two it is, and its sign."""
+    region, weights = a_region(
+        64, 4096, gated=False, precision=precision, dtype=torch.float32, bias=False
+    )
+    for column in range(0, 64, 9):
+        x = torch.zeros(1, 64)
+        x[0, column] = 1.0
+        found = activations(x, region, 4096, "relu")[0]
+        torch.testing.assert_close(found, weights[:, 0, column].clamp(min=0))
+        assert len(weights[:, 0, column].unique()) > 15

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's regions, one for each precision: a neuron is in at most one of them.
+
+Were it in two, its contribution would be added twice. A neuron that is wanted in another precision
+than before therefore leaves the old region with the plan that brings it into the new one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.ffn.cache.base import NO_IDS, Ids, NeuronCache, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerPlan:
+    """One plan for each region; regions are independent of each other.
+
+    Attributes:
+        plans: for every precision of the layer, also where nothing is wanted.
+        hits: wanted neurons that were resident in the precision wanted.
+        num_loads: wanted neurons that were not.
+    """
+
+    plans: Mapping[Precision, Plan]
+    hits: int
+    num_loads: int
+
+
+class LayerCache:
+    """The books of one layer.
+
+    Args:
+        caches: of the same layer, by precision.
+    """
+
+    def __init__(self, caches: Mapping[Precision, NeuronCache]) -> None:
+        self.caches = dict(caches)
+
+    def plan(self, wanted: Mapping[Precision, Ids]) -> LayerPlan:
+        """What has to happen in each region; changes nothing.
+
+        Args:
+            wanted: sorted int64 neurons for each precision; a neuron is in one of them at most.
+                A precision that is left out is wanted for none.
+
+        Raises:
+            BudgetError: more neurons are wanted in a precision than its region holds.
+            KeyError: the layer has no region of a precision that is wanted.
+        """
+        if unknown := wanted.keys() - self.caches.keys():
+            raise KeyError(f"no region for {', '.join(p.value for p in unknown)}")
+        plans = {}
+        for precision, cache in self.caches.items():
+            elsewhere = [ids for other, ids in wanted.items() if other != precision and len(ids)]
+            gone = np.concatenate(elsewhere) if elsewhere else NO_IDS
+            plans[precision] = cache.plan(wanted.get(precision, NO_IDS), gone)
+        return LayerPlan(
+            plans=plans,
+            hits=sum(plan.hits for plan in plans.values()),
+            num_loads=sum(len(plan.load_neurons) for plan in plans.values()),
+        )
+
+    def commit(self, plan: LayerPlan) -> None:
+        """Enter a plan into the books of every region."""
+        for precision, cache in self.caches.items():
+            cache.commit(plan.plans[precision])
+
+    @property
+    def num_rows(self) -> dict[Precision, int]:
+        """Resident neurons by precision."""
+        return {precision: cache.num_rows for precision, cache in self.caches.items()}
+
+    def check_integrity(self) -> None:
+        """Each region's books balance, and no neuron is in two of them.
+
+        Raises:
+            IntegrityError: naming the neurons.
+        """
+        for cache in self.caches.values():
+            cache.check_integrity()
+        resident = np.concatenate([cache.resident() for cache in self.caches.values()])
+        neurons, counts = np.unique(resident, return_counts=True)
+        if len(twice := neurons[counts > 1]):
+            raise IntegrityError(
+                f"{len(twice)} neurons are in two regions, {twice[:8].tolist()} among them"
+            )
