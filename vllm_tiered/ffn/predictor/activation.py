@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of feed-forward networks by the names that checkpoints give them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from vllm_tiered.errors import UnsupportedError
+
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Raises UnsupportedError for one that is not known."""
+    if name not in _FUNCTIONS:
+        raise UnsupportedError(
+            f"activation {name!r} of the model's feed-forward networks: expected one of"
+            f" {', '.join(_FUNCTIONS)}; leave tiered.ffn.store out"
+        )
+    return _FUNCTIONS[name]

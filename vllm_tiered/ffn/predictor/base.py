@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells which neurons of a layer matter for a token before they are computed (M2Cache 5.2).
+
+B tokens, H features of the hidden state, N neurons of a layer.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+
+class Predictor(ABC):
+    """Of one layer's neurons, or of a shard of them.
+
+    Attributes:
+        name: of the kind, as in files and in messages.
+        threshold: neurons that score less are predicted inactive; None if there is no such thing
+            in the model, whose neurons are only ranked.
+    """
+
+    name: ClassVar[str]
+    threshold: float | None = None
+
+    @property
+    @abstractmethod
+    def num_neurons(self) -> int:
+        """N."""
+
+    @abstractmethod
+    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
+        """How much each neuron matters, float32 [B, N], larger = more.
+
+        Args:
+            x_BH: what the FFN is given, in the model's dtype.
+        """
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a file needs to hold of it; nothing for one that is made from the neuron store."""
+
+    @abstractmethod
+    def shard(self, first_neuron: int, num_neurons: int) -> "Predictor":
+        """Of so many neurons only; shares memory where it can."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of near memory."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())

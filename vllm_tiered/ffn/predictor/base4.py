@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gate and up of every neuron in 4 bit, near: what they give ranks the neurons (ours; design.md 6).
+
+    a = act(gate4 x) * (up4 x)         score = |a| * norm of the neuron's down column
+
+Nothing is trained, and nothing is left to do for the neurons that the mix computes in 4 bit but to
+multiply their `a` with their down columns: only the top ranks are computed again, in 8 bit and in
+full. A model that is not gated has fc1 alone, with its bias.
+
+B tokens, H features of the hidden state, N neurons, M matrices (gate and up, or fc1), G groups.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from vllm_tiered.ffn.predictor.activation import activation_function
+from vllm_tiered.ffn.predictor.base import Predictor
+
+_TORCH_GROUPS = (32, 64, 128, 256)
+_BLOCK = 64
+"""Rows that torch's product takes at once, at most; a multiple of it suits every processor."""
+_ZERO_CODE = 8
+
+
+class Base4(Predictor):
+    """Made from the neuron store's codes; there is no file for it.
+
+    Args:
+        codes_NMH: int8, -8 to 7, of gate and up or of fc1.
+        scales_NMG: float16; a weight is about its code times its group's scale.
+        norms_N: float32, of the down columns.
+        bias_N: of fc1.
+        dtype: of the activations.
+
+    Attributes:
+        threshold: of ReLU models: neurons whose `a` is 0 in 4 bit are left out.
+    """
+
+    name: ClassVar[str] = "base4"
+
+    def __init__(
+        self,
+        codes_NMH: torch.Tensor,
+        scales_NMG: torch.Tensor,
+        norms_N: torch.Tensor,
+        *,
+        activation: str,
+        bias_N: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        _, self._num_matrices, self._hidden = codes_NMH.shape
+        self.norms_N, self._bias_N, self._dtype = norms_N.float(), bias_N, dtype
+        self.threshold = torch.finfo(torch.float32).tiny if activation == "relu" else None
+        self._activation = activation_function(activation)
+        # Gate above up: the halves of a row of the product are then contiguous.
+        codes = codes_NMH.transpose(0, 1).reshape(-1, self._hidden)
+        scales = scales_NMG.transpose(0, 1).reshape(len(codes), -1)
+        self._rows = len(codes)
+        group = self._hidden // scales.shape[1]
+        self._group = next((g for g in reversed(_TORCH_GROUPS) if group % g == 0), 0)
+        # In float32 torch's product for 4 bit takes 30 times as long as in bfloat16.
+        self._is_packed = bool(self._group) and dtype != torch.float32
+        if self._is_packed:
+            self._pack(codes, scales)
+        else:
+            self._codes = codes.contiguous()
+            self._figures = scales.contiguous()
+
+    @property
+    def num_neurons(self) -> int:
+        return len(self.norms_N)
+
+    def activations(self, x_BH: torch.Tensor) -> torch.Tensor:
+        """What each neuron gives in 4 bit, before its down column: float32 [B, N]."""
+        raw = self._product(x_BH.to(self._dtype)).float()
+        if self._num_matrices == 1:
+            return self._activation(raw if self._bias_N is None else raw + self._bias_N)
+        gate_BN, up_BN = raw.chunk(2, dim=1)
+        return self._activation(gate_BN) * up_BN
+
+    def rank(self, activations_BN: torch.Tensor) -> torch.Tensor:
+        """Scores from :meth:`activations`, which whoever needs both computes once."""
+        return activations_BN.abs() * self.norms_N
+
+    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
+        return self.rank(self.activations(x_BH))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    @property
+    def num_bytes(self) -> int:
+        bias_bytes = 0 if self._bias_N is None else self._bias_N.nbytes
+        return self._codes.nbytes + self._figures.nbytes + self.norms_N.nbytes + bias_bytes
+
+    def shard(self, first_neuron: int, num_neurons: int) -> "Base4":
+        raise NotImplementedError("made from a shard of the neuron store instead")
+
+    def _pack(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        padding = -len(codes) % _BLOCK
+        offset_codes = torch.nn.functional.pad(codes.int() + _ZERO_CODE, (0, 0, 0, padding))
+        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(offset_codes, 1)
+        repeats = self._hidden // self._group // scales.shape[1]
+        scale_GN = torch.nn.functional.pad(scales.repeat_interleave(repeats, 1).T, (0, padding))
+        self._figures = torch.stack([scale_GN, torch.zeros_like(scale_GN)], 2).to(self._dtype)
+
+    def _product(self, x_BH: torch.Tensor) -> torch.Tensor:
+        if self._is_packed:
+            out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x_BH.contiguous(), self._codes, self._group, self._figures
+            )
+            return out[:, : self._rows]
+        groups = self._figures.shape[1]
+        weight = self._codes.view(self._rows, groups, -1) * self._figures[:, :, None].to(x_BH.dtype)
+        return x_BH @ weight.view(self._rows, -1).T

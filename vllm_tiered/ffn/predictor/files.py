@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trained predictors in files: one a layer, so that `prepare` goes on where it was killed.
+
+FOLDER/0000.safetensors    tensors, and as metadata: kind, version, model, threshold, report
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.ffn.predictor.low_rank import LowRank
+
+VERSION = 1
+
+_KEY = "vllm_tiered"  # of the metadata, which safetensors keeps as strings
+
+
+def layer_path(folder: Path, layer: int) -> Path:
+    """Where a layer's predictor is."""
+    return folder / f"{layer:04d}.safetensors"
+
+
+def save_predictor(
+    folder: Path, layer: int, predictor: LowRank, fingerprint: str, report: Mapping[str, Any]
+) -> None:
+    """Write a layer's predictor; whoever reads sees all of it or what was there before.
+
+    Args:
+        fingerprint: of the model whose layer it is.
+        report: JSON-safe; how well it predicts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = layer_path(folder, layer)
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    header = {
+        "version": VERSION,
+        "kind": predictor.name,
+        "fingerprint": fingerprint,
+        "threshold": predictor.threshold,
+        "activation": predictor.activation,
+        "report": dict(report),
+    }
+    tensors = {name: tensor.contiguous() for name, tensor in predictor.tensors().items()}
+    try:
+        save_file(tensors, draft, metadata={_KEY: json.dumps(header)})
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_predictor(
+    folder: Path,
+    layer: int,
+    fingerprint: str | None = None,
+    first_neuron: int = 0,
+    num_neurons: int | None = None,
+) -> LowRank:
+    """Read a layer's predictor, or what a shard of the neurons needs of it.
+
+    Raises:
+        ConfigError: there is none, or it is another model's or of another version.
+        IntegrityError: it is damaged.
+    """
+    path = layer_path(folder, layer)
+    header = read_header(folder, layer, fingerprint)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        predictor = LowRank(
+            tensors["a"],
+            tensors["b"],
+            tensors["bias"],
+            norms_N=tensors.get("norms"),
+            activation=header["activation"],
+            threshold=header["threshold"],
+        )
+    except (SafetensorError, KeyError, AssertionError) as error:
+        raise IntegrityError(f"{path} is damaged ({error}): run prepare again") from error
+    if first_neuron == 0 and num_neurons in (None, predictor.num_neurons):
+        return predictor
+    end = predictor.num_neurons if num_neurons is None else first_neuron + num_neurons
+    if not 0 <= first_neuron < end <= predictor.num_neurons:
+        raise ConfigError(
+            f"neurons {first_neuron} to {end} of layer {layer}, but {path} is of"
+            f" {predictor.num_neurons}: it is another model's"
+        )
+    return predictor.shard(first_neuron, end - first_neuron)
+
+
+def read_header(folder: Path, layer: int, fingerprint: str | None = None) -> dict[str, Any]:
+    """Return a file's metadata, among them its ``report``. Raises as :func:`load_predictor`."""
+    path = layer_path(folder, layer)
+    if not path.is_file():
+        raise ConfigError(f"no predictor of layer {layer}: {path} does not exist; run prepare")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header: dict[str, Any] = json.loads((file.metadata() or {})[_KEY])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise IntegrityError(f"{path} is damaged ({error}): run prepare again") from error
+    if header["version"] != VERSION or header["kind"] != LowRank.name:
+        raise ConfigError(
+            f"{path} holds a {header['kind']} of version {header['version']}; expected"
+            f" {LowRank.name} of version {VERSION}: run prepare again"
+        )
+    if fingerprint is not None and header["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"{path} is of model {header['fingerprint']}, not of {fingerprint}: run prepare again"
+        )
+    return header
