@@ -10,7 +10,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_stride
 from vllm_tiered.errors import BudgetError
@@ -108,7 +108,7 @@ def plan_exact(
         return bare
     _check(near_bytes, bare.near_bytes, "staging and tables alone take")
     rows = (near_bytes - bare.near_bytes) // (shape.num_layers * stride)
-    return _with_rows(bare, {Precision.FULL: min(shape.neurons, rows)})
+    return replace(bare, rows={Precision.FULL: min(shape.neurons, rows)})
 
 
 def plan_mixed(
@@ -142,12 +142,12 @@ def plan_mixed(
         far_layers=0,
         table_bytes=table_bytes,
     )
-    bare = _with_far(bare, far_bytes)
+    bare = replace(bare, far_layers=_far_layers(shape, bare.far_precisions, far_bytes))
     if near_bytes is None:
-        return _with_rows(bare, _scaled(shape, wanted, _ROOM))
+        return replace(bare, rows=_scaled(shape, wanted, _ROOM))
     _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
     spare = near_bytes - bare.near_bytes + bare.cache_bytes
-    return _with_rows(bare, _scaled(shape, wanted, spare / bare.cache_bytes))
+    return replace(bare, rows=_scaled(shape, wanted, spare / bare.cache_bytes))
 
 
 def _scaled(
@@ -167,28 +167,6 @@ def _scaled(
             budget -= shape.neurons * bundle_stride(shape, precision)
             del left[precision]
     return rows
-
-
-def _with_rows(plan: FfnPlan, rows: Mapping[Precision, int]) -> FfnPlan:
-    return FfnPlan(
-        shape=plan.shape,
-        mix=plan.mix,
-        rows={p: rows[p] for p in plan.rows},
-        streamed=plan.streamed,
-        far_layers=plan.far_layers,
-        table_bytes=plan.table_bytes,
-    )
-
-
-def _with_far(plan: FfnPlan, far_bytes: int) -> FfnPlan:
-    return FfnPlan(
-        shape=plan.shape,
-        mix=plan.mix,
-        rows=plan.rows,
-        streamed=plan.streamed,
-        far_layers=_far_layers(plan.shape, plan.far_precisions, far_bytes),
-        table_bytes=plan.table_bytes,
-    )
 
 
 def _far_layers(shape: FfnShape, precisions: tuple[Precision, ...], far_bytes: int) -> int:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's FFN computed from its neurons: those that matter, or all of them.
+
+    sparse    predict, select, bring what is missing to the regions, multiply what is there
+    dense     all neurons in one precision, through staging; those that stay near first
+
+B tokens, H hidden, N neurons of the layer, n of them in a region.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.compute import Region, activations, add_down
+from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.selection import Mix, Selection, select
+from vllm_tiered.ffn.source import NeuronSource
+from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.stream import NeuronStream
+from vllm_tiered.tiers.base import PageBuffer
+
+
+@dataclass(slots=True)
+class LayerUse:
+    """What a layer has done since the start.
+
+    Attributes:
+        hits, misses: neurons that a sparse step wanted, near already or not.
+        sparse_steps, dense_steps: by how they were computed.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    sparse_steps: int = 0
+    dense_steps: int = 0
+
+
+class Tables:
+    """What a layer has beside bundles: scales by precision, biases, norms; near.
+
+    Args:
+        store: of this rank's neurons.
+    """
+
+    def __init__(self, store: NeuronStore, layer: int) -> None:
+        self.scales = {p: store.scales(layer, p) for p in store.precisions if p != Precision.FULL}
+        self.up_bias = store.up_bias(layer)
+        self.down_bias = store.down_bias(layer)
+        self.down_norms = store.down_norms(layer)
+
+    def of(self, precision: Precision, first: int, count: int) -> dict[str, torch.Tensor | None]:
+        """For neurons in a row, views."""
+        scales = self.scales.get(precision)
+        return {
+            "scales": None if scales is None else scales[first : first + count],
+            "up_bias": None if self.up_bias is None else self.up_bias[first : first + count],
+        }
+
+
+class FfnLayer:
+    """One layer.
+
+    Args:
+        regions: by precision, near.
+        cache: the books of those regions that change; None if nothing does.
+        num_resident: neurons of the full region that stay for good, the first ones.
+        predictor: None if every neuron is wanted.
+
+    Attributes:
+        use: what it has done.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        store: NeuronStore,
+        tables: Tables,
+        source: NeuronSource,
+        stream: NeuronStream,
+        *,
+        streamed: Precision,
+        regions: Mapping[Precision, Region],
+        cache: LayerCache | None = None,
+        num_resident: int = 0,
+        predictor: Predictor | None = None,
+        mix: Mix | None = None,
+    ) -> None:
+        self._index = index
+        self._store = store
+        self._tables = tables
+        self._source = source
+        self._stream = stream
+        self._streamed = streamed
+        self._regions = dict(regions)
+        self._pages = {p: PageBuffer(region.rows) for p, region in regions.items()}
+        self._cache = cache
+        self._num_resident = num_resident
+        self._predictor = predictor
+        self._mix = mix
+        self.use = LayerUse()
+        if num_resident:
+            self._bring(Precision.FULL, np.arange(num_resident), np.arange(num_resident))
+
+    @property
+    def down_bias(self) -> torch.Tensor | None:
+        """[H], to be added once by whoever adds up the ranks' parts."""
+        return self._tables.down_bias
+
+    def compute(self, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
+        """The FFN's output without the last bias, [B, H] in ``x_BH``'s dtype.
+
+        Args:
+            only_decodes: each row is a request's newest token; else the layer is computed with all
+                neurons, as a prompt's tokens together want most of them.
+        """
+        selection = self._selected(x_BH) if only_decodes else None
+        if selection is None or not self._fits(selection):
+            return self._dense(x_BH, wraps=self._cache is None).to(x_BH.dtype)
+        return self._sparse(x_BH, selection).to(x_BH.dtype)
+
+    def check_integrity(self) -> None:
+        """The books of the regions balance. Raises IntegrityError."""
+        if self._cache is not None:
+            self._cache.check_integrity()
+
+    def _selected(self, x_BH: torch.Tensor) -> Selection | None:
+        if self._predictor is None or self._mix is None:
+            return None
+        return select(self._predictor.scores(x_BH), self._mix, self._predictor.threshold)
+
+    def _fits(self, selection: Selection) -> bool:
+        return all(
+            len(selection.of(p)) <= (self._regions[p].capacity if p in self._regions else 0)
+            for p in Precision
+        )
+
+    def _sparse(self, x_BH: torch.Tensor, selection: Selection) -> torch.Tensor:
+        assert self._cache is not None
+        self.use.sparse_steps += 1
+        plan = self._cache.plan({p: selection.of(p) for p in self._regions})
+        self.use.hits += plan.hits
+        self.use.misses += plan.num_loads
+        self._cache.commit(plan)
+        try:
+            arrivals = []
+            for precision, part in plan.plans.items():
+                region = self._regions[precision]
+                region.move(part.src_rows, part.dst_rows)
+                if len(part.load_neurons):
+                    arrivals.append(
+                        self._source.bring(
+                            self._index,
+                            precision,
+                            part.load_neurons,
+                            self._pages[precision],
+                            part.load_rows,
+                        )
+                    )
+                    self._fill(precision, part.load_neurons, part.load_rows)
+            self._source.wait(arrivals)
+        except BaseException:
+            # What has not arrived must not be taken for resident.
+            for precision, part in plan.plans.items():
+                undone = self._cache.caches[precision].forget(part.load_neurons)
+                self._regions[precision].move(undone.src_rows, undone.dst_rows)
+            raise
+        out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
+        for precision, part in plan.plans.items():
+            self._add(out_BH, x_BH, self._regions[precision], part.num_rows)
+        return out_BH
+
+    def _dense(self, x_BH: torch.Tensor, *, wraps: bool) -> torch.Tensor:
+        self.use.dense_steps += 1
+        out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
+        if self._num_resident:
+            self._add(out_BH, x_BH, self._regions[Precision.FULL], self._num_resident)
+        for chunk in self._stream.chunks(self._index, wraps=wraps):
+            region = Region(
+                rows=self._stream.slots[chunk.slot].data,
+                shape=self._store.shape,
+                precision=self._streamed,
+                dtype=self._store.dtype,
+                **self._tables.of(self._streamed, chunk.first, chunk.count),
+            )
+            self._add(out_BH, x_BH, region, chunk.count)
+        return out_BH
+
+    def _add(
+        self, out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, num_rows: int
+    ) -> None:
+        if num_rows:
+            a_Bn = activations(x_BH, region, num_rows, self._store.activation)
+            add_down(out_BH, a_Bn, region, num_rows)
+
+    def _bring(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> None:
+        arrival = self._source.bring(
+            self._index, precision, neurons, self._pages[precision], rows
+        )
+        self._fill(precision, neurons, rows)
+        self._source.wait([arrival])
+
+    def _fill(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> None:
+        tables = self._tables
+        self._regions[precision].fill(rows, neurons, tables.scales.get(precision), tables.up_bias)

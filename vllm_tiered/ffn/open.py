@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a store and a configuration to layers that compute."""
+
+from vllm_tiered.config import FfnConfig
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
+from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.runtime import FfnRuntime
+from vllm_tiered.ffn.selection import Mix
+from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.tiers.base import Device
+from vllm_tiered.tiers.host import FAR_SHARE, host_memory
+from vllm_tiered.units import GIB
+
+DEFAULT_MIX = Mix(full=0.25, int8=0.25, int4=0.5)
+"""M2Cache's, half the bytes of 16 bit; where `prepare` did not look for a better one."""
+
+
+def open_runtime(
+    config: FfnConfig, store: NeuronStore, device: Device, *, num_ranks: int = 1
+) -> FfnRuntime:
+    """Lay out near and far memory as configured, and fill far memory.
+
+    Args:
+        config: of the ``ffn`` section.
+        store: of the rank's neurons; closed with the runtime.
+        num_ranks: that share the host's memory.
+
+    Raises:
+        BudgetError: a tier does not have the memory.
+        ConfigError: the store lacks a precision, or a predictor.
+    """
+    predictors = [] if config.exact else load_predictors(store)
+    plan = make_plan(config, store, predictors, num_ranks=num_ranks)
+    return FfnRuntime(
+        store, plan, device, predictors, policy=config.cache, window=config.window
+    )
+
+
+def make_plan(
+    config: FfnConfig, store: NeuronStore, predictors: list[Predictor], *, num_ranks: int
+) -> FfnPlan:
+    """What is near and what is far. Raises as :func:`open_runtime`."""
+    near_bytes = None if config.near_gib == "auto" else int(config.near_gib * GIB)
+    if config.far_gib == "auto":
+        far_bytes = int(FAR_SHARE * host_memory().usable_bytes / num_ranks)
+    else:
+        far_bytes = int(config.far_gib * GIB)
+    table_bytes = store.table_bytes + sum(p.num_bytes for p in predictors)
+    if config.exact:
+        _check_stored(store, [Precision.FULL])
+        return plan_exact(
+            store.shape, near_bytes=near_bytes, far_bytes=far_bytes, table_bytes=table_bytes
+        )
+    mix = searched_mix(store) if config.mix == "auto" else Mix.of(config.mix)
+    _check_stored(
+        store, [p for p, share in zip(Precision, mix.shares, strict=True) if share]
+    )
+    return plan_mixed(
+        store.shape,
+        mix,
+        active_share=active_share(store, predictors),
+        streamed=store.precisions[0],
+        near_bytes=near_bytes,
+        far_bytes=far_bytes,
+        table_bytes=table_bytes,
+    )
+
+
+def _check_stored(store: NeuronStore, wanted: list[Precision]) -> None:
+    missing = [p.value for p in wanted if p not in store.precisions]
+    if missing:
+        raise ConfigError(
+            f"{store.path} has no neurons in {', '.join(missing)}, which tiered.ffn asks for: "
+            f"prepare it with --precisions {','.join(p.value for p in Precision)}, or set "
+            "tiered.ffn.mix to what it has"
+        )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All layers of a rank: their memory, and what they share."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
+from vllm_tiered.ffn.cache.base import NeuronCache
+from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.lru import LruCache
+from vllm_tiered.ffn.cache.window import WindowCache
+from vllm_tiered.ffn.compute import Region
+from vllm_tiered.ffn.layer import FfnLayer, LayerUse, Tables
+from vllm_tiered.ffn.plan import NUM_CHUNKS, FfnPlan
+from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.source import NeuronSource
+from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.stream import NeuronStream
+from vllm_tiered.tiers.base import Device
+from vllm_tiered.tiers.published import aligned_pages
+
+CachePolicy = Literal["atu", "window", "lru"]
+
+
+class FfnRuntime:
+    """A rank's FFN layers.
+
+    Args:
+        store: of the rank's neurons; closed with this.
+        plan: what is near and what is far.
+        predictors: one a layer; none if every neuron is computed.
+        policy: which neurons stay near, with a window of so many tokens.
+        near_device: torch's device, where regions and staging are.
+
+    Attributes:
+        layers: in the order of computation.
+
+    Raises:
+        BudgetError: a tier does not have the memory.
+        IntegrityError: a bundle is damaged.
+    """
+
+    def __init__(
+        self,
+        store: NeuronStore,
+        plan: FfnPlan,
+        device: Device,
+        predictors: Sequence[Predictor] = (),
+        *,
+        policy: CachePolicy = "atu",
+        window: int = 4,
+        near_device: torch.device | None = None,
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._near_device = near_device or torch.device("cpu")
+        self.plan = plan
+        self.source = NeuronSource(
+            store, device, far_layers=plan.far_layers, precisions=plan.far_precisions
+        )
+        num_resident = plan.rows[Precision.FULL] if plan.mix is None else 0
+        stream = NeuronStream(
+            self.source,
+            plan.shape,
+            plan.streamed,
+            chunk_rows=plan.chunk_rows,
+            num_chunks=NUM_CHUNKS,
+            firsts=[num_resident] * plan.shape.num_layers,
+            device=self._near_device,
+        )
+        new_cache = _new_cache(policy, window, plan.shape.neurons)
+        self.layers = [
+            FfnLayer(
+                index,
+                store,
+                tables := Tables(store, index),
+                self.source,
+                stream,
+                streamed=plan.streamed,
+                regions={p: self._region(p, rows, tables) for p, rows in plan.rows.items() if rows},
+                cache=None
+                if plan.mix is None
+                else LayerCache({p: new_cache(rows) for p, rows in plan.rows.items()}),
+                num_resident=num_resident,
+                predictor=predictors[index] if plan.mix is not None else None,
+                mix=plan.mix,
+            )
+            for index in range(plan.shape.num_layers)
+        ]
+
+    @property
+    def use(self) -> LayerUse:
+        """Of all layers together."""
+        total = LayerUse()
+        for layer in self.layers:
+            total.hits += layer.use.hits
+            total.misses += layer.use.misses
+            total.sparse_steps += layer.use.sparse_steps
+            total.dense_steps += layer.use.dense_steps
+        return total
+
+    def close(self) -> None:
+        """Far memory and the store are given back; no layer computes any more. Idempotent."""
+        self._device.close()
+        self._store.close()
+
+    def _region(self, precision: Precision, num_rows: int, tables: Tables) -> Region:
+        stride = bundle_stride(self.plan.shape, precision)
+        of_neurons = tables.of(precision, 0, 1)
+
+        def like(table: torch.Tensor | None) -> torch.Tensor | None:
+            return None if table is None else table.new_zeros((num_rows, *table.shape[1:]))
+
+        return Region(
+            rows=aligned_pages(num_rows, stride, self._near_device),
+            scales=like(of_neurons["scales"]),
+            up_bias=like(of_neurons["up_bias"]),
+            shape=self.plan.shape,
+            precision=precision,
+            dtype=self._store.dtype,
+        )
+
+
+def _new_cache(policy: CachePolicy, window: int, num_neurons: int) -> Callable[[int], NeuronCache]:
+    match policy:
+        case "atu":
+            return lambda rows: AdjacentTokenCache(rows, num_neurons)
+        case "window":
+            return lambda rows: WindowCache(rows, num_neurons, window)
+        case "lru":
+            return lambda rows: LruCache(rows, num_neurons)
