@@ -43,6 +43,7 @@ def engine(
     tiered: dict[str, Any] | None = None,
     *,
     weights: dict[str, Any] | None = None,
+    ffn: dict[str, Any] | None = None,
     **engine_args: Any,
 ) -> Iterator[Any]:
     """An in-process ``LLM``; ``tiered`` is the plugin's ``kv`` section, None leaves it off."""
@@ -55,6 +56,7 @@ def engine(
     gc.freeze()
     manifest.publish(None)
     manifest.publish_weights(None)
+    manifest.publish_ffn(None)
     arguments: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -67,7 +69,8 @@ def engine(
         **engine_args,
     }
     if tiered is not None:
-        arguments["additional_config"] = {"tiered": {"kv": tiered, "weights": weights or {}}}
+        sections = {"kv": tiered, "weights": weights or {}, "ffn": ffn or {}}
+        arguments["additional_config"] = {"tiered": sections}
     llm = None
     try:
         llm = LLM(model=model_path(model), **arguments)

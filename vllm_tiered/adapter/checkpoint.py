@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.tiers.checkpoint_files import fingerprint_of
+from vllm_tiered.tiers.checkpoint_files import fingerprint_of, fingerprint_of_folder
 from vllm_tiered.weights import store
 
 
@@ -53,6 +53,28 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
         "fingerprint": fingerprint_of(config, paths),
         "changed": changed.hexdigest(),
     }
+
+
+def checkpoint_fingerprint(vllm_config: Any) -> str:
+    """Of the checkpoint's folder; the same whichever engine or tool reads it.
+
+    Raises:
+        UnsupportedError: weights that come from elsewhere.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    loader = get_model_loader(load_config)
+    if not isinstance(loader, DefaultModelLoader):
+        raise UnsupportedError(
+            f"load_format={load_config.load_format}: a neuron store belongs to a checkpoint's "
+            "files; leave load_format out, or tiered.ffn.store"
+        )
+    folder, *_ = loader._prepare_weights(
+        model_config.model, None, model_config.revision, True, None
+    )
+    return fingerprint_of_folder(Path(folder))
 
 
 def check_stored(model: Any) -> None:

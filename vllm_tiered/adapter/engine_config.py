@@ -103,6 +103,8 @@ def _create_engine_config(
             if config.weights.shares_with_kv:
                 weights_plan.check_args(engine_args, os.environ)
             refusals.check_weights_device(device_type())
+        if config.ffn.is_used:
+            refusals.check_ffn_args(engine_args, device_type())
         if not config.kv.enabled:
             logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
             with _replaced(engine_args, additional_config=_with_config(engine_args, config)):
@@ -125,6 +127,8 @@ def _create_engine_config(
 def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     if config.weights.places:
         refusals.check_weights_config(vllm_config)
+    if config.ffn.is_used:
+        refusals.check_ffn_config(vllm_config)
     if config.weights.shares_with_kv:
         weights_plan.reserve(config.weights, vllm_config)
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sparse FFN of an engine: taken out of the model as it is built, computed from a neuron store.
 
-    layers are built   each dense FFN leaves the layer that was just built
-    weights are loaded the loader passes by what is not there
-    the model is whole the store is opened, regions are laid out, and layers can compute
+layers are built   each dense FFN leaves the layer that was just built
+weights are loaded the loader passes by what is not there
+the model is whole the store is opened, regions are laid out, and layers can compute
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -48,7 +48,7 @@ class FfnEngine:
         self, config: FfnConfig, context: dict[str, Any], fingerprint: Callable[[], str]
     ) -> None:
         assert config.store is not None
-        self._config = config
+        self._config, self._folder = config, config.store
         self._context = context
         self._fingerprint = fingerprint
         self._modules: list[tuple[SparseFfn, FfnEnd]] = []
@@ -88,7 +88,7 @@ class FfnEngine:
         sizes = self._modules[0][0].sizes
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         store = NeuronStore.open(
-            self._config.store,
+            self._folder,
             self._fingerprint(),
             first_neuron=rank * sizes.neurons,
             num_neurons=sizes.neurons,
@@ -149,11 +149,3 @@ def _check(store: NeuronStore, sizes: FfnSizes, num_layers: int) -> None:
             f"{store.path} does not fit the model: {wrong}. Prepare it from this model, with "
             "--dtype of the engine's dtype"
         )
-
-
-def config_of(additional_config: object, root_key: str) -> FfnConfig:
-    """The section in vLLM's ``additional_config``."""
-    from vllm_tiered.config import TieredConfig
-
-    tables = additional_config if isinstance(additional_config, Mapping) else {}
-    return TieredConfig.from_dict(tables.get(root_key, {})).ffn

@@ -128,7 +128,7 @@ def register_op() -> None:
     """Define ``tiered::sparse_ffn``. Idempotent."""
     global _library
     if _library is None:
-        _library = torch.library.Library("tiered", "FRAGMENT")  # noqa: TOR901 (kept for good)
+        _library = torch.library.Library("tiered", "FRAGMENT")
         _library.define("sparse_ffn(Tensor x, str name) -> Tensor")
         _library.impl("sparse_ffn", _sparse_ffn, "CompositeExplicitAutograd")
         _library._register_fake("sparse_ffn", lambda x, name: torch.empty_like(x))

@@ -5,13 +5,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_tiered.adapter.kv_plan import KvPlan
+from vllm_tiered.config import FfnConfig
+from vllm_tiered.cost.ffn import Precision, bundle_bytes
 from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.cost.weights import Placement
+from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.units import format_bytes
 
 _current: "Manifest | None" = None
 _weights: "WeightsManifest | None" = None
+_ffn: "FfnManifest | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +160,78 @@ class WeightsManifest:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FfnManifest:
+    """The layers' FFN of one rank; bytes are this rank's.
+
+    Attributes:
+        mix: shares of the neurons by precision; None if all are computed in full.
+        predictor: what ranks them; None if nothing does.
+        cache: which neurons stay near.
+        cache_rows: neurons that a layer's regions hold, by precision.
+        near_bytes: of regions, staging, tables and predictors.
+        dense_bytes: what the layers' FFN weights would take.
+    """
+
+    store: str
+    num_layers: int
+    neurons: int
+    mix: tuple[float, float, float] | None
+    predictor: str | None
+    cache: str
+    cache_rows: dict[str, int]
+    near_bytes: int
+    far_layers: int
+    far_bytes: int
+    dense_bytes: int
+
+    @classmethod
+    def of(cls, runtime: FfnRuntime, config: FfnConfig) -> "FfnManifest":
+        plan = runtime.plan
+        return cls(
+            store=str(config.store),
+            num_layers=plan.shape.num_layers,
+            neurons=plan.shape.neurons,
+            mix=None if plan.mix is None else plan.mix.shares,
+            predictor=runtime.predictor,
+            cache=config.cache,
+            cache_rows={precision.value: rows for precision, rows in plan.rows.items()},
+            near_bytes=plan.near_bytes,
+            far_layers=plan.far_layers,
+            far_bytes=plan.far_bytes,
+            dense_bytes=plan.shape.num_layers
+            * plan.shape.neurons
+            * bundle_bytes(plan.shape, Precision.FULL),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        stated = asdict(self)
+        return {"ffn": stated | {"mix": None if self.mix is None else list(self.mix)}}
+
+    def describe(self) -> str:
+        """The log line."""
+        if self.mix is None:
+            what = "every neuron in full precision"
+        else:
+            shares = ", ".join(f"{share:.0%}" for share in self.mix)
+            what = f"{shares} of the neurons in full, 8 and 4 bit by {self.predictor}"
+        rows = ", ".join(f"{count} {name}" for name, count in self.cache_rows.items())
+        far = f"{self.far_layers} layers ({format_bytes(self.far_bytes)})"
+        return (
+            f"tiered ffn: took over {self.num_layers} layers of {self.neurons} neurons, {what}; "
+            f"{format_bytes(self.near_bytes)} near ({rows} a layer, {self.cache}) instead of "
+            f"{format_bytes(self.dense_bytes)}, {far} far, the rest read from {self.store}, "
+            "per rank"
+        )
+
+
+def publish_ffn(manifest: FfnManifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _ffn
+    _ffn = manifest
+
+
 def publish_weights(manifest: WeightsManifest | None) -> None:
     """Make ``manifest`` part of what :func:`current` returns in this process."""
     global _weights
@@ -175,5 +251,5 @@ def published() -> Manifest | None:
 
 def current() -> dict[str, Any] | None:
     """The same, JSON-safe."""
-    stated = [part.to_dict() for part in (_current, _weights) if part]
+    stated = [part.to_dict() for part in (_current, _weights, _ffn) if part]
     return {key: value for part in stated for key, value in part.items()} or None

@@ -35,6 +35,13 @@ COUNTERS = {
     "weights_read_bytes": "Bytes of far weights that passed through staging slots.",
     "weights_read_seconds": "Seconds in which far weights were being copied.",
     "weights_stall_seconds": "Seconds in which compute waited for far weights.",
+    "ffn_far_bytes": "Bytes of FFN neurons brought from far memory.",
+    "ffn_storage_bytes": "Bytes of FFN neurons brought from the neuron store.",
+    "ffn_wait_seconds": "Seconds in which compute waited for FFN neurons.",
+    "ffn_hits": "FFN neurons that a sparse step wanted and that were near.",
+    "ffn_misses": "FFN neurons that a sparse step wanted and that had to be brought.",
+    "ffn_sparse_steps": "Layers' steps computed with chosen neurons.",
+    "ffn_dense_steps": "Layers' steps computed with all neurons.",
 }
 """Counted by the workers and summed over ranks; recomputed requests and level changes once."""
 

@@ -271,6 +271,65 @@ _WEIGHTS_CONFIG: tuple[Refusal, ...] = (
 )
 
 
+_FFN_ARGS: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_quantized,
+        why="the store has the weights of the checkpoint it was prepared from",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(
+            cpu_offload_gb="--cpu-offload-gb", offload_group_size="--offload-group-size"
+        ),
+        why="it moves weights too, and a weight has one home",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(weight_transfer_config="--weight-transfer-config"),
+        why="it writes new weights into parameters, and the FFN's are in a file",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(enable_lora="--enable-lora"),
+        why="adapters are added to matrices that are not there",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_above_one("pipeline_parallel_size", "--pipeline-parallel-size"),
+        why="a stage holds only some of the layers, and a store is opened for all of them",
+        remedy="use --tensor-parallel-size instead",
+    ),
+    Refusal(
+        offender=_speculation,
+        why="the draft model's layers would be looked for in the target's store",
+        remedy="leave speculative decoding out",
+    ),
+    Refusal(
+        offender=_microbatches,
+        why="two halves of a step overlap, and a layer's neurons near are one set",
+        remedy="leave it out",
+    ),
+    Refusal(
+        offender=_given(enable_sleep_mode="--enable-sleep-mode"),
+        why="sleeping unmaps near memory while neurons may be on their way to it",
+        remedy="leave it out",
+    ),
+)
+
+_FFN_CONFIG: tuple[Refusal, ...] = (
+    Refusal(
+        offender=_quantized_checkpoint,
+        why="neurons are taken from weights in 16 or 32 bit",
+        remedy="serve and prepare the 16-bit checkpoint",
+    ),
+    Refusal(
+        offender=_experts,
+        why="its FFNs are experts, of which a step takes a few as a whole",
+        remedy="serve it without",
+    ),
+)
+
+
 _VLLM_CONFIG: tuple[Refusal, ...] = (
     Refusal(
         offender=_second_runner,
@@ -325,6 +384,24 @@ def check_weights_args(engine_args: "EngineArgs") -> None:
 def check_weights_config(vllm_config: "VllmConfig") -> None:
     """The same for weights that are placed, by the model."""
     _check(_WEIGHTS_CONFIG, vllm_config, "place weights", "set tiered.weights.placement to off")
+
+
+_FFN_WITHOUT = "leave tiered.ffn.store out"
+
+
+def check_ffn_args(engine_args: "EngineArgs", device_type: str) -> None:
+    """The same for FFNs that are computed from a neuron store, and for their device."""
+    _check(_FFN_ARGS, engine_args, "compute the FFN from a neuron store", _FFN_WITHOUT)
+    if device_type != "cpu":
+        raise UnsupportedError(
+            f"vllm-tiered computes FFNs from a neuron store on vLLM's CPU backend only so far, and "
+            f'this engine\'s device is "{device_type}": {_FFN_WITHOUT}'
+        )
+
+
+def check_ffn_config(vllm_config: "VllmConfig") -> None:
+    """The same, by the model."""
+    _check(_FFN_CONFIG, vllm_config, "compute the FFN from a neuron store", _FFN_WITHOUT)
 
 
 def check_weights_device(device_type: str) -> None:

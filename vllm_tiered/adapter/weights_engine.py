@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives vLLM's workers our offloader, and tells it what vLLM's CPU runner does not."""
+"""Gives vLLM's workers our offloader and our FFN, and tells them what vLLM's runners do not."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,12 +8,16 @@ from typing import Any
 from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter import compat
-from vllm_tiered.adapter.checkpoint import check_stored, describe_checkpoint
+from vllm_tiered.adapter.checkpoint import check_stored, checkpoint_fingerprint, describe_checkpoint
+from vllm_tiered.adapter.ffn_engine import FfnEngine
 from vllm_tiered.adapter.layer_weights import cpu_linear
 from vllm_tiered.adapter.offloader import TieredOffloader
-from vllm_tiered.config import ROOT_KEY, TieredConfig, WeightsConfig
+from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.tiers.memory import freed_at_once
+
+_ffn: FfnEngine | None = None
+"""Of the engine that was started last in this process."""
 
 _NOT_AFTER_STAGING = (
     "reload_weights",
@@ -42,8 +46,9 @@ def install() -> None:
 def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
     from vllm.model_executor.offloader import get_offloader
 
-    places = _weights_config(wrapper.vllm_config).places
-    if places:
+    config = _config(wrapper.vllm_config)
+    is_ours = config.weights.places or config.ffn.is_used
+    if is_ours:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
@@ -53,8 +58,9 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
     original(wrapper, *args, **kwargs)
-    if places:
+    if is_ours:
         wrapper.tiered_offloader = get_offloader()
+        wrapper.tiered_ffn = _ffn
         for name in _NOT_AFTER_STAGING:
             if hasattr(wrapper.worker, name):
                 setattr(wrapper.worker, name, partial(_refuse, name))
@@ -63,7 +69,8 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
         f"{name} reads or writes the model's parameters, and those of far weights are staging "
-        "slots: start an engine with tiered.weights.placement=off for it"
+        "slots, those of FFNs in a neuron store nowhere: start an engine with "
+        "tiered.weights.placement=off, and without tiered.ffn.store, for it"
     )
 
 
@@ -74,6 +81,7 @@ def _shutdown(original: Any, wrapper: Any) -> None:
     try:
         original(wrapper)
     finally:
+        _close_ffn(getattr(wrapper, "tiered_ffn", None))
         offloader = getattr(wrapper, "tiered_offloader", None)
         if isinstance(offloader, TieredOffloader):
             offloader.close()
@@ -87,7 +95,8 @@ def _process_embedding(original: Any, method: Any, layer: Any) -> None:
     from vllm.model_executor.offloader import get_offloader
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and isinstance(get_offloader(), TieredOffloader):
+    is_ours = isinstance(get_offloader(), TieredOffloader) or _ffn is not None
+    if current_platform.is_cpu() and is_ours:
         layer.cpu_linear = cpu_linear
     else:
         original(method, layer)
@@ -97,10 +106,12 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     """An engine that fails after its model is loaded is not shut down by anyone."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
-    before = get_offloader()
+    before, ffn_before = get_offloader(), _ffn
     try:
         original(engine, *args, **kwargs)
     except BaseException:
+        if _ffn is not ffn_before:
+            _close_ffn(_ffn)
         offloader = get_offloader()
         if isinstance(offloader, TieredOffloader) and offloader is not before:
             offloader.close()
@@ -109,25 +120,35 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def take_use() -> dict[str, float]:
-    """What this process's weights took since the last call, by metric; empty if none is placed."""
+    """What this process's weights took since the last call, by metric; empty if all are vLLM's."""
     from vllm.model_executor.offloader import get_offloader
 
     offloader = get_offloader()
-    return offloader.take_use() if isinstance(offloader, TieredOffloader) else {}
+    use = offloader.take_use() if isinstance(offloader, TieredOffloader) else {}
+    return use if _ffn is None else use | _ffn.take_use()
 
 
-def _weights_config(vllm_config: Any) -> WeightsConfig:
+def _close_ffn(ffn: FfnEngine | None) -> None:
+    global _ffn
+    if ffn is not None:
+        ffn.close()
+    if ffn is _ffn:
+        _ffn = None
+
+
+def _config(vllm_config: Any) -> TieredConfig:
     additional = getattr(vllm_config, "additional_config", None)
     tables = additional if isinstance(additional, Mapping) else {}
-    return TieredConfig.from_dict(tables.get(ROOT_KEY, {})).weights
+    return TieredConfig.from_dict(tables.get(ROOT_KEY, {}))
 
 
 def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader:
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.offloader import get_offloader
 
+    global _ffn
     vllm_config = get_current_vllm_config()
-    config = _weights_config(vllm_config)
+    config = _config(vllm_config)
     # vLLM's compiled code asks for the one offloader of its process: with another engine's it would
     # compute with whatever is in its slots.
     other = get_offloader()
@@ -136,29 +157,52 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
             "another engine in this process has its weights placed, and vLLM has one offloader a "
             "process: shut it down first, or start this engine in a process of its own"
         )
-    if config.places:
+    offloader: BaseOffloader
+    if config.weights.places:
         parallel = vllm_config.parallel_config
-        return TieredOffloader(
-            config,
+        offloader = TieredOffloader(
+            config.weights,
             rank=parallel.rank,
             num_ranks=parallel.world_size,
             model=partial(describe_checkpoint, vllm_config),
         )
-    offloader: BaseOffloader = original(*args, **kwargs)
+    else:
+        offloader = original(*args, **kwargs)
+    if config.ffn.is_used:
+        _ffn = FfnEngine(
+            config.ffn,
+            vllm_config.compilation_config.static_forward_context,
+            partial(checkpoint_fingerprint, vllm_config),
+        )
+        _take_ffn_out(offloader, _ffn)
     return offloader
+
+
+def _take_ffn_out(offloader: BaseOffloader, ffn: FfnEngine) -> None:
+    """Whatever the offloader does with a layer, the FFN has left it before."""
+    wrap_modules = offloader.wrap_modules
+
+    def wrap(modules: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrap_modules(ffn.take_out(modules), *args, **kwargs)
+
+    offloader.wrap_modules = wrap
 
 
 def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """vLLM's CPU runner does not tell its offloader that the weights are loaded."""
     from vllm.model_executor.offloader import get_offloader
 
-    offloader = get_offloader()
-    if not isinstance(offloader, TieredOffloader):
+    offloader, ffn = get_offloader(), _ffn
+    if not isinstance(offloader, TieredOffloader) and ffn is None:
         original(runner, *args, **kwargs)
         return
+    with freed_at_once():
+        original(runner, *args, **kwargs)
+    if ffn is not None:
+        ffn.start()
+    if not isinstance(offloader, TieredOffloader):
+        return
     try:
-        with freed_at_once():
-            original(runner, *args, **kwargs)
         if not offloader.is_used:
             raise UnsupportedError(
                 f"{type(runner.model).__name__} does not build its layers where weights can be "

@@ -47,7 +47,9 @@ class Tables:
     """
 
     def __init__(self, store: NeuronStore, layer: int) -> None:
-        self.scales = {p: store.scales(layer, p) for p in store.precisions if p != Precision.FULL}
+        self.scales: dict[Precision, torch.Tensor] = {
+            p: store.scales(layer, p) for p in store.precisions if p != Precision.FULL
+        }
         self.up_bias = store.up_bias(layer)
         self.down_bias = store.down_bias(layer)
         self.down_norms = store.down_norms(layer)
@@ -184,22 +186,18 @@ class FfnLayer:
                 shape=self._store.shape,
                 precision=self._streamed,
                 dtype=self._store.dtype,
-                **self._tables.of(self._streamed, chunk.first, chunk.count),
+                **self._tables.of(self._streamed, chunk.first, chunk.num_neurons),
             )
-            self._add(out_BH, x_BH, region, chunk.count)
+            self._add(out_BH, x_BH, region, chunk.num_neurons)
         return out_BH
 
-    def _add(
-        self, out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, num_rows: int
-    ) -> None:
+    def _add(self, out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, num_rows: int) -> None:
         if num_rows:
             a_Bn = activations(x_BH, region, num_rows, self._store.activation)
             add_down(out_BH, a_Bn, region, num_rows)
 
     def _bring(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> None:
-        arrival = self._source.bring(
-            self._index, precision, neurons, self._pages[precision], rows
-        )
+        arrival = self._source.bring(self._index, precision, neurons, self._pages[precision], rows)
         self._fill(precision, neurons, rows)
         self._source.wait([arrival])
 

@@ -1,17 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a store and a configuration to layers that compute."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
 from vllm_tiered.config import FfnConfig
-from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.predictor.base4 import Base4
+from vllm_tiered.ffn.predictor.files import layer_path, load_predictor
+from vllm_tiered.ffn.quantise import OFFSET
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.host import FAR_SHARE, host_memory
+from vllm_tiered.tiers.published import aligned_pages
 from vllm_tiered.units import GIB
+
+STATISTICS = "statistics.json"
+"""File of the store: `mix`, three shares; `active_share`, of each layer; and what people read."""
 
 DEFAULT_MIX = Mix(full=0.25, int8=0.25, int4=0.5)
 """M2Cache's, half the bytes of 16 bit; where `prepare` did not look for a better one."""
@@ -33,9 +48,7 @@ def open_runtime(
     """
     predictors = [] if config.exact else load_predictors(store)
     plan = make_plan(config, store, predictors, num_ranks=num_ranks)
-    return FfnRuntime(
-        store, plan, device, predictors, policy=config.cache, window=config.window
-    )
+    return FfnRuntime(store, plan, device, predictors, policy=config.cache, window=config.window)
 
 
 def make_plan(
@@ -54,9 +67,7 @@ def make_plan(
             store.shape, near_bytes=near_bytes, far_bytes=far_bytes, table_bytes=table_bytes
         )
     mix = searched_mix(store) if config.mix == "auto" else Mix.of(config.mix)
-    _check_stored(
-        store, [p for p, share in zip(Precision, mix.shares, strict=True) if share]
-    )
+    _check_stored(store, [p for p, share in zip(Precision, mix.shares, strict=True) if share])
     return plan_mixed(
         store.shape,
         mix,
@@ -66,6 +77,76 @@ def make_plan(
         far_bytes=far_bytes,
         table_bytes=table_bytes,
     )
+
+
+def load_predictors(store: NeuronStore) -> list[Predictor]:
+    """One a layer: those that `prepare` trained, or the 4-bit base.
+
+    Raises:
+        ConfigError: the store has neither.
+    """
+    layers = range(store.shape.num_layers)
+    if layer_path(Path(), 0).name in store.contents["files"]:
+        return [_trained(store, layer) for layer in layers]
+    if Precision.INT4 in store.precisions:
+        return [_base4(store, layer) for layer in layers]
+    raise ConfigError(
+        f"{store.path} has no predictors, and no neurons in 4 bit that could tell which matter: "
+        "prepare it with --predictor low_rank, or with int4 among --precisions, or set "
+        "tiered.ffn.exact to true"
+    )
+
+
+def searched_mix(store: NeuronStore) -> Mix:
+    """What `prepare` found best, or ``DEFAULT_MIX``."""
+    found = _statistics(store).get("mix")
+    return DEFAULT_MIX if found is None else Mix.of(found)
+
+
+def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
+    """Of a token's neurons, those that are predicted active; the most that any layer has."""
+    if not any(predictor.threshold is not None for predictor in predictors):
+        return 1.0
+    shares = _statistics(store).get("active_share")
+    return min(1.0, max(shares)) if shares else 1.0
+
+
+def _trained(store: NeuronStore, layer: int) -> Predictor:
+    path = store.file(layer_path(Path(), layer).name)
+    return load_predictor(
+        path.parent,
+        layer,
+        store.contents["model"]["fingerprint"],
+        first_neuron=store.first_neuron,
+        num_neurons=store.shape.neurons,
+    )
+
+
+def _base4(store: NeuronStore, layer: int) -> Predictor:
+    shape = store.shape
+    everyone = np.arange(shape.neurons, dtype=np.int64)
+    bundles = aligned_pages(
+        shape.neurons, bundle_stride(shape, Precision.INT4), torch.device("cpu")
+    )
+    store.read(layer, Precision.INT4, everyone, bundles, everyone)
+    num_codes = bundle_bytes(shape, Precision.INT4)
+    packed_NMb = bundles[:, :num_codes].view(shape.neurons, shape.num_matrices, -1)[:, :-1]
+    codes_NMH = torch.cat([packed_NMb & 15, packed_NMb >> 4], dim=2).to(torch.int8) - OFFSET
+    return Base4(
+        codes_NMH,
+        store.scales(layer, Precision.INT4)[:, :-1],
+        store.down_norms(layer),
+        activation=store.activation,
+        bias_N=store.up_bias(layer),
+        dtype=store.dtype,
+    )
+
+
+def _statistics(store: NeuronStore) -> dict[str, Any]:
+    if STATISTICS not in store.contents["files"]:
+        return {}
+    found: dict[str, Any] = json.loads(store.file(STATISTICS).read_text())
+    return found
 
 
 def _check_stored(store: NeuronStore, wanted: list[Precision]) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of the FFN is near and how much is far, before any memory is taken.
 
-    near    regions    of each layer, one for each precision: what the cache holds
-            tables     scales and biases of all neurons; predictors
-            staging    chunks through which a layer passes that is computed densely
-    far     the first layers' bundles (M2Cache, 5.4: the fixed area)
-    store   everything, read when it is needed
+near    regions    of each layer, one for each precision: what the cache holds
+        tables     scales and biases of all neurons; predictors
+        staging    chunks through which a layer passes that is computed densely
+far     the first layers' bundles (M2Cache, 5.4: the fixed area)
+store   everything, read when it is needed
 """
 
 import math

@@ -37,6 +37,7 @@ class FfnRuntime:
 
     Attributes:
         layers: in the order of computation.
+        predictor: the name of what ranks neurons; None if nothing does.
 
     Raises:
         BudgetError: a tier does not have the memory.
@@ -58,6 +59,7 @@ class FfnRuntime:
         self._device = device
         self._near_device = near_device or torch.device("cpu")
         self.plan = plan
+        self.predictor = predictors[0].name if predictors else None
         self.source = NeuronSource(
             store, device, far_layers=plan.far_layers, precisions=plan.far_precisions
         )

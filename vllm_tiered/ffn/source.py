@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where bundles come from: far memory for the first layers, the store for the others.
 
-    layer        0 ────── far layers ────────────────── last
-                 │  fixed area (M2Cache, 5.4)  │  read from the store, missing neurons only
+layer        0 ────── far layers ────────────────── last
+             │  fixed area (M2Cache, 5.4)  │  read from the store, missing neurons only
 """
 
 import time

@@ -30,6 +30,7 @@ class NeuronStore:
 
     Attributes:
         path: of the folder.
+        first_neuron: of the shard, in the whole.
         shape: of the shard.
         activation: "relu", "silu", "gelu", ...
         dtype: of the model's weights.
@@ -54,7 +55,7 @@ class NeuronStore:
         )
         self.activation, self.dtype = form.activation, form.dtype
         self.precisions, self.group = form.precisions, dict(form.groups)
-        self._first = first_neuron
+        self.first_neuron = first_neuron
         self._tables = self._load_tables()
         self._sections = {
             (layer, precision): self._section(layer, precision)
@@ -140,6 +141,11 @@ class NeuronStore:
         """float32 [N], Euclidean norms of the down columns."""
         return self._of_shard(fmt.down_norms_name(layer))
 
+    @property
+    def table_bytes(self) -> int:
+        """Of the tables, all of them in memory."""
+        return sum(table.nbytes for table in self._tables.values())
+
     def file(self, name: str) -> Path:
         """Another file that was published with the store.
 
@@ -187,8 +193,8 @@ class NeuronStore:
     ) -> SlotRead:
         """As :meth:`read`, but begun only: ``wait`` for what is returned, which may raise."""
         section = self._sections[layer, precision]
-        if self._first:
-            neurons = neurons + self._first
+        if self.first_neuron:
+            neurons = neurons + self.first_neuron
         return self._file.submit(section, neurons, into, rows)
 
     @property
@@ -211,7 +217,7 @@ class NeuronStore:
         self._file.close()
 
     def _of_shard(self, name: str) -> torch.Tensor:
-        return self._tables[name][self._first : self._first + self.shape.neurons]
+        return self._tables[name][self.first_neuron : self.first_neuron + self.shape.neurons]
 
     def _section(self, layer: int, precision: Precision) -> Section:
         return Section(

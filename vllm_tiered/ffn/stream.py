@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's neurons pass through a few chunks of near memory, read ahead of the product.
 
-    chunks of a layer    0 │ 1 │ 2 │ ... │ last │ 0 of the next layer, if that will be wanted
-    staging              computed, being read, being read, then the first again
+chunks of a layer    0 │ 1 │ 2 │ ... │ last │ 0 of the next layer, if that will be wanted
+staging              computed, being read, being read, then the first again
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
 
     layer: int
     first: int
-    count: int
+    num_neurons: int
     slot: int
     arrival: Arrival
 
@@ -67,7 +67,7 @@ class NeuronStream:
         self._next: tuple[int, int] | None = None
 
     def chunks(self, layer: int, *, wraps: bool) -> Iterator[Chunk]:
-        """The layer's chunks in order, each there when it is given, and until the next is asked for.
+        """The layer's chunks in order; each is there until the next is asked for.
 
         Args:
             wraps: after the last layer the first will be wanted too. The layer after this one is

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trained predictors in files: one a layer, so that `prepare` goes on where it was killed.
 
-FOLDER/0000.safetensors    tensors, and as metadata: kind, version, model, threshold, report
+FOLDER/predictor-0000.safetensors    tensors, and as metadata: kind, version, model, threshold, report
 """
 
 import json
@@ -23,7 +23,7 @@ _KEY = "vllm_tiered"  # of the metadata, which safetensors keeps as strings
 
 def layer_path(folder: Path, layer: int) -> Path:
     """Where a layer's predictor is."""
-    return folder / f"{layer:04d}.safetensors"
+    return folder / f"predictor-{layer:04d}.safetensors"
 
 
 def save_predictor(
