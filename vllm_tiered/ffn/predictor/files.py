@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trained predictors in files: one a layer, so that `prepare` goes on where it was killed.
 
-FOLDER/predictor-0000.safetensors    tensors, and as metadata: kind, version, model, threshold, report
+FOLDER/predictor-0000.safetensors    tensors; as metadata kind, version, model, threshold, report
 """
 
 import json
