@@ -73,6 +73,7 @@ class FfnLayer:
         predictor: None if every neuron is wanted.
 
     Attributes:
+        regions, cache: as given.
         use: what it has done.
     """
 
@@ -97,9 +98,9 @@ class FfnLayer:
         self._source = source
         self._stream = stream
         self._streamed = streamed
-        self._regions = dict(regions)
+        self.regions = dict(regions)
         self._pages = {p: PageBuffer(region.rows) for p, region in regions.items()}
-        self._cache = cache
+        self.cache = cache
         self._num_resident = num_resident
         self._predictor = predictor
         self._mix = mix
@@ -121,13 +122,13 @@ class FfnLayer:
         """
         selection = self._selected(x_BH) if only_decodes else None
         if selection is None or not self._fits(selection):
-            return self._dense(x_BH, wraps=self._cache is None).to(x_BH.dtype)
+            return self._dense(x_BH, wraps=self.cache is None).to(x_BH.dtype)
         return self._sparse(x_BH, selection).to(x_BH.dtype)
 
     def check_integrity(self) -> None:
         """The books of the regions balance. Raises IntegrityError."""
-        if self._cache is not None:
-            self._cache.check_integrity()
+        if self.cache is not None:
+            self.cache.check_integrity()
 
     def _selected(self, x_BH: torch.Tensor) -> Selection | None:
         if self._predictor is None or self._mix is None:
@@ -136,21 +137,21 @@ class FfnLayer:
 
     def _fits(self, selection: Selection) -> bool:
         return all(
-            len(selection.of(p)) <= (self._regions[p].capacity if p in self._regions else 0)
+            len(selection.of(p)) <= (self.regions[p].capacity if p in self.regions else 0)
             for p in Precision
         )
 
     def _sparse(self, x_BH: torch.Tensor, selection: Selection) -> torch.Tensor:
-        assert self._cache is not None
+        assert self.cache is not None
         self.use.sparse_steps += 1
-        plan = self._cache.plan({p: selection.of(p) for p in self._regions})
+        plan = self.cache.plan({p: selection.of(p) for p in self.regions})
         self.use.hits += plan.hits
         self.use.misses += plan.num_loads
-        self._cache.commit(plan)
+        self.cache.commit(plan)
         try:
             arrivals = []
             for precision, part in plan.plans.items():
-                region = self._regions[precision]
+                region = self.regions[precision]
                 region.move(part.src_rows, part.dst_rows)
                 if len(part.load_neurons):
                     arrivals.append(
@@ -167,19 +168,19 @@ class FfnLayer:
         except BaseException:
             # What has not arrived must not be taken for resident.
             for precision, part in plan.plans.items():
-                undone = self._cache.caches[precision].forget(part.load_neurons)
-                self._regions[precision].move(undone.src_rows, undone.dst_rows)
+                undone = self.cache.caches[precision].forget(part.load_neurons)
+                self.regions[precision].move(undone.src_rows, undone.dst_rows)
             raise
         out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
         for precision, part in plan.plans.items():
-            self._add(out_BH, x_BH, self._regions[precision], part.num_rows)
+            self._add(out_BH, x_BH, self.regions[precision], part.num_rows)
         return out_BH
 
     def _dense(self, x_BH: torch.Tensor, *, wraps: bool) -> torch.Tensor:
         self.use.dense_steps += 1
         out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
         if self._num_resident:
-            self._add(out_BH, x_BH, self._regions[Precision.FULL], self._num_resident)
+            self._add(out_BH, x_BH, self.regions[Precision.FULL], self._num_resident)
         for chunk in self._stream.chunks(self._index, wraps=wraps):
             region = Region(
                 rows=self._stream.slots[chunk.slot].data,
@@ -203,4 +204,4 @@ class FfnLayer:
 
     def _fill(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> None:
         tables = self._tables
-        self._regions[precision].fill(rows, neurons, tables.scales.get(precision), tables.up_bias)
+        self.regions[precision].fill(rows, neurons, tables.scales.get(precision), tables.up_bias)

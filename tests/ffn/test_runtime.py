@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers against the dense product: whatever is near, far or stored, and in whatever order."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.doubles import DelayedDevice
+from tests.ffn.models import Ffn, random_ffn
+from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.ffn import plan as planning
+from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
+from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
+from vllm_tiered.ffn.selection import Mix, select
+from vllm_tiered.tiers.cpu import CpuDevice
+
+POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru")
+
+
+class Scripted(Predictor):
+    """Scores that the test sets before each step."""
+
+    name = "scripted"
+
+    def __init__(self, num_neurons: int) -> None:
+        self._num_neurons = num_neurons
+        self.next_BN = torch.empty(0)
+
+    @property
+    def num_neurons(self) -> int:
+        return self._num_neurons
+
+    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
+        return self.next_BN
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def shard(self, first_neuron: int, num_neurons: int) -> "Scripted":
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
+def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ffn:
+    return random_ffn(tmp_path_factory.mktemp("store") / "ffn", gated=request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is near before anything is brought, and what a chunk held, is not a number."""
+    import vllm_tiered.ffn.runtime as runtime
+    import vllm_tiered.ffn.stream as stream
+
+    for module in (runtime, stream):
+        make = module.aligned_pages
+
+        def nan_pages(num_pages: int, page_bytes: int, device: torch.device, make=make):
+            pages = make(num_pages, page_bytes, device)
+            pages.fill_(0xFF)
+            return pages
+
+        monkeypatch.setattr(module, "aligned_pages", nan_pages)
+    chunks = stream.NeuronStream.chunks
+
+    def poisoning(self, layer: int, *, wraps: bool) -> Iterator:
+        for chunk in chunks(self, layer, wraps=wraps):
+            yield chunk
+            self.slots[chunk.slot].data.fill_(0xFF)
+
+    monkeypatch.setattr(stream.NeuronStream, "chunks", poisoning)
+
+
+def exact(ffn: Ffn, *, near_rows: int, far_layers: int) -> FfnPlan:
+    shape = ffn.shape
+    stride = bundle_stride(shape, Precision.FULL)
+    bare = plan_exact(shape, near_bytes=None, far_bytes=0, table_bytes=0)
+    return plan_exact(
+        shape,
+        near_bytes=bare.near_bytes + near_rows * stride * shape.num_layers,
+        far_bytes=far_layers * shape.neurons * stride,
+        table_bytes=0,
+    )
+
+
+def mixed(
+    ffn: Ffn,
+    mix: tuple[float, float, float],
+    *,
+    near_bytes: int | None = None,
+    far_bytes: int = 0,
+    table_bytes: int = 0,
+) -> FfnPlan:
+    return plan_mixed(
+        ffn.shape,
+        Mix.of(mix),
+        active_share=1.0,
+        streamed=Precision.FULL,
+        near_bytes=near_bytes,
+        far_bytes=far_bytes,
+        table_bytes=table_bytes,
+    )
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("near_rows", [0, 1, 50, 96])
+@pytest.mark.parametrize("far_layers", [0, 2, 3])
+def test_every_neuron_wherever_it_is(ffn: Ffn, near_rows: int, far_layers: int) -> None:
+    device = DelayedDevice(seed=3, max_delay_seconds=0.0005)
+    plan = exact(ffn, near_rows=near_rows, far_layers=far_layers)
+    assert plan.rows[Precision.FULL] == near_rows and plan.far_layers == far_layers
+    runtime = FfnRuntime(ffn.open(), plan, device)
+    generator = torch.Generator().manual_seed(1)
+    # In the order of the model, and as no model would.
+    for layer in (0, 1, 2, 0, 1, 2, 2, 1, 1, 0):
+        x_BH = torch.randn((int(torch.randint(1, 9, (1,))), 64), generator=generator)
+        assert close(runtime.layers[layer].compute(x_BH, False), ffn.dense(layer, x_BH))
+    assert runtime.use.dense_steps == 10 and not runtime.use.sparse_steps
+    runtime.close()
+
+
+def test_a_resident_layer_reads_nothing(ffn: Ffn) -> None:
+    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=96, far_layers=0), CpuDevice())
+    before = runtime.source.use.storage_bytes
+    runtime.layers[1].compute(torch.ones(2, 64), False)
+    assert runtime.source.use.storage_bytes == before
+    runtime.close()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0, 0), (0, 0, 1), (0.25, 0.25, 0.5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_chosen_neurons_in_their_precision(
+    ffn: Ffn, policy: CachePolicy, mix: tuple[float, float, float], seed: int
+) -> None:
+    """Random choices, batches and layers; a policy keeps more near, and each is multiplied once."""
+    shape, chosen_mix = ffn.shape, Mix.of(mix)
+    plan = mixed(ffn, mix, far_bytes=seed * 40_000)
+    predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
+    device = DelayedDevice(seed=seed, max_delay_seconds=0.0005)
+    runtime = FfnRuntime(ffn.open(), plan, device, predictors, policy=policy, window=3)
+    rng = np.random.default_rng(seed)
+    scores = {layer: rng.random((8, shape.neurons)) for layer in range(shape.num_layers)}
+    sparse = 0
+    for step in range(40):
+        layer, batch = step % 3, int(rng.integers(1, 4))
+        # Most of what mattered still does.
+        scores[layer] = 0.8 * scores[layer] + 0.2 * rng.random((8, shape.neurons))
+        scores_BN = torch.from_numpy(scores[layer][:batch]).float()
+        predictors[layer].next_BN = scores_BN
+        x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
+        before = runtime.use.sparse_steps
+        found = runtime.layers[layer].compute(x_BH, True)
+        runtime.layers[layer].check_integrity()
+        if runtime.use.sparse_steps == before:
+            assert close(found, ffn.dense(layer, x_BH))
+            continue
+        sparse += 1
+        wanted = select(scores_BN, chosen_mix)
+        cache = runtime.layers[layer].cache
+        assert cache is not None
+        near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
+        for precision, neurons in near.items():
+            assert set(wanted.of(precision).tolist()) <= set(neurons.tolist())
+            check_bytes(ffn, runtime, layer, precision)
+        assert close(found, ffn.product(layer, x_BH, near))
+    assert sparse >= 20
+    runtime.close()
+
+
+def check_bytes(ffn: Ffn, runtime: FfnRuntime, layer: int, precision: Precision) -> None:
+    """Each near row holds its neuron's bundle, bit for bit."""
+    of_layer = runtime.layers[layer]
+    assert of_layer.cache is not None
+    rows = of_layer.regions[precision].rows.numpy()
+    num_bytes = bundle_bytes(ffn.shape, precision)
+    for row, neuron in enumerate(of_layer.cache.caches[precision].resident().tolist()):
+        assert rows[row, :num_bytes].tobytes() == ffn.bundle(layer, precision, neuron)
+
+
+def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails; what did not arrive is brought by the next one that wants it."""
+    shape, mix = ffn.shape, Mix.of((0.3, 0, 0))
+    plan = mixed(ffn, (0.3, 0, 0))
+    predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
+    runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), predictors)
+    rng = np.random.default_rng(0)
+    x_BH = torch.ones(1, 64)
+
+    def fails(arrivals: object) -> None:
+        raise IntegrityError("layer 0, neuron 3, full is damaged")
+
+    for step in range(6):
+        predictors[0].next_BN = torch.from_numpy(rng.random((1, shape.neurons))).float()
+        if step % 2:
+            with monkeypatch.context() as patched:
+                patched.setattr(runtime.source, "wait", fails)
+                with pytest.raises(IntegrityError, match="neuron 3"):
+                    runtime.layers[0].compute(x_BH, True)
+        found = runtime.layers[0].compute(x_BH, True)
+        chosen = select(predictors[0].next_BN, mix).full
+        expected = ffn.product(0, x_BH, {Precision.FULL: torch.from_numpy(chosen)})
+        assert close(found, expected)
+        check_bytes(ffn, runtime, 0, Precision.FULL)
+    runtime.close()
+
+
+def test_prompts_take_every_neuron(ffn: Ffn) -> None:
+    plan = mixed(ffn, (0.1, 0, 0))
+    predictors = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
+    runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), predictors)
+    x_BH = torch.randn(5, 64)
+    for layer in range(3):
+        assert close(runtime.layers[layer].compute(x_BH, False), ffn.dense(layer, x_BH))
+    runtime.close()
+
+
+def test_near_memory_below_a_tokens_neurons_is_refused(ffn: Ffn) -> None:
+    ample = mixed(ffn, (0.5, 0, 0), table_bytes=1000)
+    least = ample.staging_bytes + 1000 + 3 * 48 * bundle_stride(ffn.shape, Precision.FULL)
+    exactly = mixed(ffn, (0.5, 0, 0), near_bytes=least, table_bytes=1000)
+    assert exactly.rows[Precision.FULL] == 48 and exactly.near_bytes == least
+    with pytest.raises(BudgetError, match=r"near_gib is .* one token wants.* raise"):
+        mixed(ffn, (0.5, 0, 0), near_bytes=least - 1, table_bytes=1000)
+    with pytest.raises(BudgetError, match="staging and tables alone take"):
+        plan_exact(ffn.shape, near_bytes=5000, far_bytes=0, table_bytes=0)
+
+
+@pytest.mark.parametrize("near_bytes", [100_000, 150_000, 250_000, 10_000_000])
+def test_a_plan_takes_no_more_than_it_was_given(ffn: Ffn, near_bytes: int) -> None:
+    plan = mixed(ffn, (0.1, 0.1, 0.2), near_bytes=near_bytes, far_bytes=200_000, table_bytes=1000)
+    assert plan.near_bytes <= near_bytes and plan.far_bytes <= 200_000
+    assert all(0 < rows <= ffn.shape.neurons for rows in plan.rows.values())
