@@ -40,7 +40,7 @@ LAYERS = {
     "kernels": Layer(units=BASE, third_party={"torch", "triton"}),
     "cost": Layer(units=L0, third_party={"numpy", "scipy"}),
     **{name: Layer(units=L0 | {"cost"}, third_party={"torch", "numpy"}) for name in L1},
-    "ffn": Layer(units=L0 | {"cost"}, third_party={"torch", "numpy", "safetensors"}),
+    "ffn": Layer(units=L0 | {"cost"}, third_party={"torch", "numpy", "safetensors", "ray"}),
     "report": Layer(units=BASE | {"cost"}, third_party={"numpy", "psutil", "matplotlib", "jinja2"}),
     "adapter": Layer(units=L0 | L1 | {"cost"}, third_party=EVERYTHING),
     "cli": Layer(units=L0 | L1 | {"cost", "adapter"}, third_party=EVERYTHING),
