@@ -14,6 +14,7 @@ from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.ffn import plan as planning
 from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.quantise import expand
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.tiers.cpu import CpuDevice
@@ -98,6 +99,7 @@ def mixed(
     near_bytes: int | None = None,
     far_bytes: int = 0,
     table_bytes: int = 0,
+    has_base: bool = False,
 ) -> FfnPlan:
     return plan_mixed(
         ffn.shape,
@@ -107,6 +109,7 @@ def mixed(
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         table_bytes=table_bytes,
+        has_base=has_base,
     )
 
 
@@ -191,6 +194,57 @@ def check_bytes(ffn: Ffn, runtime: FfnRuntime, layer: int, precision: Precision)
         assert rows[row, :num_bytes].tobytes() == ffn.bundle(layer, precision, neuron)
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0, 0), (0.25, 0.25, 0.5)])
+def test_top_ranks_over_a_base_in_4_bit(
+    ffn: Ffn, policy: CachePolicy, mix: tuple[float, float, float]
+) -> None:
+    """Neurons that are near in a better precision are not added in 4 bit too."""
+    runtime = FfnRuntime(ffn.open(), mixed(ffn, mix, has_base=True), CpuDevice(), policy=policy)
+    assert runtime.predictor == "base4"
+    brought = runtime.source.use.storage_bytes
+    assert brought == 3 * 96 * bundle_stride(ffn.shape, Precision.INT4)
+    rng = np.random.default_rng(3)
+    everyone = torch.arange(ffn.shape.neurons)
+    x = rng.standard_normal(64)
+    for step in range(30):
+        layer = step % 3
+        x = 0.7 * x + 0.5 * rng.standard_normal(64)
+        x_BH = torch.from_numpy(x[None]).float()
+        found = runtime.layers[layer].compute(x_BH, True)
+        cache = runtime.layers[layer].cache
+        assert cache is not None and Precision.INT4 not in cache.caches
+        near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
+        wanted = select(base_scores(ffn, layer, x_BH), Mix.of(mix), least(ffn))
+        better = torch.cat(list(near.values()))
+        rest = everyone if sum(mix) == 1 and ffn.shape.gated else torch.from_numpy(wanted.int4)
+        chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
+        assert close(found, ffn.product(layer, x_BH, chosen))
+        for precision in near:
+            assert np.isin(wanted.of(precision), cache.caches[precision].resident()).all()
+    assert runtime.use.sparse_steps == 30
+    runtime.close()
+
+
+def base_scores(ffn: Ffn, layer: int, x_BH: torch.Tensor) -> torch.Tensor:
+    codes, scales = ffn.quantised(layer, Precision.INT4)
+    w_NMH = expand(codes, scales, ffn.shape, Precision.INT4, torch.float32)
+    a_BN = x_BH @ w_NMH[:, -2].T
+    if ffn.shape.gated:
+        a_BN = torch.nn.functional.silu(x_BH @ w_NMH[:, 0].T) * a_BN
+    else:
+        bias_N = ffn.up_bias[layer]
+        assert bias_N is not None
+        a_BN = torch.relu(a_BN + bias_N)
+    norms_N: torch.Tensor = ffn.weights[layer][:, -1].norm(dim=1)
+    return a_BN.abs() * norms_N
+
+
+def least(ffn: Ffn) -> float | None:
+    return None if ffn.shape.gated else 1e-38
+
+
 def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails; what did not arrive is brought by the next one that wants it."""
     shape, mix = ffn.shape, Mix.of((0.3, 0, 0))
@@ -201,6 +255,7 @@ def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.Monke
     x_BH = torch.ones(1, 64)
 
     def fails(arrivals: object) -> None:
+        """While the bundles are still on their way."""
         raise IntegrityError("layer 0, neuron 3, full is damaged")
 
     for step in range(6):

@@ -2,6 +2,8 @@
 """One layer's FFN computed from its neurons: those that matter, or all of them.
 
     sparse    predict, select, bring what is missing to the regions, multiply what is there
+    base      the 4-bit region has every neuron and ranks them: top ranks are brought and multiplied
+              again, the others' 4-bit activations are used as they are
     dense     all neurons in one precision, through staging; those that stay near first
 
 B tokens, H hidden, N neurons of the layer, n of them in a region.
@@ -18,10 +20,12 @@ from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.compute import Region, activations, add_down
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection, select
-from vllm_tiered.ffn.source import NeuronSource
+from vllm_tiered.ffn.source import Arrival, NeuronSource, settle
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
 from vllm_tiered.tiers.base import PageBuffer
+
+_LEAST = float(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(slots=True)
@@ -70,7 +74,8 @@ class FfnLayer:
         regions: by precision, near.
         cache: the books of those regions that change; None if nothing does.
         num_resident: neurons of the full region that stay for good, the first ones.
-        predictor: None if every neuron is wanted.
+        predictor: None if every neuron is wanted, or the 4-bit region ranks them.
+        has_base: it does; all its rows are resident, and ``cache`` is of the others.
 
     Attributes:
         regions, cache: as given.
@@ -91,6 +96,7 @@ class FfnLayer:
         num_resident: int = 0,
         predictor: Predictor | None = None,
         mix: Mix | None = None,
+        has_base: bool = False,
     ) -> None:
         self._index = index
         self._store = store
@@ -104,9 +110,12 @@ class FfnLayer:
         self._num_resident = num_resident
         self._predictor = predictor
         self._mix = mix
+        self._base = self.regions[Precision.INT4] if has_base else None
         self.use = LayerUse()
         if num_resident:
-            self._bring(Precision.FULL, np.arange(num_resident), np.arange(num_resident))
+            self._bring(Precision.FULL, np.arange(num_resident))
+        if has_base:
+            self._bring(Precision.INT4, np.arange(store.shape.neurons))
 
     @property
     def down_bias(self) -> torch.Tensor | None:
@@ -120,19 +129,35 @@ class FfnLayer:
             only_decodes: each row is a request's newest token; else the layer is computed with all
                 neurons, as a prompt's tokens together want most of them.
         """
-        selection = self._selected(x_BH) if only_decodes else None
-        if selection is None or not self._fits(selection):
-            return self._dense(x_BH, wraps=self.cache is None).to(x_BH.dtype)
-        return self._sparse(x_BH, selection).to(x_BH.dtype)
+        if self._mix is None or not only_decodes:
+            return self._dense(x_BH, wraps=self._mix is None).to(x_BH.dtype)
+        base_BN = None if self._base is None else self._activations(x_BH, self._base)
+        selection = self._selected(x_BH, base_BN)
+        if not self._fits(selection):
+            return self._dense(x_BH, wraps=False).to(x_BH.dtype)
+        self._make_resident(selection)
+        out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
+        assert self.cache is not None
+        for precision, num_rows in self.cache.num_rows.items():
+            self._add(out_BH, x_BH, self.regions[precision], num_rows)
+        if self._base is not None and base_BN is not None:
+            self._mask(base_BN, selection)
+            add_down(out_BH, base_BN, self._base, self._base.capacity)
+        return out_BH.to(x_BH.dtype)
 
     def check_integrity(self) -> None:
         """The books of the regions balance. Raises IntegrityError."""
         if self.cache is not None:
             self.cache.check_integrity()
 
-    def _selected(self, x_BH: torch.Tensor) -> Selection | None:
-        if self._predictor is None or self._mix is None:
-            return None
+    def _selected(self, x_BH: torch.Tensor, base_BN: torch.Tensor | None) -> Selection:
+        assert self._mix is not None
+        if base_BN is not None:
+            scores_BN = base_BN.abs() * self._tables.down_norms
+            # ReLU leaves nothing of inactive neurons: they score 0 exactly.
+            is_relu = self._store.activation == "relu"
+            return select(scores_BN, self._mix, _LEAST if is_relu else None)
+        assert self._predictor is not None
         return select(self._predictor.scores(x_BH), self._mix, self._predictor.threshold)
 
     def _fits(self, selection: Selection) -> bool:
@@ -141,40 +166,39 @@ class FfnLayer:
             for p in Precision
         )
 
-    def _sparse(self, x_BH: torch.Tensor, selection: Selection) -> torch.Tensor:
+    def _make_resident(self, selection: Selection) -> None:
         assert self.cache is not None
         self.use.sparse_steps += 1
-        plan = self.cache.plan({p: selection.of(p) for p in self.regions})
+        plan = self.cache.plan({p: selection.of(p) for p in self.cache.caches})
         self.use.hits += plan.hits
         self.use.misses += plan.num_loads
         self.cache.commit(plan)
+        arrivals: list[Arrival] = []
         try:
-            arrivals = []
             for precision, part in plan.plans.items():
-                region = self.regions[precision]
-                region.move(part.src_rows, part.dst_rows)
+                self.regions[precision].move(part.src_rows, part.dst_rows)
                 if len(part.load_neurons):
-                    arrivals.append(
-                        self._source.bring(
-                            self._index,
-                            precision,
-                            part.load_neurons,
-                            self._pages[precision],
-                            part.load_rows,
-                        )
-                    )
-                    self._fill(precision, part.load_neurons, part.load_rows)
+                    arrival = self._begin(precision, part.load_neurons, part.load_rows)
+                    arrivals.append(arrival)
             self._source.wait(arrivals)
         except BaseException:
-            # What has not arrived must not be taken for resident.
+            # What has not arrived must not be taken for resident, nor what follows be overwritten.
+            settle(arrivals)
             for precision, part in plan.plans.items():
                 undone = self.cache.caches[precision].forget(part.load_neurons)
                 self.regions[precision].move(undone.src_rows, undone.dst_rows)
             raise
-        out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
-        for precision, part in plan.plans.items():
-            self._add(out_BH, x_BH, self.regions[precision], part.num_rows)
-        return out_BH
+
+    def _mask(self, base_BN: torch.Tensor, selection: Selection) -> None:
+        """Leave of the 4-bit activations those that nothing else stands for, and that the mix asks
+        for."""
+        assert self.cache is not None
+        if selection.num_neurons < base_BN.shape[1]:
+            is_wanted = torch.zeros(base_BN.shape[1], dtype=torch.bool)
+            is_wanted[torch.from_numpy(selection.int4)] = True
+            base_BN[:, ~is_wanted] = 0
+        for cache in self.cache.caches.values():
+            base_BN[:, torch.from_numpy(cache.resident())] = 0
 
     def _dense(self, x_BH: torch.Tensor, *, wraps: bool) -> torch.Tensor:
         self.use.dense_steps += 1
@@ -197,11 +221,15 @@ class FfnLayer:
             a_Bn = activations(x_BH, region, num_rows, self._store.activation)
             add_down(out_BH, a_Bn, region, num_rows)
 
-    def _bring(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> None:
-        arrival = self._source.bring(self._index, precision, neurons, self._pages[precision], rows)
-        self._fill(precision, neurons, rows)
-        self._source.wait([arrival])
+    def _activations(self, x_BH: torch.Tensor, region: Region) -> torch.Tensor:
+        return activations(x_BH, region, region.capacity, self._store.activation)
 
-    def _fill(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> None:
+    def _bring(self, precision: Precision, neurons: np.ndarray) -> None:
+        """The first neurons, each to its own row, for good."""
+        self._source.wait([self._begin(precision, neurons, neurons)])
+
+    def _begin(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> Arrival:
         tables = self._tables
         self.regions[precision].fill(rows, neurons, tables.scales.get(precision), tables.up_bias)
+        pages = self._pages[precision]
+        return self._source.bring(self._index, precision, neurons, pages, rows)

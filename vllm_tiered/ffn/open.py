@@ -6,23 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from vllm_tiered.config import FfnConfig
-from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.predictor.base4 import Base4
 from vllm_tiered.ffn.predictor.files import layer_path, load_predictor
-from vllm_tiered.ffn.quantise import OFFSET
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.host import FAR_SHARE, host_memory
-from vllm_tiered.tiers.published import aligned_pages
 from vllm_tiered.units import GIB
 
 STATISTICS = "statistics.json"
@@ -76,20 +70,20 @@ def make_plan(
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         table_bytes=table_bytes,
+        has_base=not predictors,
     )
 
 
 def load_predictors(store: NeuronStore) -> list[Predictor]:
-    """One a layer: those that `prepare` trained, or the 4-bit base.
+    """Those that `prepare` trained, one a layer; none where the 4-bit base ranks neurons.
 
     Raises:
         ConfigError: the store has neither.
     """
-    layers = range(store.shape.num_layers)
     if layer_path(Path(), 0).name in store.contents["files"]:
-        return [_trained(store, layer) for layer in layers]
+        return [_trained(store, layer) for layer in range(store.shape.num_layers)]
     if Precision.INT4 in store.precisions:
-        return [_base4(store, layer) for layer in layers]
+        return []
     raise ConfigError(
         f"{store.path} has no predictors, and no neurons in 4 bit that could tell which matter: "
         "prepare it with --predictor low_rank, or with int4 among --precisions, or set "
@@ -105,7 +99,8 @@ def searched_mix(store: NeuronStore) -> Mix:
 
 def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
     """Of a token's neurons, those that are predicted active; the most that any layer has."""
-    if not any(predictor.threshold is not None for predictor in predictors):
+    drops = any(predictor.threshold is not None for predictor in predictors)
+    if not drops and not (store.activation == "relu" and not predictors):
         return 1.0
     shares = _statistics(store).get("active_share")
     return min(1.0, max(shares)) if shares else 1.0
@@ -119,26 +114,6 @@ def _trained(store: NeuronStore, layer: int) -> Predictor:
         store.contents["model"]["fingerprint"],
         first_neuron=store.first_neuron,
         num_neurons=store.shape.neurons,
-    )
-
-
-def _base4(store: NeuronStore, layer: int) -> Predictor:
-    shape = store.shape
-    everyone = np.arange(shape.neurons, dtype=np.int64)
-    bundles = aligned_pages(
-        shape.neurons, bundle_stride(shape, Precision.INT4), torch.device("cpu")
-    )
-    store.read(layer, Precision.INT4, everyone, bundles, everyone)
-    num_codes = bundle_bytes(shape, Precision.INT4)
-    packed_NMb = bundles[:, :num_codes].view(shape.neurons, shape.num_matrices, -1)[:, :-1]
-    codes_NMH = torch.cat([packed_NMb & 15, packed_NMb >> 4], dim=2).to(torch.int8) - OFFSET
-    return Base4(
-        codes_NMH,
-        store.scales(layer, Precision.INT4)[:, :-1],
-        store.down_norms(layer),
-        activation=store.activation,
-        bias_N=store.up_bias(layer),
-        dtype=store.dtype,
     )
 
 

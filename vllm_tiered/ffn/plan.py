@@ -38,6 +38,8 @@ class FfnPlan:
         mix: None if every neuron is computed in full precision.
         rows: of each precision's region in each layer. With ``mix`` None, neurons that stay near
             for good.
+        has_base: the 4-bit region holds every neuron for good: it ranks them, and what it gives
+            for the low ranks is used.
         streamed: the precision in which layers are computed densely.
         far_layers: whose bundles far memory has.
         table_bytes: of tables and predictors.
@@ -49,6 +51,12 @@ class FfnPlan:
     streamed: Precision
     far_layers: int
     table_bytes: int
+    has_base: bool = False
+
+    @property
+    def cached(self) -> tuple[Precision, ...]:
+        """Whose regions change from token to token."""
+        return tuple(p for p in self.rows if not (self.has_base and p is Precision.INT4))
 
     @property
     def chunk_rows(self) -> int:
@@ -58,8 +66,7 @@ class FfnPlan:
     @property
     def cache_bytes(self) -> int:
         """Of all regions."""
-        of_layer = sum(rows * bundle_stride(self.shape, p) for p, rows in self.rows.items())
-        return self.shape.num_layers * of_layer
+        return self.shape.num_layers * _bytes(self.shape, self.rows)
 
     @property
     def staging_bytes(self) -> int:
@@ -75,6 +82,8 @@ class FfnPlan:
     def far_precisions(self) -> tuple[Precision, ...]:
         """What far memory has of a layer: what steps read."""
         wanted = {self.streamed, *(p for p, rows in self.rows.items() if rows)}
+        if self.has_base:
+            wanted.discard(Precision.INT4)
         return tuple(p for p in Precision if p in wanted)
 
     @property
@@ -120,10 +129,12 @@ def plan_mixed(
     near_bytes: int | None,
     far_bytes: int,
     table_bytes: int,
+    has_base: bool = False,
 ) -> FfnPlan:
     """Neurons by importance: each precision has a region for what tokens want of it.
 
     Args:
+        has_base: as in :class:`FfnPlan`.
         mix: shares of the neurons that are predicted active.
         active_share: of all neurons, on average; 1 where none is ever inactive.
         near_bytes: that everything near may take; None for twice what a token wants.
@@ -134,6 +145,8 @@ def plan_mixed(
     num_active = math.ceil(active_share * shape.neurons)
     counts = dict(zip(Precision, mix.counts(num_active), strict=True))
     wanted = {p: count for p, count in counts.items() if count}
+    if has_base:
+        wanted[Precision.INT4] = shape.neurons
     bare = FfnPlan(
         shape=shape,
         mix=mix,
@@ -141,32 +154,36 @@ def plan_mixed(
         streamed=streamed,
         far_layers=0,
         table_bytes=table_bytes,
+        has_base=has_base,
     )
     bare = replace(bare, far_layers=_far_layers(shape, bare.far_precisions, far_bytes))
     if near_bytes is None:
-        return replace(bare, rows=_scaled(shape, wanted, _ROOM))
+        return replace(bare, rows=_scaled(shape, wanted, _ROOM * _bytes(shape, wanted)))
     _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
-    spare = near_bytes - bare.near_bytes + bare.cache_bytes
-    return replace(bare, rows=_scaled(shape, wanted, spare / bare.cache_bytes))
+    spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes
+    return replace(bare, rows=_scaled(shape, wanted, spare_bytes / shape.num_layers))
 
 
 def _scaled(
-    shape: FfnShape, wanted: Mapping[Precision, int], factor: float
+    shape: FfnShape, wanted: Mapping[Precision, int], layer_bytes: float
 ) -> dict[Precision, int]:
     """Regions in proportion; one that has all neurons leaves its share to the others."""
-    budget = factor * sum(rows * bundle_stride(shape, p) for p, rows in wanted.items())
     rows: dict[Precision, int] = {}
     left = dict(wanted)
     while left:
-        weight = sum(count * bundle_stride(shape, p) for p, count in left.items())
-        full = [p for p, count in left.items() if count * budget >= shape.neurons * weight]
+        factor = layer_bytes / _bytes(shape, left)
+        full = [p for p, count in left.items() if count * factor >= shape.neurons]
         if not full:
-            return rows | {p: int(count * budget / weight) for p, count in left.items()}
+            return rows | {p: int(count * factor) for p, count in left.items()}
         for precision in full:
             rows[precision] = shape.neurons
-            budget -= shape.neurons * bundle_stride(shape, precision)
+            layer_bytes -= shape.neurons * bundle_stride(shape, precision)
             del left[precision]
     return rows
+
+
+def _bytes(shape: FfnShape, rows: Mapping[Precision, int]) -> int:
+    return sum(count * bundle_stride(shape, p) for p, count in rows.items())
 
 
 def _far_layers(shape: FfnShape, precisions: tuple[Precision, ...], far_bytes: int) -> int:

@@ -22,6 +22,9 @@ from vllm_tiered.ffn.stream import NeuronStream
 from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.published import aligned_pages
 
+BASE = "base4"
+"""What ranks neurons where the 4-bit region does."""
+
 CachePolicy = Literal["atu", "window", "lru"]
 
 
@@ -31,7 +34,7 @@ class FfnRuntime:
     Args:
         store: of the rank's neurons; closed with this.
         plan: what is near and what is far.
-        predictors: one a layer; none if every neuron is computed.
+        predictors: one a layer; none if every neuron is computed, or the plan has a 4-bit base.
         policy: which neurons stay near, with a window of so many tokens.
         near_device: torch's device, where regions and staging are.
 
@@ -59,7 +62,7 @@ class FfnRuntime:
         self._device = device
         self._near_device = near_device or torch.device("cpu")
         self.plan = plan
-        self.predictor = predictors[0].name if predictors else None
+        self.predictor = predictors[0].name if predictors else BASE if plan.has_base else None
         self.source = NeuronSource(
             store, device, far_layers=plan.far_layers, precisions=plan.far_precisions
         )
@@ -85,10 +88,11 @@ class FfnRuntime:
                 regions={p: self._region(p, rows, tables) for p, rows in plan.rows.items() if rows},
                 cache=None
                 if plan.mix is None
-                else LayerCache({p: new_cache(rows) for p, rows in plan.rows.items()}),
+                else LayerCache({p: new_cache(plan.rows[p]) for p in plan.cached}),
                 num_resident=num_resident,
-                predictor=predictors[index] if plan.mix is not None else None,
+                predictor=predictors[index] if predictors else None,
                 mix=plan.mix,
+                has_base=plan.has_base,
             )
             for index in range(plan.shape.num_layers)
         ]

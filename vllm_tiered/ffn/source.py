@@ -7,11 +7,10 @@ layer        0 ────── far layers ───────────�
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.ffn.store import NeuronStore
@@ -107,11 +106,16 @@ class NeuronSource:
         return arrival
 
     def wait(self, arrivals: Sequence[Arrival]) -> None:
-        """For all of them; the seconds count."""
+        """For all of them; the seconds count.
+
+        Raises:
+            What went wrong with the first that failed, when none is on its way any more.
+        """
         begin = time.perf_counter()
-        for arrival in arrivals:
-            arrival.wait()
+        errors = settle(arrivals)
         self.use.wait_seconds += time.perf_counter() - begin
+        if errors:
+            raise errors[0]
 
     def _fill(self, precision: Precision) -> PageBuffer:
         neurons = self._store.shape.neurons
@@ -124,16 +128,12 @@ class NeuronSource:
         return far
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NearRows:
-    """Rows of a region or of a chunk, for products and for copies.
-
-    Attributes:
-        data: uint8 [rows, stride].
-    """
-
-    data: torch.Tensor
-    pages: PageBuffer = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pages", PageBuffer(self.data))
+def settle(arrivals: Sequence[Arrival]) -> list[BaseException]:
+    """Wait until nothing is on its way; what went wrong, if anything did."""
+    errors = []
+    for arrival in arrivals:
+        try:
+            arrival.wait()
+        except BaseException as error:
+            errors.append(error)
+    return errors

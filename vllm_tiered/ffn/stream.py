@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_stride
-from vllm_tiered.ffn.source import Arrival, NeuronSource
+from vllm_tiered.ffn.source import Arrival, NeuronSource, settle
 from vllm_tiered.tiers.base import PageBuffer
 from vllm_tiered.tiers.published import aligned_pages
 
@@ -82,15 +82,16 @@ class NeuronStream:
             if not self._ahead or self._ahead[0].layer != layer:
                 return
             chunk = self._ahead.popleft()
-            self._source.wait([chunk.arrival])
-            yield chunk
-            self._free.append(chunk.slot)
+            try:
+                self._source.wait([chunk.arrival])
+                yield chunk
+            finally:
+                self._free.append(chunk.slot)
 
     def drop(self) -> None:
         """Wait for what was read ahead, and forget it: something else will be wanted."""
-        for chunk in self._ahead:
-            chunk.arrival.wait()
-            self._free.append(chunk.slot)
+        settle([chunk.arrival for chunk in self._ahead])
+        self._free.extend(chunk.slot for chunk in self._ahead)
         self._ahead.clear()
         self._next = None
 
