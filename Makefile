@@ -7,6 +7,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 	2>/dev/null && echo $$p && break; done)
 
+# What pip compiles: a change installs anew.
+COMPILED := setup.py $(wildcard vllm_tiered/ffn/native/*.cpp vllm_tiered/ffn/native/*.h)
+
 # How many tests run side by side, each with its share of the cores and up to 3 GiB.
 TEST_PROCESSES ?= 2
 
@@ -38,7 +41,7 @@ $(BIN)/python:
 	@echo "==> 1 of 4: virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml | $(BIN)/python
+$(STAMP): pyproject.toml $(COMPILED) | $(BIN)/python
 	@echo "==> 2 of 4: vLLM for the CPU, this project and its tools (some 2 GB the first time)"
 	@$(BIN)/python -m pip install -e '.[cpu,dev]' || { echo; \
 		echo "Installing failed. If pip found no torch ending in '+cpu' above: PyTorch keeps its"; \

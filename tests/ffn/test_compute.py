@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products over a region: those of the weights it holds, whatever lies behind its last row."""
 
+import functools
+
 import pytest
 import torch
 
 from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.ffn.compute import (
-    ACTIVATIONS,
-    Region,
-    activation_function,
-    activations,
-    add_down,
-    product,
-)
+from vllm_tiered.ffn import native
+from vllm_tiered.ffn.compute import ACTIVATIONS, activations, add_down, product
+from vllm_tiered.ffn.reference import activation_function
+from vllm_tiered.ffn.region import Region
 from vllm_tiered.tiers.published import aligned_pages
+
+KERNELS = ["reference", *native.LIBRARIES]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the sum of a product's terms without their signs: sums are float32 whatever the weights are.
 TOLERANCE = 8 * torch.finfo(torch.float32).eps
+
+
+def use(monkeypatch, name):
+    """Have everything computed by a library, or by plain torch."""
+    if name == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no AVX-512")
+    if name == "avx2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this processor has no AVX2")
+    function = None if name == "reference" else native.load(name)
+    assert name == "reference" or function is not None, f"{name} was not built: make install"
+    monkeypatch.setattr(native, "best", lambda: function)
 
 
 def a_region(hidden, num_rows, *, gated, precision, dtype, num_groups=1, bias=True, seed=0):
@@ -50,8 +61,8 @@ def a_region(hidden, num_rows, *, gated, precision, dtype, num_groups=1, bias=Tr
         weights = codes * scales[:num_rows].float().repeat_interleave(hidden // num_groups, dim=2)
     up_bias = None
     if bias and not gated:
-        up_bias = torch.full((capacity,), torch.nan, dtype=dtype)
-        up_bias[:num_rows] = torch.randn(num_rows).to(dtype)
+        up_bias = torch.full((capacity,), torch.nan)
+        up_bias[:num_rows] = torch.randn(num_rows)
     region = Region(
         rows=rows, scales=scales, up_bias=up_bias, shape=shape, precision=precision, dtype=dtype
     )
@@ -93,21 +104,25 @@ def close(found, expected, terms):
     assert (error <= TOLERANCE * terms.double()).all(), (error / terms).max()
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "two-matrices"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7, 8, 16, 17, 33])
-def test_the_product_is_that_of_the_weights(dtype, precision, gated, num_tokens):
+def test_the_product_is_that_of_the_weights(monkeypatch, kernels, dtype, precision, gated):
+    use(monkeypatch, kernels)
     region, weights = a_region(
         576, 101, gated=gated, precision=precision, dtype=dtype, num_groups=9
     )
-    check(region, weights, num_tokens, "silu" if gated else "relu", dtype)
+    for num_tokens in (1, 2, 3, 4, 5, 7, 8, 16, 17, 33):
+        check(region, weights, num_tokens, "silu" if gated else "relu", dtype)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 @pytest.mark.parametrize("hidden", [2, 6, 30, 34, 62, 66, 130, 254, 258, 2048, 8192])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_odd_sizes(precision, hidden, num_rows):
+def test_odd_sizes(monkeypatch, kernels, precision, hidden, num_rows):
+    use(monkeypatch, kernels)
     region, weights = a_region(
         hidden, num_rows, gated=True, precision=precision, dtype=torch.bfloat16
     )
@@ -115,13 +130,15 @@ def test_odd_sizes(precision, hidden, num_rows):
         check(region, weights, num_tokens, "silu", torch.bfloat16)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4], ids=lambda p: p.value)
 @pytest.mark.parametrize(
     ("hidden", "num_groups"),
     [(576, 1), (576, 9), (576, 3), (576, 18), (576, 576), (960, 15), (90, 3), (90, 5), (8192, 64)],
 )
-def test_groups(precision, hidden, num_groups):
+def test_groups(monkeypatch, kernels, precision, hidden, num_groups):
     """Also groups that lie in both halves of a row, and groups of one weight."""
+    use(monkeypatch, kernels)
     region, weights = a_region(
         hidden, 19, gated=False, precision=precision, dtype=torch.float32, num_groups=num_groups
     )
@@ -129,9 +146,11 @@ def test_groups(precision, hidden, num_groups):
         check(region, weights, num_tokens, "relu", torch.float32)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "two-matrices"])
-def test_activations(activation, gated):
+def test_activations(monkeypatch, kernels, activation, gated):
+    use(monkeypatch, kernels)
     region, weights = a_region(
         64, 50, gated=gated, precision=Precision.FULL, dtype=torch.float32, bias=False
     )
@@ -146,8 +165,10 @@ def test_an_unknown_activation():
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_many_rows(precision, num_tokens):
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_many_rows(monkeypatch, precision, num_tokens, num_threads):
     """More than a thread's or a chunk's share."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     region, weights = a_region(
         320, 3001, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=5
     )
@@ -164,6 +185,56 @@ def test_no_rows_and_no_tokens(precision):
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+def test_both_at_once_are_the_same(precision):
+    region, _ = a_region(
+        320, 333, gated=True, precision=precision, dtype=torch.bfloat16, num_groups=5
+    )
+    x, out = torch.randn(3, 320), torch.zeros(3, 320)
+    add_down(out, activations(x, region, 333, "silu"), region, 333)
+    assert torch.equal(product(x, region, 333, "silu"), out)
+
+
+@pytest.mark.parametrize("kernels", native.LIBRARIES)
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+def test_rows_of_no_activation_are_not_read(monkeypatch, kernels, precision):
+    use(monkeypatch, kernels)
+    region, weights = a_region(96, 40, gated=False, precision=precision, dtype=torch.bfloat16)
+    a = torch.randn(5, 40)
+    a[:, ::3] = 0
+    region.rows[:40:3] = 0xFF
+    if region.scales is not None:
+        region.scales[:40:3] = torch.nan
+    weights[::3] = 0
+    found = torch.zeros(5, 96)
+    add_down(found, a, region, 40)
+    down = weights[:, -1]
+    close(found, a.double() @ down.double(), a.abs() @ down.abs() + 1e-30)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_what_is_no_number_stays_none(monkeypatch, kernels):
+    """A broken input must show, also behind ReLU."""
+    use(monkeypatch, kernels)
+    region, _ = a_region(96, 40, gated=False, precision=Precision.FULL, dtype=torch.float32)
+    x = torch.full((1, 96), torch.nan)
+    assert activations(x, region, 40, "relu").isnan().all()
+    assert product(x, region, 40, "relu").isnan().all()
+
+
+def test_without_libraries_torch_computes_and_says_so_once(monkeypatch, caplog):
+    expected = []
+    for built in (True, False):
+        region, _ = a_region(96, 40, gated=True, precision=Precision.INT4, dtype=torch.bfloat16)
+        if not built:
+            monkeypatch.setattr(native, "load", lambda name: None)
+            monkeypatch.setattr(native, "best", functools.cache(native.best.__wrapped__))
+        expected.append([product(torch.ones(2, 96), region, 40, "silu") for _ in range(2)])
+    torch.testing.assert_close(expected[0], expected[1])
+    assert [r.message for r in caplog.records if "kernels were not built" in r.message] != []
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_inputs_need_not_be_contiguous(precision):
     region, _ = a_region(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
     wide = torch.randn(3, 192)
@@ -171,7 +242,7 @@ def test_inputs_need_not_be_contiguous(precision):
     found = product(x, region, 40, "silu")
     torch.testing.assert_close(found, product(x.contiguous(), region, 40, "silu"))
     a = activations(x, region, 40, "silu")
-    some, out, expected = a[:, :23], torch.zeros(3, 200)[:, 50:146], torch.zeros(3, 96)
+    some, out, expected = a[:, :23], torch.zeros(3, 96), torch.zeros(3, 96)
     add_down(out, some, region, 23)
     add_down(expected, some.contiguous(), region, 23)
     torch.testing.assert_close(out, expected)
@@ -206,7 +277,7 @@ def test_filling_rows_brings_scales_and_biases():
     region, _ = a_region(
         96, 6, gated=False, precision=Precision.INT8, dtype=torch.bfloat16, num_groups=2
     )
-    scales, bias = torch.rand(20, 2, 2).half(), torch.rand(20).bfloat16()
+    scales, bias = torch.rand(20, 2, 2).half(), torch.rand(20)
     rows, neurons = torch.tensor([5, 2]).numpy(), torch.tensor([11, 19]).numpy()
     region.fill(rows, neurons, scales, bias)
     assert region.scales is not None and region.up_bias is not None

@@ -4,86 +4,22 @@
     a_Bn   = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T + bias_n)
     out_BH += a_Bn down_nH                              rows of down are the neurons' columns
 
-B tokens, H hidden, n neurons (rows 0 .. n-1 of a region), M matrices of a neuron, G groups of
-weights with a scale of their own. A row is a neuron's bundle, [gate,] up, down; INT4 has the
-weights 0 .. H/2-1 of a matrix in the low nibbles of its H/2 bytes, the others in the high ones, and
-a code is the nibble less 8. Sums are in float32 whatever the weights are.
+B tokens, H hidden, n neurons: rows 0 .. n-1 of a region. What lies behind them is never read.
+Sums are in float32 whatever the weights are, and do not depend on the threads' speed, only on their
+number.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import ctypes
 
 import torch
-import torch.nn.functional as F
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
+from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.tiers.base import PageIds
+from vllm_tiered.ffn import native, reference
+from vllm_tiered.ffn.native import ACTIVATIONS
+from vllm_tiered.ffn.region import Region
 
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
-
-_CHUNK_BYTES = 1 << 20
-"""Of float32 weights expanded at a time: they stay in a core's cache."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Region:
-    """A cache region of one layer and precision.
-
-    Attributes:
-        rows: uint8 [capacity, stride], the bundles.
-        scales: float16 [capacity, M, G]; None in full precision.
-        up_bias: dtype [capacity], of fc1; None if the model has none.
-        shape: of the model's FFN.
-        dtype: of the model's weights, and of the codes in full precision.
-    """
-
-    rows: torch.Tensor
-    scales: torch.Tensor | None
-    up_bias: torch.Tensor | None
-    shape: FfnShape
-    precision: Precision
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        num_bytes = bundle_bytes(self.shape, self.precision)
-        assert self.rows.dtype == torch.uint8 and self.rows.stride(1) == 1
-        assert self.rows.shape[1] >= num_bytes and self.dtype.itemsize == self.shape.dtype_bytes
-        assert (self.scales is None) == (self.precision is Precision.FULL)
-
-    @property
-    def capacity(self) -> int:
-        """Rows."""
-        return len(self.rows)
-
-    def move(self, src_rows: PageIds, dst_rows: PageIds) -> None:
-        """Bundles, scales and biases of rows to others; no row is in both."""
-        if len(src_rows):
-            src, dst = torch.from_numpy(src_rows), torch.from_numpy(dst_rows)
-            for table in (self.rows, self.scales, self.up_bias):
-                if table is not None:
-                    table[dst] = table[src]
-
-    def fill(
-        self,
-        rows: PageIds,
-        neurons: PageIds,
-        scales: torch.Tensor | None,
-        up_bias: torch.Tensor | None,
-    ) -> None:
-        """What comes with neurons beside their bundles, from the layer's tables.
-
-        Args:
-            rows, neurons: where each neuron has come to.
-            scales: float16 [N, M, G], of this precision.
-            up_bias: [N].
-        """
-        if len(rows):
-            into, ids = torch.from_numpy(rows), torch.from_numpy(neurons)
-            if self.scales is not None and scales is not None:
-                self.scales[into] = scales[ids]
-            if self.up_bias is not None and up_bias is not None:
-                self.up_bias[into] = up_bias[ids]
+__all__ = ["ACTIVATIONS", "Region", "activations", "add_down", "product"]
 
 
 def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> torch.Tensor:
@@ -96,68 +32,87 @@ def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: s
     Raises:
         UnsupportedError: no such activation.
     """
-    act = activation_function(activation)
-    x_BH = x_BH.float()
     a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
-    for begin, end in _chunks(region, num_rows):
-        up_Bn = x_BH @ _matrix(region, -2, begin, end).T
-        if region.shape.gated:
-            up_Bn *= act(x_BH @ _matrix(region, 0, begin, end).T)
-        else:
-            if region.up_bias is not None:
-                up_Bn += region.up_bias[begin:end]
-            up_Bn = act(up_Bn)
-        a_Bn[:, begin:end] = up_Bn
+    _check(x_BH, region, num_rows, activation)
+    x_BH = _dense(x_BH)
+    if not _run(region, num_rows, activation, x_BH, a_Bn, None):
+        reference.activations(x_BH, region, a_Bn, activation)
     return a_Bn
 
 
 def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, region: Region, num_rows: int) -> None:
-    """Add the down product of rows 0 .. num_rows - 1 to ``out_BH``, float32."""
-    for begin, end in _chunks(region, num_rows):
-        out_BH.addmm_(a_Bn[:, begin:end], _matrix(region, -1, begin, end))
+    """Add the down product of rows 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
+
+    Rows whose activations are all 0 add nothing, whatever they hold, and are not read.
+    """
+    assert a_Bn.shape == (len(out_BH), num_rows) and out_BH.shape[1] == region.shape.hidden
+    assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
+    a_Bn = _dense(a_Bn)
+    if not _run(region, num_rows, "relu", None, a_Bn, out_BH):
+        reference.add_down(out_BH, a_Bn, region)
 
 
 def product(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> torch.Tensor:
-    """Both: the FFN's output without the bias of fc2, float32 [B, H]."""
+    """Both at once: the FFN's output without the bias of fc2, float32 [B, H].
+
+    Raises:
+        UnsupportedError: no such activation.
+    """
+    _check(x_BH, region, num_rows, activation)
+    x_BH = _dense(x_BH)
     out_BH = torch.zeros((len(x_BH), region.shape.hidden), dtype=torch.float32)
-    add_down(out_BH, activations(x_BH, region, num_rows, activation), region, num_rows)
+    a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
+    if not _run(region, num_rows, activation, x_BH, a_Bn, out_BH):
+        reference.activations(x_BH, region, a_Bn, activation)
+        reference.add_down(out_BH, a_Bn, region)
     return out_BH
 
 
-def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """By its name. Raises UnsupportedError for one that is not in ``ACTIVATIONS``."""
-    match name:
-        case "relu":
-            return F.relu
-        case "silu":
-            return F.silu
-        case "gelu":
-            return F.gelu
-        case "gelu_tanh":
-            return lambda x: F.gelu(x, approximate="tanh")
-    raise UnsupportedError(f"activation {name!r}: there are {', '.join(ACTIVATIONS)}")
+def _check(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> None:
+    assert x_BH.shape[1] == region.shape.hidden and num_rows <= region.capacity
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
 
 
-def _chunks(region: Region, num_rows: int) -> list[tuple[int, int]]:
-    step = max(1, _CHUNK_BYTES // (4 * region.shape.hidden))
-    return [(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step)]
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float32).contiguous()
 
 
-def _matrix(region: Region, matrix: int, begin: int, end: int) -> torch.Tensor:
-    """One matrix of some rows, float32 [rows, H]."""
-    matrix %= region.shape.num_matrices
-    hidden = region.shape.hidden
-    num_bytes = bundle_bytes(region.shape, region.precision) // region.shape.num_matrices
-    codes = region.rows[begin:end, matrix * num_bytes : (matrix + 1) * num_bytes]
-    if region.precision is Precision.FULL:
-        return codes.view(region.dtype).float()
-    if region.precision is Precision.INT8:
-        weights = codes.view(torch.int8).float()
-    else:
-        weights = torch.cat((codes & 15, codes >> 4), dim=1).float() - 8
-    assert region.scales is not None
-    scales = region.scales[begin:end, matrix].float()
-    num_groups = scales.shape[1]
-    return (weights.view(-1, num_groups, hidden // num_groups) * scales[:, :, None]).view(
-        -1, hidden
+def _run(
+    region: Region,
+    num_rows: int,
+    activation: str,
+    x_BH: torch.Tensor | None,
+    a_Bn: torch.Tensor,
+    out_BH: torch.Tensor | None,
+) -> bool:
+    """Whether there are kernels, which then have done it."""
+    kernels = native.best()
+    if kernels is None:
+        return False
+    if not a_Bn.numel():
+        return True
+    scales, bias = region.scales, region.up_bias
+    is_full = region.precision is Precision.FULL
+    call = native.Call(
+        rows=region.rows.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        up_bias=None if bias is None else bias.data_ptr(),
+        x=None if x_BH is None else x_BH.data_ptr(),
+        activations=a_Bn.data_ptr(),
+        out=None if out_BH is None else out_BH.data_ptr(),
+        stride=region.rows.stride(0),
+        num_rows=num_rows,
+        hidden=region.shape.hidden,
+        num_matrices=region.shape.num_matrices,
+        num_groups=0 if scales is None else scales.shape[2],
+        num_tokens=len(a_Bn),
+        codec=native.CODECS.index(
+            str(region.dtype).removeprefix("torch.") if is_full else region.precision.value
+        ),
+        activation=ACTIVATIONS.index(activation),
+        num_threads=torch.get_num_threads(),
     )
+    if code := kernels(ctypes.byref(call)):
+        raise MemoryError(f"the FFN's kernels failed with code {code}")
+    return True

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one thing pyproject.toml cannot say: C++ sources, one library for each instruction set.
+
+Optional: without a compiler everything installs, and torch computes what they would, slowly.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCES = Path("vllm_tiered/ffn/native")
+X86 = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
+}
+FLAGS = {"generic": [], **(X86 if platform.machine() in ("x86_64", "AMD64") else {})}
+# gcc's own AVX-512 header warns of itself.
+ALWAYS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wno-maybe-uninitialized"]
+
+setup(
+    ext_modules=[
+        Extension(
+            f"vllm_tiered.ffn.native.{name}",
+            sources=[str(SOURCES / f"{name}.cpp")],
+            depends=sorted(map(str, SOURCES.glob("*.h"))),
+            extra_compile_args=[*ALWAYS, *flags],
+            extra_link_args=["-pthread", "-ldl"],
+            optional=True,
+        )
+        for name, flags in FLAGS.items()
+    ]
+)

@@ -1,0 +1,3 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiled for this instruction set (setup.py).
+#include "ffn.h"

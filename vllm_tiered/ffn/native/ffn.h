@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// The FFN's products over the rows of a region: the one function that Python calls.
+//
+// Included once by a translation unit for each instruction set.
+#include <cmath>
+#include <cstddef>
+
+#include "parallel.h"
+#include "products.h"
+
+namespace tiered {
+
+enum Codec : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+enum Activation : int32_t { kRelu, kSilu, kGelu, kGeluTanh };
+
+// As `_Call` of native/__init__.py has it.
+struct Call {
+    const uint8_t* rows;      // [num_rows, stride] bundles
+    const uint16_t* scales;   // [num_rows, num_matrices, num_groups] float16, or null
+    const float* up_bias;     // [num_rows], or null
+    const float* x;           // [num_tokens, hidden]; null: the activations are given
+    float* activations;       // [num_tokens, num_rows], written or read
+    float* out;               // [num_tokens, hidden], added to; null: no down product
+    int64_t stride, num_rows, hidden, num_matrices, num_groups, num_tokens;
+    int32_t codec, activation, num_threads;
+};
+
+constexpr int64_t kChunkRows = 16;       // that a thread takes at a time
+constexpr int64_t kPartBytes = 1 << 16;  // of weights, below which a thread more does not pay
+
+inline float activate(float x, int32_t activation) {
+    switch (activation) {
+        case kRelu:
+            return x > 0.0f ? x : (x != x ? x : 0.0f);
+        case kSilu:
+            return x / (1.0f + std::exp(-x));
+        case kGelu:
+            return 0.5f * x * (1.0f + std::erf(x * 0.70710678118654752f));
+        default:
+            return 0.5f * x *
+                   (1.0f + std::tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+    }
+}
+
+template <class Low, class High>
+class Products {
+   public:
+    Products(const Call& call, int64_t bytes_per_matrix, bool is_nibbles)
+        : call_(call),
+          bytes_per_matrix_(bytes_per_matrix),
+          weights_{segments(call.hidden, call.num_groups, is_nibbles), call.scales != nullptr} {}
+
+    void run() const {
+        const int64_t bytes = call_.num_rows * call_.num_matrices * bytes_per_matrix_;
+        int64_t threads = std::min<int64_t>(call_.num_threads, 1 + bytes / kPartBytes);
+        threads = std::max<int64_t>(1, std::min(threads, call_.num_rows / kChunkRows));
+        if (call_.out == nullptr) {
+            const int64_t num_chunks = (call_.num_rows + kChunkRows - 1) / kChunkRows;
+            parallel(num_chunks, int(threads), [&](int64_t chunk) {
+                const int64_t begin = chunk * kChunkRows;
+                activations(begin, std::min(begin + kChunkRows, call_.num_rows));
+            });
+            return;
+        }
+        // Each part of the rows has sums of its own, so that they do not depend on who was faster.
+        const int64_t size = call_.num_tokens * call_.hidden;
+        std::vector<float> others(size_t(size * (threads - 1)), 0.0f);
+        parallel(threads, int(threads), [&](int64_t part) {
+            float* const out = part ? &others[size_t((part - 1) * size)] : call_.out;
+            const int64_t end = call_.num_rows * (part + 1) / threads;
+            for (int64_t begin = call_.num_rows * part / threads, next; begin < end; begin = next) {
+                next = std::min(begin + kChunkRows, end);
+                if (call_.x != nullptr) activations(begin, next);
+                down(begin, next, out);
+            }
+        });
+        for (int64_t part = 1; part < threads; ++part)
+            for (int64_t i = 0; i < size; ++i) call_.out[i] += others[size_t((part - 1) * size + i)];
+    }
+
+   private:
+    const float* x(int64_t token) const { return call_.x + token * call_.hidden; }
+
+    Row row(int64_t index, int64_t matrix) const {
+        return {call_.rows + index * call_.stride + matrix * bytes_per_matrix_,
+                call_.scales + (index * call_.num_matrices + matrix) * call_.num_groups};
+    }
+
+    // Of the rows begin .. end - 1, for all tokens.
+    void activations(int64_t begin, int64_t end) const {
+        const int64_t per_row = call_.num_matrices - 1;  // streams
+        while (begin < end) {
+            const int64_t num = std::min<int64_t>(4 / per_row, end - begin);
+            Row rows[4];
+            for (int64_t i = 0; i < num; ++i)
+                for (int64_t m = 0; m < per_row; ++m) rows[i * per_row + m] = row(begin + i, m);
+            const int streams = int(num * per_row);
+            for (int64_t token = 0; token < call_.num_tokens;) {
+                const int64_t left = call_.num_tokens - token;
+                if (left >= 4)
+                    token += tile<4>(begin, rows, streams, token);
+                else if (left >= 2)
+                    token += tile<2>(begin, rows, streams, token);
+                else
+                    token += tile<1>(begin, rows, streams, token);
+            }
+            begin += num;
+        }
+    }
+
+    template <int T>
+    int64_t tile(int64_t begin, const Row* rows, int streams, int64_t token) const {
+        const float* x_t[T];
+        for (int t = 0; t < T; ++t) x_t[t] = x(token + t);
+        // As many products at a time as there are registers for their sums.
+        constexpr int kStreams = T == 4 ? 2 : 4;
+        float sums[4 * T];
+        for (int s = 0; s < streams;) {
+            if (streams - s >= kStreams) {
+                dots<Low, High, kStreams, T>(weights_, rows + s, x_t, sums + s * T);
+                s += kStreams;
+            } else if (streams - s >= 2) {
+                dots<Low, High, 2, T>(weights_, rows + s, x_t, sums + s * T);
+                s += 2;
+            } else {
+                dots<Low, High, 1, T>(weights_, rows + s, x_t, sums + s * T);
+                s += 1;
+            }
+        }
+        const int per_row = int(call_.num_matrices) - 1;
+        for (int i = 0; i < streams / per_row; ++i)
+            for (int t = 0; t < T; ++t) {
+                float* const into = call_.activations + (token + t) * call_.num_rows + begin + i;
+                const float first = sums[i * per_row * T + t];
+                if (per_row == 2)
+                    *into = activate(first, call_.activation) * sums[(i * per_row + 1) * T + t];
+                else
+                    *into = activate(
+                        call_.up_bias != nullptr ? first + call_.up_bias[begin + i] : first,
+                        call_.activation);
+            }
+        return T;
+    }
+
+    // Add the rows begin .. end - 1; those whose activations are all 0 are not even read.
+    void down(int64_t begin, int64_t end, float* out) const {
+        for (int64_t token = 0; token < call_.num_tokens;) {
+            const int64_t left = call_.num_tokens - token;
+            if (left >= 4)
+                token += down_tile<4>(begin, end, token, out);
+            else if (left >= 2)
+                token += down_tile<2>(begin, end, token, out);
+            else
+                token += down_tile<1>(begin, end, token, out);
+        }
+    }
+
+    template <int T>
+    int64_t down_tile(int64_t begin, int64_t end, int64_t token, float* out) const {
+        Row rows[kChunkRows];
+        float a[kChunkRows * T];
+        float* out_t[T];
+        for (int t = 0; t < T; ++t) out_t[t] = out + (token + t) * call_.hidden;
+        int64_t num = 0;
+        for (int64_t i = begin; i < end; ++i) {
+            bool adds = false;
+            for (int t = 0; t < T; ++t) {
+                const float value = call_.activations[(token + t) * call_.num_rows + i];
+                a[num * T + t] = value;
+                adds |= value != 0.0f;
+            }
+            if (adds) rows[num++] = row(i, call_.num_matrices - 1);
+        }
+        int64_t r = 0;
+        for (; r + 4 <= num; r += 4)
+            add_rows<Low, High, 4, T>(weights_, rows + r, a + r * T, out_t);
+        for (; r < num; ++r) add_rows<Low, High, 1, T>(weights_, rows + r, a + r * T, out_t);
+        return T;
+    }
+
+    const Call& call_;
+    const int64_t bytes_per_matrix_;
+    const Weights weights_;
+};
+
+}  // namespace tiered
+
+// 0, or 1 for a codec that there is not, or 2 if memory ran out.
+extern "C" __attribute__((visibility("default"))) int tiered_ffn(const tiered::Call* call) {
+    using namespace tiered;
+    try {
+        switch (call->codec) {
+            case kFloat32:
+                Products<Float32, Float32>(*call, 4 * call->hidden, false).run();
+                return 0;
+            case kBFloat16:
+                Products<BFloat16, BFloat16>(*call, 2 * call->hidden, false).run();
+                return 0;
+            case kFloat16:
+                Products<Float16, Float16>(*call, 2 * call->hidden, false).run();
+                return 0;
+            case kInt8:
+                Products<Int8, Int8>(*call, call->hidden, false).run();
+                return 0;
+            case kInt4:
+                Products<LowNibbles, HighNibbles>(*call, call->hidden / 2, true).run();
+                return 0;
+            default:
+                return 1;
+        }
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}

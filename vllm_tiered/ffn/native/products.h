@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of a few rows with a few tokens: what a thread does at a time.
+//
+//     dots         sums[s][t]  = <row s, x[t]>        rows of gate and up
+//     add_rows     out[t]     += sum_r a[r][t] row r  rows of down
+//
+// A row is handled segment by segment: weights that share a scale, contiguous where they are stored
+// and in the hidden state. In rows of 4-bit codes those of the low nibbles and those of the high
+// ones, which belong to the row's second half, take turns.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+namespace tiered {
+
+struct Segment {
+    int64_t begin, end;  // positions in the stored row
+    int64_t shift;       // from there to the feature of the hidden state
+    int64_t group;       // whose scale it has
+    bool is_high;        // nibbles
+};
+
+// The segments of a row. `num_groups` is 0 where there are no scales.
+inline std::vector<Segment> segments(int64_t hidden, int64_t num_groups, bool is_nibbles) {
+    const int64_t length = is_nibbles ? hidden / 2 : hidden;
+    const int64_t group = hidden / std::max<int64_t>(1, num_groups);
+    // The second turn finds the bytes in the cache next to the core.
+    const int64_t longest = is_nibbles ? 1024 : hidden;
+    std::vector<Segment> found;
+    for (int64_t shift = 0; shift < hidden; shift += length) {
+        for (int64_t begin = 0, end; begin < length; begin = end) {
+            const int64_t of = (begin + shift) / group;
+            end = std::min({length, begin + longest, (of + 1) * group - shift});
+            found.push_back({begin, end, shift, of, shift > 0});
+        }
+    }
+    std::stable_sort(found.begin(), found.end(),
+                     [](const Segment& a, const Segment& b) { return a.begin < b.begin; });
+    return found;
+}
+
+// What every product of a call needs.
+struct Weights {
+    std::vector<Segment> segments;
+    bool has_scales;
+};
+
+// Rows of one matrix each: where their weights and scales are.
+struct Row {
+    const uint8_t* weights;
+    const uint16_t* scales;
+};
+
+inline float scale_of(const Weights& weights, const Row& row, const Segment& segment) {
+    return weights.has_scales ? half_to_float(row.scales[segment.group]) : 1.0f;
+}
+
+template <class Codec, int S, int T>
+inline void dot_segment(const Segment& segment, const Row* rows, const float* scales,
+                        const float* const* x, Vector (&total)[S][T], float (&rest)[S][T]) {
+    Vector found[S][T];
+    for (int s = 0; s < S; ++s)
+        for (int t = 0; t < T; ++t) found[s][t] = spread(0.0f);
+    int64_t j = segment.begin;
+    for (; j + kWidth <= segment.end; j += kWidth) {
+        Vector x_t[T];
+        for (int t = 0; t < T; ++t) x_t[t] = load(x[t] + segment.shift + j);
+        for (int s = 0; s < S; ++s) {
+            const Vector w = Codec::vector(rows[s].weights, j);
+            for (int t = 0; t < T; ++t) found[s][t] = multiply_add(w, x_t[t], found[s][t]);
+        }
+    }
+    for (int s = 0; s < S; ++s) {
+        const Vector scale = spread(scales[s]);
+        for (int t = 0; t < T; ++t) total[s][t] = multiply_add(found[s][t], scale, total[s][t]);
+        for (int64_t k = j; k < segment.end; ++k) {
+            const float w = Codec::scalar(rows[s].weights, k) * scales[s];
+            for (int t = 0; t < T; ++t) rest[s][t] += w * x[t][segment.shift + k];
+        }
+    }
+}
+
+template <class Low, class High, int S, int T>
+void dots(const Weights& weights, const Row* rows, const float* const* x, float* sums) {
+    Vector total[S][T];
+    float rest[S][T] = {};
+    for (int s = 0; s < S; ++s)
+        for (int t = 0; t < T; ++t) total[s][t] = spread(0.0f);
+    for (const Segment& segment : weights.segments) {
+        float scales[S];
+        for (int s = 0; s < S; ++s) scales[s] = scale_of(weights, rows[s], segment);
+        if (segment.is_high)
+            dot_segment<High, S, T>(segment, rows, scales, x, total, rest);
+        else
+            dot_segment<Low, S, T>(segment, rows, scales, x, total, rest);
+    }
+    for (int s = 0; s < S; ++s)
+        for (int t = 0; t < T; ++t) sums[s * T + t] = sum(total[s][t]) + rest[s][t];
+}
+
+template <class Codec, int R, int T>
+inline void add_segment(const Segment& segment, const Row* rows, const float (&a)[R][T],
+                        float* const* out) {
+    Vector a_rt[R][T];
+    for (int r = 0; r < R; ++r)
+        for (int t = 0; t < T; ++t) a_rt[r][t] = spread(a[r][t]);
+    int64_t j = segment.begin;
+    for (; j + kWidth <= segment.end; j += kWidth) {
+        Vector w[R];
+        for (int r = 0; r < R; ++r) w[r] = Codec::vector(rows[r].weights, j);
+        for (int t = 0; t < T; ++t) {
+            float* const into = out[t] + segment.shift + j;
+            Vector found = load(into);
+            for (int r = 0; r < R; ++r) found = multiply_add(w[r], a_rt[r][t], found);
+            store(into, found);
+        }
+    }
+    for (; j < segment.end; ++j)
+        for (int r = 0; r < R; ++r) {
+            const float w = Codec::scalar(rows[r].weights, j);
+            for (int t = 0; t < T; ++t) out[t][segment.shift + j] += w * a[r][t];
+        }
+}
+
+// `a`: [R][T].
+template <class Low, class High, int R, int T>
+void add_rows(const Weights& weights, const Row* rows, const float* a, float* const* out) {
+    for (const Segment& segment : weights.segments) {
+        float scaled[R][T];
+        for (int r = 0; r < R; ++r) {
+            const float scale = scale_of(weights, rows[r], segment);
+            for (int t = 0; t < T; ++t) scaled[r][t] = a[r * T + t] * scale;
+        }
+        if (segment.is_high)
+            add_segment<High, R, T>(segment, rows, scaled, out);
+        else
+            add_segment<Low, R, T>(segment, rows, scaled, out);
+    }
+}
+
+}  // namespace tiered

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache region: the neurons of a layer that are near in one precision, one to a row.
+
+n neurons, M matrices of a neuron, G groups of weights with a scale of their own, H hidden.
+
+    row    [gate │] up │ down │ nothing    the neuron's bundle, as it is in the store
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
+from vllm_tiered.tiers.base import PageIds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Region:
+    """A cache region of one layer and precision.
+
+    Attributes:
+        rows: uint8 [capacity, stride], the bundles.
+        scales: float16 [capacity, M, G], contiguous; None in full precision.
+        up_bias: float32 [capacity], of fc1; None if the model has none.
+        shape: of the model's FFN.
+        dtype: of the model's weights, and of the codes in full precision.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    shape: FfnShape
+    precision: Precision
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        num_bytes = bundle_bytes(self.shape, self.precision)
+        assert self.rows.dtype == torch.uint8 and self.rows.stride(1) == 1
+        assert self.rows.shape[1] >= num_bytes and self.dtype.itemsize == self.shape.dtype_bytes
+        assert (self.scales is None) == (self.precision is Precision.FULL)
+        assert self.scales is None or (
+            self.scales.dtype == torch.float16
+            and self.scales.is_contiguous()
+            and self.scales.shape[:2] == (len(self.rows), self.shape.num_matrices)
+            and self.shape.hidden % self.scales.shape[2] == 0
+        )
+        assert self.up_bias is None or self.up_bias.dtype == torch.float32
+
+    @property
+    def capacity(self) -> int:
+        """Rows."""
+        return len(self.rows)
+
+    def move(self, src_rows: PageIds, dst_rows: PageIds) -> None:
+        """Bundles, scales and biases of rows to others; no row is in both."""
+        if len(src_rows):
+            src, dst = torch.from_numpy(src_rows), torch.from_numpy(dst_rows)
+            for table in (self.rows, self.scales, self.up_bias):
+                if table is not None:
+                    table[dst] = table[src]
+
+    def fill(
+        self,
+        rows: PageIds,
+        neurons: PageIds,
+        scales: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+    ) -> None:
+        """What comes with neurons beside their bundles, from the layer's tables.
+
+        Args:
+            rows, neurons: where each neuron has come to.
+            scales: float16 [N, M, G], of this precision.
+            up_bias: [N].
+        """
+        if len(rows):
+            into, ids = torch.from_numpy(rows), torch.from_numpy(neurons)
+            if self.scales is not None and scales is not None:
+                self.scales[into] = scales[ids]
+            if self.up_bias is not None and up_bias is not None:
+                self.up_bias[into] = up_bias[ids]
