@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
-from vllm_tiered.ffn.compute import activation_function
+from vllm_tiered.ffn.predictor.activation import activation_function
 from vllm_tiered.ffn.quantise import expand, quantise
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.store_writer import NeuronStoreWriter

@@ -2,6 +2,7 @@
 """Layers against the dense product: whatever is near, far or stored, and in whatever order."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ class Scripted(Predictor):
 
     def __init__(self, num_neurons: int) -> None:
         self._num_neurons = num_neurons
-        self.next_BN = torch.empty(0)
+        self.next_BN = torch.rand(1, num_neurons)
 
     @property
     def num_neurons(self) -> int:
@@ -100,6 +101,7 @@ def mixed(
     far_bytes: int = 0,
     table_bytes: int = 0,
     has_base: bool = False,
+    reads_ahead: bool = False,
 ) -> FfnPlan:
     return plan_mixed(
         ffn.shape,
@@ -110,6 +112,7 @@ def mixed(
         far_bytes=far_bytes,
         table_bytes=table_bytes,
         has_base=has_base,
+        reads_ahead=reads_ahead,
     )
 
 
@@ -151,7 +154,8 @@ def test_chosen_neurons_in_their_precision(
 ) -> None:
     """Random choices, batches and layers; a policy keeps more near, and each is multiplied once."""
     shape, chosen_mix = ffn.shape, Mix.of(mix)
-    plan = mixed(ffn, mix, far_bytes=seed * 40_000)
+    # Nothing far, what is read ahead, and a layer too.
+    plan = replace(mixed(ffn, mix), reads_ahead=seed > 0, far_layers=seed // 2)
     predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
     device = DelayedDevice(seed=seed, max_delay_seconds=0.0005)
     runtime = FfnRuntime(ffn.open(), plan, device, predictors, policy=policy, window=3)
@@ -181,6 +185,8 @@ def test_chosen_neurons_in_their_precision(
             check_bytes(ffn, runtime, layer, precision)
         assert close(found, ffn.product(layer, x_BH, near))
     assert sparse >= 20
+    if runtime.dynamic is not None:
+        assert runtime.dynamic.hits > 0
     runtime.close()
 
 
@@ -299,3 +305,16 @@ def test_a_plan_takes_no_more_than_it_was_given(ffn: Ffn, near_bytes: int) -> No
     plan = mixed(ffn, (0.1, 0.1, 0.2), near_bytes=near_bytes, far_bytes=200_000, table_bytes=1000)
     assert plan.near_bytes <= near_bytes and plan.far_bytes <= 200_000
     assert all(0 < rows <= ffn.shape.neurons for rows in plan.rows.values())
+
+
+def test_reading_ahead_is_paid_from_far_memory(ffn: Ffn) -> None:
+    """Before layers are; where all of them fit nothing needs to be read."""
+    of_layer = 96 * bundle_stride(ffn.shape, Precision.FULL)
+    mix = (0.1, 0, 0)
+    ahead = mixed(ffn, mix, far_bytes=of_layer, reads_ahead=True)
+    assert ahead.reads_ahead and 0 < ahead.far_bytes < of_layer and not ahead.far_layers
+    both = mixed(ffn, mix, far_bytes=of_layer + ahead.far_bytes, reads_ahead=True)
+    assert both.reads_ahead and both.far_layers == 1
+    assert both.far_bytes == of_layer + ahead.far_bytes
+    assert not mixed(ffn, mix, far_bytes=3 * of_layer, reads_ahead=True).reads_ahead
+    assert not mixed(ffn, mix, far_bytes=ahead.far_bytes - 1, reads_ahead=True).reads_ahead

@@ -79,6 +79,7 @@ class FfnLayer:
 
     Attributes:
         regions, cache: as given.
+        later: the layer whose neurons are read ahead while this one computes.
         use: what it has done.
     """
 
@@ -111,6 +112,7 @@ class FfnLayer:
         self._predictor = predictor
         self._mix = mix
         self._base = self.regions[Precision.INT4] if has_base else None
+        self.later: FfnLayer | None = None
         self.use = LayerUse()
         if num_resident:
             self._bring(Precision.FULL, np.arange(num_resident))
@@ -136,6 +138,8 @@ class FfnLayer:
         if not self._fits(selection):
             return self._dense(x_BH, wraps=False).to(x_BH.dtype)
         self._make_resident(selection)
+        if self.later is not None:
+            self.later.anticipate(x_BH)
         out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
         assert self.cache is not None
         for precision, num_rows in self.cache.num_rows.items():
@@ -144,6 +148,19 @@ class FfnLayer:
             self._mask(base_BN, selection)
             add_down(out_BH, base_BN, self._base, self._base.capacity)
         return out_BH.to(x_BH.dtype)
+
+    def anticipate(self, x_BH: torch.Tensor) -> None:
+        """Read ahead what the layer will want, if its input will be like an earlier layer's.
+
+        Layers change the hidden state little (Deja Vu, 4.3), and what they change is normalised.
+        """
+        if self._predictor is None or self.cache is None:
+            return
+        selection = self._selected(x_BH, None)
+        self._source.expect(
+            self._index,
+            {p: one.missing(selection.of(p)) for p, one in self.cache.caches.items()},
+        )
 
     def check_integrity(self) -> None:
         """The books of the regions balance. Raises IntegrityError."""

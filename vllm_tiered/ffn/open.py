@@ -71,6 +71,7 @@ def make_plan(
         far_bytes=far_bytes,
         table_bytes=table_bytes,
         has_base=not predictors,
+        reads_ahead=bool(predictors),
     )
 
 

@@ -17,6 +17,9 @@ from vllm_tiered.errors import BudgetError
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.units import MIB, format_bytes
 
+AHEAD = 2
+"""Layers from the one that computes to the one whose neurons are read ahead (M2Cache, 5.4)."""
+
 KNOB = "tiered.ffn.near_gib"
 
 _CHUNK_BYTES = 4 * MIB
@@ -40,6 +43,7 @@ class FfnPlan:
             for good.
         has_base: the 4-bit region holds every neuron for good: it ranks them, and what it gives
             for the low ranks is used.
+        reads_ahead: neurons that later layers are expected to want are read to far memory.
         streamed: the precision in which layers are computed densely.
         far_layers: whose bundles far memory has.
         table_bytes: of tables and predictors.
@@ -52,6 +56,12 @@ class FfnPlan:
     far_layers: int
     table_bytes: int
     has_base: bool = False
+    reads_ahead: bool = False
+
+    @property
+    def dynamic_rows(self) -> dict[Precision, int]:
+        """Of each of the ``AHEAD + 1`` slots of far memory for what is read ahead."""
+        return {p: self.rows[p] for p in self.cached} if self.reads_ahead else {}
 
     @property
     def cached(self) -> tuple[Precision, ...]:
@@ -88,8 +98,9 @@ class FfnPlan:
 
     @property
     def far_bytes(self) -> int:
-        """Of the far layers."""
-        return self.far_layers * _layer_bytes(self.shape, self.far_precisions)
+        """Of the far layers, and of what is read ahead."""
+        ahead_bytes = (AHEAD + 1) * _bytes(self.shape, self.dynamic_rows)
+        return self.far_layers * _layer_bytes(self.shape, self.far_precisions) + ahead_bytes
 
 
 def plan_exact(
@@ -130,11 +141,14 @@ def plan_mixed(
     far_bytes: int,
     table_bytes: int,
     has_base: bool = False,
+    reads_ahead: bool = False,
 ) -> FfnPlan:
     """Neurons by importance: each precision has a region for what tokens want of it.
 
     Args:
         has_base: as in :class:`FfnPlan`.
+        reads_ahead: later layers' neurons can be told; they are read ahead if far memory has room
+            for them, and not for all layers anyway.
         mix: shares of the neurons that are predicted active.
         active_share: of all neurons, on average; 1 where none is ever inactive.
         near_bytes: that everything near may take; None for twice what a token wants.
@@ -158,10 +172,19 @@ def plan_mixed(
     )
     bare = replace(bare, far_layers=_far_layers(shape, bare.far_precisions, far_bytes))
     if near_bytes is None:
-        return replace(bare, rows=_scaled(shape, wanted, _ROOM * _bytes(shape, wanted)))
-    _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
-    spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes
-    return replace(bare, rows=_scaled(shape, wanted, spare_bytes / shape.num_layers))
+        layer_bytes = _ROOM * _bytes(shape, wanted)
+    else:
+        _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
+        spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes
+        layer_bytes = spare_bytes / shape.num_layers
+    plan = replace(bare, rows=_scaled(shape, wanted, layer_bytes))
+    if not reads_ahead or plan.far_layers == shape.num_layers:
+        return plan
+    ahead = replace(plan, far_layers=0, reads_ahead=True)
+    left_bytes = far_bytes - ahead.far_bytes
+    if left_bytes < 0:
+        return plan
+    return replace(ahead, far_layers=_far_layers(shape, plan.far_precisions, left_bytes))
 
 
 def _scaled(

@@ -13,8 +13,9 @@ from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.cache.lru import LruCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.compute import Region
+from vllm_tiered.ffn.dynamic import DynamicArea
 from vllm_tiered.ffn.layer import FfnLayer, LayerUse, Tables
-from vllm_tiered.ffn.plan import NUM_CHUNKS, FfnPlan
+from vllm_tiered.ffn.plan import AHEAD, NUM_CHUNKS, FfnPlan
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.source import NeuronSource
 from vllm_tiered.ffn.store import NeuronStore
@@ -40,6 +41,7 @@ class FfnRuntime:
 
     Attributes:
         layers: in the order of computation.
+        dynamic: what is read ahead; None if nothing is.
         predictor: the name of what ranks neurons; None if nothing does.
 
     Raises:
@@ -63,8 +65,13 @@ class FfnRuntime:
         self._near_device = near_device or torch.device("cpu")
         self.plan = plan
         self.predictor = predictors[0].name if predictors else BASE if plan.has_base else None
+        self.dynamic = DynamicArea(store, plan.dynamic_rows) if plan.dynamic_rows else None
         self.source = NeuronSource(
-            store, device, far_layers=plan.far_layers, precisions=plan.far_precisions
+            store,
+            device,
+            far_layers=plan.far_layers,
+            precisions=plan.far_precisions,
+            dynamic=self.dynamic,
         )
         num_resident = plan.rows[Precision.FULL] if plan.mix is None else 0
         stream = NeuronStream(
@@ -96,6 +103,9 @@ class FfnRuntime:
             )
             for index in range(plan.shape.num_layers)
         ]
+        if plan.dynamic_rows:
+            for layer, later in zip(self.layers, self.layers[AHEAD:], strict=False):
+                layer.later = later
 
     @property
     def use(self) -> LayerUse:

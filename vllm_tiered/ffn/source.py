@@ -6,15 +6,16 @@ layer        0 ────── far layers ───────────�
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.ffn.dynamic import DynamicArea
 from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.tiers.base import Device, Direction, PageBuffer, PageIds, Pages
+from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, PageIds, Pages
 
 
 class Arrival(Protocol):
@@ -41,10 +42,19 @@ class SourceUse:
 @dataclass(frozen=True, slots=True)
 class _Copied:
     device: Device
-    event: object
+    event: Event
 
     def wait(self) -> None:
-        self.device.wait(self.event)  # type: ignore[arg-type]
+        self.device.wait(self.event)
+
+
+@dataclass(frozen=True, slots=True)
+class _All:
+    arrivals: Sequence[Arrival]
+
+    def wait(self) -> None:
+        if errors := settle(self.arrivals):
+            raise errors[0]
 
 
 class NeuronSource:
@@ -55,6 +65,7 @@ class NeuronSource:
         device: whose far memory it is.
         far_layers: that far memory has, the first ones.
         precisions: that far memory has of them.
+        dynamic: what was read ahead for other layers, if anything is.
 
     Attributes:
         use: what has been brought.
@@ -71,10 +82,12 @@ class NeuronSource:
         *,
         far_layers: int = 0,
         precisions: Sequence[Precision] = (),
+        dynamic: DynamicArea | None = None,
     ) -> None:
         self._store = store
         self._device = device
         self._far_layers = far_layers
+        self._dynamic = dynamic
         self.use = SourceUse()
         self._far = {p: self._fill(p) for p in precisions} if far_layers else {}
 
@@ -94,16 +107,29 @@ class NeuronSource:
             neurons: int64 [n], sorted.
             rows: int64 [n], each once.
         """
-        num_bytes = len(neurons) * into.page_bytes
         far = self._far.get(precision)
         if far is not None and layer < self._far_layers:
-            self.use.far_bytes += num_bytes
-            pages = Pages(layer * self._store.shape.neurons + neurons, ascending=True)
-            event = self._device.copy(Direction.READ, far, pages, into, Pages(rows))
-            return _Copied(self._device, event)
-        self.use.storage_bytes += num_bytes
-        arrival: Arrival = self._store.submit(layer, precision, neurons, into.data, rows)
-        return arrival
+            first = layer * self._store.shape.neurons
+            return self._copy(far, first + neurons, into, rows)
+        arrivals: list[Arrival] = []
+        if self._dynamic is not None and self._dynamic.holds(precision):
+            held, there, from_rows = self._dynamic.find(layer, precision, neurons)
+            if len(there):
+                arrivals.append(self._copy(held, from_rows, into, rows[there]))
+                is_missing = np.ones(len(neurons), dtype=np.bool_)
+                is_missing[there] = False
+                neurons, rows = neurons[is_missing], rows[is_missing]
+        if len(neurons):
+            self.use.storage_bytes += len(neurons) * into.page_bytes
+            arrivals.append(self._store.submit(layer, precision, neurons, into.data, rows))
+        return arrivals[0] if len(arrivals) == 1 else _All(arrivals)
+
+    def expect(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
+        """A layer will want these: read them ahead, if there is room to."""
+        if self._dynamic is not None and layer >= self._far_layers:
+            before = self._dynamic.read_bytes
+            self._dynamic.expect(layer, wanted)
+            self.use.storage_bytes += self._dynamic.read_bytes - before
 
     def wait(self, arrivals: Sequence[Arrival]) -> None:
         """For all of them; the seconds count.
@@ -116,6 +142,13 @@ class NeuronSource:
         self.use.wait_seconds += time.perf_counter() - begin
         if errors:
             raise errors[0]
+
+    def _copy(self, far: PageBuffer, ids: PageIds, into: PageBuffer, rows: PageIds) -> Arrival:
+        self.use.far_bytes += len(ids) * into.page_bytes
+        pages = Pages(ids, ascending=True)
+        return _Copied(
+            self._device, self._device.copy(Direction.READ, far, pages, into, Pages(rows))
+        )
 
     def _fill(self, precision: Precision) -> PageBuffer:
         neurons = self._store.shape.neurons

@@ -125,6 +125,10 @@ class NeuronCache(ABC):
         """The resident neurons in the order of their rows, int64 [num_rows]; a copy."""
         return self._neuron_at[: self.num_rows].copy()
 
+    def missing(self, wanted: Ids) -> Ids:
+        """Those of ``wanted`` that are not resident, in its order."""
+        return wanted[~self._is_resident[wanted]]
+
     def check_integrity(self) -> None:
         """Each resident neuron has one row, each row below ``num_rows`` one neuron.
 

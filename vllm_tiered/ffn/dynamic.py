@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far memory for layers that come next: read from the store while those before them compute.
+
+    layer       i            i + 1          i + 2
+                computes     expected       expected: read now     (M2Cache, 5.4: the dynamic area)
+
+M2Cache reads all of a layer that far memory lacks. Where a predictor says what a layer will want,
+from the hidden state of the layer two before it, only that is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.ffn.cache.base import Ids
+from vllm_tiered.ffn.plan import AHEAD
+from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.tiers.base import PageBuffer
+from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.tiers.slots import SlotRead
+
+
+@dataclass(slots=True)
+class _Part:
+    """What a slot has of one precision.
+
+    Attributes:
+        neurons: sorted, in rows 0, 1, ... of ``pages``.
+        arrival: None once it has been waited for.
+    """
+
+    pages: PageBuffer
+    neurons: Ids
+    arrival: SlotRead | None
+
+
+class DynamicArea:
+    """A few slots, each with neurons of one layer.
+
+    Args:
+        store: of this rank's neurons.
+        rows: of a slot, by precision.
+
+    Attributes:
+        hits: neurons that were there when they were wanted.
+        read_bytes: of neurons that were read ahead.
+    """
+
+    def __init__(self, store: NeuronStore, rows: Mapping[Precision, int]) -> None:
+        self._store = store
+        host = torch.device("cpu")
+        self._slots = [
+            {p: self._part(p, count, host) for p, count in rows.items()} for _ in range(AHEAD + 1)
+        ]
+        self._slot_of: dict[int, int] = {}
+        self.num_bytes = sum(
+            part.pages.data.nbytes for slot in self._slots for part in slot.values()
+        )
+        self.hits = 0
+        self.read_bytes = 0
+
+    def holds(self, precision: Precision) -> bool:
+        """Whether it has room for bundles of a precision."""
+        return precision in self._slots[0]
+
+    def expect(self, layer: int, wanted: Mapping[Precision, Ids]) -> None:
+        """Begin to read what a layer will want; what its slot had is forgotten.
+
+        Args:
+            wanted: sorted; what a slot has no row for is left out.
+        """
+        index = layer % len(self._slots)
+        slot = self._slots[index]
+        self._forget(index)
+        for precision, part in slot.items():
+            neurons = wanted.get(precision, np.empty(0, dtype=np.int64))[: part.pages.num_pages]
+            part.neurons = neurons
+            if len(neurons):
+                self.read_bytes += len(neurons) * part.pages.page_bytes
+                rows = np.arange(len(neurons), dtype=np.int64)
+                part.arrival = self._store.submit(layer, precision, neurons, part.pages.data, rows)
+        self._slot_of[layer] = index
+
+    def find(self, layer: int, precision: Precision, neurons: Ids) -> tuple[PageBuffer, Ids, Ids]:
+        """Which neurons are there; waits for them.
+
+        Returns:
+            The memory, the positions in ``neurons`` of those that are there, and their rows.
+
+        Raises:
+            IntegrityError: one of them is damaged.
+        """
+        part = self._slots[layer % len(self._slots)][precision]
+        if layer not in self._slot_of or not len(part.neurons):
+            nothing = np.empty(0, dtype=np.int64)
+            return part.pages, nothing, nothing
+        rows = np.searchsorted(part.neurons, neurons)
+        rows[rows == len(part.neurons)] = 0
+        found = (part.neurons[rows] == neurons).nonzero()[0]
+        if len(found) and part.arrival is not None:
+            arrival, part.arrival = part.arrival, None
+            try:
+                arrival.wait()
+            except BaseException:
+                part.neurons = part.neurons[:0]
+                raise
+        self.hits += len(found)
+        return part.pages, found, rows[found]
+
+    def _forget(self, index: int) -> None:
+        for layer, slot in list(self._slot_of.items()):
+            if slot == index:
+                del self._slot_of[layer]
+        for part in self._slots[index].values():
+            part.neurons = part.neurons[:0]
+            if part.arrival is not None:
+                arrival, part.arrival = part.arrival, None
+                try:
+                    arrival.wait()
+                except Exception:  # nobody wanted it: whoever does will hear of it
+                    continue
+
+    def _part(self, precision: Precision, count: int, host: torch.device) -> _Part:
+        stride = bundle_stride(self._store.shape, precision)
+        pages = PageBuffer(aligned_pages(count, stride, host))
+        return _Part(pages, np.empty(0, dtype=np.int64), None)
