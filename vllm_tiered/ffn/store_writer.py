@@ -88,7 +88,9 @@ class NeuronStoreWriter:
             try:
                 self._begin()
                 self.finished_layers = self._intact_layers()
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, BudgetError) and not any(self.draft.glob("layer-*")):
+                    shutil.rmtree(self.draft)
                 self.close()
                 raise
 
