@@ -93,6 +93,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.weights_int4",
         ),
         Benchmark(
+            name="ffn_kernels",
+            summary="products over cached neurons in 16, 8 and 4 bit against the rate of memory",
+            module="benchmarks.ffn_kernels",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",

@@ -26,6 +26,7 @@ struct Call {
 };
 
 constexpr int64_t kChunkRows = 16;       // that a thread takes at a time
+constexpr int64_t kSegment = 1024;       // weights: sums of 4 tokens fit a core's first cache
 constexpr int64_t kPartBytes = 1 << 16;  // of weights, below which a thread more does not pay
 
 inline float activate(float x, int32_t activation) {
@@ -48,7 +49,8 @@ class Products {
     Products(const Call& call, int64_t bytes_per_matrix, bool is_nibbles)
         : call_(call),
           bytes_per_matrix_(bytes_per_matrix),
-          weights_{segments(call.hidden, call.num_groups, is_nibbles), call.scales != nullptr} {}
+          weights_{segments(call.hidden, call.num_groups, is_nibbles, kSegment),
+                   call.scales != nullptr} {}
 
     void run() const {
         const int64_t bytes = call_.num_rows * call_.num_matrices * bytes_per_matrix_;
@@ -171,10 +173,13 @@ class Products {
             }
             if (adds) rows[num++] = row(i, call_.num_matrices - 1);
         }
-        int64_t r = 0;
-        for (; r + 4 <= num; r += 4)
-            add_rows<Low, High, 4, T>(weights_, rows + r, a + r * T, out_t);
-        for (; r < num; ++r) add_rows<Low, High, 1, T>(weights_, rows + r, a + r * T, out_t);
+        for (const Segment& segment : weights_.segments) {
+            int64_t r = 0;
+            for (; r + 4 <= num; r += 4)
+                add_rows<Low, High, 4, T>(weights_, segment, rows + r, a + r * T, out_t);
+            for (; r < num; ++r)
+                add_rows<Low, High, 1, T>(weights_, segment, rows + r, a + r * T, out_t);
+        }
         return T;
     }
 

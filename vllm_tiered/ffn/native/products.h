@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "codecs.h"
 
 namespace tiered {
 
@@ -24,11 +24,10 @@ struct Segment {
 };
 
 // The segments of a row. `num_groups` is 0 where there are no scales.
-inline std::vector<Segment> segments(int64_t hidden, int64_t num_groups, bool is_nibbles) {
+inline std::vector<Segment> segments(int64_t hidden, int64_t num_groups, bool is_nibbles,
+                                     int64_t longest) {
     const int64_t length = is_nibbles ? hidden / 2 : hidden;
     const int64_t group = hidden / std::max<int64_t>(1, num_groups);
-    // The second turn finds the bytes in the cache next to the core.
-    const int64_t longest = is_nibbles ? 1024 : hidden;
     std::vector<Segment> found;
     for (int64_t shift = 0; shift < hidden; shift += length) {
         for (int64_t begin = 0, end; begin < length; begin = end) {
@@ -64,7 +63,18 @@ inline void dot_segment(const Segment& segment, const Row* rows, const float* sc
     Vector found[S][T];
     for (int s = 0; s < S; ++s)
         for (int t = 0; t < T; ++t) found[s][t] = spread(0.0f);
+    constexpr int kBlock = Codec::kVectors * kWidth;
     int64_t j = segment.begin;
+    if (kBlock > kWidth)
+        for (; j + kBlock <= segment.end; j += kBlock)
+            for (int s = 0; s < S; ++s) {
+                Vector w[Codec::kVectors];
+                Codec::block(rows[s].weights, j, w);
+                for (int v = 0; v < Codec::kVectors; ++v)
+                    for (int t = 0; t < T; ++t)
+                        found[s][t] = multiply_add(
+                            w[v], load(x[t] + segment.shift + j + v * kWidth), found[s][t]);
+            }
     for (; j + kWidth <= segment.end; j += kWidth) {
         Vector x_t[T];
         for (int t = 0; t < T; ++t) x_t[t] = load(x[t] + segment.shift + j);
@@ -101,44 +111,59 @@ void dots(const Weights& weights, const Row* rows, const float* const* x, float*
         for (int t = 0; t < T; ++t) sums[s * T + t] = sum(total[s][t]) + rest[s][t];
 }
 
+// V vectors of each row from position j on; `block` has them.
+template <class Codec, int V, int R, int T>
+inline void add_vectors(int64_t j, const Row* rows, const Vector (&a)[R][T], float* const* out) {
+    Vector w[R][V];
+    for (int r = 0; r < R; ++r) {
+        if constexpr (V == Codec::kVectors)
+            Codec::block(rows[r].weights, j, w[r]);
+        else
+            w[r][0] = Codec::vector(rows[r].weights, j);
+    }
+    for (int v = 0; v < V; ++v)
+        for (int t = 0; t < T; ++t) {
+            float* const into = out[t] + j + v * kWidth;
+            Vector found = load(into);
+            for (int r = 0; r < R; ++r) found = multiply_add(w[r][v], a[r][t], found);
+            store(into, found);
+        }
+}
+
 template <class Codec, int R, int T>
 inline void add_segment(const Segment& segment, const Row* rows, const float (&a)[R][T],
                         float* const* out) {
     Vector a_rt[R][T];
     for (int r = 0; r < R; ++r)
         for (int t = 0; t < T; ++t) a_rt[r][t] = spread(a[r][t]);
+    float* out_t[T];
+    for (int t = 0; t < T; ++t) out_t[t] = out[t] + segment.shift;
+    constexpr int kBlock = Codec::kVectors * kWidth;
     int64_t j = segment.begin;
-    for (; j + kWidth <= segment.end; j += kWidth) {
-        Vector w[R];
-        for (int r = 0; r < R; ++r) w[r] = Codec::vector(rows[r].weights, j);
-        for (int t = 0; t < T; ++t) {
-            float* const into = out[t] + segment.shift + j;
-            Vector found = load(into);
-            for (int r = 0; r < R; ++r) found = multiply_add(w[r], a_rt[r][t], found);
-            store(into, found);
-        }
-    }
+    for (; j + kBlock <= segment.end; j += kBlock)
+        add_vectors<Codec, Codec::kVectors, R, T>(j, rows, a_rt, out_t);
+    for (; j + kWidth <= segment.end; j += kWidth)
+        add_vectors<Codec, 1, R, T>(j, rows, a_rt, out_t);
     for (; j < segment.end; ++j)
         for (int r = 0; r < R; ++r) {
             const float w = Codec::scalar(rows[r].weights, j);
-            for (int t = 0; t < T; ++t) out[t][segment.shift + j] += w * a[r][t];
+            for (int t = 0; t < T; ++t) out_t[t][j] += w * a[r][t];
         }
 }
 
-// `a`: [R][T].
+// One segment of R rows. `a`: [R][T].
 template <class Low, class High, int R, int T>
-void add_rows(const Weights& weights, const Row* rows, const float* a, float* const* out) {
-    for (const Segment& segment : weights.segments) {
-        float scaled[R][T];
-        for (int r = 0; r < R; ++r) {
-            const float scale = scale_of(weights, rows[r], segment);
-            for (int t = 0; t < T; ++t) scaled[r][t] = a[r * T + t] * scale;
-        }
-        if (segment.is_high)
-            add_segment<High, R, T>(segment, rows, scaled, out);
-        else
-            add_segment<Low, R, T>(segment, rows, scaled, out);
+void add_rows(const Weights& weights, const Segment& segment, const Row* rows, const float* a,
+              float* const* out) {
+    float scaled[R][T];
+    for (int r = 0; r < R; ++r) {
+        const float scale = scale_of(weights, rows[r], segment);
+        for (int t = 0; t < T; ++t) scaled[r][t] = a[r * T + t] * scale;
     }
+    if (segment.is_high)
+        add_segment<High, R, T>(segment, rows, scaled, out);
+    else
+        add_segment<Low, R, T>(segment, rows, scaled, out);
 }
 
 }  // namespace tiered

@@ -140,45 +140,4 @@ inline Vector load_high_nibbles(const uint8_t* from) {
 
 #endif
 
-// How weights are stored. `vector` gives kWidth of them from position j of a row on, `scalar` one.
-// A code of 4 bit is its nibble less 8.
-
-struct Float32 {
-    static Vector vector(const uint8_t* row, int64_t j) { return load((const float*)row + j); }
-    static float scalar(const uint8_t* row, int64_t j) { return ((const float*)row)[j]; }
-};
-
-struct BFloat16 {
-    static Vector vector(const uint8_t* row, int64_t j) {
-        return load_bfloat((const uint16_t*)row + j);
-    }
-    static float scalar(const uint8_t* row, int64_t j) {
-        return bfloat_to_float(((const uint16_t*)row)[j]);
-    }
-};
-
-struct Float16 {
-    static Vector vector(const uint8_t* row, int64_t j) {
-        return load_half((const uint16_t*)row + j);
-    }
-    static float scalar(const uint8_t* row, int64_t j) {
-        return half_to_float(((const uint16_t*)row)[j]);
-    }
-};
-
-struct Int8 {
-    static Vector vector(const uint8_t* row, int64_t j) { return load_int8(row + j); }
-    static float scalar(const uint8_t* row, int64_t j) { return float(int8_t(row[j])); }
-};
-
-struct LowNibbles {
-    static Vector vector(const uint8_t* row, int64_t j) { return load_low_nibbles(row + j); }
-    static float scalar(const uint8_t* row, int64_t j) { return float((row[j] & 15) - 8); }
-};
-
-struct HighNibbles {
-    static Vector vector(const uint8_t* row, int64_t j) { return load_high_nibbles(row + j); }
-    static float scalar(const uint8_t* row, int64_t j) { return float((row[j] >> 4) - 8); }
-};
-
 }  // namespace tiered
