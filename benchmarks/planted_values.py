@@ -181,7 +181,9 @@ class PlantedValues:
         yield rows
 
     def _last_norm(self) -> Floats:
-        signs = self._rng("signs").choice(np.float32([-1, 1]), self._sizes.hidden_size)
+        signs = self._rng("signs").choice(
+            np.array([-1, 1], dtype=np.float32), self._sizes.hidden_size
+        )
         # The norm leaves the rest with this deviation; a logit sums over its coordinates. Random
         # signs, because with tied embeddings a token would be its own successor for ever.
         std = math.sqrt(1 + GROWTH) / self._sigma(self._sizes.num_layers)
