@@ -20,6 +20,7 @@ from benchmarks.peers.model import POSITION_OFFSET
 from benchmarks.planted import PREDICTOR_FILE, STATISTICS_FILE, Sparsity
 
 Masks = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,14 +28,24 @@ class LayerRecord:
     """One layer's neurons over a text.
 
     Attributes:
-        active: [T, N], whether the neuron's activation is above 0.
-        predicted: [T, N], whether the planted predictor's score reaches its threshold.
         activation: float32 [T, N].
+        scores: float32 [T, N], the planted predictor's.
+        threshold: from which a score says that a neuron is active.
     """
 
-    active: Masks
-    predicted: Masks
-    activation: npt.NDArray[np.float32]
+    activation: Floats
+    scores: Floats
+    threshold: float
+
+    @property
+    def active(self) -> Masks:
+        """[T, N], whether the neuron's activation is above 0."""
+        return self.activation > 0
+
+    @property
+    def predicted(self) -> Masks:
+        """[T, N], whether the predictor calls it active."""
+        return self.scores >= self.threshold
 
 
 def planted_sparsity(model: Path) -> Sparsity:
@@ -56,9 +67,9 @@ def record(
         bias = predictor(f"layers.{layer_idx}.bias").float()
         scores_TN = (reduced @ predictor(f"layers.{layer_idx}.b").T).float() + bias
         yield LayerRecord(
-            active=(pre_TN > 0).numpy(),
-            predicted=(scores_TN >= threshold).numpy(),
             activation=pre_TN.relu().float().numpy(),
+            scores=scores_TN.numpy(),
+            threshold=threshold,
         )
 
 
