@@ -93,6 +93,21 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.weights_int4",
         ),
         Benchmark(
+            name="ffn_flash",
+            summary="what a token's FFN costs to read, by technique, and in vLLM: planted",
+            module="benchmarks.ffn_flash",
+        ),
+        Benchmark(
+            name="ffn_mixed",
+            summary="mixed-precision neurons against streaming layers under one limit: planted",
+            module="benchmarks.ffn_mixed",
+        ),
+        Benchmark(
+            name="ffn_batch",
+            summary="where the sparse FFN stops paying as the batch grows: planted",
+            module="benchmarks.ffn_batch",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",
