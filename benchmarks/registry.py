@@ -96,6 +96,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             name="ffn_kernels",
             summary="products over cached neurons in 16, 8 and 4 bit against the rate of memory",
             module="benchmarks.ffn_kernels",
+            name="ffn_flash",
+            summary="what a token's FFN costs to read, by technique, and in vLLM: planted",
+            module="benchmarks.ffn_flash",
+        ),
+        Benchmark(
+            name="ffn_mixed",
+            summary="mixed-precision neurons against streaming layers under one limit: planted",
+            module="benchmarks.ffn_mixed",
+        ),
+        Benchmark(
+            name="ffn_batch",
+            summary="where the sparse FFN stops paying as the batch grows: planted",
+            module="benchmarks.ffn_batch",
         ),
         Benchmark(
             name="kv_simulate",

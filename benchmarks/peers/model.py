@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,19 @@ import numpy.typing as npt
 from benchmarks.cache import publish_dir
 from benchmarks.model import demo_model_dir
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+Bits: TypeAlias = npt.NDArray[np.uint16]
+"""Numbers in bfloat16."""
+
+Values: TypeAlias = Callable[[str, tuple[int, ...]], Iterator[Bits]]
+"""Yields a tensor's numbers, by name and shape, in pieces of any size."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SHARD_BYTES = 10**9
 _BLOCK_LENGTH = 8_388_593  # a prime
 _STD = 0.02
 _BF16_ONE = 0x3F80
 _ITEM_BYTES = 2
-_POSITION_OFFSET = 2  # OPT's first two rows of positions are for padding
+POSITION_OFFSET = 2  # OPT's first two rows of positions are for padding
 _RECIPE = 1  # counts changes of the bytes that are written
 
 
@@ -50,7 +56,7 @@ class OptShape:
         hidden, ffn = self.hidden_size, self.ffn_dim
         prefix = "model.decoder."
         yield f"{prefix}embed_tokens.weight", (self.vocab_size, hidden)
-        yield f"{prefix}embed_positions.weight", (self.max_positions + _POSITION_OFFSET, hidden)
+        yield f"{prefix}embed_positions.weight", (self.max_positions + POSITION_OFFSET, hidden)
         for layer_idx in range(self.num_layers):
             layer = f"{prefix}layers.{layer_idx}."
             yield from _norm(f"{layer}self_attn_layer_norm", hidden)
@@ -124,7 +130,7 @@ def opt_dir(
     )
     with publish_dir(target) as staging:
         write_opt(sizes, staging, seed=seed)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 (staging / name).write_bytes((tokenizer / name).read_bytes())
     return target
@@ -140,15 +146,35 @@ def write_opt(
     """
     rng = np.random.default_rng(seed)
     block = _random_block(rng)
+    write_tensors(
+        shape, out, lambda name, sizes: _values(name, sizes, block, rng), shard_bytes=shard_bytes
+    )
+
+
+def write_tensors(
+    shape: OptShape,
+    out: Path,
+    values: Values,
+    *,
+    shard_bytes: int = _SHARD_BYTES,
+    alignment: int = 8,
+) -> None:
+    """Write what `write_opt` writes, with the numbers that `values` gives.
+
+    Args:
+        alignment: of the data in a shard, bytes. With 4096 every tensor of the real shapes begins
+            at a block of the disk, so O_DIRECT reads its rows as they are.
+    """
     shards = _shards(shape, shard_bytes)
     weight_map = {}
     for number, tensors in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map.update(dict.fromkeys(tensors, file_name))
         with (out / file_name).open("wb") as file:
-            _write_header(file, tensors)
+            _write_header(file, tensors, alignment)
             for name, tensor_shape in tensors.items():
-                _write_tensor(file, name, tensor_shape, block, rng)
+                for piece in values(name, tensor_shape):
+                    file.write(piece.data)
     index = {"metadata": {"total_size": shape.num_bytes}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), "utf-8")
     (out / "config.json").write_text(json.dumps(shape.config(), indent=1), "utf-8")
@@ -182,16 +208,21 @@ def _shards(shape: OptShape, shard_bytes: int) -> list[dict[str, tuple[int, ...]
     return shards
 
 
-def _random_block(rng: np.random.Generator) -> npt.NDArray[np.uint16]:
-    """Return N(0, 0.02) numbers as bfloat16 bits, rounded to nearest."""
-    values = rng.standard_normal(_BLOCK_LENGTH, dtype=np.float32)
-    values *= np.float32(_STD)
+def to_bfloat16(values: npt.NDArray[np.float32]) -> Bits:
+    """Round to nearest, ties to even. `values` are used up: they hold nothing of use after this."""
     bits = values.view(np.uint32)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return (bits >> 16).astype("<u2")
 
 
-def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[int, ...]]) -> None:
+def _random_block(rng: np.random.Generator) -> Bits:
+    """Return N(0, 0.02) numbers."""
+    values = rng.standard_normal(_BLOCK_LENGTH, dtype=np.float32)
+    values *= np.float32(_STD)
+    return to_bfloat16(values)
+
+
+def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[int, ...]], alignment: int) -> None:
     """Write the head of a safetensors file: 8 bytes of length, then JSON, then the data follow."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -200,25 +231,21 @@ def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[int, ...]]) -> Non
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data begin aligned
+    text += b" " * (-(len(text) + 8) % alignment)  # the data begin aligned
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _write_tensor(
-    file: BinaryIO,
-    name: str,
-    shape: tuple[int, ...],
-    block: npt.NDArray[np.uint16],
-    rng: np.random.Generator,
-) -> None:
+def _values(
+    name: str, shape: tuple[int, ...], block: Bits, rng: np.random.Generator
+) -> Iterator[Bits]:
     remaining = int(np.prod(shape))
     if len(shape) == 1:
         value = 0 if name.endswith("bias") else _BF16_ONE
-        file.write(np.full(remaining, value, dtype="<u2").tobytes())
+        yield np.full(remaining, value, dtype="<u2")
         return
     start = int(rng.integers(block.size))
     while remaining:
         piece = block[start : start + remaining]
-        file.write(piece.data)
+        yield piece
         remaining -= piece.size
         start = 0

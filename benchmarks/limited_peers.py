@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers under a memory limit: their files, and as many weights in memory as they can take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import limited, peers
+from benchmarks.cache import REPO_ROOT
+from benchmarks.memory_limit import drop_cached, run_limited
+from benchmarks.runner import MeasurementError
+
+_TIMEOUT_S = 1800
+_SHARE = 0.5
+_SHARE_STEP = 0.04
+"""By which a peer that is killed keeps less in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerRuns:
+    """How peers are run on one model.
+
+    Attributes:
+        python: the interpreter that has their packages.
+        folder: under which their files are kept.
+    """
+
+    python: str
+    model: Path
+    folder: Path
+    load: limited.Load
+
+    def prepare(self, name: str) -> None:
+        """Let a peer make its files, which takes what memory it takes.
+
+        Raises MeasurementError, with the end of its log, if it cannot.
+        """
+        environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+        outcome = run_limited(
+            self.command(name, 0.0, prepare=True),
+            None,
+            timeout_s=_TIMEOUT_S,
+            env=environment,
+            cwd=REPO_ROOT,
+        )
+        if outcome.returncode:
+            raise MeasurementError(f"{name} could not prepare its files:\n{outcome.output[-3000:]}")
+
+    def fitting_command(self, name: str, limit_bytes: int | None) -> list[str]:
+        """With the largest share of weights in memory that the limit allows, if it takes one.
+
+        Raises MeasurementError if it fails with none.
+        """
+        share = _SHARE
+        while peers.PEERS[name].uses_resident_share:
+            drop_cached([self.folder, self.model])
+            try:
+                limited.measure(
+                    name, self.command(name, share, new_tokens=2), limit_bytes, self.load.threads
+                )
+                break
+            except MeasurementError:
+                share -= _SHARE_STEP
+                if share < 0:
+                    raise
+        return self.command(name, share)
+
+    def command(
+        self, name: str, share: float, *, new_tokens: int | None = None, prepare: bool = False
+    ) -> list[str]:
+        """A peer's command line."""
+        return peers.command(
+            name,
+            self.python,
+            model=self.model,
+            work=self.folder / name,
+            threads=self.load.threads,
+            prompt_tokens=self.load.prompt_tokens,
+            new_tokens=new_tokens or self.load.new_tokens,
+            resident_share=share,
+            prepare=prepare,
+        )
+
+
+def lacking(names: Sequence[str], python: str) -> dict[str, str]:
+    """Of these peers those that cannot run here, and why."""
+    found = peers.available(python)
+    return {name: why for name in names if (why := found[name]) is not None}
