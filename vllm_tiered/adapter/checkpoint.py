@@ -2,23 +2,14 @@
 """Which weights a model has: what tells one checkpoint from another, without reading it all."""
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.units import KIB
+from vllm_tiered.tiers.checkpoint_files import fingerprint_of
 from vllm_tiered.weights import store
-
-_SAMPLE_BYTES = 4 * KIB
-_SAMPLES = 997
-"""Of a file whose tensors cannot be told: a prime, so that they do not fall in step with layers."""
-
-_NOT_THE_MODELS = ("_name_or_path", "transformers_version")
-"""Of its configuration: a model that was moved, or read by another version, is the same."""
 
 
 def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
@@ -37,8 +28,8 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
 
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     config = json.loads(model_config.hf_config.to_json_string())
-    content = xxhash.xxh3_128(json.dumps(_without_origin(config), sort_keys=True).encode())
     changed = xxhash.xxh3_128()
+    paths: list[Path] = []
     loader = get_model_loader(load_config)
     if isinstance(loader, DefaultModelLoader):
         model_class = get_model_cls(model_config)
@@ -49,9 +40,8 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
             getattr(model_class, "fall_back_to_pt_during_load", True),
             getattr(model_class, "allow_patterns_overrides", None),
         )
-        for path in map(Path, sorted(files)):
-            for data in _samples(path):
-                content.update(data)
+        paths = [Path(file) for file in sorted(files)]
+        for path in paths:
             changed.update(f"{path.name} {path.stat().st_mtime_ns}".encode())
     elif not isinstance(loader, DummyModelLoader):
         raise UnsupportedError(
@@ -60,7 +50,7 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
         )
     return {
         "name": Path(model_config.model).name,
-        "fingerprint": content.hexdigest(),
+        "fingerprint": fingerprint_of(config, paths),
         "changed": changed.hexdigest(),
     }
 
@@ -76,35 +66,3 @@ def check_stored(model: Any) -> None:
             f"{type(model).__name__} loads a second checkpoint, and a file of weights belongs to "
             f"one: leave {store.KNOB} out"
         )
-
-
-def _without_origin(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_origin(v) for k, v in value.items() if k not in _NOT_THE_MODELS}
-    return value
-
-
-def _samples(path: Path) -> Iterator[bytes]:
-    """What a file's fingerprint is made of."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        yield f"{path.name} {size}".encode()
-        if path.suffix == ".safetensors":
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = file.read(min(header_bytes, size))
-            yield header
-            try:
-                tensors = [
-                    v["data_offsets"] for k, v in json.loads(header).items() if k[:2] != "__"
-                ]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return  # the loader will say what is wrong with it
-            for begin, end in tensors:
-                last = max(begin, end - _SAMPLE_BYTES)
-                for offset in sorted({begin, (begin + last) // 2, last}):
-                    file.seek(8 + header_bytes + offset)
-                    yield file.read(min(_SAMPLE_BYTES, end - offset))
-            return
-        for index in range(_SAMPLES):
-            file.seek(size * index // _SAMPLES)
-            yield file.read(_SAMPLE_BYTES)

@@ -27,6 +27,11 @@ def checksum(page: npt.NDArray[np.int64]) -> int:
     return xxh3_64_intdigest(page.data) or 1
 
 
+def checksum_of(data: bytes | memoryview) -> int:
+    """xxh3 of any contiguous bytes, 64 bit."""
+    return xxh3_64_intdigest(data)
+
+
 def checksums_of(words: Words, page_ids: PageIds) -> list[int]:
     """The checksum of each page; ``words`` is [num_pages, page_bytes / 8]."""
     return [checksum(words[page_id]) for page_id in page_ids.tolist()]

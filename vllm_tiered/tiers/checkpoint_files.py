@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells one checkpoint from another, without reading all of it."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from vllm_tiered.units import KIB
+
+_SAMPLE_BYTES = 4 * KIB
+_SAMPLES = 997
+"""Of a file whose tensors cannot be told: a prime, so that they do not fall in step with layers."""
+
+_NOT_THE_MODELS = ("_name_or_path", "transformers_version")
+"""Of its configuration: a model that was moved, or read by another version, is the same."""
+
+
+def fingerprint_of(config: Mapping[str, Any], files: Iterable[Path]) -> str:
+    """Of the configuration, the files' sizes and the ends and middle of every tensor.
+
+    Args:
+        config: a model's, JSON-safe.
+        files: of its weights, in an order that does not change.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    content = xxhash.xxh3_128(json.dumps(_without_origin(config), sort_keys=True).encode())
+    for path in files:
+        for data in _samples(path):
+            content.update(data)
+    return content.hexdigest()
+
+
+def fingerprint_of_folder(folder: Path) -> str:
+    """Of a checkpoint as it lies on the disk: its config.json and its files of safetensors.
+
+    Whoever has the folder gets the same, whatever engine reads it.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: config.json is not JSON.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    return fingerprint_of(config, sorted(folder.glob("*.safetensors")))
+
+
+def _without_origin(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_origin(v) for k, v in value.items() if k not in _NOT_THE_MODELS}
+    return value
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """What a file's fingerprint is made of."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        yield f"{path.name} {size}".encode()
+        if path.suffix == ".safetensors":
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = file.read(min(header_bytes, size))
+            yield header
+            try:
+                tensors = [
+                    v["data_offsets"] for k, v in json.loads(header).items() if k[:2] != "__"
+                ]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return  # the loader will say what is wrong with it
+            for begin, end in tensors:
+                last = max(begin, end - _SAMPLE_BYTES)
+                for offset in sorted({begin, (begin + last) // 2, last}):
+                    file.seek(8 + header_bytes + offset)
+                    yield file.read(min(_SAMPLE_BYTES, end - offset))
+            return
+        for index in range(_SAMPLES):
+            file.seek(size * index // _SAMPLES)
+            yield file.read(_SAMPLE_BYTES)
