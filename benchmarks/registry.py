@@ -93,6 +93,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.weights_int4",
         ),
         Benchmark(
+            name="ffn_quality",
+            summary="perplexity with neurons in 16, 8 and 4 bit, by mix and by what ranks them",
+            module="benchmarks.ffn_quality",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",

