@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.ffn_rankings import at_random, by_oracle
 from vllm_tiered.ffn.predictor.low_rank import LowRank
@@ -45,7 +45,7 @@ def variants_of(searched: Mix, group: int, low_rank: LowRankRanking) -> dict[str
         "4 bit": Variant(mix=_FOUR, group=group),
         "4 bit, scale per row": Variant(mix=_FOUR, group=None),
     }
-    rankings = {
+    rankings: Mapping[str, Callable[[int, Copies], tuple[Scores, float | None]]] = {
         "oracle": by_oracle,
         "base4": by_base4,
         "low_rank": low_rank,

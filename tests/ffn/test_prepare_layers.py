@@ -85,6 +85,7 @@ def test_a_mix_by_definition(tmp_path, kind):
                     if kind == "llama":
                         a = torch.nn.functional.silu(rows[0] @ x[token]) * (rows[1] @ x[token])
                     else:
+                        assert weights.up_bias_N is not None
                         a = torch.relu(rows[0] @ x[token] + weights.up_bias_N[n])
                     expected[token] += a * rows[-1]
         if weights.down_bias_H is not None:
@@ -104,7 +105,9 @@ def test_recorded_inputs_give_what_the_ffn_gave(tmp_path):
     with torch.inference_mode():
         for layer in range(2):
             with model.layer(layer) as module:
-                module.final_layer_norm.register_forward_hook(lambda _, a, out: seen.append(out))
+                module.get_submodule("final_layer_norm").register_forward_hook(
+                    lambda _, a, out: seen.append(out)
+                )
                 hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
     assert torch.equal(x, torch.cat([x.flatten(0, -2) for x in seen[3:]]))
 
@@ -123,7 +126,7 @@ def test_an_interrupted_recording_goes_on(tmp_path):
     with pytest.raises(Killed):
         record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "run", kill)
     assert num_recorded(tmp_path / "run", LAYERS) == 2
-    done = []
+    done: list[int] = []
     record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "run", done.append)
     assert done == [2]
     assert num_recorded(tmp_path / "run", LAYERS) == LAYERS
