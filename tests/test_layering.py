@@ -41,7 +41,8 @@ LAYERS = {
     "cost": Layer(units=L0, third_party={"numpy", "scipy"}),
     **{name: Layer(units=L0 | {"cost"}, third_party={"torch", "numpy"}) for name in L1},
     "ffn": Layer(
-        units=L0 | {"cost"}, third_party={"torch", "numpy", "safetensors", "transformers"}
+        units=L0 | {"cost"},
+        third_party={"torch", "numpy", "safetensors", "ray", "transformers"},
     ),
     "report": Layer(units=BASE | {"cost"}, third_party={"numpy", "psutil", "matplotlib", "jinja2"}),
     "adapter": Layer(units=L0 | L1 | {"cost"}, third_party=EVERYTHING),

@@ -25,10 +25,14 @@ OFFSET = 8
 """What is added to a 4-bit code, so that it is stored without a sign."""
 
 GROUP = 64
-"""Weights that share a 4-bit scale, where nothing else is asked for."""
+"""Weights that share a 4-bit scale, where nothing else is asked for. SmolLM2-135M's FFN, error in
+4 bit by group: 11.7 % for a row, 10.0 with 96, 9.4 with 64, 8.2 with 32, and 15.5 for a row without
+the search below. Down to 64, a bit spent on scales takes more off the error than it would in codes
+(a half); below less (2026-11-22)."""
 
-_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
-"""Of the largest weight, what the scale of 4-bit codes reaches to; the best for each group."""
+_CLIPS = (1.0, 0.92, 0.84, 0.76, 0.68)
+"""Of the largest weight, what the scale of 4-bit codes reaches to; the best for each group. Error
+9.39 %; 9.81 with 1.0 alone, 9.35 with 14 of them."""
 
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB in float32, a few times that in between
 

@@ -210,6 +210,12 @@ class NeuronStore:
         """Idempotent."""
         self._file.close()
 
+    def __enter__(self) -> "NeuronStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _of_shard(self, name: str) -> torch.Tensor:
         return self._tables[name][self._first : self._first + self.shape.neurons]
 

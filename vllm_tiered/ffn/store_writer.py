@@ -83,12 +83,14 @@ class NeuronStoreWriter:
             groups=dict(groups),
         )
         self._lock = -1
-        with self._said("cannot be written"):
+        with self.said("cannot be written"):
             self._lock = self._take()
             try:
                 self._begin()
                 self.finished_layers = self._intact_layers()
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, BudgetError) and not any(self.draft.glob("layer-*")):
+                    shutil.rmtree(self.draft)
                 self.close()
                 raise
 
@@ -105,7 +107,7 @@ class NeuronStoreWriter:
             BudgetError: the disk is full. What was finished stays, and can be gone on with.
             ConfigError: weights that cannot be quantised, or the disk fails.
         """
-        with self._said(f"cannot take layer {layer}"):
+        with self.said(f"cannot take layer {layer}"):
             write_layer(self.draft, self.form, layer, weights_NMH, up_bias, down_bias)
         self.note_layer(layer)
 
@@ -122,8 +124,11 @@ class NeuronStoreWriter:
         assert name not in (HEADER, NEURONS, TABLES, _DRAFT_HEADER) and "/" not in name
         return self.draft / name
 
-    def publish(self) -> Path:
+    def publish(self, notes: Mapping[str, Any] | None = None) -> Path:
         """Give the folder its name; all of it is on the disk then.
+
+        Args:
+            notes: JSON-safe, what else the header is to say.
 
         Returns:
             The folder.
@@ -135,10 +140,10 @@ class NeuronStoreWriter:
         layers = range(self.form.shape.num_layers)
         missing = [layer for layer in layers if layer not in self.finished_layers]
         assert not missing, f"layers {missing} were not written"
-        with self._said("cannot be published"):
+        with self.said("cannot be published"):
             if not (self.draft / HEADER).exists():
                 put(self.draft / TABLES, save(dict(load_tables(self.draft, len(layers)))))
-                self._write_header()
+                self._write_header(dict(notes or {}))
             for path in self._temporary():
                 path.unlink()
             sync(self.draft)
@@ -242,18 +247,18 @@ class NeuronStoreWriter:
         names = {_DRAFT_HEADER, *(tables_of(self.draft, n).name for n in range(num_layers))}
         return [p for p in self.draft.iterdir() if p.name in names or p.suffix == ".new"]
 
-    def _write_header(self) -> None:
+    def _write_header(self, notes: dict[str, Any]) -> None:
         paths = set(self.draft.iterdir()) - {self.draft / NEURONS, *self._temporary()}
         files = {}
         for path in sorted(paths):
             sync(path)
             content = path.read_bytes()
             files[path.name] = {"bytes": len(content), "xxh3": f"{checksum_of(content):016x}"}
-        put(self.draft / HEADER, fmt.seal({**self.form.to_json(), "files": files}))
+        put(self.draft / HEADER, fmt.seal({**self.form.to_json(), "notes": notes, "files": files}))
 
     @contextlib.contextmanager
-    def _said(self, what: str) -> Iterator[None]:
-        """The system's errors as ours."""
+    def said(self, what: str) -> Iterator[None]:
+        """The system's errors while the store is written, as ours."""
         try:
             yield
         except OSError as error:

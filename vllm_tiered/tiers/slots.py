@@ -46,7 +46,7 @@ EXTENT_BYTES = 256 * KIB
 """At most in one system call."""
 
 _MAX_BUFFERS = 512  # of a system call; Linux takes 1024
-_SILENCE_SECONDS = 10.0
+SILENCE_SECONDS = 10.0
 
 Sums: TypeAlias = npt.NDArray[np.uint64]
 
@@ -106,9 +106,9 @@ class SlotRead:
         waited = 0.0
         while self._num_tasks:
             try:
-                error = self.results.get(timeout=_SILENCE_SECONDS)
+                error = self.results.get(timeout=SILENCE_SECONDS)
             except Empty:
-                waited += _SILENCE_SECONDS
+                waited += SILENCE_SECONDS
                 logger.warning(
                     "tiered: %s has been silent for %.0f s; the model waits for its weights",
                     self._file.path,

@@ -11,55 +11,22 @@ So a model that memory does not hold can be looked at, and each layer is read on
 texts there are and however often it is run. T tokens, H features of the hidden state.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
 
 _PATHS_OF_LAYERS = ("layers", "decoder.layers", "h")
 
 
 class _Caught(Exception):
     """A layer was called."""
-
-
-class CheckpointTensors:
-    """The tensors of a checkpoint in safetensors, read one at a time.
-
-    Raises:
-        ConfigError: the folder holds no safetensors.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        self._files: dict[str, Path] = {}
-        if index.is_file():
-            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self._files = {name: folder / file for name, file in found.items()}
-        elif (folder / "model.safetensors").is_file():
-            path = folder / "model.safetensors"
-            with safe_open(path, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), path)
-        else:
-            raise ConfigError(
-                f"{folder} holds no model.safetensors: expected a checkpoint in that format"
-            )
-
-    def get(self, name: str, prefix: str) -> torch.Tensor | None:
-        """By its name in the model; some checkpoints leave the base model's ``prefix`` out."""
-        for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-            if candidate in self._files:
-                with safe_open(self._files[candidate], framework="pt") as file:
-                    tensor: torch.Tensor = file.get_tensor(candidate)
-                    return tensor
-        return None
 
 
 class LayerwiseModel:
@@ -79,7 +46,7 @@ class LayerwiseModel:
 
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self.dtype = dtype
-        self._tensors = CheckpointTensors(folder)
+        self._files = TensorFiles(folder)
         with _parameters_on_meta():
             self._model = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
         self._prefix: str = self._model.base_model_prefix
@@ -168,11 +135,11 @@ class LayerwiseModel:
         for name, parameter in module.named_parameters():
             if not prefix and name.startswith(self._layers_name):
                 continue
-            tensor = self._tensors.get(prefix + name, self._prefix)
-            if tensor is None or tensor.shape != parameter.shape:
+            saved = self._saved_name(prefix + name)
+            if saved is None or self._files.shape(saved) != parameter.shape:
                 missing.append(prefix + name)
             else:
-                state[name] = tensor.to(self.dtype)
+                state[name] = self._files.read(saved).to(self.dtype)
         module.load_state_dict(state, strict=False, assign=True)
         if not prefix:
             self._model.tie_weights()
@@ -185,6 +152,12 @@ class LayerwiseModel:
         for name, buffer in module.named_buffers():
             if buffer.is_meta:
                 raise UnsupportedError(f"buffer {prefix}{name} was not made")
+
+
+    def _saved_name(self, name: str) -> str | None:
+        """Some checkpoints leave the base model's prefix out."""
+        candidates = (name, name.removeprefix(f"{self._prefix}."))
+        return next((candidate for candidate in candidates if candidate in self._files), None)
 
 
 class _StandIn(nn.Module):

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-tiered prepare`: a model's neuron store, once and for all."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_PREDICTORS = ("base4", "none")
+_ALL = ",".join(precision.value for precision in Precision)
+
+
+def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `prepare` to the subcommands of `vllm-tiered`."""
+    parser = subcommands.add_parser(
+        "prepare",
+        help="write a model's FFN neurons, in several precisions, to a store on an SSD",
+        description="Write a model's FFN neurons, in several precisions, to a store on an SSD. "
+        "Whoever is interrupted runs the same command again, and goes on.",
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="folder with a checkpoint")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="the store, on a local SSD"
+    )
+    parser.add_argument(
+        "--precisions", default=_ALL, help=f"of the stored neurons (default: {_ALL})"
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        help="weights that share a 4-bit scale, a divisor of the hidden size; 0 for a whole row "
+        "(default: about 64)",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of full precision (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--predictor",
+        choices=_PREDICTORS,
+        default="base4",
+        help="how neurons will be chosen: by what they give in 4 bit (base4), or not at all",
+    )
+    parser.add_argument("--ray", action="store_true", help="work on layers side by side, with Ray")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare and say what there is now; errors as :func:`prepare` raises them."""
+    # Here, as torch takes seconds that the other subcommands do not need.
+    from vllm_tiered.ffn.prepare.pipeline import prepare
+    from vllm_tiered.ffn.prepare.steps import OnRay
+
+    precisions = parse_precisions(args.precisions)
+    runner = OnRay() if args.ray else None
+    with _Bars() as bars:
+        is_new = prepare(
+            args.model,
+            args.out,
+            precisions=precisions,
+            group=args.group,
+            dtype=_dtype(args.dtype),
+            predictor=args.predictor,
+            runner=runner,
+            progress=bars,
+        )
+    num_bytes = sum(path.stat().st_size for path in args.out.iterdir())
+    if is_new:
+        print(f"{args.out}: {format_bytes(num_bytes)} of neurons in {args.precisions}")
+    else:
+        print(f"{args.out} ({format_bytes(num_bytes)}) is of this model and these settings already")
+    return 0
+
+
+def parse_precisions(text: str) -> tuple[Precision, ...]:
+    """Of a list such as "full,int8". Raises ConfigError for a word that is none of them."""
+    words = [word.strip() for word in text.split(",")]
+    unknown = [word for word in words if word not in _ALL.split(",")]
+    if unknown:
+        raise ConfigError(f"--precisions {text}: {unknown[0]!r} is none of {_ALL}")
+    return tuple(precision for precision in Precision if precision.value in words)
+
+
+def _dtype(name: str | None) -> "torch.dtype | None":
+    from vllm_tiered.ffn.prepare.checkpoint import DTYPES
+
+    return None if name is None else DTYPES[name]
+
+
+class _Bars:
+    """A bar for each step, on stderr."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("layers"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = TaskID(0)
+
+    def __enter__(self) -> "_Bars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, name: str, num_layers: int, num_done: int) -> None:
+        self._task = self._progress.add_task(name, total=num_layers, completed=num_done)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FFN of a Hugging Face checkpoint, a layer at a time.
+
+[gate │] up     rows of gate_proj and up_proj, of both in gate_up_proj (Phi-3: gate first),
+                of fc1 (OPT) or of dense_h_to_4h (Falcon)
+down            columns of down_proj, fc2 or dense_4h_to_h
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_tiered.cost.ffn import FfnShape
+from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
+from vllm_tiered.tiers.checkpoint_files import fingerprint_of_folder
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+ACTIVATIONS = (
+    "gelu",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "relu",
+    "silu",
+)
+"""As configs call them; "swish" is "silu"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How a family of models names things.
+
+    Attributes:
+        prefixes: of a layer's tensors, as they are saved with a head and without.
+        rows: matrices whose rows are neurons, in the order of a bundle; one that holds several
+            has them one after the other.
+        down: the matrix whose columns are neurons.
+        gated: rows are gate and up.
+        neurons, activation, layers: the config's keys; the first that is there.
+        default_activation: where the config does not say; None where it has to.
+        neurons_per_hidden: where the config does not say; None where it has to.
+    """
+
+    prefixes: tuple[str, ...]
+    rows: tuple[str, ...]
+    down: str
+    gated: bool
+    neurons: str = "intermediate_size"
+    activation: str = "hidden_act"
+    layers: tuple[str, ...] = ("num_hidden_layers",)
+    default_activation: str | None = None
+    neurons_per_hidden: int | None = None
+
+
+_LLAMA = Family(
+    prefixes=("model.layers.", "layers."),
+    rows=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    gated=True,
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "phi3": Family(
+        prefixes=_LLAMA.prefixes, rows=("mlp.gate_up_proj",), down="mlp.down_proj", gated=True
+    ),
+    "opt": Family(
+        prefixes=("model.decoder.layers.", "decoder.layers."),
+        rows=("fc1",),
+        down="fc2",
+        gated=False,
+        neurons="ffn_dim",
+        activation="activation_function",
+        default_activation="relu",
+    ),
+    "falcon": Family(
+        prefixes=("transformer.h.", "h."),
+        rows=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        gated=False,
+        neurons="ffn_hidden_size",
+        activation="activation",
+        layers=("num_hidden_layers", "n_layer"),
+        default_activation="gelu",
+        neurons_per_hidden=4,
+    ),
+}
+
+
+class LayerFfn(NamedTuple):
+    """One layer's FFN.
+
+    Attributes:
+        weights_NMH: [gate rows,] up rows, down columns.
+        up_bias: [N], if there is one.
+        down_bias: [H], if there is one.
+    """
+
+    weights_NMH: torch.Tensor
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class Checkpoint:
+    """A checkpoint's FFN layers.
+
+    Args:
+        folder: with config.json and safetensors.
+        dtype: of what is read; None for what the checkpoint has.
+
+    Attributes:
+        name: the folder's.
+        fingerprint: of configuration and weights.
+        shape, activation, dtype: of its FFN layers.
+
+    Raises:
+        ConfigError: the folder has no checkpoint, or a damaged one.
+        UnsupportedError: a model without FFN layers of a known kind.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        self.folder = Path(folder)
+        self.name = self.folder.resolve().name
+        config = _read_config(self.folder)
+        self._family = family = _family(config, self.folder)
+        self._files = TensorFiles(self.folder)
+        prefixes = [p for p in family.prefixes if f"{p}0.{family.down}.weight" in self._files]
+        if not prefixes:
+            raise UnsupportedError(
+                f"{self.folder} has no {family.prefixes[0]}0.{family.down}.weight, as "
+                f"{config['model_type']} models have: an FFN of this kind (no mixture of experts, "
+                "no quantised checkpoint) is what prepare takes"
+            )
+        self._prefix = prefixes[0]
+        self.dtype = dtype or self._files.dtype(f"{self._prefix}0.{family.down}.weight")
+        if self.dtype not in DTYPES.values():
+            raise UnsupportedError(f"weights are {self.dtype}: give --dtype {' or '.join(DTYPES)}")
+        self.shape = _shape(config, family, self.dtype)
+        self.activation = _activation(config, family)
+        self._check_tensors()
+        self.fingerprint = fingerprint_of_folder(self.folder)
+
+    def layer(self, layer: int) -> LayerFfn:
+        """Read one layer: it takes its own size, and that of its largest matrix meanwhile.
+
+        Raises:
+            ConfigError: the files cannot be read.
+        """
+        shape, family = self.shape, self._family
+        size = (shape.neurons, shape.num_matrices, shape.hidden)
+        weights_NMH = torch.empty(size, dtype=self.dtype)
+        matrix = 0
+        for name in family.rows:
+            rows_XH = self._files.read(self._name(layer, name, "weight"))
+            for rows_NH in rows_XH.split(shape.neurons):  # type: ignore[no-untyped-call]
+                weights_NMH[:, matrix] = rows_NH
+                matrix += 1
+            del rows_XH, rows_NH
+        weights_NMH[:, -1] = self._files.read(self._name(layer, family.down, "weight")).t()
+        return LayerFfn(
+            weights_NMH,
+            self._bias(layer, family.rows[-1]),
+            self._bias(layer, family.down),
+        )
+
+    def _bias(self, layer: int, matrix: str) -> torch.Tensor | None:
+        name = self._name(layer, matrix, "bias")
+        return self._files.read(name).to(self.dtype) if name in self._files else None
+
+    def _name(self, layer: int, matrix: str, kind: str) -> str:
+        return f"{self._prefix}{layer}.{matrix}.{kind}"
+
+    def _check_tensors(self) -> None:
+        """Before hours of work, not in the middle of it."""
+        shape, family = self.shape, self._family
+        rows = shape.neurons * ((2 if shape.gated else 1) // len(family.rows))
+        expected = {name: (rows, shape.hidden) for name in family.rows}
+        expected[family.down] = (shape.hidden, shape.neurons)
+        for layer in range(shape.num_layers):
+            for matrix, size in expected.items():
+                name = self._name(layer, matrix, "weight")
+                if name not in self._files:
+                    raise ConfigError(f"{self.folder} lacks {name}: copy the checkpoint again")
+                if self._files.shape(name) != size:
+                    raise ConfigError(
+                        f"{self.folder}: {name} is {list(self._files.shape(name))}, and config.json"
+                        f" says {list(size)}: they are not of one model"
+                    )
+                self._files.dtype(name)
+            if shape.gated and self._name(layer, family.rows[0], "bias") in self._files:
+                raise UnsupportedError(
+                    f"{self.folder}: {self._name(layer, family.rows[0], 'bias')}: gated FFNs with "
+                    "biases are not supported yet"
+                )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{folder} has no config.json: give a local folder with a Hugging Face checkpoint"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no model's configuration")
+    return config
+
+
+def _family(config: Mapping[str, Any], folder: Path) -> Family:
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise UnsupportedError(
+            f"{folder}: model_type {kind!r} is not known to prepare, which takes "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    if "quantization_config" in config:
+        raise UnsupportedError(
+            f"{folder} is quantised: prepare takes checkpoints in 16 or 32 bit, which it quantises "
+            "itself"
+        )
+    return FAMILIES[kind]
+
+
+def _shape(config: Mapping[str, Any], family: Family, dtype: torch.dtype) -> FfnShape:
+    hidden = _number(config, ("hidden_size",))
+    if config.get(family.neurons) is None and family.neurons_per_hidden:
+        neurons = hidden * family.neurons_per_hidden
+    else:
+        neurons = _number(config, (family.neurons,))
+    return FfnShape(
+        num_layers=_number(config, family.layers),
+        hidden=hidden,
+        neurons=neurons,
+        gated=family.gated,
+        dtype_bytes=dtype.itemsize,
+    )
+
+
+def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    value = next((config[key] for key in keys if key in config), None)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {keys[0]} is {value!r}, not a number from 1 on")
+    return value
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    found = config.get(family.activation, family.default_activation)
+    found = "silu" if found == "swish" else found
+    if found not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"config.json: {family.activation} is {found!r}, and {', '.join(ACTIVATIONS)} are known"
+        )
+    return str(found)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint to a published neuron store, step by step.
+
+1  neurons       each layer quantised and written (store_layer.py)
+2  ...           what the predictor needs, from PREDICTORS
+3                the draft is published under its name
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.ffn import store_format as fmt
+from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
+from vllm_tiered.ffn.prepare.steps import Here, Progress, Runner, Step, run_steps
+from vllm_tiered.ffn.quantise import default_group
+from vllm_tiered.ffn.store_format import HEADER, StoreFormat
+from vllm_tiered.ffn.store_layer import write_layer
+from vllm_tiered.ffn.store_writer import NeuronStoreWriter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """What a predictor's steps have to go by.
+
+    Attributes:
+        checkpoint: of the model.
+        writer: whose ``path_of`` says where to leave files that are to be published.
+    """
+
+    checkpoint: Checkpoint
+    writer: NeuronStoreWriter
+
+
+def _base4(preparation: Preparation) -> list[Step]:
+    """Nothing to do: it takes gate and up in 4 bit, and the norms of the down columns."""
+    if Precision.INT4 not in preparation.writer.form.groups:
+        raise ConfigError(
+            "--predictor base4 computes with 4-bit neurons: add int4 to --precisions, or give "
+            "--predictor none"
+        )
+    return []
+
+
+def _none(preparation: Preparation) -> list[Step]:
+    return []
+
+
+PREDICTORS: Mapping[str, Callable[[Preparation], list[Step]]] = {
+    "base4": _base4,
+    "none": _none,
+}
+"""What each predictor needs to be prepared, by the name that it has on the command line."""
+
+
+def prepare(
+    model: Path,
+    out: Path,
+    *,
+    precisions: Sequence[Precision] = tuple(Precision),
+    group: int | None = None,
+    dtype: torch.dtype | None = None,
+    predictor: str = "base4",
+    runner: Runner | None = None,
+    progress: Progress | None = None,
+) -> bool:
+    """Write a model's neuron store, or go on where an earlier call was interrupted.
+
+    Args:
+        model: folder with a Hugging Face checkpoint.
+        out: the store's folder.
+        group: weights that share a 4-bit scale; None for the default, 0 for a row.
+        dtype: of full precision; None for the checkpoint's.
+        predictor: of ``PREDICTORS``.
+        runner: how layers are worked through; None for one after the other.
+
+    Returns:
+        Whether anything was done: not if the store was there already, just so.
+
+    Raises:
+        ConfigError: a wrong argument, no checkpoint, or another store in its place.
+        UnsupportedError: a model that cannot be prepared.
+        BudgetError: the disk does not have the space.
+    """
+    checkpoint = Checkpoint(model, dtype)
+    hidden = checkpoint.shape.hidden
+    int4_group = default_group(hidden) if group is None else group or None
+    groups = {p: int4_group if p is Precision.INT4 else None for p in precisions}
+    form = StoreFormat(
+        model=checkpoint.name,
+        fingerprint=checkpoint.fingerprint,
+        shape=checkpoint.shape,
+        activation=checkpoint.activation,
+        dtype=checkpoint.dtype,
+        groups=groups,
+    )
+    notes = {"predictor": predictor}
+    if _is_there(out, form, notes):
+        return False
+    writer = NeuronStoreWriter(
+        out,
+        form.shape,
+        form.activation,
+        form.dtype,
+        form.fingerprint,
+        form.groups,
+        model=form.model,
+    )
+    try:
+        others = PREDICTORS[predictor](Preparation(checkpoint=checkpoint, writer=writer))
+        with writer.said("cannot be written"):
+            run_steps([_neurons(checkpoint, writer), *others], runner or Here(), progress)
+        writer.publish(notes)
+    finally:
+        writer.close()
+    return True
+
+
+def _neurons(checkpoint: Checkpoint, writer: NeuronStoreWriter) -> Step:
+    num_layers = checkpoint.shape.num_layers
+    return Step(
+        name="neurons",
+        num_layers=num_layers,
+        pending=[n for n in range(num_layers) if n not in writer.finished_layers],
+        work=partial(_do_layer, checkpoint, writer.draft, writer.form),
+        note=writer.note_layer,
+    )
+
+
+def _do_layer(checkpoint: Checkpoint, draft: Path, form: StoreFormat, layer: int) -> None:
+    weights_NMH, up_bias, down_bias = checkpoint.layer(layer)
+    write_layer(draft, form, layer, weights_NMH, up_bias, down_bias)
+
+
+def _is_there(out: Path, form: StoreFormat, notes: Mapping[str, str]) -> bool:
+    """Whether just this store was published earlier."""
+    header = out / HEADER
+    try:
+        found = fmt.unseal(header.read_bytes(), header)
+    except (OSError, ConfigError, IntegrityError):
+        return False
+    mine = {**form.to_json(), "notes": dict(notes)}
+    return {key: found.get(key) for key in mine} == mine
