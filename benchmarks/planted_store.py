@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +64,7 @@ def planted_store(
         mix: of the neurons that are predicted active, what `mix="auto"` is to take.
     """
     from vllm_tiered.cost.ffn import FfnShape, Precision
-    from vllm_tiered.ffn.predictor.files import layer_path, save_predictor
+    from vllm_tiered.ffn.predictor.files import predictor_name, save_predictor
     from vllm_tiered.ffn.store_writer import NeuronStoreWriter
     from vllm_tiered.tiers.checkpoint_files import fingerprint_of_folder
 
@@ -94,12 +93,9 @@ def planted_store(
                 weights_NMH = torch.stack((layer.fc1, layer.fc2.T), dim=1)
                 writer.add_layer(layer_idx, weights_NMH, layer.fc1_bias, layer.fc2_bias)
         report = {"planted": True, "active_share": sparsity.active_share}
-        drafts = folder / f"{target.name}.predictors"
         for layer_idx, predictor in enumerate(planted_predictors(model)):
-            save_predictor(drafts, layer_idx, predictor, fingerprint, report)
-            written = layer_path(drafts, layer_idx)
-            written.rename(writer.path_of(written.name))
-        shutil.rmtree(drafts)
+            path = writer.path_of(predictor_name(layer_idx))
+            save_predictor(path, predictor, fingerprint, report)
         statistics = {
             "planted": True,
             "mix": list(mix),

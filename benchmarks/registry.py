@@ -96,6 +96,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             name="ffn_kernels",
             summary="products over cached neurons in 16, 8 and 4 bit against the rate of memory",
             module="benchmarks.ffn_kernels",
+        ),
+        Benchmark(
             name="ffn_flash",
             summary="what a token's FFN costs to read, by technique, and in vLLM: planted",
             module="benchmarks.ffn_flash",
@@ -109,6 +111,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             name="ffn_batch",
             summary="where the sparse FFN stops paying as the batch grows: planted",
             module="benchmarks.ffn_batch",
+        ),
+        Benchmark(
+            name="ffn_quality",
+            summary="perplexity with neurons in 16, 8 and 4 bit, by mix and by what ranks them",
+            module="benchmarks.ffn_quality",
         ),
         Benchmark(
             name="kv_simulate",

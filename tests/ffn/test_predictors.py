@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
 from vllm_tiered.ffn.predictor.base4 import Base4
 from vllm_tiered.ffn.predictor.files import (
-    layer_path,
     load_predictor,
+    predictor_name,
     read_header,
     save_predictor,
 )
@@ -56,29 +56,30 @@ def test_low_rank_in_16_bit_gives_float32():
 @pytest.mark.parametrize("gated", [False, True], ids=["relu", "gated"])
 def test_file_and_shard(tmp_path, gated):
     predictor, x = low_rank(gated=gated, dtype=torch.bfloat16), torch.randn(2, H).bfloat16()
-    save_predictor(tmp_path, 3, predictor, "model-a", {"recall": 0.5})
-    assert [path.name for path in tmp_path.iterdir()] == ["0003.safetensors"]
-    whole = load_predictor(tmp_path, 3, "model-a")
+    path = tmp_path / predictor_name(3)
+    save_predictor(path, predictor, "model-a", {"recall": 0.5})
+    assert [path.name for path in tmp_path.iterdir()] == ["low_rank-0003.safetensors"]
+    whole = load_predictor(path, "model-a")
     assert torch.equal(whole.scores(x), predictor.scores(x))
     assert whole.threshold == predictor.threshold
-    part = load_predictor(tmp_path, 3, "model-a", first_neuron=32, num_neurons=48)
+    part = load_predictor(path, "model-a", first_neuron=32, num_neurons=48)
     assert part.num_neurons == 48
     torch.testing.assert_close(part.scores(x), predictor.scores(x)[:, 32:80])
-    assert read_header(tmp_path, 3)["report"] == {"recall": 0.5}
+    assert read_header(path)["report"] == {"recall": 0.5}
 
 
 def test_files_that_are_refused(tmp_path):
-    save_predictor(tmp_path, 0, low_rank(gated=False), "model-a", {})
-    with pytest.raises(ConfigError, match="no predictor of layer 1"):
-        load_predictor(tmp_path, 1)
+    path = tmp_path / predictor_name(0)
+    save_predictor(path, low_rank(gated=False), "model-a", {})
+    with pytest.raises(ConfigError, match=r"no predictor: .*0001"):
+        load_predictor(tmp_path / predictor_name(1))
     with pytest.raises(ConfigError, match="of model model-a, not of model-b"):
-        load_predictor(tmp_path, 0, "model-b")
-    with pytest.raises(ConfigError, match="neurons 90 to 100 of layer 0"):
-        load_predictor(tmp_path, 0, first_neuron=90, num_neurons=10)
-    path = layer_path(tmp_path, 0)
+        load_predictor(path, "model-b")
+    with pytest.raises(ConfigError, match="neurons 90 to 100 are wanted"):
+        load_predictor(path, first_neuron=90, num_neurons=10)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(IntegrityError, match="damaged"):
-        load_predictor(tmp_path, 0)
+        load_predictor(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

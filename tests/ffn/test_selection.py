@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.ffn.selection import ALL, Mix, select
+from vllm_tiered.ffn.selection import ALL, Mix, select, select_each
 
 
 def by_sorting(scores_BN, mix, threshold=None):
@@ -50,6 +50,16 @@ def test_equals_a_sort(case):
     assert [found.of(precision).tolist() for precision in Precision] == expected
     assert found.num_neurons == sum(map(len, expected))
     assert all(found.of(precision).dtype == np.int64 for precision in Precision)
+
+
+@given(cases())
+def test_each_token_by_itself(case):
+    scores_BN, mix, threshold = case
+    found = select_each(scores_BN, mix, threshold)
+    for token, scores_N in enumerate(scores_BN):
+        alone = select(scores_N[None], mix, threshold)
+        for mask, precision in zip(found, Precision, strict=True):
+            assert mask[token].nonzero().flatten().tolist() == alone.of(precision).tolist()
 
 
 @settings(max_examples=200)

@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_tiered.config import FfnConfig
@@ -11,7 +10,7 @@ from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.predictor.files import layer_path, load_predictor
+from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.ffn.store import NeuronStore
@@ -81,7 +80,7 @@ def load_predictors(store: NeuronStore) -> list[Predictor]:
     Raises:
         ConfigError: the store has neither.
     """
-    if layer_path(Path(), 0).name in store.contents["files"]:
+    if predictor_name(0) in store.contents["files"]:
         return [_trained(store, layer) for layer in range(store.shape.num_layers)]
     if Precision.INT4 in store.precisions:
         return []
@@ -108,10 +107,9 @@ def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
 
 
 def _trained(store: NeuronStore, layer: int) -> Predictor:
-    path = store.file(layer_path(Path(), layer).name)
+    path = store.file(predictor_name(layer))
     return load_predictor(
-        path.parent,
-        layer,
+        path,
         store.contents["model"]["fingerprint"],
         first_neuron=store.first_neuron,
         num_neurons=store.shape.neurons,

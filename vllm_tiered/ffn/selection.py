@@ -122,27 +122,48 @@ def select(
         limits: how many each precision has room for. The lowest of what is too much (by their
             best score in the batch) fall to the next precision, and from the last out.
     """
-    if not isinstance(mix, Mix):
-        mix = Mix.of(mix)
     scores: _Scores = scores_BN.detach().numpy()
-    # Masks of the ranks that reach full, at least 8 and at least 4 bit; each holds the one before.
+    mix = mix if isinstance(mix, Mix) else Mix.of(mix)
     reached = np.zeros((3, scores.shape[1]), dtype=np.bool_)
     for scores_N in scores:
-        is_active = None if threshold is None else scores_N >= threshold
-        num_ranked = len(scores_N) if is_active is None else int(np.count_nonzero(is_active))
-        top = 0
-        for reached_N, count in zip(reached, mix.counts(num_ranked), strict=True):
-            top += count
-            if is_active is not None and top == num_ranked:
-                reached_N |= is_active
-            else:
-                _add_top(scores_N, top, reached_N)
-    chosen = np.empty_like(reached)
-    chosen[0] = reached[0]
-    np.greater(reached[1:], reached[:-1], out=chosen[1:])  # reached this precision, not the better
+        _add_reached(scores_N, mix, threshold, reached)
+    chosen = _without_better(reached)
     num_demoted = 0 if limits is None else _demote(chosen, scores, limits)
     full, int8, int4 = (np.flatnonzero(chosen_N) for chosen_N in chosen)
     return Selection(full, int8, int4, num_demoted)
+
+
+def select_each(
+    scores_BN: torch.Tensor, mix: Mix, threshold: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`select` chooses for each token by itself: bool [B, N] in full, 8 and 4 bit."""
+    scores: _Scores = scores_BN.detach().numpy()
+    reached = np.zeros((3, *scores.shape), dtype=np.bool_)
+    for token, scores_N in enumerate(scores):
+        _add_reached(scores_N, mix, threshold, reached[:, token])
+    full, int8, int4 = map(torch.from_numpy, _without_better(reached))
+    return full, int8, int4
+
+
+def _add_reached(scores_N: _Scores, mix: Mix, threshold: float | None, reached: _Mask) -> None:
+    """Set the ranks that reach full, at least 8 and at least 4 bit: [3, N], each in the next."""
+    is_active = None if threshold is None else scores_N >= threshold
+    num_ranked = len(scores_N) if is_active is None else int(np.count_nonzero(is_active))
+    top = 0
+    for reached_N, count in zip(reached, mix.counts(num_ranked), strict=True):
+        top += count
+        if is_active is not None and top == num_ranked:
+            reached_N |= is_active
+        else:
+            _add_top(scores_N, top, reached_N)
+
+
+def _without_better(reached: _Mask) -> _Mask:
+    """What reached a precision and not the one before."""
+    chosen = np.empty_like(reached)
+    chosen[0] = reached[0]
+    np.greater(reached[1:], reached[:-1], out=chosen[1:])
+    return chosen
 
 
 def _add_top(scores_N: _Scores, count: int, chosen_N: _Mask) -> None:

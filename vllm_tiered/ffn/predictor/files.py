@@ -5,7 +5,6 @@ FOLDER/predictor-0000.safetensors    tensors; as metadata kind, version, model, 
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ VERSION = 1
 _KEY = "vllm_tiered"  # of the metadata, which safetensors keeps as strings
 
 
-def layer_path(folder: Path, layer: int) -> Path:
-    """Where a layer's predictor is."""
-    return folder / f"predictor-{layer:04d}.safetensors"
+def predictor_name(layer: int) -> str:
+    """Of the file that holds a layer's predictor."""
+    return f"{LowRank.name}-{layer:04d}.safetensors"
 
 
 def save_predictor(
-    folder: Path, layer: int, predictor: LowRank, fingerprint: str, report: Mapping[str, Any]
+    path: Path, predictor: LowRank, fingerprint: str, report: Mapping[str, Any]
 ) -> None:
     """Write a layer's predictor; whoever reads sees all of it or what was there before.
 
@@ -35,9 +34,7 @@ def save_predictor(
         fingerprint: of the model whose layer it is.
         report: JSON-safe; how well it predicts.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = layer_path(folder, layer)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
+    draft = path.with_suffix(".new")  # which a neuron store's draft does not publish
     header = {
         "version": VERSION,
         "kind": predictor.name,
@@ -55,8 +52,7 @@ def save_predictor(
 
 
 def load_predictor(
-    folder: Path,
-    layer: int,
+    path: Path,
     fingerprint: str | None = None,
     first_neuron: int = 0,
     num_neurons: int | None = None,
@@ -67,8 +63,7 @@ def load_predictor(
         ConfigError: there is none, or it is another model's or of another version.
         IntegrityError: it is damaged.
     """
-    path = layer_path(folder, layer)
-    header = read_header(folder, layer, fingerprint)
+    header = read_header(path, fingerprint)
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -87,17 +82,16 @@ def load_predictor(
     end = predictor.num_neurons if num_neurons is None else first_neuron + num_neurons
     if not 0 <= first_neuron < end <= predictor.num_neurons:
         raise ConfigError(
-            f"neurons {first_neuron} to {end} of layer {layer}, but {path} is of"
+            f"neurons {first_neuron} to {end} are wanted, but {path} is of"
             f" {predictor.num_neurons}: it is another model's"
         )
     return predictor.shard(first_neuron, end - first_neuron)
 
 
-def read_header(folder: Path, layer: int, fingerprint: str | None = None) -> dict[str, Any]:
+def read_header(path: Path, fingerprint: str | None = None) -> dict[str, Any]:
     """Return a file's metadata, among them its ``report``. Raises as :func:`load_predictor`."""
-    path = layer_path(folder, layer)
     if not path.is_file():
-        raise ConfigError(f"no predictor of layer {layer}: {path} does not exist; run prepare")
+        raise ConfigError(f"no predictor: {path} does not exist; run prepare --predictor low_rank")
     try:
         with safe_open(path, framework="pt") as file:
             header: dict[str, Any] = json.loads((file.metadata() or {})[_KEY])

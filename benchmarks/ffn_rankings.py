@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rankings of neurons to compare predictors with: the best there is, and none."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.prepare.evaluate import Scores
+from vllm_tiered.ffn.prepare.mixed_ffn import Copies
+
+
+def by_oracle(_: int, copies: Copies) -> tuple[Scores, float | None]:
+    """What each neuron really adds to the output, from its weights in full precision."""
+    norms = copies.weights.down_norms_N
+    threshold = torch.finfo(torch.float32).tiny if copies.weights.is_relu else None
+    return lambda x: copies.activations(x, Precision.FULL).abs() * norms, threshold
+
+
+def at_random(layer: int, copies: Copies) -> tuple[Scores, float | None]:
+    """Another order for each token."""
+    generator = torch.Generator().manual_seed(layer)
+    neurons = len(copies.weights.rows_NMH)
+    return lambda x: torch.rand(len(x), neurons, generator=generator), None

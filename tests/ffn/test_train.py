@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trained predictors: the closed form, what training and rank give, and the report's figures."""
+
+import pytest
+import torch
+
+from vllm_tiered.ffn.predictor.low_rank import LowRank
+from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
+from vllm_tiered.ffn.prepare.reduced_rank import reduced_rank
+from vllm_tiered.ffn.prepare.train import TrainSettings, importance, measure, train_layer
+
+H, N, T = 48, 96, 1600
+INNER = 6
+
+
+def a_layer(activation, *, gated=False, seed=0):
+    """Weights of low rank but for some noise, on inputs that fill few directions; few fire."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    matrices = 3 if gated else 2
+    rows = torch.stack([random(N, INNER) @ random(INNER, H) for _ in range(matrices)], 1) / H**0.5
+    rows += 0.02 * random(N, matrices, H)
+    bias = None if gated else -2 * torch.ones(N)
+    weights = FfnWeights(rows, bias, None, activation)
+    x = random(T, H) + 0.5
+    return x, weights
+
+
+def test_the_closed_form_is_exact_with_every_rank():
+    x, weights = a_layer("relu")
+    a, b, bias = reduced_rank(x, weights, H)
+    exact = x @ weights.rows_NMH[:, 0].T + weights.up_bias_N
+    torch.testing.assert_close(x @ a.T @ b.T + bias, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_the_closed_form_is_the_best_of_its_rank():
+    x, weights = a_layer("silu", gated=True)
+    both = torch.cat([weights.rows_NMH[:, 0], weights.rows_NMH[:, 1]])
+
+    def error(a, b, bias):
+        return (x @ a.T @ b.T + bias - x @ both.T).square().mean().item()
+
+    found = error(*reduced_rank(x, weights, 4))
+    u, s, v = torch.linalg.svd(both)
+    plain = error(v[:4], u[:, :4] * s[:4], torch.zeros(2 * N))
+    assert found <= plain * 1.001
+    assert error(*reduced_rank(x, weights, 2 * INNER)) < 0.1 * found
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["relu", "reglu"])
+def test_relu_misses_no_more_than_asked(gated):
+    x, weights = a_layer("relu", gated=gated)
+    predictor, report = train_layer(x, 1200, weights, TrainSettings(ranks=(INNER,), max_epochs=5))
+    assert predictor.threshold is not None
+    assert report["recall"] > 0.9  # 0.95 on the tokens that set the threshold
+    assert report["false_positives"] < 0.07
+    assert report["false_negatives"] == pytest.approx(1 - report["recall"])
+    assert report["bytes"] == predictor.num_bytes
+    assert report["report_tokens"] == 200
+
+
+def test_the_least_rank_that_is_good_enough():
+    x, weights = a_layer("relu")
+    settings = TrainSettings(ranks=(1, 2, INNER, H), max_epochs=3)
+    assert train_layer(x, 1200, weights, settings)[1]["rank"] == INNER
+    hopeless = TrainSettings(ranks=(1, 2), max_epochs=1, false_positives=0)
+    assert train_layer(x, 1200, weights, hopeless)[1]["rank"] == 2
+
+
+def test_training_improves_on_the_closed_form():
+    x, weights = a_layer("relu")
+    closed, trained = (
+        train_layer(x, 1200, weights, TrainSettings(ranks=(3,), max_epochs=epochs))[1]
+        for epochs in (0, 10)
+    )
+    assert closed["epochs"] == 0 < trained["epochs"]
+    assert trained["precision"] > closed["precision"]
+
+
+def test_training_stops_when_held_out_tokens_gain_no_more():
+    x, weights = a_layer("relu")
+    # 64 tokens are soon learnt by heart.
+    settings = TrainSettings(ranks=(H,), max_epochs=500, learning_rate=0.05, batch_tokens=16)
+    assert train_layer(torch.cat([x[:64], x[1200:]]), 64, weights, settings)[1]["epochs"] < 100
+
+
+def test_figures_by_definition():
+    weights = torch.zeros(4, 2, 4)
+    weights[:, 0] = torch.eye(4)
+    weights[:, 1] = torch.eye(4)
+    x = torch.tensor([[1.0, 2.0, -1.0, -1.0]])
+    layer = FfnWeights(weights, None, None, "relu")
+    assert importance(x, layer).tolist() == [[1, 2, 0, 0]]
+    # Predicts neurons 1 and 2: one of two hits, 4 of 5 of the energy.
+    predictor = LowRank(torch.eye(4), torch.diag(torch.tensor([-1.0, 1, -1, 1])), torch.zeros(4))
+    predictor.threshold = 0.0
+    quality = measure(predictor, x, importance(x, layer))
+    assert quality.active_share == quality.predicted_share == 0.5
+    assert (quality.recall, quality.precision, quality.false_positives) == (0.5, 0.5, 0.5)
+    assert quality.energy == pytest.approx(0.8)

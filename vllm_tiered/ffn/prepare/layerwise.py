@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of transformers, one decoder layer of which is in memory at a time.
+
+    hidden = model.embed(texts)
+    for layer in range(model.num_layers):
+        with model.layer(layer) as module:
+            hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
+    logits = model.logits(text, hidden[text])
+
+So a model that memory does not hold can be looked at, and each layer is read once, however many
+texts there are and however often it is run. T tokens, H features of the hidden state.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
+
+_PATHS_OF_LAYERS = ("layers", "decoder.layers", "h")
+
+
+class _Caught(Exception):
+    """A layer was called."""
+
+
+class LayerwiseModel:
+    """For texts, each by itself from its first token on; no cache, no padding.
+
+    Args:
+        folder: config.json and safetensors.
+        dtype: to compute in; weights are rounded to the checkpoint's dtype first (they are in it).
+
+    Raises:
+        ConfigError: no checkpoint there, or it lacks tensors.
+        UnsupportedError: transformers builds the model in a way that is not known here.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.dtype = dtype
+        self._files = TensorFiles(folder)
+        with _parameters_on_meta():
+            self._model = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
+        self._prefix: str = self._model.base_model_prefix
+        base = self._model.base_model
+        for path in _PATHS_OF_LAYERS:
+            owner_path, _, self._attribute = path.rpartition(".")
+            try:
+                self._owner = base.get_submodule(owner_path)
+                layers = getattr(self._owner, self._attribute)
+            except AttributeError:
+                continue
+            self._layers = list(layers)
+            self._layers_name = f"{self._prefix}.{path}"
+            break
+        else:
+            raise UnsupportedError(
+                f"no decoder layers found in {type(base).__name__} (looked for"
+                f" {', '.join(_PATHS_OF_LAYERS)})"
+            )
+        # One stands for all: what is around the layers runs with it alone.
+        self._stand_in = _StandIn(self._layers[0])
+        setattr(self._owner, self._attribute, nn.ModuleList([self._stand_in]))
+        self._load(self._model, "")
+        self._calls: list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
+        self._token_ids: list[torch.Tensor] = []
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def activation(self) -> str:
+        """Of the feed-forward networks, as the config names it."""
+        for name in ("hidden_act", "activation_function", "activation"):
+            if isinstance(found := getattr(self.config, name, None), str):
+                return found
+        raise UnsupportedError("config.json names no activation (hidden_act)")
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Take texts, as token ids, and return what enters the first layer: [1, T, H] each."""
+        self._calls, self._token_ids = [], []
+        for text in texts:
+            token_ids = torch.tensor([list(text)])
+            self._stand_in.answer = None
+            try:
+                self._model(input_ids=token_ids, use_cache=False)
+            except _Caught:
+                self._calls.append(self._stand_in.call)
+            self._token_ids.append(token_ids)
+        return [hidden for hidden, _, _ in self._calls]
+
+    @contextmanager
+    def layer(self, layer: int) -> Iterator[nn.Module]:
+        """A decoder layer with its weights, which are dropped afterwards."""
+        module = self._layers[layer]
+        self._load(module, f"{self._layers_name}.{layer}.")
+        try:
+            yield module
+        finally:
+            module.to("meta")
+
+    @torch.inference_mode()
+    def run(self, module: nn.Module, text: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What leaves a layer of :meth:`layer`, from what enters it, for one of the texts."""
+        _, args, kwargs = self._calls[text]
+        out: Any = module(hidden, *args, **kwargs)
+        self._stand_in.is_tuple = isinstance(out, tuple)
+        left: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return left
+
+    @torch.inference_mode()
+    def logits(self, text: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [T, vocabulary], from what left the last layer."""
+        self._stand_in.answer = hidden
+        out = self._model(input_ids=self._token_ids[text], use_cache=False).logits
+        self._stand_in.answer = None
+        logits: torch.Tensor = out[0].float()
+        return logits
+
+    def _load(self, module: nn.Module, prefix: str) -> None:
+        """Fill parameters from the checkpoint, but for those of the stand-in."""
+        state = {}
+        missing = []
+        for name, parameter in module.named_parameters():
+            if not prefix and name.startswith(self._layers_name):
+                continue
+            saved = self._saved_name(prefix + name)
+            if saved is None or self._files.shape(saved) != parameter.shape:
+                missing.append(prefix + name)
+            else:
+                state[name] = self._files.read(saved).to(self.dtype)
+        module.load_state_dict(state, strict=False, assign=True)
+        if not prefix:
+            self._model.tie_weights()
+            head = self._model.get_output_embeddings()
+            missing = [name for name in missing if head is None or head.weight.is_meta]
+        if missing:
+            raise ConfigError(
+                f"the checkpoint lacks {', '.join(missing[:5])}, or its shape differs"
+            )
+        for name, buffer in module.named_buffers():
+            if buffer.is_meta:
+                raise UnsupportedError(f"buffer {prefix}{name} was not made")
+
+    def _saved_name(self, name: str) -> str | None:
+        """Some checkpoints leave the base model's prefix out."""
+        candidates = (name, name.removeprefix(f"{self._prefix}."))
+        return next((candidate for candidate in candidates if candidate in self._files), None)
+
+
+class _StandIn(nn.Module):
+    """In the place of all layers: says what they are called with, or answers for them."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        for name in ("attention_type", "layer_idx"):
+            if hasattr(like, name):
+                setattr(self, name, getattr(like, name))
+        self.call: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]
+        self.answer: torch.Tensor | None = None
+        self.is_tuple = False
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.answer is None:
+            self.call = (hidden, args, kwargs)
+            raise _Caught
+        return (self.answer,) if self.is_tuple else self.answer
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made meanwhile have parameters without memory; buffers are made as usual."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's feed-forward network with each neuron in the precision that its rank gives it.
+
+What the engine computes from bundles, computed with whole matrices: to see what a mix costs in
+quality. T tokens, H features of the hidden state, N neurons, M matrices ([gate,] up, down).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vllm_tiered.cost.ffn import FfnShape, Precision
+from vllm_tiered.ffn.predictor.activation import activation_function
+from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
+from vllm_tiered.ffn.quantise import expand, quantise
+from vllm_tiered.ffn.selection import Mix, select_each
+
+_TOKENS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A layer's weights, and what is left of them in 8 and 4 bit.
+
+    Attributes:
+        rows_NMH: by precision, in the dtype to compute in.
+        int4: codes, uint8 bundles, and scales, as they are quantised.
+    """
+
+    weights: FfnWeights
+    rows_NMH: Mapping[Precision, torch.Tensor]
+    int4: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, weights: FfnWeights, groups: Mapping[Precision, int | None]) -> "Copies":
+        """Quantise a layer and expand it again."""
+        rows = weights.rows_NMH
+        copies = {Precision.FULL: rows}
+        shape = shape_of(weights)
+        for precision in (Precision.INT8, Precision.INT4):
+            codes, scales = quantise(rows, precision, groups[precision])
+            copies[precision] = expand(codes, scales, shape, precision, rows.dtype)
+        return cls(weights, copies, (codes, scales))
+
+    def activations(self, x_TH: torch.Tensor, precision: Precision) -> torch.Tensor:
+        """[T, N]: act(gate x) * (up x), or act(fc1 x + bias)."""
+        act = activation_function(self.weights.activation)
+        rows = self.rows_NMH[precision]
+        first_TN = x_TH @ rows[:, 0].T
+        if self.weights.up_bias_N is not None:
+            first_TN += self.weights.up_bias_N
+        return act(first_TN) * (x_TH @ rows[:, 1].T) if self.weights.is_gated else act(first_TN)
+
+
+def shape_of(weights: FfnWeights) -> FfnShape:
+    """Of one layer."""
+    neurons, _, hidden = weights.rows_NMH.shape
+    return FfnShape(
+        num_layers=1,
+        hidden=hidden,
+        neurons=neurons,
+        gated=weights.is_gated,
+        dtype_bytes=weights.rows_NMH.dtype.itemsize,
+    )
+
+
+class MixedFfn(nn.Module):
+    """In the place of a layer's feed-forward network.
+
+    Args:
+        scores: of tokens [T, H], float32 [T, N]; None where all neurons get the same precision.
+        threshold: see :func:`vllm_tiered.ffn.selection.select`.
+
+    Attributes:
+        num_computed: neurons of each precision, over all tokens so far.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        mix: Mix,
+        scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        threshold: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._copies, self._mix, self._scores, self._threshold = copies, mix, scores, threshold
+        self._only = next(
+            (p for p, share in zip(Precision, mix.shares, strict=True) if share == 1), None
+        )
+        assert scores is not None or self._only is not None
+        self.num_computed = [0, 0, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_TH = x.reshape(-1, x.shape[-1])
+        out_TH = torch.cat([self._chunk(chunk) for chunk in torch.split(x_TH, _TOKENS_AT_ONCE)])
+        if self._copies.weights.down_bias_H is not None:
+            out_TH += self._copies.weights.down_bias_H
+        return out_TH.view(x.shape)
+
+    def _chunk(self, x_TH: torch.Tensor) -> torch.Tensor:
+        if self._only is not None and self._threshold is None:
+            a_TN = self._copies.activations(x_TH, self._only)
+            self.num_computed[list(Precision).index(self._only)] += a_TN.numel()
+            return a_TN @ self._copies.rows_NMH[self._only][:, -1]
+        assert self._scores is not None
+        out_TH = torch.zeros_like(x_TH)
+        chosen = select_each(self._scores(x_TH), self._mix, self._threshold)
+        for index, (precision, chosen_TN) in enumerate(zip(Precision, chosen, strict=True)):
+            count = int(chosen_TN.sum())
+            self.num_computed[index] += count
+            if count:
+                a_TN = self._copies.activations(x_TH, precision) * chosen_TN
+                out_TH.addmm_(a_TN, self._copies.rows_NMH[precision][:, -1])
+        return out_TH

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which shares of the neurons in which precision, for so many bytes (M2Cache, algorithm 1).
+
+The paper moves from low to high precision at equal bytes, step by step, and keeps the ratio whose
+tokens the model is least uncertain of. With three precisions there are two ways to spend what the
+full ones leave: on 8 bit alone, leaving neurons out, or on all that are left, in 8 and 4 bit:
+
+    full  ├──── f ────┤
+          ├──── f ────┼── 8 bit ──┤                          rest left out
+          ├──── f ────┼─ 8 bit ─┼──── 4 bit ────┤            all computed
+
+Uncertainty (equation 2) is the entropy of the distribution of each token after the prompt. The
+paper generates; here the text's own tokens follow the prompt, so that all candidates are asked
+about the same ones.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.selection import Mix
+
+FULL_BITS = 16
+
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Uncertainty:
+    """Of a model with a mix.
+
+    Attributes:
+        entropy: mean over tokens after their prompts, nats.
+        perplexity: of the same tokens.
+    """
+
+    entropy: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mix that was tried."""
+
+    mix: Mix
+    uncertainty: Uncertainty
+
+    def to_json(self, full_bits: int = FULL_BITS) -> dict[str, Any]:
+        """With the bits of a weight."""
+        return {
+            "mix": list(self.mix.shares),
+            "bits": self.mix.bits(full_bits),
+            "entropy": self.uncertainty.entropy,
+            "perplexity": self.uncertainty.perplexity,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The mix to take, and all that were tried, in their order."""
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+def search(
+    evaluate: Callable[[Sequence[Mix]], Sequence[Uncertainty]],
+    budget_bits: float,
+    step: float = 0.125,
+    rounds: int = 2,
+    full_bits: int = FULL_BITS,
+) -> SearchResult:
+    """Try mixes of the same bytes; then, around the best one, with half the step.
+
+    Args:
+        evaluate: runs the model with each of the mixes.
+        budget_bits: of a weight, on average over all neurons; 8 is half the bytes of 16 bit.
+        step: of the share in full precision.
+        full_bits: of a weight in full precision.
+
+    Raises:
+        ConfigError: no mix fits the budget.
+    """
+    tried: dict[tuple[float, float, float], Candidate] = {}
+    shares = [i * step for i in range(math.floor(1 / step + _EPSILON) + 1)]
+    for _ in range(rounds):
+        mixes = [m for m in mixes_of(budget_bits, shares, full_bits) if m.shares not in tried]
+        for mix, uncertainty in zip(mixes, evaluate(mixes) if mixes else (), strict=True):
+            tried[mix.shares] = Candidate(mix, uncertainty)
+        if not tried:
+            raise ConfigError(
+                f"no mix fits {budget_bits} bits a weight: give the ratio search a larger budget"
+            )
+        best = min(tried.values(), key=lambda candidate: candidate.uncertainty.entropy)
+        step /= 2
+        shares = [
+            share for share in (best.mix.full - step, best.mix.full + step) if 0 <= share <= 1
+        ]
+    return SearchResult(best, tuple(tried.values()))
+
+
+def mixes_of(
+    budget_bits: float, full_shares: Sequence[float], full_bits: int = FULL_BITS
+) -> list[Mix]:
+    """The mixes that spend the budget, or that compute all neurons as well as they can be."""
+    found: dict[tuple[float, float, float], Mix] = {}
+    for full in full_shares:
+        bits = budget_bits - full * full_bits
+        left = 1 - full
+        if bits < -_EPSILON:
+            continue
+        # All of the rest in 4 bit, and as many of them in 8 as there are bits left.
+        if bits >= 4 * left - _EPSILON:
+            int8 = min(left, (bits - 4 * left) / 4)
+            options = [(int8, left - int8)]
+        else:
+            options = [(0.0, bits / 4)]
+        options.append((min(left, bits / 8), 0.0))
+        for int8, int4 in options:
+            shares = tuple(round(max(0.0, share), 6) for share in (full, int8, int4))
+            if sum(shares) > 0:
+                mix = Mix.of(shares)
+                found.setdefault(mix.shares, mix)
+    return list(found.values())

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each layer's FFN is given on calibration text, in a file a layer.
+
+    FOLDER/hidden-0008.safetensors    what enters the next layer: an interrupted call goes on there
+    FOLDER/inputs-0007.safetensors    x [T, H] in the checkpoint's dtype, and T of each text
+
+T tokens, H features of the hidden state.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+
+
+def inputs_path(folder: Path, layer: int) -> Path:
+    """Where a layer's inputs are."""
+    return folder / f"inputs-{layer:04d}.safetensors"
+
+
+def record(
+    model: LayerwiseModel,
+    texts: Sequence[Sequence[int]],
+    folder: Path,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Run the texts through the model, from the layer on at which an earlier call ended.
+
+    Args:
+        folder: of these texts and this model alone; made if need be.
+        advance: hears of each layer that is done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = model.embed(texts)
+    first = num_recorded(folder, model.num_layers)
+    if 0 < first < model.num_layers:
+        saved = load_file(_hidden_path(folder, first))
+        hidden = [saved[str(text)].to(model.dtype) for text in range(len(texts))]
+    for layer in range(first, model.num_layers):
+        inputs: list[torch.Tensor] = []
+        with model.layer(layer) as module:
+            hook = _first_linear(module).register_forward_pre_hook(
+                lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, -2))
+            )
+            hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
+            hook.remove()
+        kept = {"x": torch.cat(inputs).to(model.config.dtype or model.dtype)}
+        kept["lengths"] = torch.tensor([len(x) for x in inputs])
+        # In this order: inputs are there if the hidden state after them is.
+        _save(kept, inputs_path(folder, layer))
+        if layer + 1 < model.num_layers:
+            _save({str(text): x for text, x in enumerate(hidden)}, _hidden_path(folder, layer + 1))
+        _hidden_path(folder, layer).unlink(missing_ok=True)
+        if advance:
+            advance(layer)
+
+
+def num_recorded(folder: Path, num_layers: int) -> int:
+    """Layers that need no recording any more, the first ones."""
+    if inputs_path(folder, num_layers - 1).is_file():
+        return num_layers
+    found = [layer for layer in range(1, num_layers) if _hidden_path(folder, layer).is_file()]
+    return max(found, default=0)
+
+
+def recorded_inputs(folder: Path, layer: int) -> tuple[torch.Tensor, list[int]]:
+    """Return x [T, H] of all texts, one after the other, and each text's tokens."""
+    with safe_open(inputs_path(folder, layer), framework="pt") as file:
+        return file.get_tensor("x"), file.get_tensor("lengths").tolist()
+
+
+def num_training_tokens(lengths: Sequence[int], held_out: float = 0.25) -> int:
+    """Tokens of the texts to train with: all but the last ones, of which at least one is left."""
+    total, taken = sum(lengths), 0
+    for length in lengths[:-1]:
+        if taken + length > (1 - held_out) * total and taken:
+            break
+        taken += length
+    # One text alone is cut.
+    return taken or max(1, int((1 - held_out) * total))
+
+
+def _first_linear(layer: nn.Module) -> nn.Module:
+    """The first module of a layer's FFN, whose input is the FFN's."""
+    ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
+    names = ("fc1", "gate_proj", "gate_up_proj", "dense_h_to_4h")
+    return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))
+
+
+def _hidden_path(folder: Path, layer: int) -> Path:
+    return folder / f"hidden-{layer:04d}.safetensors"
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

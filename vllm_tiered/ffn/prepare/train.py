@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank predictors from recorded inputs (Deja Vu; LLM in a flash, 3.1 and 4.1).
+
+1  closed form: the matrices of this rank that come closest to gate and up (fc1) *on these inputs*
+2  gradient steps from there towards what counts, until held-out tokens gain no more
+3  ReLU: the threshold at which 5 % of the active neurons are missed
+4  the least rank that predicts well enough; last layers usually need the most
+
+Held-out tokens are of other texts. One half of them stops training and sets the threshold, the
+report is about the other. T tokens, H features of the hidden state, N neurons, R rank.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_tiered.ffn.predictor.activation import activation_function
+from vllm_tiered.ffn.predictor.low_rank import LowRank
+from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
+from vllm_tiered.ffn.prepare.reduced_rank import reduced_rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSettings:
+    """How predictors are trained.
+
+    Attributes:
+        ranks: tried in this order, until one is good enough; the last one is taken anyway. None
+            for 1/32, 1/16, 1/8 and 1/4 of the features (128 to 1024 of OPT-6.7B's), of which only
+            the last two are tried where gate and up have both to be predicted.
+        false_negatives: share of the active neurons that may be missed (ReLU).
+        false_positives: share of the inactive neurons that may be taken for active (ReLU).
+        energy: share of what the best half of the neurons carries that the predicted half has to
+            carry (others).
+        patience: epochs without a gain after which training ends.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    false_negatives: float = 0.05
+    false_positives: float = 0.07
+    energy: float = 0.97
+    max_epochs: int = 20
+    patience: int = 2
+    batch_tokens: int = 256
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How well a layer's neurons are predicted, on tokens that training did not see.
+
+    Attributes:
+        active_share: of the neurons: those that fire (ReLU), or the best quarter (others).
+        predicted_share: of the neurons: those predicted to be among them.
+        recall: of them, those that were predicted.
+        precision: of the predicted ones, those that are among them.
+        false_positives: of the others, those that were predicted.
+        energy: what the predicted ones (others: the predicted best half) carry of the sum of
+            squares, over what as many could carry at best.
+    """
+
+    active_share: float
+    predicted_share: float
+    recall: float
+    precision: float
+    false_positives: float
+    energy: float
+
+    @property
+    def false_negatives(self) -> float:
+        """Of those that matter, those that were not predicted."""
+        return 1 - self.recall
+
+
+def train_layer(
+    x_TH: torch.Tensor,
+    num_training: int,
+    weights: FfnWeights,
+    settings: TrainSettings | None = None,
+) -> tuple[LowRank, dict[str, Any]]:
+    """Train a layer's predictor.
+
+    Args:
+        x_TH: what the layer's FFN was given; the first ``num_training`` tokens are trained with,
+            the others held out, at least two of them.
+
+    Returns:
+        It, in the dtype of the weights, and the report: rank, bytes, quality, epochs.
+    """
+    settings = settings or TrainSettings()
+    hidden = x_TH.shape[1]
+    x_TH = x_TH.float()
+    stop = num_training + (len(x_TH) - num_training) // 2
+    x_train, x_stop, x_report = x_TH[:num_training], x_TH[num_training:stop], x_TH[stop:]
+    wanted, wanted_stop, wanted_report = (_wanted(x, weights) for x in (x_train, x_stop, x_report))
+    parts = (32, 16, 8, 4) if weights.is_relu else (8, 4)
+    ranks = settings.ranks or tuple(max(1, hidden // part) for part in parts)
+    for rank in ranks:
+        predictor, epochs = _train(x_train, wanted, x_stop, wanted_stop, weights, rank, settings)
+        if weights.is_relu:
+            predictor.threshold = _threshold(
+                predictor.scores(x_stop), wanted_stop, settings.false_negatives
+            )
+        quality = measure(predictor, x_report, wanted_report)
+        if weights.is_relu:
+            is_enough = quality.false_positives <= settings.false_positives
+        else:
+            is_enough = quality.energy >= settings.energy
+        if is_enough:
+            break
+    report = {
+        "rank": predictor.rank,
+        "bytes": predictor.num_bytes,
+        "epochs": epochs,
+        "training_tokens": num_training,
+        "report_tokens": len(x_report),
+        "false_negatives": quality.false_negatives,
+        **asdict(quality),
+    }
+    return predictor, report
+
+
+def importance(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
+    """What each neuron adds to the output, as a length: float32 [T, N]."""
+    rows = weights.rows_NMH.float()
+    act = activation_function(weights.activation)
+    first_TN = x_TH.float() @ rows[:, 0].T
+    if weights.up_bias_N is not None:
+        first_TN += weights.up_bias_N.float()
+    a_TN = act(first_TN)
+    if weights.is_gated:
+        a_TN *= x_TH.float() @ rows[:, 1].T
+    return a_TN.abs_().mul_(weights.down_norms_N)
+
+
+def measure(predictor: LowRank, x_TH: torch.Tensor, importance_TN: torch.Tensor) -> Quality:
+    """How well it predicts for these tokens."""
+    scores_TN = predictor.scores(x_TH)
+    neurons = scores_TN.shape[1]
+    energy_TN = importance_TN.square()
+    if predictor.threshold is not None:
+        wanted, predicted = importance_TN > 0, scores_TN >= predictor.threshold
+        kept = predicted
+        best = energy_TN.sum()  # no more than all
+    else:
+        wanted = _top(importance_TN, neurons // 4)
+        predicted = _top(scores_TN, neurons // 4)
+        kept = _top(scores_TN, neurons // 2)
+        best = energy_TN.topk(neurons // 2, dim=1).values.sum()
+    hits = (wanted & predicted).sum().item()
+    num_wanted, num_predicted = wanted.sum().item(), predicted.sum().item()
+    return Quality(
+        active_share=num_wanted / wanted.numel(),
+        predicted_share=num_predicted / wanted.numel(),
+        recall=hits / max(1, num_wanted),
+        precision=hits / max(1, num_predicted),
+        false_positives=(num_predicted - hits) / max(1, wanted.numel() - num_wanted),
+        energy=(energy_TN * kept).sum().item() / max(best.item(), 1e-30),
+    )
+
+
+def _top(values_TN: torch.Tensor, count: int) -> torch.Tensor:
+    mask = torch.zeros_like(values_TN, dtype=torch.bool)
+    return mask.scatter_(1, values_TN.topk(count, dim=1).indices, True)
+
+
+def _wanted(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
+    return torch.cat([importance(x, weights) for x in torch.split(x_TH, 512)])
+
+
+def _threshold(scores_TN: torch.Tensor, wanted_TN: torch.Tensor, missed: float) -> float:
+    """The score that all but this share of the active neurons reach."""
+    active = scores_TN[wanted_TN > 0].sort().values
+    return active[int(missed * len(active))].item() if len(active) else float("inf")
+
+
+def _train(
+    x_train: torch.Tensor,
+    wanted: torch.Tensor,
+    x_stop: torch.Tensor,
+    wanted_stop: torch.Tensor,
+    weights: FfnWeights,
+    rank: int,
+    settings: TrainSettings,
+) -> tuple[LowRank, int]:
+    """Return the predictor, and the epochs that it took."""
+    a, b, bias = reduced_rank(x_train, weights, rank)
+    parameters = [tensor.requires_grad_() for tensor in (a, b, bias)]
+    norms = None if weights.is_relu else weights.down_norms_N
+    activation = None if weights.is_relu else weights.activation
+
+    def predictor(dtype: torch.dtype) -> LowRank:
+        a, b, bias = (parameter.detach() for parameter in parameters)
+        return LowRank(a.to(dtype), b.to(dtype), bias.clone(), norms_N=norms, activation=activation)
+
+    def loss(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        raw = F.linear(F.linear(x, a), b, bias)
+        if activation is None:
+            return F.binary_cross_entropy_with_logits(raw, (wanted > 0).float())
+        gate, up = raw.chunk(2, dim=1)
+        assert norms is not None
+        scores = (activation_function(activation)(gate) * up).abs() * norms
+        return (scores - wanted).square().mean() / wanted.square().mean()
+
+    def held_out() -> float:
+        with torch.no_grad():
+            return loss(x_stop, wanted_stop).item()
+
+    optimizer = torch.optim.Adam(parameters, lr=settings.learning_rate * _size(a))
+    generator = torch.Generator().manual_seed(settings.seed)
+    best, best_loss, since = predictor(weights.rows_NMH.dtype), held_out(), 0
+    epochs = 0
+    while epochs < settings.max_epochs and since <= settings.patience:
+        epochs += 1
+        order = torch.randperm(len(x_train), generator=generator)
+        for chosen in torch.split(order, settings.batch_tokens):
+            optimizer.zero_grad()
+            loss(x_train[chosen], wanted[chosen]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        now = held_out()
+        since = 0 if now < best_loss else since + 1
+        if not since:
+            best, best_loss = predictor(weights.rows_NMH.dtype), now
+    return best, epochs
+
+
+def _size(tensor: torch.Tensor) -> float:
+    """Of a typical element: steps are taken in proportion to it."""
+    return tensor.detach().square().mean().sqrt().item()
