@@ -3,7 +3,6 @@
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -27,22 +26,20 @@ KV_OFF = {"enabled": False}
 MODELS = ("opt", "qwen2", "llama3", "phi3", "falcon")
 
 
+_FOLDER: list[Path] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder_of_stores(tmp_path_factory):
+    _FOLDER[:] = [tmp_path_factory.mktemp("stores")]
+
+
 @cache
 def store_of(model: str) -> str:
-    """Prepared once a run of the tests, in float32."""
-    folder = Path(mkdtemp(prefix="tiered-ffn-")) / model
+    """Prepared by the first test that asks for it, in float32."""
+    folder = _FOLDER[0] / model
     prepare(Path(model_path(model)), folder, dtype=torch.float32)
     return str(folder)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def stores_go_away():
-    import shutil
-
-    yield
-    for model in (*MODELS, "llama1", "demo"):
-        if store_of.cache_info().currsize:
-            shutil.rmtree(Path(store_of(model)).parent, ignore_errors=True)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -75,7 +72,7 @@ def test_exact_with_prefix_caching_preemption_and_swapped_kv() -> None:
         "enable_prefix_caching": True,
         "max_num_batched_tokens": 512,
     }
-    result = run("opt", prompts, {"expansion": 1.5}, ffn=ffn, **options)
+    result = run("opt", prompts, {"expansion": 1.33}, ffn=ffn, **options)
     assert result.tokens == vllm_tokens("opt", prompts)
     assert result.manifest["kv"]["active"]
 
@@ -90,10 +87,13 @@ def test_with_attention_weights_placed() -> None:
 
 @pytest.mark.parametrize("policy", ["atu", "window", "lru"])
 def test_every_neuron_through_the_cache(policy) -> None:
-    """A mix that leaves nothing out, at decode: what the cache does shows in the tokens."""
-    ffn = {"store": store_of("opt"), "mix": [1, 0, 0], "cache": policy, "far_gib": 0}
-    with engine("opt", {}, ffn=ffn) as llm:
-        assert generate(llm, PROMPTS) == vllm_tokens("opt", PROMPTS)
+    """A mix that leaves nothing out, at decode: what the cache does shows in the tokens.
+
+    Not with ReLU, where neurons that are predicted inactive are left out of any mix.
+    """
+    ffn = {"store": store_of("llama3"), "mix": [1, 0, 0], "cache": policy, "far_gib": 0}
+    with engine("llama3", {"expansion": 1.0}, ffn=ffn) as llm:
+        assert generate(llm, PROMPTS) == vllm_tokens("llama3", PROMPTS)
         assert metric("tiered_ffn_sparse_steps") > 0 and metric("tiered_ffn_hits") > 0
         assert metric("tiered_ffn_dense_steps") > 0  # prompts
         assert metric("tiered_ffn_storage_bytes") > 0
