@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published stores: any neurons to any rows, to the byte; shards; overlap; counters."""
 
+import errno
 import json
 import logging
 import os
@@ -41,9 +42,12 @@ def folders(tmp_path_factory):
     return {name: written(root / name, shape) for name, shape in SHAPES.items()}
 
 
-@pytest.fixture(scope="module")
-def stores(folders):
+@pytest.fixture(scope="module", params=["queued", "threads"])
+def stores(request, folders):
+    """Opened; with many requests given to the system at once, and without."""
     opened = {name: NeuronStore.open(folder) for name, folder in folders.items()}
+    for store in opened.values():
+        store._file.use_aio &= request.param == "queued"
     yield opened
     for store in opened.values():
         store.close()
@@ -193,6 +197,18 @@ def test_reads_overlap_and_their_seconds_count_once(stores, monkeypatch):
     assert torch.equal(other[0], bundles(LARGE, 1, Precision.FULL)[0][4])
 
 
+def test_without_queues_of_the_system_threads_read(folders, monkeypatch):
+    def refuse(depth):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(slots, "AioQueue", refuse)
+    with NeuronStore.open(folders["large"]) as store:
+        into, far = region(LARGE, Precision.FULL, 35), np.arange(0, 70, 2)
+        store.read(0, Precision.FULL, far, into, np.arange(35))
+        assert torch.equal(into, bundles(LARGE, 0, Precision.FULL)[0][::2])
+        assert not store._file.use_aio
+
+
 def test_nothing_to_read(stores):
     read = stores["large"].submit(0, Precision.INT8, ids(), region(LARGE, Precision.INT8, 1), ids())
     assert read.done()
@@ -214,6 +230,7 @@ def test_at_most_as_many_readers_as_said(folders, monkeypatch):
         return real(fd, buffers, offset)
 
     with NeuronStore.open(folders["large"]) as store:
+        store._file.use_aio = False
         monkeypatch.setattr(os, "preadv", preadv)
         far = np.arange(0, 70, 2)
         store.read(0, Precision.FULL, far, region(LARGE, Precision.FULL, 35), np.arange(35))

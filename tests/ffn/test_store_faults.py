@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage, failing disks and wrong stores: read once more, then named; never a wrong weight."""
 
+import ctypes
 import errno
 import logging
 import os
@@ -17,16 +18,36 @@ from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn import store_format
 from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.tiers import slots
+from vllm_tiered.tiers import slot_read, slots
+from vllm_tiered.tiers.aio import AioQueue
 
 
-@pytest.fixture(params=["large", "small"])
-def case(request, tmp_path):
-    """A store whose bundles are read straight, or through blocks around them."""
-    shape = {"large": LARGE, "small": SMALL}[request.param]
+@pytest.fixture(params=["queued", "threads", "small"])
+def case(request, tmp_path, monkeypatch):
+    """A store whose bundles are read straight, many at once or by threads, or through blocks."""
+    shape = SMALL if request.param == "small" else LARGE
     store = NeuronStore.open(written(tmp_path / "store", shape))
+    store._file.use_aio &= request.param == "queued"
+    monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
     yield store, shape
     store.close()
+
+
+def patch_reads(monkeypatch, preadv):
+    """Let the system read by ``preadv``, also what it is asked for many at once."""
+    monkeypatch.setattr(os, "preadv", preadv)
+
+    def read(self, fd, vectors, cuts, offsets):
+        for extent, offset in enumerate(offsets.tolist()):
+            pieces = vectors[cuts[extent] : cuts[extent + 1]].tolist()
+            memory = [(ctypes.c_ubyte * size).from_address(address) for address, size in pieces]
+            buffers = [memoryview(piece).cast("B") for piece in memory]
+            try:
+                yield extent, preadv(fd, buffers, offset)
+            except OSError as error:
+                yield extent, -(error.errno or errno.EIO)
+
+    monkeypatch.setattr(AioQueue, "read", read)
 
 
 def offset_of(store, layer, precision, neuron):
@@ -77,7 +98,7 @@ def test_damage_on_the_way_is_mended_by_the_second_read(case, precision, monkeyp
                 buffer[len(buffer) // 3] ^= 0x10
         return count
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    patch_reads(monkeypatch, preadv)
     found = read_all(store, 1, precision)
     assert torch.equal(found, bundles(shape, 1, precision)[0])
     assert "reading it again" in caplog.text
@@ -118,7 +139,7 @@ def inject(monkeypatch, store, bad, error, *, times=10**9):
             raise OSError(error, os.strerror(error))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", faulty)
+    patch_reads(monkeypatch, faulty)
 
 
 def test_a_bad_block_is_named_by_its_neuron(case, monkeypatch):
@@ -142,9 +163,7 @@ def test_an_error_that_passes_costs_a_second_read(case, monkeypatch):
 def test_the_system_may_take_several_calls(case, monkeypatch):
     store, shape = case
     real = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:4096]], offset)
-    )
+    patch_reads(monkeypatch, lambda fd, buffers, offset: real(fd, [buffers[0][:4096]], offset))
     for precision in Precision:
         assert torch.equal(read_all(store, 1, precision), bundles(shape, 1, precision)[0])
 
@@ -165,9 +184,29 @@ def test_a_bug_in_a_reader_is_no_damage(case, monkeypatch):
     def bug(fd, buffers, offset):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(os, "preadv", bug)
+    patch_reads(monkeypatch, bug)
     with pytest.raises(ZeroDivisionError):
         read_all(store, 0, Precision.FULL)
+
+
+def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
+    """Threads read what it does not take."""
+    real = AioQueue._submit
+
+    def submit(self, pointers, num_under_way):
+        if num_under_way:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real(self, pointers[:3], num_under_way)
+
+    monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
+    monkeypatch.setattr(slots, "DEPTH", 8)
+    monkeypatch.setattr(AioQueue, "_submit", submit)
+    far = np.arange(0, 70, 2)
+    with NeuronStore.open(written(tmp_path / "store", LARGE)) as store:
+        for _ in range(2):
+            into = region(LARGE, Precision.FULL, 35)
+            store.read(0, Precision.FULL, far, into, np.arange(35))
+            assert torch.equal(into, bundles(LARGE, 0, Precision.FULL)[0][::2])
 
 
 def test_after_an_error_a_store_goes_on(case, monkeypatch):
@@ -189,8 +228,8 @@ def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
         released.wait(timeout=60)
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", hang)
-    monkeypatch.setattr(slots, "SILENCE_SECONDS", 0.05)
+    patch_reads(monkeypatch, hang)
+    monkeypatch.setattr(slot_read, "SILENCE_SECONDS", 0.05)
     into = region(shape, Precision.INT8, 1)
     read = store.submit(0, Precision.INT8, ids(5), into, ids(0))
     threading.Timer(0.3, released.set).start()

@@ -18,7 +18,8 @@ from vllm_tiered.ffn import store_format as fmt
 from vllm_tiered.ffn.store_format import HEADER, NEURONS, TABLES, StoreFormat
 from vllm_tiered.tiers.base import PageIds
 from vllm_tiered.tiers.checksums import checksum_of
-from vllm_tiered.tiers.slots import Section, SlotFile, SlotRead
+from vllm_tiered.tiers.slot_read import Section, SlotRead
+from vllm_tiered.tiers.slots import SlotFile
 
 KNOB = "ffn.store"
 
@@ -204,7 +205,7 @@ class NeuronStore:
 
     @property
     def num_reads(self) -> int:
-        """System calls."""
+        """Requests to the system."""
         return self._file.use.num_reads
 
     @property

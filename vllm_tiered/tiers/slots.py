@@ -3,71 +3,49 @@
 
     file     │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ ...          slots have one size, the stride
                           ╲        ╲
-    memory   │ row 0 │ row 1 │ row 2 │ row 3 │ ...              neighbours travel in one system call
+    memory   │ row 0 │ row 1 │ row 2 │ row 3 │ ...              neighbours travel in one request
 
 Slots of whole blocks go past the page cache straight to their rows. Of smaller ones the blocks that
 hold them are read to a bounce buffer first.
 
-A read costs Python little for each slot: the list is cut into as few system calls as neighbours
-allow, and a few tasks of the pool share them out among themselves.
+A read costs Python little for each slot: the list is cut into as few requests as neighbours allow.
+Many are given to the system at once, by one thread; where that cannot be, or they are few, threads
+share them out among themselves.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
 from errno import EIO
 from functools import partial
-from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.tiers.aio import AioQueue
 from vllm_tiered.tiers.base import PageIds
-from vllm_tiered.tiers.checksums import checksum_of
 from vllm_tiered.tiers.io_pool import BouncePool, Bytes, IoPool, SharedFd, transfer
 from vllm_tiered.tiers.published import ALIGNMENT, file_system
+from vllm_tiered.tiers.slot_read import EXTENT_BYTES, Section, SlotRead, Work, cut
 from vllm_tiered.tiers.unnamed_file import make_direct
-from vllm_tiered.units import KIB
 
 logger = logging.getLogger("vllm.tiered")
 
 NUM_READERS = 32
-"""As LLM in a flash has them (its section 4)."""
+"""Threads, as LLM in a flash has them (its section 4)."""
 
-EXTENT_BYTES = 256 * KIB
-"""At most in one system call."""
+DEPTH = 128
+"""Requests that one thread has under way."""
 
-_MAX_BUFFERS = 512  # of a system call; Linux takes 1024
-SILENCE_SECONDS = 10.0
-
-Sums: TypeAlias = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """Slots of one size in a file.
-
-    Attributes:
-        offset: of slot 0, bytes; a multiple of ``ALIGNMENT``.
-        stride: from one slot to the next; a multiple of ``ALIGNMENT``, or a divisor of it.
-        num_bytes: of a slot's content, which the checksum is of.
-        sums: uint64 [num_slots].
-        where: names a slot, for messages.
-    """
-
-    offset: int
-    stride: int
-    num_bytes: int
-    sums: Sums
-    where: Callable[[int], str]
+MIN_AIO_EXTENTS = 8
+"""Fewer are not worth building requests for."""
 
 
 class Use(NamedTuple):
@@ -75,7 +53,7 @@ class Use(NamedTuple):
 
     Attributes:
         num_bytes: that the disk brought, blocks around small slots included.
-        num_reads: system calls.
+        num_reads: requests.
         seconds: in which at least one read was under way.
     """
 
@@ -84,49 +62,13 @@ class Use(NamedTuple):
     seconds: float
 
 
-class SlotRead:
-    """A read that is under way, from :meth:`SlotFile.submit`."""
-
-    def __init__(self, file: "SlotFile", num_tasks: int) -> None:
-        self._file = file
-        self._num_tasks = num_tasks
-        self.results: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether all slots have arrived, or failed to; never blocks."""
-        return self.results.qsize() >= self._num_tasks
-
-    def wait(self) -> None:
-        """Block until all slots are in their rows.
-
-        Raises:
-            IntegrityError: naming the file and the slot that is damaged, or cannot be read.
-        """
-        waited = 0.0
-        while self._num_tasks:
-            try:
-                error = self.results.get(timeout=SILENCE_SECONDS)
-            except Empty:
-                waited += SILENCE_SECONDS
-                logger.warning(
-                    "tiered: %s has been silent for %.0f s; the model waits for its weights",
-                    self._file.path,
-                    waited,
-                )
-                continue
-            self._num_tasks -= 1
-            self._error = self._error or error
-        if self._error is not None:
-            raise self._error
-
-
 class SlotFile:
     """A file of slots, open for reading.
 
     Args:
         path: of the file.
-        num_readers: requests at a time.
+        num_readers: threads.
+        use_aio: let one thread have many requests under way, where the system can.
 
     Attributes:
         is_direct: reads bypass the page cache.
@@ -135,13 +77,15 @@ class SlotFile:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, num_readers: int = NUM_READERS) -> None:
+    def __init__(self, path: Path, *, num_readers: int = NUM_READERS, use_aio: bool = True) -> None:
         self.path = path
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._bounce = BouncePool(EXTENT_BYTES)
         self.is_direct = make_direct(fd, self._bounce.take()[:ALIGNMENT])
         self._file = SharedFd(fd)
         self._pool = IoPool("tiered-slots", num_readers)
+        self._queues: deque[AioQueue] = deque()
+        self.use_aio = use_aio and self.is_direct
         self._lock = threading.Lock()
         self._num_bytes = self._num_reads = self._num_tasks = 0
         self._seconds = self._begin = 0.0
@@ -179,76 +123,153 @@ class SlotFile:
         if len(slots) > 1 and not (np.diff(slots) > 0).all():
             order = np.argsort(slots, kind="stable")
             slots, rows = slots[order], rows[order]
-        assert not len(slots) or (slots[0] >= 0 and slots[-1] < len(section.sums))
+        if len(slots):
+            assert slots[0] >= 0 and slots[-1] < len(section.sums)
+            assert rows.min() >= 0 and rows.max() < len(into)
         memory: Bytes = into.numpy().reshape(-1)
         is_whole = section.stride % ALIGNMENT == 0 and memory.ctypes.data % ALIGNMENT == 0
-        cuts = _cuts(slots, section.stride)
-        num_tasks = min(self._pool.size, len(cuts) - 1)
-        read = SlotRead(self, num_tasks)
-        if not num_tasks:
-            return read
-        work = _Work(section, slots, rows.tolist(), memory, cuts, is_whole=is_whole, read=read)
+        work = Work(section, slots, rows, memory, cut(slots, section.stride), is_whole=is_whole)
+        num_extents = len(work.cuts) - 1
+        if is_whole and num_extents >= MIN_AIO_EXTENTS and (queue := self._take_queue()):
+            work.read = SlotRead(self.path, 1)
+            tasks = [partial(self._task, work, partial(self._carry_queued, work, queue), queue)]
+        else:
+            num_tasks = min(self._pool.size, num_extents)
+            work.read = SlotRead(self.path, num_tasks)
+            tasks = [partial(self._task, work, partial(self._carry, work))] * num_tasks
+        work.num_tasks = len(tasks)
         with self._lock:
-            if not self._num_tasks:
+            if tasks and not self._num_tasks:
                 self._begin = time.perf_counter()
-            self._num_tasks += num_tasks
-        for _ in range(num_tasks):
-            self._pool.submit(partial(self._carry, work))
-        return read
+            self._num_tasks += len(tasks)
+        for task in tasks:
+            self._pool.submit(task)
+        return work.read
 
     def close(self) -> None:
         """Reads that are under way come to their end. Idempotent."""
         self._pool.close(timeout_seconds=1.0)
         self._file.close()
         self._bounce.clear()
+        while self._queues:
+            self._queues.pop().close()
+
+    def _take_queue(self) -> AioQueue | None:
+        if not self.use_aio:
+            return None
+        try:
+            return self._queues.pop()
+        except IndexError:
+            pass
+        try:
+            return AioQueue(DEPTH)
+        except OSError as error:
+            logger.info("tiered: %s is read by threads (no io_submit: %s)", self.path, error)
+            self.use_aio = False
+            return None
 
     # Reader threads ---------------------------------------------------------------------
 
-    def _carry(self, work: "_Work") -> None:
+    def _task(
+        self,
+        work: Work,
+        carry: "partial[tuple[int, int]]",
+        queue: AioQueue | None = None,
+    ) -> None:
         error: BaseException | None = None
         num_bytes = num_reads = 0
         try:
-            with self._file as fd:
-                for turn in work.turn:
-                    if turn >= len(work.cuts) - 1 or work.has_failed:
-                        break
-                    first, end = work.cuts[turn], work.cuts[turn + 1]
-                    num_bytes += self._fetch(fd, work, first, end)
-                    num_reads += 1
+            num_bytes, num_reads = carry()
         except BaseException as failure:
             work.has_failed, error = True, failure
+        if queue is not None:
+            self._queues.append(queue)  # nothing is under way in it, whatever happened
         with self._lock:
             self._num_bytes += num_bytes
             self._num_reads += num_reads
             self._num_tasks -= 1
             if not self._num_tasks:
                 self._seconds += time.perf_counter() - self._begin
+            work.num_tasks -= 1
+            if not work.num_tasks:
+                work.let_go()
         work.read.results.put(error)
 
-    def _fetch(self, fd: int, work: "_Work", first: int, end: int) -> int:
-        """Read and verify an extent, what is wrong in it once more; bytes read."""
-        fetch = self._to_rows if work.is_whole else self._through_bounce
-        try:
-            num_bytes = fetch(fd, work, first, end)
-            wrong = work.damaged(first, end) if num_bytes else range(first, end)
-            reason = "is damaged (checksum)" if num_bytes else "is cut off"
-        except OSError as error:
-            num_bytes, wrong, reason = 0, range(first, end), _failed(error)
-        for index in wrong:
-            where = f"{self.path}: {work.section.where(int(work.slots[index]))}"
-            if end - first == 1 or num_bytes:
-                logger.warning("tiered: %s %s; reading it again", where, reason)
-            try:
-                again = fetch(fd, work, index, index + 1)
-                reason = "is damaged (checksum)" if again else "is cut off"
-                is_good = again and not work.damaged(index, index + 1)
-            except OSError as error:
-                is_good, reason = False, _failed(error)
-            if not is_good:
-                raise IntegrityError(f"{where} {reason}: remove the folder, and prepare it again")
-        return num_bytes
+    def _carry_queued(self, work: Work, queue: AioQueue) -> tuple[int, int]:
+        """All extents, by this thread; bytes and requests."""
+        cuts, stride = np.array(work.cuts), work.section.stride
+        sizes = (np.diff(cuts) * stride).tolist()
+        offsets = work.section.offset + work.slots[cuts[:-1]] * stride
+        vectors = work.vectors()
+        with self._file as fd, closing(queue.read(fd, vectors, cuts, offsets)) as reading:
+            while True:
+                try:
+                    extent, result = next(reading)
+                except StopIteration:
+                    break
+                except OSError as error:
+                    logger.warning(
+                        "tiered: %s is read by threads from now on (%s)", self.path, error
+                    )
+                    self.use_aio = False
+                    return self._carry(work)
+                first, end = work.cuts[extent], work.cuts[extent + 1]
+                if result == sizes[extent]:
+                    wrong: Sequence[int] = work.damaged(first, end)
+                    reason = "is damaged (checksum)"
+                else:
+                    wrong = range(first, end)
+                    reason = _failed(-result) if result < 0 else "came in part"
+                self._mend(fd, work, wrong, reason)
+        return sum(sizes), len(sizes)
 
-    def _to_rows(self, fd: int, work: "_Work", first: int, end: int) -> int:
+    def _carry(self, work: Work) -> tuple[int, int]:
+        """Extents that nobody has taken yet, one after the other; bytes and requests."""
+        num_bytes = num_reads = 0
+        fetch = self._to_rows if work.is_whole else self._through_bounce
+        with self._file as fd:
+            for turn in work.turn:
+                if turn >= len(work.cuts) - 1 or work.has_failed:
+                    break
+                first, end = work.cuts[turn], work.cuts[turn + 1]
+                num_reads += 1
+                try:
+                    fetched = fetch(fd, work, first, end)
+                    wrong = work.damaged(first, end) if fetched else range(first, end)
+                    reason = "is damaged (checksum)" if fetched else "came in part"
+                    num_bytes += fetched
+                except OSError as error:
+                    wrong, reason = range(first, end), _failed(error.errno)
+                self._mend(fd, work, wrong, reason)
+        return num_bytes, num_reads
+
+    def _mend(self, fd: int, work: Work, wrong: Sequence[int], reason: str) -> None:
+        """Read slots once more, one by one: a bad block costs what lies in it alone."""
+        if not wrong:
+            return
+        logger.warning(
+            "tiered: %s: %s%s %s; reading it again",
+            self.path,
+            work.section.where(int(work.slots[wrong[0]])),
+            f" and {len(wrong) - 1} more" if len(wrong) > 1 else "",
+            reason,
+        )
+        fetch = self._to_rows if work.is_whole else self._through_bounce
+        for index in wrong:
+            try:
+                reason = "is damaged (checksum)"
+                if not fetch(fd, work, index, index + 1):
+                    reason = "is cut off"
+                elif not work.damaged(index, index + 1):
+                    continue
+            except OSError as error:
+                reason = _failed(error.errno)
+            raise IntegrityError(
+                f"{self.path}: {work.section.where(int(work.slots[index]))} {reason}: remove the "
+                "folder, and prepare it again"
+            )
+
+    def _to_rows(self, fd: int, work: Work, first: int, end: int) -> int:
         """Straight to the rows; bytes read, 0 where the file is cut off."""
         stride = work.section.stride
         buffers = work.buffers(first, end)
@@ -265,7 +286,8 @@ class SlotFile:
             offset += len(bytes_)
         return wanted
 
-    def _through_bounce(self, fd: int, work: "_Work", first: int, end: int) -> int:
+    def _through_bounce(self, fd: int, work: Work, first: int, end: int) -> int:
+        """The blocks around the slots first; bytes read, 0 where the file is cut off."""
         section = work.section
         slots = work.slots[first:end]
         begin = section.offset + int(slots[0]) * section.stride
@@ -277,85 +299,10 @@ class SlotFile:
         if transfer(os.preadv, fd, bounce, aligned, ALIGNMENT) < until - aligned:
             return 0
         content = bounce[begin - aligned : until - aligned].reshape(-1, section.stride)
-        into = work.memory.reshape(-1, section.stride)
-        into[work.rows[first:end]] = content[slots - slots[0]]
+        work.memory.reshape(-1, section.stride)[work.rows[first:end]] = content[slots - slots[0]]
         self._bounce.give(whole)
         return wanted
 
 
-class _Work:
-    """A list of slots that some tasks share out among themselves.
-
-    Attributes:
-        cuts: extent i is of the slots cuts[i] to cuts[i + 1].
-        turn: the next extent that nobody has taken; next() of it is one step for all threads.
-    """
-
-    def __init__(
-        self,
-        section: Section,
-        slots: PageIds,
-        rows: list[int],
-        memory: Bytes,
-        cuts: Sequence[int],
-        *,
-        is_whole: bool,
-        read: SlotRead,
-    ) -> None:
-        self.section = section
-        self.slots = slots
-        self.rows = rows
-        self.memory = memory
-        self.view = memory.data
-        self.cuts = cuts
-        self.is_whole = is_whole
-        self.turn = count()
-        self.read = read
-        self.has_failed = False
-        self.sums: list[int] = section.sums[slots].tolist()
-
-    def buffers(self, first: int, end: int) -> list[memoryview]:
-        """The rows of an extent; consecutive ones are one buffer."""
-        rows, stride = self.rows, self.section.stride
-        buffers = []
-        begin = previous = rows[first]
-        for row in rows[first + 1 : end]:
-            if row != previous + 1:
-                buffers.append(self.view[begin * stride : (previous + 1) * stride])
-                begin = row
-            previous = row
-        buffers.append(self.view[begin * stride : (previous + 1) * stride])
-        return buffers
-
-    def damaged(self, first: int, end: int) -> list[int]:
-        """Of an extent's slots, those whose rows do not have what was published."""
-        view, stride, num_bytes = self.view, self.section.stride, self.section.num_bytes
-        rows, sums = self.rows, self.sums
-        return [
-            index
-            for index in range(first, end)
-            if checksum_of(view[(at := rows[index] * stride) : at + num_bytes]) != sums[index]
-        ]
-
-
-def _cuts(slots: PageIds, stride: int) -> list[int]:
-    """Where a list of ascending slots is cut into extents: n + 1 positions for n extents.
-
-    Those in the same block or in neighbouring ones travel together.
-    """
-    if not len(slots):
-        return [0]
-    blocks = slots // max(1, ALIGNMENT // stride)
-    at_most = max(1, min(EXTENT_BYTES // max(stride, ALIGNMENT), _MAX_BUFFERS))
-    is_start = np.diff(blocks, prepend=blocks[0] - 2) > 1
-    if stride >= ALIGNMENT:
-        is_start |= np.diff(slots, prepend=-1) == 0  # twice, to two rows
-    runs = np.cumsum(is_start) - 1
-    parts = (blocks - blocks[is_start][runs]) // at_most
-    is_cut = is_start | (np.diff(parts, prepend=-1) != 0)
-    cuts: list[int] = np.flatnonzero(is_cut).tolist()
-    return [*cuts, len(slots)]
-
-
-def _failed(error: OSError) -> str:
-    return f"cannot be read ({error.strerror or os.strerror(EIO)})"
+def _failed(number: int | None) -> str:
+    return f"cannot be read ({os.strerror(number or EIO)})"

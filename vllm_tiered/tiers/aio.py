@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linux's asynchronous I/O (io_submit): many reads under way at once, in one thread.
+
+A thread for each read costs the system a switch, and Python its lock, each time one comes back.
+Here requests are built by numpy, some hundred at a time, and given to the system in one call.
+"""
+
+import ctypes
+import os
+import platform
+from collections.abc import Generator
+from errno import EAGAIN, EINTR, ENOSYS
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class _Numbers(NamedTuple):
+    """Of system calls."""
+
+    setup: int
+    destroy: int
+    submit: int
+    getevents: int
+
+
+_NUMBERS = {"x86_64": _Numbers(206, 207, 209, 208), "aarch64": _Numbers(0, 1, 2, 4)}
+
+_PREADV = 7
+
+# struct iocb and struct io_event of linux/aio_abi.h, for little-endian machines.
+_REQUEST = np.dtype(
+    [
+        ("data", "<u8"),
+        ("key", "<u4"),
+        ("rw_flags", "<u4"),
+        ("opcode", "<u2"),
+        ("priority", "<i2"),
+        ("fd", "<u4"),
+        ("buffer", "<u8"),
+        ("count", "<u8"),
+        ("offset", "<i8"),
+        ("reserved", "<u8"),
+        ("flags", "<u4"),
+        ("eventfd", "<u4"),
+    ]
+)
+_EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+
+
+class AioQueue:
+    """Reads of one thread.
+
+    Args:
+        depth: reads under way at a time.
+
+    Raises:
+        OSError: the system has no asynchronous I/O, or not for one more queue.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        numbers = _NUMBERS.get(platform.machine())
+        if numbers is None or platform.system() != "Linux":
+            raise OSError(ENOSYS, os.strerror(ENOSYS))
+        self._numbers = numbers
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        self._syscall.restype = ctypes.c_long
+        self._events = np.zeros(depth, dtype=_EVENT)
+        context = ctypes.c_ulong(0)
+        self._call(numbers.setup, depth, ctypes.addressof(context))
+        self._context = context.value
+
+    def read(
+        self, fd: int, vectors: npt.NDArray[np.uint64], cuts: Ints, offsets: Ints
+    ) -> Generator[tuple[int, int], None, None]:
+        """Read n extents; memory and ``fd`` belong to it until it ends, or is closed.
+
+        Args:
+            fd: a file with O_DIRECT (without, the system reads at once, and the thread waits).
+            vectors: [m, 2], address and bytes of each piece of memory.
+            cuts: [n + 1]; extent i goes to the pieces cuts[i] to cuts[i + 1].
+            offsets: [n], of the extents in the file.
+
+        Yields:
+            Each extent when it has come, and its bytes, or the negative of an error's number.
+
+        Raises:
+            OSError: the system does not take requests. Those that it took have come by then.
+        """
+        count = len(offsets)
+        requests = np.zeros(count, dtype=_REQUEST)
+        requests["data"] = np.arange(count)
+        requests["opcode"], requests["fd"] = _PREADV, fd
+        requests["buffer"] = vectors.ctypes.data + 16 * cuts[:-1]
+        requests["count"], requests["offset"] = np.diff(cuts), offsets
+        pointers = requests.ctypes.data + _REQUEST.itemsize * np.arange(count, dtype=np.int64)
+        num_submitted = num_under_way = 0
+        try:
+            while num_submitted < count or num_under_way:
+                # Before what has come is looked at, so that the disk always has enough to do.
+                room = min(count - num_submitted, self.depth - num_under_way)
+                if room:
+                    taken = self._submit(pointers[num_submitted:][:room], num_under_way)
+                    num_submitted += taken
+                    num_under_way += taken
+                arrived, results = self._wait(min(num_under_way, max(1, self.depth // 8)))
+                num_under_way -= len(arrived)
+                yield from zip(arrived, results, strict=True)
+        finally:
+            while num_under_way:
+                num_under_way -= len(self._wait(num_under_way)[0])
+
+    def close(self) -> None:
+        """Nothing is under way. Idempotent."""
+        if self._context:
+            self._call(self._numbers.destroy, self._context)
+            self._context = 0
+
+    def _submit(self, pointers: Ints, num_under_way: int) -> int:
+        try:
+            return self._call(
+                self._numbers.submit, self._context, len(pointers), pointers.ctypes.data
+            )
+        except OSError as error:
+            if error.errno == EAGAIN and num_under_way:
+                return 0  # when something has come there is room again
+            raise
+
+    def _wait(self, at_least: int) -> tuple[list[int], list[int]]:
+        while True:
+            try:
+                count = self._call(
+                    self._numbers.getevents,
+                    self._context,
+                    at_least,
+                    self.depth,
+                    self._events.ctypes.data,
+                    0,
+                )
+            except OSError as error:
+                if error.errno != EINTR:
+                    raise
+                continue
+            events = self._events[:count]
+            return events["data"].tolist(), events["result"].tolist()
+
+    def _call(self, number: int, *arguments: int) -> int:
+        """Without Python's lock. Raises OSError as the system says."""
+        result: int = self._syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments))
+        if result < 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        return result
