@@ -159,7 +159,7 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         switch_over = batch
     worst = min(ratios.values())
     return {
-        "by_batch": by_batch,
+        "by_batch": {str(batch): figures for batch, figures in by_batch.items()},
         "switch_over_batch": switch_over,
         "choice_ratio": worst,
         "choice_is_within_5_percent": worst >= 0.95,

@@ -10,6 +10,8 @@ import torch
 from benchmarks import batch_decode, ffn_batch, limited
 from benchmarks.batch_decode import PATHS
 from benchmarks.ffn_batch import PROFILES, summarise
+from benchmarks.planted import PLANTED, planted_dir
+from benchmarks.planted_store import planted_store
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.ffn.layer import FfnLayer
 
@@ -37,11 +39,11 @@ def runs_of(seconds, rounds=2):
 
 def test_figures_follow_from_the_runs():
     result = summarise(runs_of(SECONDS))
-    assert result["by_batch"][8]["sparse"] == pytest.approx(16)
+    assert result["by_batch"]["8"]["sparse"] == pytest.approx(16)
     assert result["switch_over_batch"] == 32
     assert result["choice_ratio"] == pytest.approx(0.5 / 0.52)
     assert result["choice_is_within_5_percent"]
-    assert result["by_batch"][1]["sparse_share"]["chosen"] == pytest.approx(0.75)
+    assert result["by_batch"]["1"]["sparse_share"]["chosen"] == pytest.approx(0.75)
     assert "| 32 |" in ffn_batch.table(result)
 
 
@@ -94,3 +96,57 @@ def test_dense_is_forced_and_the_rest_left_alone(monkeypatch):
         layer.compute(torch.zeros(1, 1), True)
         layer.compute(torch.zeros(1, 1), False)
     assert seen == [True, False, False, False, True, False]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A tiny planted model's folder, and a store of it."""
+    folder = tmp_path_factory.mktemp("planted")
+    model = planted_dir("opt-tiny", folder)
+    return model, planted_store(model, folder)
+
+
+def tiered(store):
+    return {
+        "ffn": {
+            "store": str(store),
+            "mix": [1.0, 0.0, 0.0],
+            "cache": "window",
+            "window": 5,
+            "near_gib": 6e6 / 2**30,
+            "far_gib": 0,
+        }
+    }
+
+
+def test_a_batch_is_decoded_in_each_way(planted):
+    model, store = planted
+    settings = replace(
+        PROFILES["quick"], shape="opt-tiny", batches=(1, 3), rounds=1, near_share=1.4, new_tokens=6
+    )
+    command = ffn_batch.batch_command(settings, model, store)
+    runs = limited.measure("batches", command, None, 1)["runs"]
+    assert [(run["batch"], run["path"]) for run in runs] == [(b, p) for b in (1, 3) for p in PATHS]
+    for run in runs:
+        # The first token comes with the prompt.
+        assert len(run["seconds_per_step"]) == settings.new_tokens - 1
+        steps = (settings.new_tokens - 1) * PLANTED["opt-tiny"].sizes.num_layers
+        kind = {"sparse": "ffn_sparse_steps", "dense": "ffn_dense_steps"}
+        assert run["path"] == "chosen" or run["use"][kind[run["path"]]] == steps
+
+
+def test_a_contender_decodes_with_chosen_neurons(planted):
+    model, store = planted
+    load = limited.Load(prompt_tokens=12, new_tokens=12, batch=2, prompt_step=7)
+    kv_bytes = load.kv_bytes(PLANTED["opt-tiny"].sizes)
+    command = limited.decode_command(load, model, kv_bytes, tiered(store))
+    measured = limited.measure("sparse", command, None, 1)
+    assert len(measured["seconds_per_token"]) == load.new_tokens - 1
+    assert [len(ids) for ids in measured["tokens"]] == [load.new_tokens] * 2
+    use = measured["use"]
+    assert use["ffn_sparse_steps"] == 11 * PLANTED["opt-tiny"].sizes.num_layers
+    # Four of five neurons were wanted for the token before.
+    assert use["ffn_hits"] > 2 * use["ffn_misses"] > 0
+    assert use["ffn_storage_bytes"] >= 1024 * use["ffn_misses"]
+    assert measured["prefill_seconds"] > 0
+    assert measured["manifest"]["ffn"]["predictor"] == "low_rank"

@@ -54,7 +54,9 @@ class Tables:
         self.scales: dict[Precision, torch.Tensor] = {
             p: store.scales(layer, p) for p in store.precisions if p != Precision.FULL
         }
-        self.up_bias = store.up_bias(layer)
+        up_bias = store.up_bias(layer)
+        # As regions have it: kernels add in float32 whatever the weights are.
+        self.up_bias = None if up_bias is None else up_bias.float()
         self.down_bias = store.down_bias(layer)
         self.down_norms = store.down_norms(layer)
 
