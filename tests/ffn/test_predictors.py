@@ -71,7 +71,7 @@ def test_file_and_shard(tmp_path, gated):
 def test_files_that_are_refused(tmp_path):
     path = tmp_path / predictor_name(0)
     save_predictor(path, low_rank(gated=False), "model-a", {})
-    with pytest.raises(ConfigError, match="no predictor: .*0001"):
+    with pytest.raises(ConfigError, match=r"no predictor: .*0001"):
         load_predictor(tmp_path / predictor_name(1))
     with pytest.raises(ConfigError, match="of model model-a, not of model-b"):
         load_predictor(path, "model-b")

@@ -153,7 +153,6 @@ class LayerwiseModel:
             if buffer.is_meta:
                 raise UnsupportedError(f"buffer {prefix}{name} was not made")
 
-
     def _saved_name(self, name: str) -> str | None:
         """Some checkpoints leave the base model's prefix out."""
         candidates = (name, name.removeprefix(f"{self._prefix}."))
