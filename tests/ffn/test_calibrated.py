@@ -73,7 +73,7 @@ def test_low_rank(model, text, tmp_path):
         assert read_header(path)["report"]["rank"] in (4, 8)
         found = json.loads(store.file(statistics_name(layer)).read_text())
         assert 0 < found["active_share"] < 1
-        assert found["num_tokens"] == 1024  # whole pieces of 512
+        assert found["num_tokens"] == 1200
     mix = json.loads(store.file(MIX_FILE).read_text())
     assert mix["ranked_by"] == "low_rank"
     tried = {tuple(candidate["mix"]): candidate["entropy"] for candidate in mix["candidates"]}

@@ -18,7 +18,7 @@ _LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
 }
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": 512,
     },
     "falcon": {
         "hidden_size": HIDDEN,
