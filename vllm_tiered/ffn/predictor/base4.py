@@ -87,7 +87,7 @@ class Base4(Predictor):
             scales_NMG: of all matrices, down too.
         """
         num_bytes = bundle_bytes(shape, Precision.INT4)
-        packed = bundles[:, :num_bytes].unflatten(1, (shape.num_matrices, -1))[:, :-1]
+        packed = bundles[:, :num_bytes].reshape(len(bundles), shape.num_matrices, -1)[:, :-1]
         codes_NMH = torch.cat([packed & 15, packed >> 4], dim=2).to(torch.int8) - OFFSET
         return cls(
             codes_NMH,
