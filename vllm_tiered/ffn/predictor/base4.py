@@ -14,13 +14,14 @@ from typing import ClassVar
 
 import torch
 
+from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
 from vllm_tiered.ffn.predictor.activation import activation_function
 from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.quantise import OFFSET
 
 _TORCH_GROUPS = (32, 64, 128, 256)
 _BLOCK = 64
 """Rows that torch's product takes at once, at most; a multiple of it suits every processor."""
-_ZERO_CODE = 8
 
 
 class Base4(Predictor):
@@ -67,6 +68,36 @@ class Base4(Predictor):
             self._codes = codes.contiguous()
             self._figures = scales.contiguous()
 
+    @classmethod
+    def of_bundles(
+        cls,
+        bundles: torch.Tensor,
+        scales_NMG: torch.Tensor,
+        shape: FfnShape,
+        norms_N: torch.Tensor,
+        *,
+        activation: str,
+        bias_N: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "Base4":
+        """From what the neuron store has of a layer in 4 bit.
+
+        Args:
+            bundles: uint8 [N, at least bundle_bytes]; their down columns are not kept.
+            scales_NMG: of all matrices, down too.
+        """
+        num_bytes = bundle_bytes(shape, Precision.INT4)
+        packed = bundles[:, :num_bytes].reshape(len(bundles), shape.num_matrices, -1)[:, :-1]
+        codes_NMH = torch.cat([packed & 15, packed >> 4], dim=2).to(torch.int8) - OFFSET
+        return cls(
+            codes_NMH,
+            scales_NMG[:, :-1],
+            norms_N,
+            activation=activation,
+            bias_N=bias_N,
+            dtype=dtype,
+        )
+
     @property
     def num_neurons(self) -> int:
         return len(self.norms_N)
@@ -99,7 +130,7 @@ class Base4(Predictor):
 
     def _pack(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         padding = -len(codes) % _BLOCK
-        offset_codes = torch.nn.functional.pad(codes.int() + _ZERO_CODE, (0, 0, 0, padding))
+        offset_codes = torch.nn.functional.pad(codes.int() + OFFSET, (0, 0, 0, padding))
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(offset_codes, 1)
         repeats = self._hidden // self._group // scales.shape[1]
         scale_GN = torch.nn.functional.pad(scales.repeat_interleave(repeats, 1).T, (0, padding))

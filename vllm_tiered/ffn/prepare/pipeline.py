@@ -16,6 +16,7 @@ import torch
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn import store_format as fmt
+from vllm_tiered.ffn.prepare.calibrated import Calibration, calibrated_steps
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.steps import Here, Progress, Runner, Step, run_steps
 from vllm_tiered.ffn.quantise import default_group
@@ -31,20 +32,36 @@ class Preparation:
     Attributes:
         checkpoint: of the model.
         writer: whose ``path_of`` says where to leave files that are to be published.
+        calibration: what to watch the model on; None for nothing that is not needed.
     """
 
     checkpoint: Checkpoint
     writer: NeuronStoreWriter
+    calibration: Calibration | None = None
 
 
 def _base4(preparation: Preparation) -> list[Step]:
-    """Nothing to do: it takes gate and up in 4 bit, and the norms of the down columns."""
+    """It takes gate and up in 4 bit, and the norms of the down columns: all of that is there."""
     if Precision.INT4 not in preparation.writer.form.groups:
         raise ConfigError(
             "--predictor base4 computes with 4-bit neurons: add int4 to --precisions, or give "
             "--predictor none"
         )
-    return []
+    return [] if preparation.calibration is None else _calibrated(preparation, "base4")
+
+
+def _low_rank(preparation: Preparation) -> list[Step]:
+    return _calibrated(preparation, "low_rank")
+
+
+def _calibrated(preparation: Preparation, predictor: str) -> list[Step]:
+    return calibrated_steps(
+        preparation.checkpoint,
+        preparation.calibration or Calibration(),
+        preparation.writer.draft,
+        predictor,
+        preparation.writer.form.groups,
+    )
 
 
 def _none(preparation: Preparation) -> list[Step]:
@@ -53,6 +70,7 @@ def _none(preparation: Preparation) -> list[Step]:
 
 PREDICTORS: Mapping[str, Callable[[Preparation], list[Step]]] = {
     "base4": _base4,
+    "low_rank": _low_rank,
     "none": _none,
 }
 """What each predictor needs to be prepared, by the name that it has on the command line."""
@@ -66,6 +84,7 @@ def prepare(
     group: int | None = None,
     dtype: torch.dtype | None = None,
     predictor: str = "base4",
+    calibration: Calibration | None = None,
     runner: Runner | None = None,
     progress: Progress | None = None,
 ) -> bool:
@@ -77,6 +96,8 @@ def prepare(
         group: weights that share a 4-bit scale; None for the default, 0 for a row.
         dtype: of full precision; None for the checkpoint's.
         predictor: of ``PREDICTORS``.
+        calibration: to watch the model on, for statistics and a searched mix; None for what the
+            predictor needs alone.
         runner: how layers are worked through; None for one after the other.
 
     Returns:
@@ -100,6 +121,8 @@ def prepare(
         groups=groups,
     )
     notes = {"predictor": predictor}
+    if calibration is not None:
+        notes["calibration"] = str(calibration)
     if _is_there(out, form, notes):
         return False
     writer = NeuronStoreWriter(
@@ -112,7 +135,9 @@ def prepare(
         model=form.model,
     )
     try:
-        others = PREDICTORS[predictor](Preparation(checkpoint=checkpoint, writer=writer))
+        others = PREDICTORS[predictor](
+            Preparation(checkpoint=checkpoint, writer=writer, calibration=calibration)
+        )
         with writer.said("cannot be written"):
             run_steps([_neurons(checkpoint, writer), *others], runner or Here(), progress)
         writer.publish(notes)
