@@ -26,7 +26,7 @@ from benchmarks.cache import publish_dir
 from benchmarks.planted_store import ffn_tensors
 from vllm_tiered.cost.ffn import BLOCK_BYTES
 from vllm_tiered.tiers.checksums import checksum_of
-from vllm_tiered.tiers.slots import Section
+from vllm_tiered.tiers.slot_read import Section
 
 _NAME = "matrices.bin"
 _CALL_BYTES = 4 << 20

@@ -20,7 +20,7 @@ from vllm_tiered.ffn.plan import AHEAD
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.tiers.base import PageBuffer
 from vllm_tiered.tiers.published import aligned_pages
-from vllm_tiered.tiers.slots import SlotRead
+from vllm_tiered.tiers.slot_read import SlotRead
 
 
 @dataclass(slots=True)

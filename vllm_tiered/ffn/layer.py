@@ -9,6 +9,7 @@
 B tokens, H hidden, N neurons of the layer, n of them in a region.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from vllm_tiered.ffn.selection import Mix, Selection, select
 from vllm_tiered.ffn.source import Arrival, NeuronSource, settle
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
+from vllm_tiered.ffn.switch_over import SwitchOver
 from vllm_tiered.tiers.base import PageBuffer
 
 _LEAST = float(torch.finfo(torch.float32).tiny)
@@ -92,6 +94,7 @@ class FfnLayer:
         tables: Tables,
         source: NeuronSource,
         stream: NeuronStream,
+        switch: SwitchOver,
         *,
         streamed: Precision,
         regions: Mapping[Precision, Region],
@@ -106,6 +109,7 @@ class FfnLayer:
         self._tables = tables
         self._source = source
         self._stream = stream
+        self._switch = switch
         self._streamed = streamed
         self.regions = dict(regions)
         self._pages = {p: PageBuffer(region.rows) for p, region in regions.items()}
@@ -133,12 +137,14 @@ class FfnLayer:
             only_decodes: each row is a request's newest token; else the layer is computed with all
                 neurons, as a prompt's tokens together want most of them.
         """
+        begin = time.perf_counter()
         if self._mix is None or not only_decodes:
-            return self._dense(x_BH, wraps=self._mix is None).to(x_BH.dtype)
+            return self._dense(x_BH, begin).to(x_BH.dtype)
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
         selection = self._selected(x_BH, base_BN)
-        if not self._fits(selection):
-            return self._dense(x_BH, wraps=False).to(x_BH.dtype)
+        missing, multiplied = self._bytes_of(selection)
+        if not self._fits(selection) or self._switch.prefers_dense(missing, multiplied, len(x_BH)):
+            return self._dense(x_BH, time.perf_counter()).to(x_BH.dtype)
         self._make_resident(selection)
         if self.later is not None:
             self.later.anticipate(x_BH)
@@ -149,6 +155,7 @@ class FfnLayer:
         if self._base is not None and base_BN is not None:
             self._mask(base_BN, selection)
             add_down(out_BH, base_BN, self._base, self._base.capacity)
+        self._switch.add_sparse(time.perf_counter() - begin, missing, multiplied, len(x_BH))
         return out_BH.to(x_BH.dtype)
 
     def anticipate(self, x_BH: torch.Tensor) -> None:
@@ -219,12 +226,23 @@ class FfnLayer:
         for cache in self.cache.caches.values():
             base_BN[:, torch.from_numpy(cache.resident())] = 0
 
-    def _dense(self, x_BH: torch.Tensor, *, wraps: bool) -> torch.Tensor:
+    def _bytes_of(self, selection: Selection) -> tuple[int, int]:
+        """Of the neurons that would be brought, and of those that would be multiplied."""
+        assert self.cache is not None
+        missing = multiplied = 0
+        for precision, one in self.cache.caches.items():
+            wanted = selection.of(precision)
+            stride = self._pages[precision].page_bytes
+            missing += len(one.missing(wanted)) * stride
+            multiplied += len(wanted) * stride
+        return missing, multiplied
+
+    def _dense(self, x_BH: torch.Tensor, begin: float) -> torch.Tensor:
         self.use.dense_steps += 1
         out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
         if self._num_resident:
             self._add(out_BH, x_BH, self.regions[Precision.FULL], self._num_resident)
-        for chunk in self._stream.chunks(self._index, wraps=wraps):
+        for chunk in self._stream.chunks(self._index, wraps=self._mix is None):
             region = Region(
                 rows=self._stream.slots[chunk.slot].data,
                 shape=self._store.shape,
@@ -233,6 +251,7 @@ class FfnLayer:
                 **self._tables.of(self._streamed, chunk.first, chunk.num_neurons),
             )
             self._add(out_BH, x_BH, region, chunk.num_neurons)
+        self._switch.add_dense(time.perf_counter() - begin, len(x_BH))
         return out_BH
 
     def _add(self, out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, num_rows: int) -> None:

@@ -20,6 +20,7 @@ from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.source import NeuronSource
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
+from vllm_tiered.ffn.switch_over import SwitchOver
 from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.published import aligned_pages
 
@@ -42,6 +43,7 @@ class FfnRuntime:
     Attributes:
         layers: in the order of computation.
         dynamic: what is read ahead; None if nothing is.
+        switch: what sparse and dense steps take.
         predictor: the name of what ranks neurons; None if nothing does.
 
     Raises:
@@ -83,6 +85,7 @@ class FfnRuntime:
             firsts=[num_resident] * plan.shape.num_layers,
             device=self._near_device,
         )
+        self.switch = SwitchOver()
         new_cache = _new_cache(policy, window, plan.shape.neurons)
         self.layers = [
             FfnLayer(
@@ -91,6 +94,7 @@ class FfnRuntime:
                 tables := Tables(store, index),
                 self.source,
                 stream,
+                self.switch,
                 streamed=plan.streamed,
                 regions={p: self._region(p, rows, tables) for p, rows in plan.rows.items() if rows},
                 cache=None
