@@ -42,7 +42,9 @@ NUM_READERS = 32
 """Threads, as LLM in a flash has them (its section 4)."""
 
 DEPTH = 128
-"""Requests that one thread has under way."""
+"""Requests that one thread has under way. Scattered bundles of 16 KiB take 51 us and 14 of the CPU,
+read by 32 threads 68 and 58; of 4 KiB 46 and 11, 63 and 56. A checksum, included, takes 2.2 and 0.9
+(medians of 8 interleaved rounds; 2 cores, busy with other work; virtio disk, 2026-11-22)."""
 
 MIN_AIO_EXTENTS = 8
 """Fewer are not worth building requests for."""
