@@ -152,7 +152,9 @@ def _measure(
     theirs = _torch_products(region, x, a.bfloat16())
     found = []
     for name, (num_bytes, compute) in ours.items():
-        rates, torch_rates, shares = [], [], []
+        rates: list[float] = []
+        shares: list[float] = []
+        torch_rates: list[float] = []
         for _ in range(turns + 1):
             read = elsewhere.nbytes / _seconds(elsewhere.sum) / 1e9
             rates.append(num_bytes / _seconds(compute) / 1e9)
