@@ -16,7 +16,14 @@ X86 = {
 }
 FLAGS = {"generic": [], **(X86 if platform.machine() in ("x86_64", "AMD64") else {})}
 # gcc's own AVX-512 header warns of itself.
-ALWAYS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wno-maybe-uninitialized"]
+ALWAYS = [
+    "-O3",
+    "-g0",
+    "-std=c++17",
+    "-fvisibility=hidden",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+]
 
 setup(
     ext_modules=[

@@ -153,8 +153,8 @@ def _measure(
     found = []
     for name, (num_bytes, compute) in ours.items():
         rates: list[float] = []
-        torch_rates: list[float] = []
         shares: list[float] = []
+        torch_rates: list[float] = []
         for _ in range(turns + 1):
             read = elsewhere.nbytes / _seconds(elsewhere.sum) / 1e9
             rates.append(num_bytes / _seconds(compute) / 1e9)

@@ -194,7 +194,7 @@ def test_both_at_once_are_the_same(precision):
     assert torch.equal(product(x, region, 333, "silu"), out)
 
 
-@pytest.mark.parametrize("kernels", native.LIBRARIES)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_rows_of_no_activation_are_not_read(monkeypatch, kernels, precision):
     use(monkeypatch, kernels)

@@ -32,7 +32,9 @@ def activations(x_BH: torch.Tensor, region: Region, a_Bn: torch.Tensor, activati
 def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, region: Region) -> None:
     """Add the down product of the region's first n rows to ``out_BH``; all float32."""
     for begin, end in _chunks(region, a_Bn.shape[1]):
-        out_BH.addmm_(a_Bn[:, begin:end], _matrix(region, -1, begin, end))
+        down_nH, some_Bn = _matrix(region, -1, begin, end), a_Bn[:, begin:end]
+        down_nH[(some_Bn == 0).all(dim=0)] = 0  # also where it is no number
+        out_BH.addmm_(some_Bn, down_nH)
 
 
 def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -64,7 +66,7 @@ def _matrix(region: Region, matrix: int, begin: int, end: int) -> torch.Tensor:
     num_bytes = bundle_bytes(region.shape, region.precision) // region.shape.num_matrices
     codes = region.rows[begin:end, matrix * num_bytes : (matrix + 1) * num_bytes]
     if region.precision is Precision.FULL:
-        return codes.view(region.dtype).float()
+        return codes.view(region.dtype).to(torch.float32, copy=True)
     if region.precision is Precision.INT8:
         weights = codes.view(torch.int8).float()
     else:
