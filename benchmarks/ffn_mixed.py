@@ -102,7 +102,7 @@ def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: preparations, then contenders round by round."""
     skipped = _skipped(settings)
     peers_ready = len([name for name in settings.peers if name not in skipped])
-    ours = 3 + len(POLICIES) + 1 + (UNCACHED not in skipped)
+    ours = len({FULL, LAYERS, DENSE, *POLICIES.values()}) + (UNCACHED not in skipped)
     return 3 + settings.rounds * (ours + peers_ready)
 
 
@@ -184,7 +184,7 @@ def contenders(
         OURS: sparse(settings.mix, "atu"),
         FULL: sparse((1.0, 0.0, 0.0), "atu"),
         UNCACHED: sparse(settings.mix, "none"),
-        **{policy: sparse(settings.mix, policy) for policy in POLICIES},
+        **{name: sparse(settings.mix, policy) for policy, name in POLICIES.items()},
         LAYERS: limited.decode_command(settings.load, model, kv_bytes, streamed),
         DENSE: limited.decode_command(settings.load, model, kv_bytes),
     }

@@ -18,7 +18,8 @@ LAYERS = "layer streaming"
 DENSE = "vLLM, all in memory"
 LLAMA_CPP = "llama_cpp"
 
-POLICIES = ("atu", "window", "lru")
+POLICIES = {"atu": OURS, "window": "cache: window", "lru": "cache: lru"}
+"""The contender that runs each policy."""
 
 DEFINITIONS = {
     "tokens_per_s": "of decoding one request: over the median time of a token, median over rounds",
@@ -74,7 +75,7 @@ def summarise(
         "mixed_precision_gain": ratio(FULL),
         "cache_gain": ratio(UNCACHED),
         "carbon_ratio": grams[LAYERS] / grams[OURS],
-        "policies": {name: _policy(rounds, name) for name in POLICIES if name in rates},
+        "policies": {policy: _policy(rounds, name) for policy, name in POLICIES.items()},
         "by_contender": by_contender,
         "manifest": rounds[-1][OURS]["manifest"],
         "skipped": dict(skipped),
