@@ -167,10 +167,7 @@ def test_the_papers_finding_that_the_batch_is_worth_more_than_weights_near():
     """OPT-175B beside 40 GB: a link-bound step takes as long for many requests (HeLM V-C)."""
     shape = model_shape(OPT_175B)
     load = Load(prompt_tokens=128, output_tokens=21)
-    a100 = dataclasses.replace(
-        machine("h200-pcie5"), near_gb_per_s=1244.0, read_gb_per_s=17.9, tflops=150.0
-    )
-    found = by_name(60, 400, shape=shape, load=load, on=a100)
+    found = by_name(60, 400, shape=shape, load=load, on=machine("a100-optane"))
     few, many = found["flexgen"], found["all_far"]
     assert isinstance(few, Fit) and isinstance(many, Fit)
     assert many.requests > few.requests
