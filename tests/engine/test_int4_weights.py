@@ -166,7 +166,7 @@ def test_near_memory_has_what_the_manifest_says(placement) -> None:
 
 @pytest.mark.parametrize(
     ("model", "near_gib", "block_bytes"),
-    [("opt", 0.008, 4 * 2 * 4 * 64 * 32 * 4), ("llama3", 0.0025, 3 * 2 * 1 * 64 * 32 * 4)],
+    [("opt", 0.006, 4 * 2 * 4 * 64 * 32 * 4), ("llama3", 0.0025, 3 * 2 * 1 * 64 * 32 * 4)],
 )
 @pytest.mark.parametrize("placement", ["throughput", "auto"])
 def test_near_memory_shared_with_the_kv_cache(
@@ -190,7 +190,7 @@ def test_near_memory_shared_with_the_kv_cache(
 def test_shared_and_stored(plain, tmp_path) -> None:
     weights = {
         "placement": "throughput",
-        "near_gib": 0.006,
+        "near_gib": 0.0052,
         "far_gib": 0,
         "compress": "int4",
         "storage_path": str(tmp_path),
