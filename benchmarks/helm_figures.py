@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from vllm_tiered.cost.machine import machine
+
 LINK_GB_PER_S: Mapping[str, float] = {
-    "nvdram": 17.9,
+    "nvdram": machine("a100-optane").read_gb_per_s,
     "cxl_fpga": 5.12,
     "cxl_asic": 28.0,
     "dram": 22.4,
@@ -15,8 +17,7 @@ LINK_GB_PER_S: Mapping[str, float] = {
 """Far to near (10^9 bytes), as weights see it.
 
 * CXL-FPGA and CXL-ASIC: table III.
-* NVDRAM: what table IV's ratios say beside those of CXL (0.36 where 5.12 GB/s give 0.10 and 28 give
-  0.55); figure 3a has 15.5 to 19.9 GB/s by the size of the buffer.
+* NVDRAM: the machine's profile, which says how it follows from table IV.
 * DRAM: NVDRAM is "within 25 %" of it with compressed weights (IV-B, figure 6); figure 3a has 24.6.
 """
 

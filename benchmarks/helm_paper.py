@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HeLM's table IV and figures 11 to 13 from the cost model: OPT-175B on an A100 with Optane or CXL.
 
-Nothing is measured: placements and steps come from `vllm_tiered.cost`, the machine from `MACHINE`.
-Weights are kept in 4 bits a weight and 32 bits a group of 64 (section IV-B), and expanded before
-each product, which takes the most of a sublayer's compute.
+Nothing is measured: placements and steps come from `vllm_tiered.cost`, the machine from its profile
+`a100-optane`. Weights are kept in 4 bits a weight and 32 bits a group of 64 (section IV-B), and
+expanded before each product, which takes the most of a sublayer's compute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.helm_figures import (
 )
 from benchmarks.progress import Step
 from benchmarks.tables import markdown, number
-from vllm_tiered.cost.machine import Machine
+from vllm_tiered.cost.machine import machine
 from vllm_tiered.cost.model import ModelShape, model_shape
 from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
 from vllm_tiered.cost.predict import Batch, compute_times
@@ -47,16 +47,8 @@ EXPANDED_WEIGHTS_PER_S = 47e9
 """Calibrated on table IV's decode rows (least worst error): what is left of compute there when the
 products' memory traffic is taken off."""
 
-MACHINE = Machine(
-    read_gb_per_s=LINK_GB_PER_S["nvdram"],
-    write_gb_per_s=3.26,  # figure 3b; nothing is written here
-    near_gb_per_s=1244.0,  # assumed: 80 % of table I's 1555
-    tflops=185.0,  # calibrated on table IV's prefill rows (least worst error); data sheet: 312
-    near_bytes_per_copied_byte=0.0,  # a link and a memory of its own: beside HBM's it is nothing
-    step_overhead_ms=0.0,  # the paper gives none
-    request_overhead_us=0.0,
-    far_layer_overhead_us=0.0,
-)
+MACHINE = machine("a100-optane")
+"""What `vllm-tiered plan` takes for it too. Links are those of `LINK_GB_PER_S`, each in turn."""
 
 RESULT_KEYS = ("worst_ratio_error", "worst_claim_error", "table_iv", "claims", "runs", "modelled")
 

@@ -15,6 +15,7 @@ class EngineSpec:
     """One engine configuration. Systems that are compared differ in `tiered` alone.
 
     `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
+    `kv_cache_memory_bytes` is None where the plugin's own plan says how large the KV cache is.
     With `resets_prefix_cache` false, prefixes live on from round to round. `checks_integrity` has
     the plugin's structures checked at every step (slower: not for timing). `copies_gb_per_s` has
     a thread copy host memory for nobody during each round, at most at this rate (0: none).
@@ -28,7 +29,7 @@ class EngineSpec:
     model_dir: str
     dtype: str
     block_size: int
-    kv_cache_memory_bytes: int
+    kv_cache_memory_bytes: int | None
     max_num_seqs: int
     max_model_len: int
     enable_prefix_caching: bool

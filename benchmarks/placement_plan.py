@@ -13,12 +13,18 @@ their bandwidths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.helm_figures import LINK_GB_PER_S, decode_ratios
+from vllm_tiered.cost.curves import Curves, ProductCurve
+from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.cost.serving import Load
+from vllm_tiered.cost.split import Room, Split
+from vllm_tiered.cost.throughput import split_for_throughput
 from vllm_tiered.cost.weights import Kind, Placement, place
 
 _OPT_1_3B_LAYERS = 24
@@ -89,6 +95,51 @@ def expected_seconds(
     """Of a step, from the pipeline's model alone."""
     transfers = transfer_seconds(placement, Link(bytes_per_s=bytes_per_s))
     return step_time(transfers, compute.times(shape)).seconds
+
+
+def planned_split(
+    shape: ModelShape,
+    compute: Compute,
+    bytes_per_s: float,
+    near_bytes: int,
+    most: int,
+    block_tokens: int,
+) -> Split:
+    """What `throughput` should plan on such a link, products being held.
+
+    Args:
+        near_bytes: of layers, KV, and the block that vLLM keeps for itself.
+        most: requests, each of one block.
+
+    Raises:
+        BudgetError: not one request fits.
+    """
+    layer = [part.num_bytes for part in shape.sublayers[:2]]
+    seconds = compute.attention + compute.ffn
+    # Held products take time by their weights; any number of rows as long as one.
+    held = ProductCurve.of({(1, sum(layer)): seconds, (most * block_tokens, sum(layer)): seconds})
+    machine = Machine(
+        read_gb_per_s=bytes_per_s / 1e9,
+        write_gb_per_s=bytes_per_s / 1e9,
+        near_gb_per_s=sum(layer) / seconds / 1e9,
+        tflops=math.inf,
+        near_bytes_per_copied_byte=0.0,
+        step_overhead_ms=1e3 * compute.rest,
+        request_overhead_us=0.0,
+        far_layer_overhead_us=0.0,
+        curves=Curves(
+            near=held, far=held, compute_slowdown=1.0, link_slowdown=1.0, layer_overhead_us=0.0
+        ),
+    )
+    prompt = block_tokens // 2  # as the engine takes it, which knows the longest request only
+    load = Load(
+        prompt_tokens=prompt,
+        output_tokens=block_tokens - prompt,
+        max_requests=most,
+        block_tokens=block_tokens,
+    )
+    without_head = replace(shape, head_bytes=0)  # `rest` has it
+    return split_for_throughput(without_head, machine, load, Room(near_bytes=near_bytes))
 
 
 def near_budget(shape: ModelShape, placement: Placement, requests: int, block_tokens: int) -> int:

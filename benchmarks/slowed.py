@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.jobs import EngineSpec, RoundResult
+from vllm_tiered.cost.curves import Curves, ProductCurve
 from vllm_tiered.cost.weights import Kind, Sublayer, sublayers_of
 
 COMPUTE_SECONDS: Mapping[Kind, str] = {kind: f"benchmarks:{kind.value}_seconds" for kind in Kind}
@@ -43,7 +44,7 @@ class Slowed:
 
     def prepare(self) -> None:
         """Before the engine starts: its device gets the link, its measurements the rate."""
-        from vllm_tiered.adapter import device, offloader
+        from vllm_tiered.adapter import device, offloader, weights_plan
         from vllm_tiered.tiers.base import Direction
         from vllm_tiered.tiers.cpu import CpuDevice
 
@@ -51,7 +52,7 @@ class Slowed:
             throttles = {Direction.READ: self._throttle}
             return CpuDevice(cpus=device.process_cpus(), throttles=throttles)
 
-        measure = offloader.measure
+        measure, measure_machine = offloader.measure, weights_plan.measure_machine
 
         def held(device: Any, layers: Any, sublayers: Any, *args: Any, **kwargs: Any) -> Any:
             measured = measure(device, layers, sublayers, *args, **kwargs)
@@ -64,8 +65,16 @@ class Slowed:
             )
             return replace(measured, times=replace(measured.times, compute=compute))
 
+        def held_machine(device: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
+            machine = measure_machine(device, layers, *args, **kwargs)
+            if not self._rate or machine.curves is None:
+                return machine
+            width = next(layers[0].parameters()).element_size()
+            return replace(machine, curves=held_curves(machine.curves, width * self._rate))
+
         offloader.make_device = make_device
         offloader.measure = held
+        weights_plan.measure_machine = held_machine
 
     def watch(self, llm: Any) -> None:
         """When the engine is up: time, and hold, the products of its layers."""
@@ -168,6 +177,30 @@ class SublayerClock:
         if self._kind is not None:
             self._seconds[self._kind].append(now - self._began - self._waited)
         self._kind = None
+
+
+def held_curves(curves: Curves, bytes_per_s: float) -> Curves:
+    """Products that last at least as long as their weights take at this rate.
+
+    What copies take of the memory meanwhile fits into that time: neither slows the other.
+    """
+
+    def held(curve: ProductCurve) -> ProductCurve:
+        return ProductCurve.of(
+            {
+                (rows, size): max(seconds, size / bytes_per_s)
+                for (rows, size), seconds in curve.points.items()
+            }
+        )
+
+    return replace(
+        curves,
+        near=held(curves.near),
+        far=held(curves.far),
+        compressed=held(curves.compressed) if curves.compressed else None,
+        compute_slowdown=1.0,
+        link_slowdown=1.0,
+    )
 
 
 def decoder_layers(model: Any) -> Any:

@@ -6,7 +6,8 @@ products are held to `gweights_per_s`, as expanding 4-bit weights holds those of
 expands and multiplies some 45 G weights/s, whatever the batch), and links to what then gives table
 IV's ratios of compute to transfer (`placement_plan`). The time between tokens is measured at one
 request; the throughput at as many as one near budget holds, in which FlexGen's placement has
-`flexgen_batch`.
+`flexgen_batch`. Our `throughput` shares that budget between layers and KV by its own plan, and
+another one too, in which HeLM's placement has as many requests.
 """
 
 from __future__ import annotations
@@ -17,23 +18,32 @@ import random
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import placement_plan as plan
-from benchmarks.helm_figures import FLEXGEN_PERCENTS, LINK_GB_PER_S, OUTPUT_TOKENS
+from benchmarks.helm_figures import LINK_GB_PER_S, OUTPUT_TOKENS
 from benchmarks.jobs import EngineSpec, RoundResult
-from benchmarks.placement_summary import TARGETS, summarise, table
+from benchmarks.placement_contenders import (
+    FIXED,
+    PLACED,
+    SHARING,
+    Contender,
+    Load,
+    fixed_placement,
+    planned_batch,
+)
+from benchmarks.placement_summary import DEFINITIONS, TARGETS, summarise, table
 from benchmarks.progress import Step
-from benchmarks.runner import EngineProcess, MeasurementError, engines, interleave
+from benchmarks.runner import EngineProcess, engines, interleave
 from benchmarks.slowed import COMPUTE_SECONDS
-from benchmarks.summary import PREEMPTIONS
 from benchmarks.workload import Request
 from vllm_tiered.cost.latency import place_for_latency
 from vllm_tiered.cost.model import ModelShape, model_shape
 from vllm_tiered.cost.pipeline import Link
-from vllm_tiered.cost.weights import Kind, Placement, place
+from vllm_tiered.cost.weights import Kind
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
@@ -43,32 +53,6 @@ the weights, as in the paper (149 tokens of OPT-175B)."""
 
 NEAR = "near"
 """The engine without the plugin, whose compute the links are scaled to."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
-    """A placement to compare.
-
-    Attributes:
-        weights: the plugin's section.
-        near_of: the contender whose near memory it gets; it is placed anew for each link. None for
-            a placement that is the same on every link.
-    """
-
-    name: str
-    weights: Mapping[str, Any]
-    near_of: str | None = None
-
-
-CONTENDERS = (
-    Contender(name="flexgen", weights={"placement": "flexgen", "percents": list(FLEXGEN_PERCENTS)}),
-    Contender(name="helm", weights={"placement": "helm"}),
-    Contender(name="all_far", weights={"placement": "all_far"}),
-    Contender(name="latency_helm", weights={"placement": "latency"}, near_of="helm"),
-    Contender(name="latency_flexgen", weights={"placement": "latency"}, near_of="flexgen"),
-)
-FIXED = tuple(contender for contender in CONTENDERS if contender.near_of is None)
-PLACED = tuple(contender for contender in CONTENDERS if contender.near_of is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,15 +73,16 @@ class Settings:
     flexgen_batch: int = 7
     gaps: int = 3
     rounds: int = 3
-    throughput_rounds: int = 2
+    throughput_rounds: int = 1
     max_repeats: int = 2
     seed: int = 0
 
 
 PROFILES: Mapping[str, Settings] = {
-    "quick": Settings(layers=6, links=("nvdram", "dram"), gaps=4, throughput_rounds=1),
+    "quick": Settings(layers=6, links=("nvdram", "dram"), gaps=4),
     "full": Settings(),
 }
+"""Of `full` a round at all the requests takes 21 steps of 0.8 to 3 s, all of it 20 to 25 min."""
 
 RESULT_KEYS = (
     "helm_tbt_gain",
@@ -106,31 +91,21 @@ RESULT_KEYS = (
     "all_far_of_dram",
     "latency_over_helm",
     "latency_over_flexgen",
+    "throughput_over_all_far",
+    "throughput_over_flexgen",
+    "throughput_helm_over_all_far",
+    "throughput_helm_over_helm",
     "by_link",
     "compute",
     "targets",
     "missed",
 )
 
-DEFINITIONS: Mapping[str, str] = {
-    "helm_tbt_gain": "1 - time between tokens of HeLM's placement over FlexGen's, NVDRAM, batch 1",
-    "all_far_throughput_ratio": "tokens/s with all weights far over those with FlexGen's placement,"
-    " each at its largest batch in one near budget, NVDRAM, prefill included",
-    "helm_of_dram": "time between tokens of HeLM's placement with DRAM's link over NVDRAM's",
-    "all_far_of_dram": "tokens/s with all weights far, NVDRAM's link over DRAM's",
-    "latency_over_helm": "by link: time between tokens of HeLM's over that of `latency` in its near"
-    " memory; above 1 `latency` is faster",
-    "latency_over_flexgen": "the same with FlexGen's placement and its near memory",
-    "expected_ms": "the pipeline's model, from compute measured without copies and the link alone",
-    "ratios": "attention compute over the FFN's load, FFN compute over attention's (table IV)",
-    "compute_slowdown": "compute of a layer beside the copies over compute without the plugin",
-    "scale": "bytes per second of a link here over the paper's",
-}
-
 
 def num_steps(settings: Settings) -> int:
     """Return how often `run` reports progress."""
-    per_link = settings.rounds * len(FIXED) + 2 * settings.throughput_rounds
+    per_link = settings.rounds * len(FIXED)
+    per_link += len(SHARING) + settings.throughput_rounds * (len(FIXED) + len(SHARING))
     per_link += len(PLACED) * (1 + 2 * settings.rounds)
     return 1 + settings.rounds + len(FIXED) + len(settings.links) * per_link
 
@@ -159,13 +134,15 @@ class _Comparison:
         self._folder = folder
         self._shape = shape
         self._step = step
-        self._fixed = {c.name: _fixed_placement(c, shape) for c in FIXED}
+        self._fixed = {c.name: fixed_placement(c, shape) for c in FIXED}
         flexgen = self._fixed["flexgen"]
         self._budget = plan.near_budget(shape, flexgen, settings.flexgen_batch, BLOCK_TOKENS)
         self._batches = {
             name: plan.largest_batch(shape, placement, self._budget, BLOCK_TOKENS)
             for name, placement in self._fixed.items()
         }
+        # HeLM's does not fit FlexGen's budget; in its own it has as many requests.
+        self._most = {**self._batches, "helm": settings.flexgen_batch}
 
     def run(self) -> dict[str, Any]:
         settings = self._settings
@@ -182,7 +159,7 @@ class _Comparison:
                 by_link[link] = {
                     "bytes_per_s": links[link],
                     "single": self._single(group, link),
-                    "throughput": self._throughput(by_name, link),
+                    "throughput": self._throughput(by_name, link, links[link]),
                     "pairs": {c.name: self._pair(c, by_name, link, links[link]) for c in PLACED},
                     "expected": self._expected(compute, links[link]),
                     "ratios": {
@@ -221,33 +198,46 @@ class _Comparison:
         return interleave(group, requests, settings.rounds, self._at(link), settings.max_repeats)
 
     def _throughput(
-        self, group: Mapping[str, EngineProcess], link: str
+        self, group: Mapping[str, EngineProcess], link: str, speed: float
     ) -> dict[str, list[RoundResult]]:
-        """FlexGen's placement and All-CPU's, each with all the requests it can hold."""
-        loads = [
-            _Load(group[name], self._requests(self._batches[name], OUTPUT_TOKENS - 1))
-            for name in ("flexgen", "all_far")
-        ]
+        """Every fixed placement, and ours, each with all the requests it can hold."""
         settings = self._settings
-        rounds = interleave(
-            loads, (), settings.throughput_rounds, self._at(link), settings.max_repeats
-        )
+        with ExitStack() as stack:
+            batches = {name: (process, self._most[name]) for name, process in group.items()}
+            for contender in SHARING:
+                weights = {**contender.weights, "near_gib": _gib(self._shared_bytes(contender))}
+                spec = self._spec(contender.name, weights, speed, shares=True)
+                # One after the other: each measures the machine before it plans.
+                (ours,) = stack.enter_context(engines([spec], self._requests(1, 1), self._at(link)))
+                batches[contender.name] = (ours, planned_batch(ours, self._requests(1, 1)))
+            loads = [
+                Load(process, self._requests(count, OUTPUT_TOKENS - 1))
+                for process, count in batches.values()
+            ]
+            rounds = interleave(
+                loads, (), settings.throughput_rounds, self._at(link), settings.max_repeats
+            )
         for load in loads:
-            _check_batch(load, rounds[load.spec.label])
+            load.check(rounds[load.spec.label])
         return rounds
+
+    def _shared_bytes(self, contender: Contender) -> int:
+        """Of layers and KV together, and the block that vLLM keeps for itself."""
+        placement = self._fixed[contender.memory_of]
+        requests = self._settings.flexgen_batch + 1
+        return plan.near_budget(self._shape, placement, requests, BLOCK_TOKENS)
 
     def _pair(
         self, contender: Contender, group: Mapping[str, EngineProcess], link: str, speed: float
     ) -> dict[str, list[RoundResult]]:
         """A contender that is placed for the link, and the one whose memory it gets."""
         settings = self._settings
-        assert contender.near_of is not None
-        near_bytes = self._fixed[contender.near_of].near_bytes
+        near_bytes = self._fixed[contender.memory_of].near_bytes
         weights = {**contender.weights, "near_gib": _gib(near_bytes)}
         spec = self._spec(contender.name, weights, speed)
         with engines([spec], self._requests(1, 1), self._at(link)) as (ours,):
             return interleave(
-                [group[contender.near_of], ours],
+                [group[contender.memory_of], ours],
                 self._requests(1, settings.gaps),
                 settings.rounds,
                 self._at(link),
@@ -257,13 +247,21 @@ class _Comparison:
     def _expected(self, compute: plan.Compute, speed: float) -> dict[str, float]:
         placements = dict(self._fixed)
         for contender in PLACED:
-            assert contender.near_of is not None
             placements[contender.name] = place_for_latency(
                 self._shape.sublayers,
                 compute.times(self._shape),
                 Link(bytes_per_s=speed),
-                self._fixed[contender.near_of].near_bytes,
+                self._fixed[contender.memory_of].near_bytes,
             )
+        for contender in SHARING:
+            placements[contender.name] = plan.planned_split(
+                self._shape,
+                compute,
+                speed,
+                self._shared_bytes(contender),
+                self._most["all_far"],
+                BLOCK_TOKENS,
+            ).placement
         return {
             name: plan.expected_seconds(self._shape, placement, compute, speed)
             for name, placement in placements.items()
@@ -273,9 +271,16 @@ class _Comparison:
         return lambda text: self._step(f"{link}: {text}")
 
     def _spec(
-        self, name: str, weights: Mapping[str, Any] | None, link_bytes_per_s: float = 0.0
+        self,
+        name: str,
+        weights: Mapping[str, Any] | None,
+        link_bytes_per_s: float = 0.0,
+        *,
+        shares: bool = False,
     ) -> EngineSpec:
-        batch = max(1, self._batches.get(name, 1))
+        # One that shares near memory with the KV cache has as many requests as it plans for, of
+        # those that All-CPU holds.
+        batch = self._most["all_far"] if shares else max(1, self._most.get(name, 1))
         block_bytes = BLOCK_TOKENS * self._shape.kv_bytes_per_token
         tiered = {"kv": {"enabled": False}, "weights": dict(weights)} if weights else None
         return EngineSpec(
@@ -283,7 +288,8 @@ class _Comparison:
             model_dir=str(self._folder),
             dtype="bfloat16",
             block_size=BLOCK_TOKENS,
-            kv_cache_memory_bytes=(batch + 1) * block_bytes,  # vLLM keeps one block for itself
+            # vLLM keeps one block for itself.
+            kv_cache_memory_bytes=None if shares else (batch + 1) * block_bytes,
             max_num_seqs=batch,
             max_model_len=BLOCK_TOKENS,
             enable_prefix_caching=False,
@@ -307,33 +313,6 @@ class _Comparison:
             )
             for index in range(count)
         ]
-
-
-class _Load:
-    """An engine with the requests it always gets."""
-
-    def __init__(self, process: EngineProcess, requests: Sequence[Request]) -> None:
-        self.spec = process.spec
-        self.requests = requests
-        self._process = process
-
-    def run(self, _: Sequence[Request]) -> RoundResult:
-        return self._process.run(self.requests)
-
-
-def _check_batch(load: _Load, rounds: Sequence[RoundResult]) -> None:
-    """All requests of a batch ran at once, or the batch is not what it is called."""
-    for result in rounds:
-        if result.counters[PREEMPTIONS] or result.peak_in_flight != len(load.requests):
-            raise MeasurementError(
-                f"{result.label}: {result.peak_in_flight} of {len(load.requests)} requests at"
-                f" once, {result.counters[PREEMPTIONS]:.0f} preemptions"
-            )
-
-
-def _fixed_placement(contender: Contender, shape: ModelShape) -> Placement:
-    weights = contender.weights
-    return place(weights["placement"], shape.sublayers, weights.get("percents"))
 
 
 def _gib(num_bytes: int) -> float:

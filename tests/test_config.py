@@ -146,18 +146,10 @@ def test_bad_percents_are_named(percents):
         ({"placement": "latency"}, r'placement is "latency": set .*near_gib'),
         ({"placement": "throughput"}, r'"throughput": set .*near_gib .* KV cache of a rank have'),
         ({"placement": "auto"}, r'placement is "auto": set .*near_gib'),
-        (
-            {"placement": "auto", "near_gib": 1, "storage_path": "/ssd"},
-            r'"auto", which does not plan for storage yet: leave .*storage_path out',
-        ),
         ({"placement": "helm", "percents": [1, 2, 3]}, r"which only the placement .flexgen. reads"),
         (
             {"compress": "int4"},
             r'compress is "int4", but weights are left to vLLM: set .*placement',
-        ),
-        (
-            {"placement": "auto", "near_gib": 1, "compress": "int4"},
-            r"planned from products in 16 bit: leave .*compress out",
         ),
         ({"near_gib": 8}, r"near_gib is 8, but no weight is placed: set .*placement"),
         ({"far_gib": 8}, r"far_gib is 8, but no weight is placed: set .*placement"),
@@ -171,6 +163,12 @@ def test_bad_percents_are_named(percents):
 def test_weights_keys_that_do_not_go_together(keys, named):
     with pytest.raises(ConfigError, match=named):
         TieredConfig.from_dict({"weights": keys}).check()
+
+
+@pytest.mark.parametrize("placement", ["throughput", "auto"])
+def test_shared_near_memory_goes_with_storage_and_4_bit(placement):
+    keys = {"placement": placement, "near_gib": 1, "storage_path": "/ssd", "compress": "int4"}
+    TieredConfig.from_dict({"weights": keys}).check()
 
 
 def test_which_placements_share_near_memory_with_the_kv_cache():

@@ -313,16 +313,6 @@ class WeightsConfig(_Section):
                 f'{where}.placement is "{self.placement}": set {where}.near_gib to the near '
                 "memory, in GiB, that the layers and the KV cache of a rank have together"
             )
-        if self.shares_with_kv and self.storage_path is not None:
-            raise ConfigError(
-                f'{where}.placement is "{self.placement}", which does not plan for storage yet: '
-                f'leave {where}.storage_path out, or set {where}.placement to "latency"'
-            )
-        if self.shares_with_kv and self.compress != "none":
-            raise ConfigError(
-                f'{where}.placement is "{self.placement}", which is planned from products in 16 '
-                f'bit: leave {where}.compress out, or set {where}.placement to "latency"'
-            )
         if not is_flexgen and self.percents is not None:
             raise ConfigError(
                 f"{where}.percents is {list(self.percents)}, which only the placement "

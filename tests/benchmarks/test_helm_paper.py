@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks import helm_figures, helm_paper
+from vllm_tiered.cost.machine import machine
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,10 @@ def test_44_requests_run_with_all_weights_far_only(result):
         helm_paper.find(result["runs"], "flexgen", 44, "nvdram")
 
 
-def test_the_machine_is_complete():
-    figures = dataclasses.asdict(helm_paper.MACHINE).values()
-    assert all(value >= 0 for value in figures if value is not None)
+def test_the_machine_is_the_one_that_plans_are_made_for(monkeypatch):
+    """One profile: with another one table IV would not come out."""
+    assert machine("a100-optane") == helm_paper.MACHINE
+    assert helm_figures.LINK_GB_PER_S["nvdram"] == helm_paper.MACHINE.read_gb_per_s
+    slower = dataclasses.replace(helm_paper.MACHINE, tflops=100.0)
+    monkeypatch.setattr(helm_paper, "MACHINE", slower)
+    assert helm_paper.run(helm_paper.Settings(), lambda _: None)["worst_ratio_error"] > 0.2

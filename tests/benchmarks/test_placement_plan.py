@@ -93,3 +93,22 @@ def test_what_all_weights_far_leave_for_kv():
     budget = plan.near_budget(SHAPE, FLEXGEN, 7, 32)
     assert plan.largest_batch(SHAPE, ALL_FAR, budget, 32) == 37
     assert plan.largest_batch(SHAPE, HELM, budget, 32) == 0
+
+
+def test_in_flexgens_memory_all_cpu_is_the_most_that_can_be_served():
+    """A request more is worth more than what its KV's bytes would keep near, on any link."""
+    near_bytes = plan.near_budget(SHAPE, FLEXGEN, 8, 32)
+    for speed in plan.scaled_links(SHAPE, compute()).values():
+        split = plan.planned_split(SHAPE, compute(), speed, near_bytes, 37, 32)
+        assert split.served.requests == 37
+        ours = plan.expected_seconds(SHAPE, split.placement, compute(), speed)
+        assert ours == pytest.approx(plan.expected_seconds(SHAPE, ALL_FAR, compute(), speed), 0.01)
+
+
+def test_in_helms_memory_what_the_load_leaves_keeps_weights_near():
+    near_bytes = plan.near_budget(SHAPE, HELM, 8, 32)
+    for speed in plan.scaled_links(SHAPE, compute()).values():
+        split = plan.planned_split(SHAPE, compute(), speed, near_bytes, 37, 32)
+        assert split.served.requests == 37
+        ours = plan.expected_seconds(SHAPE, split.placement, compute(), speed)
+        assert ours < 0.9 * plan.expected_seconds(SHAPE, ALL_FAR, compute(), speed)

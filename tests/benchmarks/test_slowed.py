@@ -2,6 +2,7 @@
 """Products held to a rate, compute timed without waits, and the link of an engine that starts."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from benchmarks import slowed
 from benchmarks.jobs import EngineSpec
 from benchmarks.slowed import Slowed, SublayerClock
 from tests.benchmarks.rounds import make_round
-from vllm_tiered.adapter import offloader
+from vllm_tiered.adapter import offloader, weights_plan
 from vllm_tiered.adapter.weights_times import Measured
+from vllm_tiered.cost.curves import Curves, ProductCurve
+from vllm_tiered.cost.machine import machine
 from vllm_tiered.cost.pipeline import Link, StepTimes
 from vllm_tiered.cost.weights import Kind, sublayers_of
 from vllm_tiered.tiers.base import Direction, Pages
@@ -107,8 +110,10 @@ def test_rounds_do_not_share_times():
 
 
 def test_the_engines_device_has_the_link(monkeypatch):
+    # Put back after the test.
     for name in ("make_device", "measure"):
-        monkeypatch.setattr(offloader, name, getattr(offloader, name))  # put back after the test
+        monkeypatch.setattr(offloader, name, getattr(offloader, name))
+    monkeypatch.setattr(weights_plan, "measure_machine", weights_plan.measure_machine)
     slow = Slowed(SPEC)
     slow.prepare()
     device = offloader.make_device()
@@ -134,11 +139,39 @@ def test_the_engines_own_measurement_sees_the_rate(monkeypatch):
     measured = Measured(times=StepTimes(compute=(0.001, 0.5)), link=Link(bytes_per_s=1e9))
     monkeypatch.setattr(offloader, "make_device", offloader.make_device)
     monkeypatch.setattr(offloader, "measure", lambda *_: measured)
+    monkeypatch.setattr(weights_plan, "measure_machine", weights_plan.measure_machine)
     Slowed(SPEC).prepare()
     measure: Any = offloader.measure
     held = measure(None, [Layer()], sublayers, None)
     assert held.times.compute == pytest.approx((2 * HOLD, 0.5))
     assert held.link == measured.link
+
+
+def test_so_does_the_machine_that_it_plans_from(monkeypatch):
+    """float32: a product of 100 weights has 400 bytes; one that takes longer stays as it is."""
+    rows = {(1, 400): HOLD / 2, (4, 400): 2 * HOLD, (1, 800): HOLD, (4, 800): HOLD}
+    curve = ProductCurve.of(rows)
+    curves = Curves(
+        near=curve, far=curve, compute_slowdown=1.5, link_slowdown=2.0, layer_overhead_us=0.0
+    )
+    found = replace(machine("cpu-2core"), curves=curves)
+    monkeypatch.setattr(offloader, "make_device", offloader.make_device)
+    monkeypatch.setattr(offloader, "measure", offloader.measure)
+    monkeypatch.setattr(weights_plan, "measure_machine", lambda *_: found)
+    Slowed(SPEC).prepare()
+    measure_machine: Any = weights_plan.measure_machine
+    layer = torch.nn.Linear(10, 10)
+    held = measure_machine(None, [layer])
+    assert held.read_gb_per_s == found.read_gb_per_s
+    assert held.curves.near == held.curves.far
+    for (count, size), seconds in {
+        (1, 400): HOLD,
+        (4, 400): 2 * HOLD,
+        (1, 800): 2 * HOLD,
+        (4, 800): 2 * HOLD,
+    }.items():
+        assert held.curves.near.seconds(size, count) == pytest.approx(seconds)
+    assert (held.curves.compute_slowdown, held.curves.link_slowdown) == (1.0, 1.0)
 
 
 def test_a_round_has_what_clock_and_link_say(monkeypatch):

@@ -3,16 +3,18 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks import placement_plan, weights_placement
 from benchmarks.helm_figures import LINK_GB_PER_S
-from benchmarks.placement_summary import TARGETS
+from benchmarks.placement_contenders import CONTENDERS, PLACED, SHARING
+from benchmarks.placement_summary import DEFINITIONS, TARGETS
 from benchmarks.runner import MeasurementError
 from benchmarks.slowed import COMPUTE_SECONDS, FAR_BYTES, LINK_SECONDS
 from benchmarks.summary import PREEMPTIONS
-from benchmarks.weights_placement import CONTENDERS, NEAR, PLACED
+from benchmarks.weights_placement import NEAR
 from tests.benchmarks.engines import FakeEngine, FakeEngines
 from tests.benchmarks.rounds import make_round
 from vllm_tiered.config import WeightsConfig
@@ -23,7 +25,17 @@ SETTINGS = weights_placement.Settings(
     layers=6, links=("nvdram", "dram", "cxl_fpga"), gaps=2, rounds=2, throughput_rounds=1
 )
 ATTENTION, FFN, NEAR_STEP = 0.010, 0.020, 0.200
-STEPS = {"flexgen": 0.4, "helm": 0.3, "all_far": 0.44, "latency_helm": 0.25, "latency_flexgen": 0.4}
+STEPS = {
+    "flexgen": 0.4,
+    "helm": 0.3,
+    "all_far": 0.44,
+    "latency_helm": 0.25,
+    "latency_flexgen": 0.4,
+    "throughput": 0.44,
+    "throughput_helm": 0.33,
+}
+BLOCKS = {"throughput": 34, "throughput_helm": 100}
+"""That a plan leaves to the KV cache: of 33 requests, and of more than there are."""
 
 
 class LinkedEngine(FakeEngine):
@@ -32,6 +44,7 @@ class LinkedEngine(FakeEngine):
     def __init__(self, spec, answer, log_path):
         super().__init__(spec, answer, log_path)
         self.links = []
+        self.is_second = False
 
     def set_link(self, bytes_per_s):
         self.links.append(bytes_per_s)
@@ -42,10 +55,20 @@ class LinkedEngine(FakeEngine):
 
 
 class LinkedEngines(FakeEngines):
+    """Tells each engine that is started for a link whether it is the second."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.speeds = []
+
     def __call__(self, specs, warmup, step):
         for spec in specs:
             step(f"engine up: {spec.label}")
+            if spec.link_bytes_per_s and spec.link_bytes_per_s not in self.speeds:
+                self.speeds.append(spec.link_bytes_per_s)
         group = [LinkedEngine(spec, self._answer, self._log_path) for spec in specs]
+        for engine in group:
+            engine.is_second = engine.spec.link_bytes_per_s in self.speeds[1:2]
         self.started += group
         return _Context(group)
 
@@ -64,7 +87,8 @@ class _Context:
 def answer(engine, requests, steps=STEPS, at_once=None):
     """NVDRAM's steps are as in `steps`; DRAM's, the second link set, a tenth shorter."""
     name = engine.spec.label
-    gap = NEAR_STEP if name == NEAR else steps[name] * (0.9 if len(engine.links) == 2 else 1.0)
+    is_dram = len(engine.links) == 2 or engine.is_second
+    gap = NEAR_STEP if name == NEAR else steps[name] * (0.9 if is_dram else 1.0)
     count = requests[0].num_output_tokens
     result = make_round(name, seconds=count * gap)
     counters = {
@@ -80,11 +104,25 @@ def answer(engine, requests, steps=STEPS, at_once=None):
         num_steps=count,
         token_gaps_s=[gap] * (count - 1),
         counters=counters,
+        num_blocks=BLOCKS.get(name, 64),
         peak_in_flight=len(requests) if at_once is None else at_once,
     )
 
 
+PLANS: dict[tuple[float, int], Any] = {}
+planned_split = placement_plan.planned_split
+
+
+def plan_once(shape, compute, speed, near_bytes, *rest):
+    """The same in every test, and a second each time."""
+    key = (round(speed), near_bytes)
+    if key not in PLANS:
+        PLANS[key] = planned_split(shape, compute, speed, near_bytes, *rest)
+    return PLANS[key]
+
+
 def measured(monkeypatch, settings=SETTINGS, **changes):
+    monkeypatch.setattr(placement_plan, "planned_split", plan_once)
     fakes = LinkedEngines(lambda engine, requests: answer(engine, requests, **changes))
     monkeypatch.setattr(weights_placement, "engines", fakes)
     steps: list[str] = []
@@ -98,6 +136,7 @@ def test_result_has_its_keys_and_every_step_is_reported(monkeypatch):
     json.loads(json.dumps(result, allow_nan=False))
     rows = weights_placement.table(result).splitlines()
     assert len(rows) == 2 + 3 * len(CONTENDERS) + 1 + 2 + len(TARGETS)
+    assert set(DEFINITIONS) <= {*result, *result["targets"], *result["by_link"]["dram"]}
 
 
 def test_figures(monkeypatch):
@@ -113,8 +152,39 @@ def test_figures(monkeypatch):
     assert result["by_link"]["nvdram"]["far_bytes_per_step"]["helm"] == pytest.approx(5e6)
 
 
+def test_throughput_over_the_others_by_memory(monkeypatch):
+    """All-CPU's 33 requests; as many steps of 0.44 s with its memory, of 0.33 with HeLM's."""
+    result, _, _ = measured(monkeypatch)
+    assert result["batches"]["all_far"] == 33
+    assert result["by_link"]["dram"]["batches"] == {
+        "flexgen": 7,
+        "helm": 7,
+        "all_far": 33,
+        "throughput": 33,
+        "throughput_helm": 33,
+    }
+    for link in SETTINGS.links:
+        assert result["throughput_over_all_far"][link] == pytest.approx(1.0)
+        over_flexgen = 33 / 7 * 0.4 / 0.44
+        assert result["throughput_over_flexgen"][link] == pytest.approx(over_flexgen)
+        assert result["throughput_helm_over_all_far"][link] == pytest.approx(0.44 / 0.33)
+        over_helm = 33 / 7 * 0.3 / 0.33
+        assert result["throughput_helm_over_helm"][link] == pytest.approx(over_helm)
+    assert result["targets"]["throughput_least"]["met"]
+    assert result["targets"]["throughput_better_share"]["value"] == 1.0
+
+
+def test_throughput_that_is_slower_anywhere_is_missed(monkeypatch):
+    result, _, _ = measured(monkeypatch, steps={**STEPS, "throughput": 0.46})
+    assert "throughput_least" in result["missed"]
+    assert "throughput_better_share" not in result["missed"]
+    result, _, _ = measured(monkeypatch, steps={**STEPS, "throughput_helm": 0.44})
+    assert "throughput_least" not in result["missed"]
+    assert "throughput_better_share" in result["missed"]
+
+
 def test_what_is_missed_is_said(monkeypatch):
-    slow = {**STEPS, "helm": 0.38, "latency_helm": 0.4, "all_far": 0.4}
+    slow = {**STEPS, "helm": 0.38, "latency_helm": 0.4, "all_far": 0.4, "throughput": 0.4}
     result, _, _ = measured(monkeypatch, steps=slow)
     assert result["targets"]["helm_tbt_gain"]["value"] == pytest.approx(0.05)
     assert set(result["missed"]) == {
@@ -126,7 +196,11 @@ def test_what_is_missed_is_said(monkeypatch):
     }
     table = weights_placement.table(result)
     assert "| helm_tbt_gain | 0.2 | 0.050 | missed |" in table
-    assert "| all_far_throughput_ratio | 4.5 | " in table and table.count("| met |") == 1
+    assert "| all_far_throughput_ratio | 4.5 | " in table and table.count("| met |") == 2
+    assert set(result["targets"]) - set(result["missed"]) == {
+        "all_far_throughput_ratio",
+        "throughput_better_share",
+    }
 
 
 def test_links_are_scaled_to_the_compute_of_the_engine_without_the_plugin(monkeypatch):
@@ -139,7 +213,7 @@ def test_links_are_scaled_to_the_compute_of_the_engine_without_the_plugin(monkey
             assert engine.links == pytest.approx(expected)
     for name, entry in result["by_link"].items():
         assert entry["scale"] * LINK_GB_PER_S[name] == pytest.approx(entry["gb_per_s"])
-    for label in ("latency_helm", "latency_flexgen"):
+    for label in ("latency_helm", "latency_flexgen", "throughput", "throughput_helm"):
         placed = [spec for spec in fakes.specs if spec.label == label]
         assert [spec.link_bytes_per_s for spec in placed] == pytest.approx(expected)
 
@@ -159,6 +233,24 @@ def test_a_placed_contender_has_the_memory_of_the_other(monkeypatch):
         spec = next(spec for spec in fakes.specs if spec.label == contender.name)
         near_bytes = spec.tiered["weights"]["near_gib"] * 2**30
         assert 0 < near_bytes - result["near_bytes"][contender.near_of] <= 1024
+
+
+def test_one_that_shares_its_memory_has_what_layers_and_kv_of_the_other_take(monkeypatch):
+    """And a block more, which no request gets; how large the KV cache is nobody says."""
+    result, fakes, _ = measured(monkeypatch)
+    for contender in SHARING:
+        spec = next(spec for spec in fakes.specs if spec.label == contender.name)
+        near_bytes = spec.tiered["weights"]["near_gib"] * 2**30
+        taken = result["near_bytes"][contender.near_of] + 8 * result["kv_bytes_per_request"]
+        assert 0 < near_bytes - taken <= 1024
+        assert spec.kv_cache_memory_bytes is None
+        assert spec.max_num_seqs == result["batches"]["all_far"]
+
+
+def test_a_plan_without_a_request_is_not_reported(monkeypatch):
+    monkeypatch.setitem(BLOCKS, "throughput", 1)
+    with pytest.raises(MeasurementError, match="its plan leaves 0 blocks"):
+        measured(monkeypatch)
 
 
 def test_batches_fill_the_same_near_memory(monkeypatch):

@@ -155,7 +155,9 @@ def test_4_bit_takes_bytes_not_operations():
 def test_copies_take_bandwidth_from_compute():
     decode = Batch(requests=1, new_tokens=1, context_tokens=0)
     placement = place("all_far", LLAMA.sublayers)
-    shared = dataclasses.replace(RTX, near_bytes_per_copied_byte=2.0, read_gb_per_s=1e6)
+    shared = dataclasses.replace(
+        RTX, near_bytes_per_copied_byte=2.0, read_gb_per_s=1e6, far_layer_overhead_us=0.0
+    )
     free = dataclasses.replace(shared, near_bytes_per_copied_byte=0.0)
     slow = predict_step(LLAMA, shared, placement, decode)
     fast = predict_step(LLAMA, free, placement, decode)
@@ -167,12 +169,20 @@ def test_the_papers_finding_that_the_batch_is_worth_more_than_weights_near():
     """OPT-175B beside 40 GB: a link-bound step takes as long for many requests (HeLM V-C)."""
     shape = model_shape(OPT_175B)
     load = Load(prompt_tokens=128, output_tokens=21)
-    a100 = dataclasses.replace(
-        machine("h200-pcie5"), near_gb_per_s=1244.0, read_gb_per_s=17.9, tflops=150.0
-    )
-    found = by_name(60, 400, shape=shape, load=load, on=a100)
+    found = by_name(60, 400, shape=shape, load=load, on=machine("a100-optane"))
     few, many = found["flexgen"], found["all_far"]
     assert isinstance(few, Fit) and isinstance(many, Fit)
     assert many.requests > few.requests
     assert many.decode_seconds == pytest.approx(few.decode_seconds, rel=0.1)
     assert many.tokens_per_s > 1.3 * few.tokens_per_s
+
+
+def test_each_transfer_costs_half_of_what_a_far_layer_does():
+    """Submitting and awaiting: a layer has two sublayers, and nothing hides here."""
+    decode = Batch(requests=1, new_tokens=1, context_tokens=0)
+    placement = place("all_far", LLAMA.sublayers)
+    slow = dataclasses.replace(RTX, read_gb_per_s=0.1, near_bytes_per_copied_byte=0.0)
+    late = dataclasses.replace(slow, far_layer_overhead_us=slow.far_layer_overhead_us + 500.0)
+    more = predict_step(LLAMA, late, placement, decode).seconds
+    more -= predict_step(LLAMA, slow, placement, decode).seconds
+    assert more == pytest.approx(LLAMA.num_layers * 500e-6)

@@ -2,6 +2,7 @@
 """A machine from a probe's file: its figures, where they are from, and files that are refused."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -135,6 +136,21 @@ def test_products_in_4_bit_are_taken_for_those_of_16_bit():
     prefill = Batch(requests=1, new_tokens=64, context_tokens=0)
     for batch in (DECODE, prefill):
         assert compute_times(small, machine, batch) == compute_times(LLAMA, machine, batch)
+
+
+def test_products_in_4_bit_where_they_were_measured():
+    """Of the matrices that are in 4 bit alone, by the bytes that they have in 16."""
+    machine, _ = machine_of(sample_probe())
+    assert machine.curves is not None
+    quick = ProductCurve.of({(1, 10**6): 1e-6, (1, 10**7): 1e-5})
+    with_quick = dataclasses.replace(
+        machine, curves=dataclasses.replace(machine.curves, compressed=quick)
+    )
+    assert compute_times(LLAMA, with_quick, DECODE) == compute_times(LLAMA, machine, DECODE)
+    small = model_shape(LLAMA_3_8B, compress="int4")
+    times = compute_times(small, with_quick, DECODE, place("all_far", small.sublayers))
+    matrices = sum(p.num_bytes for p in LLAMA.sublayers[1].parameters if "norm" not in p.name)
+    assert times.compute[1] == pytest.approx(matrices * 1e-12 + LAYER_CALLS * 2e-6 / 2)
 
 
 def test_far_weights_take_the_other_product():

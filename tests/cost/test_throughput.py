@@ -31,7 +31,7 @@ LOAD = Load(prompt_tokens=512, output_tokens=128)
 
 SMALL_SIZES = st.tuples(*[st.integers(1, 6)] * 4)
 MACHINES = st.builds(
-    lambda link, near, flops, copied, step, request: Machine(
+    lambda link, near, flops, copied, step, request, disk: Machine(
         read_gb_per_s=PAGE * 1e-6 * link,
         write_gb_per_s=1.0,
         near_gb_per_s=PAGE * 1e-6 * near,
@@ -40,6 +40,7 @@ MACHINES = st.builds(
         step_overhead_ms=step,
         request_overhead_us=request,
         far_layer_overhead_us=0.0,
+        storage_read_gb_per_s=PAGE * 1e-6 * disk,
     ),
     link=st.sampled_from([0.3, 1.0, 3.0]),
     near=st.sampled_from([1.0, 3.0, 10.0, 30.0]),
@@ -47,6 +48,7 @@ MACHINES = st.builds(
     copied=st.sampled_from([0.0, 1.0, 3.0]),
     step=st.sampled_from([0.0, 1.0, 5.0]),
     request=st.sampled_from([0.0, 200.0]),
+    disk=st.sampled_from([0.1, 0.5]),
 )
 LOADS = st.builds(
     Load,
@@ -58,6 +60,11 @@ ROOMS = st.builds(
     lambda near, far: Room(near_bytes=near * PAGE, far_bytes=None if far is None else far * PAGE),
     near=st.integers(4, 80),
     far=st.none() | st.integers(1, 60),
+)
+STORED_ROOMS = st.builds(
+    lambda near, far: Room(near_bytes=near * PAGE, far_bytes=far * PAGE, has_storage=True),
+    near=st.integers(4, 80),
+    far=st.integers(0, 40),
 )
 
 
@@ -97,13 +104,35 @@ def test_it_finds_what_brute_force_finds(sizes, on, load, room):
     assert shortest <= 1.05 * pick("latency", splits).alone.decode_seconds
 
 
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.tuples(*[st.integers(1, 6)] * 3), on=MACHINES, load=LOADS, room=STORED_ROOMS)
+def test_it_finds_what_brute_force_finds_with_storage(sizes, on, load, room):
+    """Of 729 placements in three tiers."""
+    shape = dataclasses.replace(
+        small_shape(2, (1, 1, 1, 1)), sublayers=tuple(small_model(2, sizes[:1], sizes[1:]))
+    )
+    placements = every_placement(shape.sublayers, ("near", "far", "stored"))
+    fitting = [p for p in placements if p.far_bytes <= room.far_bytes]
+    splits = [split for p in fitting if (split := split_beside(p, shape, on, load, room))]
+    if not splits:
+        with pytest.raises(BudgetError, match=r"weights\.near_gib"):
+            split_for_throughput(shape, on, load, room)
+        return
+    found = split_for_throughput(shape, on, load, room)
+    assert found.placement.far_bytes <= room.far_bytes
+    best = pick("throughput", splits).served.tokens_per_s
+    assert found.served.tokens_per_s >= 0.9 * best
+    shortest = split_for_latency(shape, on, load, room).alone.decode_seconds
+    assert shortest <= 1.05 * pick("latency", splits).alone.decode_seconds
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     num_layers=st.integers(2, 6),
     sizes=st.tuples(*[st.integers(1, 9)] * 4),
     on=MACHINES,
     load=LOADS,
-    room=ROOMS,
+    room=ROOMS | STORED_ROOMS,
 )
 def test_never_worse_than_the_others_and_within_every_budget(num_layers, sizes, on, load, room):
     shape = small_shape(num_layers, sizes)
@@ -209,6 +238,30 @@ def test_far_memory_is_a_budget():
         split_for_throughput(
             LLAMA, machine("gh200"), LOAD, dataclasses.replace(far, far_bytes=2 * GIB)
         )
+
+
+def test_storage_takes_what_far_memory_does_not():
+    """Two requests more cost less than what the disk would have to bring with them."""
+    on = dataclasses.replace(machine("gh200"), storage_read_gb_per_s=2.0)
+    room = Room(near_bytes=10 * GIB, far_bytes=2 * GIB, has_storage=True)
+    split = split_for_throughput(LLAMA, on, LOAD, room)
+    assert 1.9 * GIB < split.placement.far_bytes <= 2 * GIB and split.placement.storage_bytes
+    assert split.placement.near_bytes + split.kv_bytes == room.near_bytes
+    stored = split_beside(baseline("all_far", LLAMA), LLAMA, on, LOAD, room)
+    assert stored is not None and stored.placement.storage_bytes > split.placement.storage_bytes
+    assert split.served.tokens_per_s > 1.1 * stored.served.tokens_per_s
+    more = split_for_throughput(LLAMA, on, LOAD, dataclasses.replace(room, far_bytes=8 * GIB))
+    assert more.served.tokens_per_s > 3 * split.served.tokens_per_s
+
+
+def test_in_4_bit_more_fits_and_is_planned_by_its_bytes():
+    room = Room(near_bytes=8 * GIB)
+    on = machine("rtx4090-pcie4")
+    small = model_shape(LLAMA_3_8B, compress="int4")
+    in_4_bit = split_for_throughput(small, on, LOAD, room)
+    in_16_bit = split_for_throughput(LLAMA, on, LOAD, room)
+    assert in_4_bit.placement.sublayers == small.sublayers
+    assert in_4_bit.served.tokens_per_s > 2 * in_16_bit.served.tokens_per_s
 
 
 def test_too_little_near_memory_is_said_with_the_difference():

@@ -164,6 +164,45 @@ def test_near_memory_has_what_the_manifest_says(placement) -> None:
         assert sum(p.untyped_storage().nbytes() for p in near) == stated["near_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("model", "near_gib", "block_bytes"),
+    [("opt", 0.006, 4 * 2 * 4 * 64 * 32 * 4), ("llama3", 0.0025, 3 * 2 * 1 * 64 * 32 * 4)],
+)
+@pytest.mark.parametrize("placement", ["throughput", "auto"])
+def test_near_memory_shared_with_the_kv_cache(
+    model, near_gib, block_bytes, placement, plain
+) -> None:
+    """Planned from the bytes in 4 bit: in 32 bit these layers would leave no KV cache."""
+    weights = {"placement": placement, "near_gib": near_gib, "compress": "int4"}
+    with engine(model, KV_OFF, weights=weights, kv_cache_memory_bytes=None) as llm:
+        tokens = generate(llm, PROMPTS)
+        placed = get_offloader().placement
+        num_blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    assert tokens == vllm_tokens(plain(model), PROMPTS)
+    config = json.loads((Path(model_path(model)) / "config.json").read_text())
+    assert placed.sublayers == model_shape(config, dtype="float32", compress="int4").sublayers
+    assert num_blocks == (int(near_gib * 2**30) - placed.near_bytes) // block_bytes
+    uncompressed = place("all_far", model_shape(config, dtype="float32").sublayers)
+    needed = uncompressed.near_bytes + 17 * block_bytes
+    assert needed > near_gib * 2**30, "not enough for slots and a request in 32 bit"
+
+
+def test_shared_and_stored(plain, tmp_path) -> None:
+    weights = {
+        "placement": "throughput",
+        "near_gib": 0.0052,
+        "far_gib": 0,
+        "compress": "int4",
+        "storage_path": str(tmp_path),
+    }
+    first, second = (
+        run("opt", PROMPTS, KV_OFF, weights=weights, kv_cache_memory_bytes=None) for _ in range(2)
+    )
+    assert first.tokens == second.tokens == vllm_tokens(plain("opt"), PROMPTS)
+    assert first.manifest["weights"] == second.manifest["weights"]
+    assert first.manifest["weights"]["storage_bytes"] > 0
+
+
 def test_late_and_poisoned_copies(plain, monkeypatch) -> None:
     monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.004))
     expected = vllm_tokens(plain("llama3"), PROMPTS)

@@ -64,26 +64,78 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 
-def test_tensor_parallel(tmp_path) -> None:
-    """Each rank has a file of its shards."""
+def on_two_ranks(tmp_path, weights, **args) -> None:
     config = tmp_path / "tiered.json"
-    weights = stored(tmp_path / "store")
     config.write_text(json.dumps({"kv": {"enabled": False}, "weights": weights}))
     variables = {
         "VLLM_PLUGINS": "tiered",
         "VLLM_TIERED_CONFIG": str(config),
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
+    result = run_script(
+        OWN_PROCESS | variables,
+        model="qwen2",
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        **args,
+    )
+    assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
+
+
+def test_tensor_parallel(tmp_path) -> None:
+    """Each rank has a file of its shards."""
     for _ in range(2):
-        result = run_script(
-            OWN_PROCESS | variables,
-            model="qwen2",
-            tensor_parallel_size=2,
-            distributed_executor_backend="mp",
-        )
-        assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
+        on_two_ranks(tmp_path, stored(tmp_path / "store"))
     names = sorted(path.name for path in (tmp_path / "store").iterdir())
     assert names == ["rank0of2.weights", "rank1of2.weights"]
+
+
+# Near memory shared with the KV cache ---------------------------------------------------
+
+SHARED = {"placement": "throughput", "near_gib": 0.012, "far_gib": 0.002}
+
+
+@pytest.mark.parametrize(
+    ("placement", "max_num_seqs", "planned"),
+    [("throughput", 16, "throughput"), ("auto", 16, "throughput"), ("auto", 1, "latency")],
+)
+def test_what_is_planned_with_the_kv_cache_is_stored_too(
+    placement, max_num_seqs, planned, tmp_path
+) -> None:
+    weights = stored(tmp_path, {**SHARED, "placement": placement})
+    args = {"kv_cache_memory_bytes": None, "max_num_seqs": max_num_seqs}
+    first = run("opt", PROMPTS, KV_OFF, weights=weights, **args)
+    written = the_file(tmp_path).stat()
+    second = run("opt", PROMPTS, KV_OFF, weights=weights, **args)
+    assert first.tokens == second.tokens == vllm_tokens("opt", PROMPTS)
+    stated = first.manifest["weights"]
+    assert second.manifest["weights"] == stated and stated["placement"] == planned
+    assert stated["storage_bytes"] > 0 and stated["far_bytes"] <= 0.002 * 2**30
+    rest = int(0.012 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    assert first.num_blocks == second.num_blocks == rest // (4 * 2 * 4 * 64 * 32 * 4)
+    assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_another_load_is_planned_anew(tmp_path) -> None:
+    args = {"weights": stored(tmp_path, SHARED), "kv_cache_memory_bytes": None}
+    run("opt", PROMPTS, KV_OFF, **args)
+    before = the_file(tmp_path).stat().st_mtime_ns
+    result = run("opt", PROMPTS, KV_OFF, max_num_seqs=8, **args)
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+    assert the_file(tmp_path).stat().st_mtime_ns != before
+
+
+def test_ranks_plan_anew_if_one_of_them_has_no_file(tmp_path) -> None:
+    """What a plan is made from, they agree on: none may be without it."""
+    store = tmp_path / "store"
+    weights = stored(store, {**SHARED, "near_gib": 0.006, "far_gib": 0.0005})
+    on_two_ranks(tmp_path, weights, kv_cache_memory_bytes=None)
+    (store / "rank1of2.weights").unlink()
+    kept = store / "rank0of2.weights"
+    before = kept.stat().st_mtime_ns
+    on_two_ranks(tmp_path, weights, kv_cache_memory_bytes=None)
+    assert kept.stat().st_mtime_ns != before
+    assert (store / "rank1of2.weights").exists()
 
 
 # What is not read -----------------------------------------------------------------------

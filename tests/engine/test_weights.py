@@ -193,6 +193,21 @@ def test_compiled(tmp_path) -> None:
         assert ring.num_misses < 10, "the order of the layers is kept"
 
 
+def test_compiled_beside_an_engine_that_places_nothing() -> None:
+    """Of the same model, compiled too: neither takes the other's code, nor its offloader."""
+    expected = vllm_tokens("falcon", PROMPTS)
+    far = {"placement": "all_far"}
+    with (
+        engine("falcon", enforce_eager=False) as plain,
+        engine("falcon", KV_OFF, weights=far, enforce_eager=False) as placed,
+    ):
+        for llm in (placed, plain, placed, plain):
+            assert generate(llm, PROMPTS) == expected
+        ring = get_offloader().ring
+        assert ring.num_misses < 10, "the order of the layers is kept"
+        ring.check_integrity()
+
+
 def test_the_next_engine_has_its_weights_near() -> None:
     run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
     expected = vllm_tokens("opt", PROMPTS)

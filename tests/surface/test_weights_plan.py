@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Near memory that layers and KV cache share: what goes with it, and what it is planned from."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_tiered.adapter import weights_plan
-from vllm_tiered.adapter.weights_plan import load_of, measured_machine, target_of
+from vllm_tiered.adapter.weights_plan import load_of, target_of
+from vllm_tiered.adapter.weights_times import ROWS, measure_machine
 from vllm_tiered.config import WeightsConfig
+from vllm_tiered.cost.curves import Curves, ProductCurve
 from vllm_tiered.cost.machine import machine
+from vllm_tiered.cost.predict import far_link, storage_link
 from vllm_tiered.cost.weights import sublayers_of
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.tiers.base import Direction
@@ -104,17 +108,25 @@ def layers():
     return layers
 
 
-def measured(layers, throttles=None):
+def measured(layers, throttles=None, compressed=(), folder=None):
     parts = [
         part
         for index, layer in enumerate(layers)
         for part in sublayers_of(index, {n: p.nbytes for n, p in layer.named_parameters()})
     ]
     on = CpuDevice(throttles=throttles)
+    names = [set(compressed) for _ in layers]
     try:
-        return measured_machine(on, layers, parts, torch.device("cpu"))
+        return measure_machine(
+            on, layers, parts, torch.device("cpu"), compressed=names, storage_folder=folder
+        )
     finally:
         on.close()
+
+
+def curves_of(on):
+    assert on.curves is not None
+    return on.curves
 
 
 def test_the_link_is_measured_as_it_is(layers):
@@ -122,24 +134,92 @@ def test_the_link_is_measured_as_it_is(layers):
     assert found.read_gb_per_s == pytest.approx(0.2, rel=0.15)
     assert found.near_gb_per_s > 0.2
     assert found.tflops > 0 and found.near_bytes_per_copied_byte >= 0
+    assert 0 < far_link(found).latency_s < 2e-3
+    assert storage_link(found) is None
 
 
-def test_ranks_take_the_slowest_figures(monkeypatch):
+def test_products_are_measured_by_rows_near_and_far(layers):
+    found = curves_of(measured(layers))
+    for curve in (found.near, found.far):
+        assert curve.rows == ROWS
+        for points in curve.by_rows:
+            assert [size for size, _ in points] == [512 * 512 * 4, 512 * 2048 * 4]
+            assert all(seconds > 0 for _, seconds in points)
+    assert found.compressed is None
+    for key, seconds in found.near.points.items():
+        assert found.far.points[key] >= seconds, "noise says nothing for far weights"
+    assert found.compute_slowdown >= 1 and found.link_slowdown >= 1
+
+
+def test_products_in_4_bit_are_measured_as_such(layers):
+    """By the bytes they have in 32 bit; some matrices stay as they are."""
+    found = curves_of(measured(layers, compressed=["fc1.weight", "fc2.weight"]))
+    assert found.compressed
+    assert [size for size, _ in found.compressed.by_rows[0]] == [512 * 2048 * 4]
+    assert [size for size, _ in found.near.by_rows[0]] == [512 * 512 * 4]
+    every = ["attn.weight", "fc1.weight", "fc2.weight"]
+    found = curves_of(measured(layers, compressed=every))
+    assert found.compressed and len(found.compressed.by_rows[0]) == 2
+    assert [size for size, _ in found.near.by_rows[0]] == [512 * 2048 * 4]  # the head is as it is
+
+
+def test_the_disk_is_measured_in_its_folder(layers, tmp_path):
+    found = measured(layers, folder=tmp_path)
+    link = storage_link(found)
+    assert link and link.bytes_per_s > 1e6
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """This one, and another whose figures the test gives."""
     import vllm.distributed
 
-    here = machine("cpu-2core")
-    other = torch.tensor([5.0, 100.0, 0.25, -1.0], dtype=torch.float64)  # copies cost less there
+    other: list[float] = []
 
     def all_reduce(figures, op, group):
-        assert op is torch.distributed.ReduceOp.MIN and group == "cpu"
-        torch.minimum(figures, other, out=figures)
+        assert op is torch.distributed.ReduceOp.MAX and group == "cpu"
+        there = torch.tensor(other[: len(figures)], dtype=torch.float64)
+        torch.maximum(figures, there, out=figures)
 
     group = SimpleNamespace(world_size=2, cpu_group="cpu")
     monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    found = weights_plan._of_all_ranks(here)
+    return other
+
+
+@pytest.mark.parametrize("compressed", [None, ProductCurve.of({(1, 100): 0.5, (4, 100): 0.5})])
+def test_ranks_take_the_slowest_figures(two_ranks, compressed):
+    near, far = (ProductCurve.of({(1, 100): at, (4, 100): 2 * at}) for at in (1.0, 2.0))
+    curves = Curves(
+        near=near,
+        far=far,
+        compute_slowdown=1.5,
+        link_slowdown=1.0,
+        layer_overhead_us=0.0,
+        compressed=compressed,
+    )
+    here = replace(machine("cpu-2core"), curves=curves, storage_read_gb_per_s=2.0)
+    # Its link reads 5 GB/s, its disk 4, it has 700 bytes of far memory, and one product is slow.
+    two_ranks += [1 / 5, 1 / 100, 1 / 0.25, 10.0, 1 / 4, 1.2, 1.3, -700.0]
+    two_ranks += [9.0, 0.0, 0.0, 0.0, 0.0, 0.75]
+    found, far_bytes = weights_plan._of_all_ranks(here, 1000)
+    assert far_bytes == 700
     assert (found.read_gb_per_s, found.near_gb_per_s) == (5.0, here.near_gb_per_s)
-    assert (found.tflops, found.near_bytes_per_copied_byte) == (0.25, 2.0)
+    assert (found.tflops, found.storage_read_gb_per_s) == (0.25, 2.0)
+    assert found.far_layer_overhead_us == here.far_layer_overhead_us
+    agreed = curves_of(found)
+    assert (agreed.compute_slowdown, agreed.link_slowdown) == (1.5, 1.3)
+    assert agreed.near == ProductCurve.of({(1, 100): 9.0, (4, 100): 2.0})
+    assert agreed.far == far
+    slowest = ProductCurve.of({(1, 100): 0.5, (4, 100): 0.75})
+    assert agreed.compressed == (slowest if compressed else None)
+
+
+@pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True)])
+def test_what_one_rank_lacks_none_has(two_ranks, here, there):
+    two_ranks.append(0.0 if there else 1.0)
+    assert weights_plan.have_all_ranks(here) == (here and there)
 
 
 def test_the_budget_is_in_whole_bytes():

@@ -36,7 +36,12 @@ from vllm_tiered.adapter.layer_weights import (
     skip_loading,
 )
 from vllm_tiered.adapter.weight_hooks import watch
-from vllm_tiered.adapter.weights_plan import plan_with_kv
+from vllm_tiered.adapter.weights_plan import (
+    have_all_ranks,
+    leave_rest,
+    plan_with_kv,
+    planned_for,
+)
 from vllm_tiered.adapter.weights_times import measure
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.cost.latency import place_for_latency
@@ -265,6 +270,7 @@ class TieredOffloader(BaseOffloader):
         ]
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
+        placement = None
         if config.storage_path is not None:
             at_most = far_bytes
             if far_bytes is None:
@@ -273,15 +279,30 @@ class TieredOffloader(BaseOffloader):
                 at_most = host_memory().usable_bytes // self._num_ranks
                 far_bytes = int(FAR_SHARE * at_most)
             self._store = self._open_store(config.storage_path, layers)
-            recorded = self._store.placement(sublayers, at_most)
-            if recorded is not None:
-                recorded.check_budget(near_bytes, at_most)
-                return recorded
-        placement = self._choose(layers, sublayers, compressed, near_device, near_bytes, far_bytes)
-        if self._store is not None and far_bytes is not None:
-            placement = spill(placement, far_bytes)
+            placement = self._recorded(self._store, sublayers, at_most)
+            if placement is not None:
+                far_bytes = at_most
+        if placement is None:
+            placement = self._choose(
+                layers, sublayers, compressed, near_device, near_bytes, far_bytes
+            )
+            if self._store is not None and far_bytes is not None:
+                placement = spill(placement, far_bytes)
         placement.check_budget(near_bytes, far_bytes)
+        if config.shares_with_kv:
+            leave_rest(config, placement)
         return placement
+
+    def _recorded(
+        self, store: WeightStore, sublayers: Sequence[Sublayer], far_bytes: int | None
+    ) -> Placement | None:
+        """As the file says. What ranks agree on is planned by all of them or by none."""
+        recorded = store.placement(sublayers, far_bytes)
+        if not self._config.shares_with_kv or have_all_ranks(recorded is not None):
+            return recorded
+        if recorded is not None:
+            store.discard("is of one rank, and another rank's cannot be used")
+        return None
 
     def _choose(
         self,
@@ -295,7 +316,14 @@ class TieredOffloader(BaseOffloader):
         config = self._config
         if config.shares_with_kv:
             return plan_with_kv(
-                config, self._device, layers, sublayers, near_device, is_first=self._rank == 0
+                config,
+                self._device,
+                layers,
+                sublayers,
+                near_device,
+                compressed=compressed,
+                far_bytes=far_bytes,
+                is_first=self._rank == 0,
             )
         if config.placement != "latency":
             return place(config.placement, sublayers, config.percents)
@@ -328,6 +356,7 @@ class TieredOffloader(BaseOffloader):
             "alignment": [SLOT_ALIGNMENT, PARAMETER_ALIGNMENT],
             "compress": int4.layout() if config.compress == "int4" else config.compress,
             "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
+            **(planned_for() if config.shares_with_kv else {}),
         }
         return WeightStore(
             Path(folder),

@@ -7,48 +7,38 @@ gets the rest of near memory, to the byte.
 
     arguments      what else sizes the KV cache is refused
     configuration  kv_cache_memory_bytes = near_gib: no worker reserves a share of all memory
-    model built    measured, agreed on by all ranks, planned; kv_cache_memory_bytes = the rest
+    model built    measured, agreed on by all ranks, planned, or as the file of stored weights says;
+                   kv_cache_memory_bytes = the rest
     KV cache       vLLM asks each worker, and takes the blocks that fit all of them
 """
 
 import logging
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from vllm_tiered.adapter.weights_times import matrices_of, measure_machine
 from vllm_tiered.config import WeightsConfig
+from vllm_tiered.cost.curves import ProductCurve
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.serving import Load
 from vllm_tiered.cost.split import Room, Split, Target, target_for
 from vllm_tiered.cost.throughput import split_for, split_for_throughput
-from vllm_tiered.cost.weights import Placement, Sublayer, extent_bytes
+from vllm_tiered.cost.weights import Placement, Sublayer
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.tiers.base import Device, Direction, PageBuffer, Pages
-from vllm_tiered.tiers.probe import PAGE_BYTES, SIZES, link_curve, product_curve
-from vllm_tiered.tiers.products import near_product
+from vllm_tiered.tiers.base import Device
 from vllm_tiered.units import format_bytes, gib_to_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.tiered")
-
-_MOST_TOKENS = 1024
-"""Rows up to which a product is made longer, until arithmetic is most of it."""
-
-_COPIED_PRODUCTS = 20
-"""Products during which copies run beside, to see what they take."""
-
-_COPY_SECONDS = 0.02
-"""One of those copies takes about so long, or less: a slow link is not waited for."""
-
 
 # Before the engine starts ---------------------------------------------------------------
 
@@ -96,9 +86,15 @@ def plan_with_kv(
     sublayers: Sequence[Sublayer],
     near_device: torch.device,
     *,
+    compressed: Sequence[Collection[str]],
+    far_bytes: int | None,
     is_first: bool,
 ) -> Placement:
-    """The placement; vLLM's KV cache of this rank gets the rest of ``weights.near_gib``.
+    """The placement that shares ``weights.near_gib`` with the KV cache best.
+
+    Args:
+        compressed: of each layer, the matrices that will be in 4 bit.
+        far_bytes: None for as much as it takes; with ``weights.storage_path`` the rest is stored.
 
     Raises:
         BudgetError: the layers leave nothing to one request of ``--max-model-len`` tokens.
@@ -107,20 +103,43 @@ def plan_with_kv(
 
     vllm_config = get_current_vllm_config()
     start = time.perf_counter()
-    machine = _of_all_ranks(measured_machine(device, layers, sublayers, near_device))
-    shape = _shape(vllm_config, sublayers, len(layers))
-    load = load_of(vllm_config)
-    far_bytes = None if isinstance(config.far_gib, str) else gib_to_bytes(config.far_gib)
-    room = Room(near_bytes=_near_bytes(config), far_bytes=far_bytes)
-    target = target_of(vllm_config)
+    folder = None if config.storage_path is None else Path(config.storage_path)
+    here = measure_machine(
+        device, layers, sublayers, near_device, compressed=compressed, storage_folder=folder
+    )
+    machine, far_bytes = _of_all_ranks(here, far_bytes)
+    shape = _shape(vllm_config, layers, sublayers, compressed)
+    load, target = load_of(vllm_config), target_of(vllm_config)
+    room = Room(near_bytes=_near_bytes(config), far_bytes=far_bytes, has_storage=folder is not None)
     if config.placement == "throughput":
         split = split_for_throughput(shape, machine, load, room)
     else:
         split = split_for(target, shape, machine, load, room)
-    vllm_config.cache_config.kv_cache_memory_bytes = split.kv_bytes
     if is_first:
         _announce(config, target, machine, load, split, time.perf_counter() - start)
     return split.placement
+
+
+def leave_rest(config: WeightsConfig, placement: Placement) -> None:
+    """vLLM's KV cache of this rank gets what the placement leaves of ``weights.near_gib``."""
+    from vllm.config import get_current_vllm_config
+
+    rest = _near_bytes(config) - placement.near_bytes
+    get_current_vllm_config().cache_config.kv_cache_memory_bytes = rest
+
+
+def planned_for() -> dict[str, Any]:
+    """What a plan depends on beside the weights' settings, JSON-safe: a file of stored weights has
+    one placement, and another load would have another."""
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    return {"load": asdict(load_of(vllm_config)), "target": target_of(vllm_config)}
+
+
+def have_all_ranks(has: bool) -> bool:
+    """Whether all ranks have it, said to each of them."""
+    return not any(_worst_of_ranks([0.0 if has else 1.0]))
 
 
 def load_of(vllm_config: "VllmConfig") -> Load:
@@ -144,133 +163,68 @@ def target_of(vllm_config: "VllmConfig") -> Target:
     return modes.get(vllm_config.performance_mode, by_requests)
 
 
-def measured_machine(
-    device: Device,
-    layers: Sequence[nn.Module],
-    sublayers: Sequence[Sublayer],
-    near_device: torch.device,
-) -> Machine:
-    """The figures that a plan needs, in a few seconds: products of the layers' own shapes.
-
-    What a step costs beside the layers, and requests cost apart from their KV, is not known before
-    the model runs, and counted as nothing; it is the same for every placement.
-    """
-    shapes: dict[tuple[tuple[int, int], torch.dtype], int] = {}
-    for layer in layers:
-        for parameter in layer.parameters():
-            if parameter.ndim == 2:
-                key = ((parameter.shape[0], parameter.shape[1]), parameter.dtype)
-                shapes[key] = shapes.get(key, 0) + 1
-    rows = {key: product_curve([key[0]], 1, key[1], near_device, near_product)[0] for key in shapes}
-    seconds = math.fsum(rows[key].seconds * count for key, count in shapes.items())
-    near = sum(rows[key].num_bytes * count for key, count in shapes.items()) / seconds
-    largest = max(shapes, key=lambda key: rows[key].num_bytes)
-    read = _link_bytes_per_s(device, sublayers, near_device)
-    copied = 1.0  # behind a link of its own: an arriving byte is written once
-    if near_device.type == "cpu":
-        copied = _traffic_of_copies(device, largest, rows[largest].seconds, near, read)
-    return Machine(
-        read_gb_per_s=read / 1e9,
-        write_gb_per_s=read / 1e9,
-        near_gb_per_s=near / 1e9,
-        tflops=_flops(largest, rows[largest].seconds, near_device) / 1e12,
-        near_bytes_per_copied_byte=copied,
-        step_overhead_ms=0.0,
-        request_overhead_us=0.0,
-        far_layer_overhead_us=0.0,
-    )
-
-
-_Product = tuple[tuple[int, int], torch.dtype]
-
-
-def _link_bytes_per_s(
-    device: Device, sublayers: Sequence[Sublayer], near_device: torch.device
-) -> float:
-    """At the size of the largest sublayer."""
-    largest = max(extent_bytes(p.num_bytes for p in sublayer.parameters) for sublayer in sublayers)
-    size = min(max(largest, PAGE_BYTES), max(SIZES))
-    (sample,) = link_curve(device, Direction.READ, near_device, [size])
-    return sample.num_bytes / sample.seconds
-
-
-def _flops(product: _Product, row_seconds: float, near_device: torch.device) -> float:
-    """Of a product with so many rows that it takes several times as long as with one."""
-    (out_features, in_features), dtype = product
-    tokens = 64
-    while True:
-        (sample,) = product_curve(
-            [(out_features, in_features)], tokens, dtype, near_device, near_product
-        )
-        if sample.seconds > 4 * row_seconds or tokens >= _MOST_TOKENS:
-            return 2 * out_features * in_features * tokens / sample.seconds
-        tokens *= 4
-
-
-def _traffic_of_copies(
-    device: Device, product: _Product, row_seconds: float, near: float, read: float
-) -> float:
-    """Bytes of near memory's traffic that compute lacks for each byte that arrives beside it.
-
-    Args:
-        near, read: bytes per second of products and of the link, each alone.
-    """
-    (out_features, in_features), dtype = product
-    # As product_curve does it: no weight is in a cache when it is needed again.
-    count = min(16, max(2, -(-max(SIZES) // (out_features * in_features * dtype.itemsize))))
-    products_of = [
-        near_product(torch.randn((out_features, in_features)).to(dtype)) for _ in range(count)
+def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int | None]:
+    """The slowest rank's figures, and the least far memory: shards are alike, so all ranks come to
+    the same plan."""
+    curves = machine.curves
+    assert curves is not None
+    products = [curve for curve in (curves.near, curves.far, curves.compressed) if curve]
+    costs = [
+        1 / machine.read_gb_per_s,
+        1 / machine.near_gb_per_s,
+        1 / machine.tflops,
+        machine.far_layer_overhead_us,
+        1 / (machine.storage_read_gb_per_s or 1.0),
+        curves.compute_slowdown,
+        curves.link_slowdown,
+        -float(far_bytes or 0),
+        *(seconds for curve in products for seconds in curve.points.values()),
     ]
-    x = torch.randn((1, in_features)).to(dtype)
-    size = min(max(SIZES), max(PAGE_BYTES, int(_COPY_SECONDS * read)))
-    num_pages = size // PAGE_BYTES
-    far = device.far_buffer(num_pages, PAGE_BYTES)
-    target = PageBuffer(torch.zeros((num_pages, PAGE_BYTES), dtype=torch.uint8))
-    far.data.fill_(1)
-    pages = Pages(np.arange(num_pages, dtype=np.int64), ascending=True)
-    copy = device.prepare(Direction.READ, far, pages, target, pages)
-    num_bytes = num_pages * PAGE_BYTES
-    copies = math.ceil(_COPIED_PRODUCTS * row_seconds * read / num_bytes) + 1
-    start = time.perf_counter()
-    events = [device.submit(copy) for _ in range(copies)]
-    products = 0
-    while not events[-1].done():
-        products_of[products % count](x)
-        products += 1
-    lacked = time.perf_counter() - start - products * row_seconds
-    return max(0.0, lacked * near / (copies * num_bytes))
+    worst = _worst_of_ranks(costs)
+    read, near, tflops, overhead, storage, compute_slower, link_slower, far = worst[:8]
+    rest = iter(worst[8:])
+    near_curve, far_curve, *compressed = (
+        ProductCurve.of({key: next(rest) for key in curve.points}) for curve in products
+    )
+    agreed = replace(
+        machine,
+        read_gb_per_s=1 / read,
+        write_gb_per_s=1 / read,
+        near_gb_per_s=1 / near,
+        tflops=1 / tflops,
+        far_layer_overhead_us=overhead,
+        storage_read_gb_per_s=1 / storage if machine.storage_read_gb_per_s else None,
+        curves=replace(
+            curves,
+            near=near_curve,
+            far=far_curve,
+            compressed=compressed[0] if compressed else None,
+            compute_slowdown=compute_slower,
+            link_slowdown=link_slower,
+        ),
+    )
+    return agreed, None if far_bytes is None else round(-far)
 
 
-def _of_all_ranks(machine: Machine) -> Machine:
-    """The slowest rank's figures: the shards are alike, so all ranks come to the same plan."""
+def _worst_of_ranks(costs: list[float]) -> list[float]:
+    """The largest of each over all ranks."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
-        return machine
-    # The largest cost is the smallest of negative ones.
-    figures = torch.tensor(
-        [
-            machine.read_gb_per_s,
-            machine.near_gb_per_s,
-            machine.tflops,
-            -machine.near_bytes_per_copied_byte,
-        ],
-        dtype=torch.float64,
-    )
-    torch.distributed.all_reduce(figures, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    read, near, tflops, copied = figures.tolist()
-    return replace(
-        machine,
-        read_gb_per_s=read,
-        write_gb_per_s=read,
-        near_gb_per_s=near,
-        tflops=tflops,
-        near_bytes_per_copied_byte=-copied,
-    )
+        return costs
+    worst = torch.tensor(costs, dtype=torch.float64)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    found: list[float] = worst.tolist()
+    return found
 
 
-def _shape(vllm_config: "VllmConfig", sublayers: Sequence[Sublayer], num_layers: int) -> ModelShape:
+def _shape(
+    vllm_config: "VllmConfig",
+    layers: Sequence[nn.Module],
+    sublayers: Sequence[Sublayer],
+    compressed: Sequence[Collection[str]],
+) -> ModelShape:
     """The layers as they are built, and a token's KV as vLLM's specs give it."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -282,12 +236,19 @@ def _shape(vllm_config: "VllmConfig", sublayers: Sequence[Sublayer], num_layers:
     vocabulary = model_config.get_vocab_size() // vllm_config.parallel_config.tensor_parallel_size
     return ModelShape(
         family=str(model_config.hf_text_config.model_type),
-        num_layers=num_layers,
+        num_layers=len(layers),
         sublayers=tuple(sublayers),
         other_bytes=0,
         head_bytes=vocabulary * model_config.get_hidden_size() * width,
         kv_bytes_per_token=sum(-(-s.page_size_bytes // s.block_size) for s in specs if s),
         dtype_bytes=width,
+        # Of others the bytes say how many weights there are.
+        matrices={
+            name: matrix.shape
+            for layer in matrices_of(layers, compressed)
+            for name, matrix in layer.items()
+            if matrix.is_compressed
+        },
     )
 
 
@@ -308,7 +269,7 @@ def _announce(
     logger.info(
         "tiered weights: %s%s leaves %s of %s near memory to the KV cache, for %d of up to %d "
         "requests of %d tokens at a time; planned in %.1f s from measured figures: products %.1f "
-        "GB/s and %.2f TFLOPS, link %.1f GB/s, an arriving byte costs compute %.1f",
+        "GB/s and %.2f TFLOPS, link %.1f GB/s, products beside copies %.2fx as long",
         wanted,
         split.placement.policy,
         format_bytes(split.kv_bytes),
@@ -320,5 +281,5 @@ def _announce(
         machine.near_gb_per_s,
         machine.tflops,
         machine.read_gb_per_s,
-        machine.near_bytes_per_copied_byte,
+        machine.curves.compute_slowdown if machine.curves else 1.0,
     )

@@ -127,13 +127,10 @@ class _Plan:
     far_bytes: int
     target: Target
     results: list[Fit | NoFit]
-    only_latency: bool
 
     @property
     def chosen(self) -> Fit | None:
         name = chosen(self.target, self.results)
-        if name and self.only_latency:
-            name = "latency"
         fits_by_name = {fit.placement: fit for fit in self.results if isinstance(fit, Fit)}
         return fits_by_name.get(name) if name else None
 
@@ -175,8 +172,6 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         far_bytes=far_bytes,
         target=args.target or target_for(load.max_requests),
         results=list(fits(shape, on, load, near_bytes, far_bytes, has_storage=args.storage)),
-        # The engine refuses the plans that share near memory with the KV cache then.
-        only_latency=args.storage or args.compress != "none",
     )
 
 
@@ -288,8 +283,6 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best:
         also.append(f"weights.far_gib={args.far_gib:g} weights.storage_path=FOLDER")
     settings = " ".join([plan_tables.engine_settings(best), *also])
     console.print(f"* for {plan.target}: {best.placement}, {settings}", soft_wrap=True)
-    if plan.only_latency:
-        console.print("(With storage or compress the engine plans for latency only yet.)")
     console.print(plan_tables.batches_table(best, args.carbon_intensity))
     console.print()
     console.print(plan_tables.sublayers_table(plan.reasons(best), why=args.why))

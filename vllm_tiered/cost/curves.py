@@ -31,6 +31,15 @@ class ProductCurve:
         )
         return cls(rows, by_rows)
 
+    @property
+    def points(self) -> dict[tuple[int, int], float]:
+        """What was measured: seconds by (rows, bytes), in the order of both."""
+        return {
+            (rows, num_bytes): seconds
+            for rows, points in zip(self.rows, self.by_rows, strict=True)
+            for num_bytes, seconds in points
+        }
+
     def seconds(self, num_bytes: int, rows: int) -> float:
         """Between what was measured, linear; beyond it, in proportion; nothing takes no time."""
         if not num_bytes:
@@ -56,13 +65,20 @@ class Curves:
     Attributes:
         near, far: products with weights that stay near, and that pass through a staging slot.
         compute_slowdown, link_slowdown: how much longer compute and a transfer take while both run.
-        link_latency_s: of a transfer of next to nothing.
         layer_overhead_us: of a step for each layer: its calls, apart from its products.
+        compressed: products with weights in 4 bit, by the bytes that they have in 16; None where
+            they were not measured, and are taken to be as long as in 16 bit.
     """
 
     near: ProductCurve
     far: ProductCurve
     compute_slowdown: float
     link_slowdown: float
-    link_latency_s: float
     layer_overhead_us: float
+    compressed: ProductCurve | None = None
+
+    def near_bytes_per_copied_byte(self, near_gb_per_s: float, read_gb_per_s: float) -> float:
+        """What compute lacks of near memory's traffic while a byte is copied: what it would have
+        read in the time that it loses. Both rates are those without the other."""
+        lost = (1 - 1 / self.compute_slowdown) * near_gb_per_s
+        return lost * self.link_slowdown / read_gb_per_s

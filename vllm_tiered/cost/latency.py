@@ -141,7 +141,7 @@ def _solve(
     choices = [
         [
             choice
-            for choice in _choices(sublayers[positions[0]], times.compute[positions[0] - 1], links)
+            for choice in _choices(sublayers[positions[0]], _before(times, positions[0]), links)
             if choice.extent or may_stay
         ]
         for positions in members
@@ -180,9 +180,14 @@ def _classes(sublayers: Sequence[Sublayer], times: StepTimes) -> list[list[int]]
     classes: dict[object, list[int]] = {}
     for position, sublayer in enumerate(sublayers):
         sizes = tuple((p.num_bytes, p.role) for p in sublayer.parameters)
-        key = (sublayer.kind, sizes, round(times.compute[position - 1], 9))
+        key = (sublayer.kind, sizes, round(_before(times, position), 9))
         classes.setdefault(key, []).append(position)
     return list(classes.values())
+
+
+def _before(times: StepTimes, position: int) -> float:
+    """Seconds beside which the sublayer arrives; the first one has the rest of the step too."""
+    return times.compute[position - 1] + (0.0 if position else times.rest)
 
 
 def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterator[_Choice]:

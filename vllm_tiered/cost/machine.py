@@ -33,7 +33,8 @@ class Machine:
         near_bytes_per_copied_byte: near-tier traffic of a copied byte, which compute then lacks.
         step_overhead_ms: of a step apart from the layers: scheduling, sampling, launches.
         request_overhead_us: of a step, for each request in it.
-        far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies.
+        far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies,
+            which are two, of KV in and out, or of the weights of attention and FFN.
         storage_read_gb_per_s: from its disk, in large sequential reads; None where not known.
         power: what it draws; None where that is not known.
         curves: what a probe measured beside these; None of a machine that was not probed.

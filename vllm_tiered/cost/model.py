@@ -114,6 +114,10 @@ class ModelShape:
         matrix = self.matrices.get(parameter.name)
         return parameter.num_bytes / self.dtype_bytes if matrix is None else math.prod(matrix)
 
+    def is_compressed(self, parameter: Parameter) -> bool:
+        """Whether its weights take less than the dtype's bytes each."""
+        return parameter.num_bytes < self.weights_in(parameter) * self.dtype_bytes
+
 
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:
     """Of all layers' tensors by what they are, and of what is beside the layers."""

@@ -7,8 +7,8 @@ that. While copies run both are slower, as measured, or as they share the near t
 What a step costs beside the layers comes from the machine, and from the head, which reads its
 weights like a layer.
 
-Of weights in 4 bit transfers are less, and memory traffic where it is computed. Products of a
-probed machine are those of 16 bit: how long they take in 4 bit is not probed.
+Of weights in 4 bit transfers are less, and memory traffic where it is computed. An engine measures
+products with them; `vllm-tiered probe` does not, and its machine's are those of 16 bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Batch:
 
 def far_link(machine: Machine) -> Link:
     """Far to near, as transfers of weights see it."""
-    latency_s = machine.curves.link_latency_s if machine.curves else 0.0
+    latency_s = machine.far_layer_overhead_us * 1e-6 / 2  # a layer has two transfers
     return Link(bytes_per_s=machine.read_gb_per_s * 1e9, latency_s=latency_s)
 
 
@@ -162,11 +162,12 @@ def _measured_seconds(
 ) -> float:
     """Each product as it was measured, and half of what a layer costs beside its products."""
     names = {parameter.name for parameter in far}
-    products = (
-        (curves.far if parameter.name in names else curves.near).seconds(
-            round(shape.weights_in(parameter) * shape.dtype_bytes), tokens
-        )
-        for parameter in sublayer.parameters
-        if parameter.role in (Role.MATRIX, Role.FFN_FIRST)
-    )
-    return sum(products) + curves.layer_overhead_us * 1e-6 / 2
+    seconds = curves.layer_overhead_us * 1e-6 / 2
+    for parameter in sublayer.parameters:
+        if parameter.role not in (Role.MATRIX, Role.FFN_FIRST):
+            continue
+        curve = curves.far if parameter.name in names else curves.near
+        if curves.compressed and shape.is_compressed(parameter):
+            curve = curves.compressed
+        seconds += curve.seconds(round(shape.weights_in(parameter) * shape.dtype_bytes), tokens)
+    return seconds

@@ -85,11 +85,18 @@ def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     compute_slowdown = _positive(slower["compute_slowdown"], "compute_slowdown")
     link_slowdown = _positive(slower["link_slowdown"], "link_slowdown")
     latency_s = links["read"][0][1]
-    # While a byte is copied, compute lacks what it would have read in the time it loses.
-    lost = (1 - 1 / compute_slowdown) * near_gb_per_s * link_slowdown / read_gb_per_s
     where = f"vllm-tiered probe of {probe['machine']['name']}, {probe['date']}"
     figures = _Figures(where, call_us)
     measured, assumed = figures.measured, figures.assumed
+    curves = Curves(
+        near=near,
+        far=far,
+        compute_slowdown=max(
+            1.0, measured("compute_slowdown", compute_slowdown, "products beside copies")
+        ),
+        link_slowdown=max(1.0, measured("link_slowdown", link_slowdown, "copies beside products")),
+        layer_overhead_us=assumed("layer_overhead_us", LAYER_CALLS),
+    )
     machine = Machine(
         read_gb_per_s=measured("read_gb_per_s", read_gb_per_s, "the largest transfer"),
         write_gb_per_s=measured("write_gb_per_s", write_gb_per_s, "the largest transfer"),
@@ -101,25 +108,16 @@ def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         ),
         storage_read_gb_per_s=_storage(probe.get("storage"), measured),
         near_bytes_per_copied_byte=measured(
-            "near_bytes_per_copied_byte", lost, "products beside copies"
+            "near_bytes_per_copied_byte",
+            curves.near_bytes_per_copied_byte(near_gb_per_s, read_gb_per_s),
+            "products beside copies",
         ),
         step_overhead_ms=assumed("step_overhead_ms", STEP_CALLS, 1e-3),
         request_overhead_us=assumed("request_overhead_us", REQUEST_CALLS),
         far_layer_overhead_us=measured(
             "far_layer_overhead_us", 2e6 * latency_s, "two of the smallest transfers"
         ),
-        curves=Curves(
-            near=near,
-            far=far,
-            compute_slowdown=max(
-                1.0, measured("compute_slowdown", compute_slowdown, "products beside copies")
-            ),
-            link_slowdown=max(
-                1.0, measured("link_slowdown", link_slowdown, "copies beside products")
-            ),
-            link_latency_s=measured("link_latency_s", latency_s, "the smallest transfer"),
-            layer_overhead_us=assumed("layer_overhead_us", LAYER_CALLS),
-        ),
+        curves=curves,
     )
     return machine, figures.found
 

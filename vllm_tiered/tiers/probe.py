@@ -142,11 +142,27 @@ def product_curve(
         product_of: a weight's product.
         seconds: for each shape, about.
     """
+    return [
+        product_rows(shape, [num_tokens], dtype, near_device, product_of, seconds)[0]
+        for shape in shapes
+    ]
+
+
+def product_rows(
+    shape: tuple[int, int],
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    near_device: torch.device,
+    product_of: Callable[[torch.Tensor], Product] = far_product,
+    seconds: float = SECONDS,
+) -> list[Sample]:
+    """The same of one shape, by the activations' rows."""
+    out_features, in_features = shape
+    size = out_features * in_features * dtype.itemsize
+    weights = _weights(out_features, in_features, dtype, near_device)
+    products = [product_of(weight) for weight in weights]
     samples = []
-    for out_features, in_features in shapes:
-        size = out_features * in_features * dtype.itemsize
-        weights = _weights(out_features, in_features, dtype, near_device)
-        products = [product_of(weight) for weight in weights]
+    for num_tokens in rows:
         x = torch.randn((num_tokens, in_features), device=near_device).to(dtype)
         samples.append(Sample(size, median_seconds(_in_turn(products, x), seconds)))
     return samples

@@ -98,8 +98,16 @@ class WeightStore:
                 )
         if reason is None:
             return placement
-        self._discard(reason)
+        self.discard(reason)
         return None
+
+    def discard(self, reason: str) -> None:
+        """Fill the file anew; until then the old one stays. The file is filled."""
+        assert self._pages is not None
+        self._reason = reason
+        logger.warning("tiered weights: %s %s: it is filled anew", self.path, reason)
+        self._pages.close()
+        self._pages = None
 
     def keep(self, placement: Placement) -> None:
         """The placement that the file is going to say."""
@@ -167,17 +175,9 @@ class WeightStore:
             )
         self._pages, self._homes = pages, found["placement"]
         if other["changed"] != mine["changed"]:
-            self._discard("is older than the checkpoint's files")
+            self.discard("is older than the checkpoint's files")
         elif found["settings"] != self._about["settings"]:
-            self._discard("is of other settings")
-
-    def _discard(self, reason: str) -> None:
-        """Fill the file anew; until then the old one stays."""
-        assert self._pages is not None
-        self._reason = reason
-        logger.warning("tiered weights: %s %s: it is filled anew", self.path, reason)
-        self._pages.close()
-        self._pages = None
+            self.discard("is of other settings")
 
     def _where(self, page: int) -> str:
         """Whose page it is."""
