@@ -76,7 +76,7 @@ def test_low_rank(model, text, tmp_path):
         assert found["num_tokens"] == 1200
     mix = json.loads(store.file(MIX_FILE).read_text())
     assert mix["ranked_by"] == "low_rank"
-    tried = {tuple(candidate["mix"]): candidate["perplexity"] for candidate in mix["candidates"]}
+    tried = {tuple(candidate["mix"]): candidate["entropy"] for candidate in mix["candidates"]}
     assert min(tried, key=tried.__getitem__) == tuple(mix["mix"])
     assert all(candidate["bits"] <= 16 for candidate in mix["candidates"])  # half of float32's
     store.close()
