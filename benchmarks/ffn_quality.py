@@ -56,7 +56,8 @@ DEFINITIONS = {
     "ratio_searched": "perplexity_searched over perplexity_full",
     "mix_searched": "shares of the neurons in 16, 8 and 4 bit, searched on other conversations",
     "bits": "of a neuron's weight as computed, on average, without scales; left out neurons have 0",
-    "search": "mixes that the search tried, with the entropy that it minimises",
+    "search": "mixes that the search tried, with the entropy that it minimises and the perplexity"
+    " of the same tokens",
     "predictors": "of the low-rank predictors, means over layers, on tokens not trained with",
     "relu": "the small ReLU model with the neurons left out that its predictor finds inactive",
 }

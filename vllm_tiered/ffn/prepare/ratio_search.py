@@ -11,18 +11,21 @@ full ones leave: on 8 bit alone, leaving neurons out, or on all that are left, i
 
 Uncertainty (equation 2) is the entropy of the distribution of each token after the prompt. The
 paper generates; here the text's own tokens follow the prompt, so that all candidates are asked
-about the same ones.
+about the same ones, and what they think of those tokens, their perplexity, is had for nothing. On
+SmolLM2-135M both picked the same of 8 mixes (256 tokens, 2026-11-22).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.selection import Mix
 
 FULL_BITS = 16
+
+Criterion = Literal["perplexity", "entropy"]
 
 _EPSILON = 1e-9
 
@@ -71,6 +74,7 @@ def search(
     step: float = 0.125,
     rounds: int = 2,
     full_bits: int = FULL_BITS,
+    criterion: Criterion = "entropy",
 ) -> SearchResult:
     """Try mixes of the same bytes; then, around the best one, with half the step.
 
@@ -79,6 +83,7 @@ def search(
         budget_bits: of a weight, on average over all neurons; 8 is half the bytes of 16 bit.
         step: of the share in full precision.
         full_bits: of a weight in full precision.
+        criterion: the figure of :class:`Uncertainty` that is to be least.
 
     Raises:
         ConfigError: no mix fits the budget.
@@ -93,7 +98,7 @@ def search(
             raise ConfigError(
                 f"no mix fits {budget_bits} bits a weight: give the ratio search a larger budget"
             )
-        best = min(tried.values(), key=lambda candidate: candidate.uncertainty.entropy)
+        best = min(tried.values(), key=lambda tried: getattr(tried.uncertainty, criterion))
         step /= 2
         shares = [
             share for share in (best.mix.full - step, best.mix.full + step) if 0 <= share <= 1
