@@ -13,8 +13,6 @@ from typing import Any
 from benchmarks.planted import PREDICTOR_FILE, Sparsity
 from benchmarks.planted_record import planted_sparsity
 
-STORE_STATISTICS = "statistics.json"
-
 
 @dataclass(frozen=True, slots=True)
 class FfnTensors:
@@ -65,6 +63,7 @@ def planted_store(
     """
     from vllm_tiered.cost.ffn import FfnShape, Precision
     from vllm_tiered.ffn.predictor.files import predictor_name, save_predictor
+    from vllm_tiered.ffn.store_format import MIX_FILE
     from vllm_tiered.ffn.store_writer import NeuronStoreWriter
     from vllm_tiered.tiers.checkpoint_files import fingerprint_of_folder
 
@@ -92,16 +91,16 @@ def planted_store(
             if layer_idx not in writer.finished_layers:
                 weights_NMH = torch.stack((layer.fc1, layer.fc2.T), dim=1)
                 writer.add_layer(layer_idx, weights_NMH, layer.fc1_bias, layer.fc2_bias)
-        report = {"planted": True, "active_share": sparsity.active_share}
+        report = {
+            "planted": True,
+            "active_share": sparsity.active_share,
+            "predicted_share": predicted_share(sparsity),
+        }
         for layer_idx, predictor in enumerate(planted_predictors(model)):
             path = writer.path_of(predictor_name(layer_idx))
             save_predictor(path, predictor, fingerprint, report)
-        statistics = {
-            "planted": True,
-            "mix": list(mix),
-            "active_share": [predicted_share(sparsity)] * shape.num_layers,
-        }
-        writer.path_of(STORE_STATISTICS).write_text(json.dumps(statistics), encoding="utf-8")
+        mix_file = {"planted": True, "mix": list(mix), "candidates": []}
+        writer.path_of(MIX_FILE).write_text(json.dumps(mix_file), encoding="utf-8")
         return writer.publish()
     finally:
         writer.close()

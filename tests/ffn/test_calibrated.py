@@ -11,12 +11,13 @@ from tests.ffn.tiny import LAYERS, tiny_model, tiny_tokenizer
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.prepare import calibrated
-from vllm_tiered.ffn.prepare.calibrated import MIX_FILE, Calibration, statistics_name
+from vllm_tiered.ffn.prepare.calibrated import Calibration
 from vllm_tiered.ffn.prepare.calibration import calibration_texts
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.prepare.train import TrainSettings
 from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.store_format import MIX_FILE, statistics_name
 
 
 class Killed(Exception):

@@ -10,16 +10,14 @@ from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name
+from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.store_format import MIX_FILE, statistics_name
 from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.host import FAR_SHARE, host_memory
 from vllm_tiered.units import GIB
-
-STATISTICS = "statistics.json"
-"""File of the store: `mix`, three shares; `active_share`, of each layer; and what people read."""
 
 DEFAULT_MIX = Mix(full=0.25, int8=0.25, int4=0.5)
 """M2Cache's, half the bytes of 16 bit; where `prepare` did not look for a better one."""
@@ -93,17 +91,30 @@ def load_predictors(store: NeuronStore) -> list[Predictor]:
 
 def searched_mix(store: NeuronStore) -> Mix:
     """What `prepare` found best, or ``DEFAULT_MIX``."""
-    found = _statistics(store).get("mix")
-    return DEFAULT_MIX if found is None else Mix.of(found)
+    found = _published(store, MIX_FILE)
+    return DEFAULT_MIX if found is None else Mix.of(found["mix"])
 
 
 def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
-    """Of a token's neurons, those that are predicted active; the most that any layer has."""
-    drops = any(predictor.threshold is not None for predictor in predictors)
-    if not drops and not (store.activation == "relu" and not predictors):
+    """Of a token's neurons, those that are predicted active; the most that any layer has.
+
+    As `prepare` saw it on calibration text; 1 where it did not look, or where no neuron is ever
+    inactive.
+    """
+    layers = range(store.shape.num_layers)
+    if any(predictor.threshold is not None for predictor in predictors):
+        shares = [_report(store, layer).get("predicted_share") for layer in layers]
+    elif store.activation == "relu" and not predictors:
+        shares = [(_published(store, statistics_name(n)) or {}).get("active_share") for n in layers]
+    else:
         return 1.0
-    shares = _statistics(store).get("active_share")
-    return min(1.0, max(shares)) if shares else 1.0
+    return min(1.0, max(1.0 if share is None else float(share) for share in shares))
+
+
+def _report(store: NeuronStore, layer: int) -> dict[str, Any]:
+    """Of a trained predictor."""
+    found: dict[str, Any] = read_header(store.file(predictor_name(layer)))["report"]
+    return found
 
 
 def _trained(store: NeuronStore, layer: int) -> Predictor:
@@ -116,10 +127,11 @@ def _trained(store: NeuronStore, layer: int) -> Predictor:
     )
 
 
-def _statistics(store: NeuronStore) -> dict[str, Any]:
-    if STATISTICS not in store.contents["files"]:
-        return {}
-    found: dict[str, Any] = json.loads(store.file(STATISTICS).read_text())
+def _published(store: NeuronStore, name: str) -> dict[str, Any] | None:
+    """A file that `prepare` may have left in the store."""
+    if name not in store.contents["files"]:
+        return None
+    found: dict[str, Any] = json.loads(store.file(name).read_text())
     return found
 
 

@@ -25,6 +25,9 @@ from vllm_tiered.tiers.checksums import checksum_of
 VERSION = 1
 HEADER, NEURONS, TABLES = "store.json", "neurons.bin", "tables.safetensors"
 
+MIX_FILE = "mix.json"
+"""The shares that the ratio search found best, if it ran, and those that it compared."""
+
 ANEW = "remove the folder and run `vllm-tiered prepare` again"
 """What to do about a store that cannot be used."""
 
@@ -166,6 +169,11 @@ def unseal(text: bytes, path: Path) -> dict[str, Any]:
     if _digest(contents) != expected:
         raise IntegrityError(f"{path} is damaged (checksum): {ANEW}")
     return contents
+
+
+def statistics_name(layer: int) -> str:
+    """Of the file with what calibration text told of a layer, if `prepare` looked."""
+    return f"statistics-{layer:04d}.json"
 
 
 def scales_name(layer: int, precision: Precision) -> str:

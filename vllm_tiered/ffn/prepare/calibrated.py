@@ -37,8 +37,7 @@ from vllm_tiered.ffn.prepare.statistics import layer_statistics
 from vllm_tiered.ffn.prepare.steps import Step
 from vllm_tiered.ffn.prepare.train import TrainSettings, train_layer
 from vllm_tiered.ffn.selection import Mix
-
-MIX_FILE = "mix.json"
+from vllm_tiered.ffn.store_format import MIX_FILE, statistics_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,11 +157,6 @@ def mixing(watched: Watched, predictor: str, group: int | None) -> Step:
         pending=[] if (watched.out / MIX_FILE).is_file() else [0],
         work=partial(_search, watched, predictor, group),
     )
-
-
-def statistics_name(layer: int) -> str:
-    """Of the file with a layer's statistics."""
-    return f"statistics-{layer:04d}.json"
 
 
 def _per_layer(
