@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from vllm_tiered import config, errors
-from vllm_tiered.config import KvConfig, TieredConfig, WeightsConfig
+from vllm_tiered.config import FfnConfig, KvConfig, TieredConfig, WeightsConfig
 
 
 def test_keys_and_defaults():
@@ -28,6 +28,16 @@ def test_keys_and_defaults():
             "storage_path": None,
             "compress": "none",
             "percents": None,
+        },
+        "ffn": {
+            "store": None,
+            "mix": "auto",
+            "window": 4,
+            "exact": False,
+            "cache": "atu",
+            "preload": "auto",
+            "near_gib": "auto",
+            "far_gib": "auto",
         },
         "report": {"path": None},
     }
@@ -71,3 +81,19 @@ def test_the_docstring_draws_the_tree():
     for name, cls in inspect.getmembers(errors, inspect.isclass):
         assert f"{name} " in drawn or f"{name}\n" in drawn
         assert all(f"(+ {base.__name__})" in drawn for base in cls.__bases__[1:])
+
+
+def test_a_mix_is_three_shares():
+    assert FfnConfig(mix="[0.25, 0.25, 0.5]").mix == (0.25, 0.25, 0.5)
+    for wrong in ([0.5, 0.5], [0.5, 0.5, 0.5], [-0.1, 0.5, 0.5], [0, 0, 0], "half"):
+        with pytest.raises(ConfigError, match=r"tiered\.ffn\.mix"):
+            FfnConfig(mix=wrong)
+
+
+def test_an_ffn_without_a_store_is_refused():
+    with pytest.raises(ConfigError, match=r"ffn\.exact is True, .* set tiered\.ffn\.store"):
+        FfnConfig(exact=True).check()
+    with pytest.raises(ConfigError, match="no mix"):
+        FfnConfig(store="/s", exact=True, mix=[1, 0, 0]).check()
+    with pytest.raises(ConfigError, match=r"window .* whole number >= 1"):
+        FfnConfig(window=0)

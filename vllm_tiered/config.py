@@ -339,6 +339,8 @@ class FfnConfig(_Section):
     `near_gib` is what a rank's near neurons may take, "auto" what the mix needs. `far_gib` of its
     neurons are kept in far memory, from the first layers on; the others are read from the store
     whenever they are needed. "auto" is all of them, or half of the host memory that is available.
+    `preload` reads what the layer after the next is expected to want to far memory while this one
+    computes; "auto" does where copies do not take compute's own cores, on a GPU.
     """
 
     NAME: ClassVar[str] = "ffn"
@@ -349,6 +351,9 @@ class FfnConfig(_Section):
     exact: bool = field(default=False, metadata={_RULE: _bool})
     cache: Literal["atu", "window", "lru"] = field(
         default="atu", metadata={_RULE: _OneOf(words=("atu", "window", "lru"))}
+    )
+    preload: Literal["auto", "on", "off"] = field(
+        default="auto", metadata={_RULE: _OneOf(words=("auto", "on", "off"))}
     )
     near_gib: float | Literal["auto"] = field(
         default="auto", metadata={_RULE: _Number(above=0, auto=True)}

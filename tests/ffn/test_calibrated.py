@@ -10,7 +10,6 @@ import torch
 from tests.ffn.tiny import LAYERS, tiny_model, tiny_tokenizer
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
-from vllm_tiered.ffn.prepare import calibrated
 from vllm_tiered.ffn.prepare.calibrated import Calibration
 from vllm_tiered.ffn.prepare.calibration import calibration_texts
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
@@ -141,4 +140,3 @@ def test_conversations_of_the_package(model, monkeypatch):
     assert [len(found.token_ids) for found in texts] == [8, 4]
     assert [found.num_given for found in texts] == [4, 3]
     assert calibration_texts(model, 4, tokens_per_text=8, skip=1)[0].token_ids[0] == 9
-    assert calibrated.MIX_FILE == "mix.json"
