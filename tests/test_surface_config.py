@@ -84,16 +84,16 @@ def test_the_docstring_draws_the_tree():
 
 
 def test_a_mix_is_three_shares():
-    assert FfnConfig(mix="[0.25, 0.25, 0.5]").mix == (0.25, 0.25, 0.5)
+    assert FfnConfig.from_dict({"mix": "[0.25, 0.25, 0.5]"}).mix == (0.25, 0.25, 0.5)
     for wrong in ([0.5, 0.5], [0.5, 0.5, 0.5], [-0.1, 0.5, 0.5], [0, 0, 0], "half"):
-        with pytest.raises(ConfigError, match=r"tiered\.ffn\.mix"):
-            FfnConfig(mix=wrong)
+        with pytest.raises(errors.ConfigError, match=r"tiered\.ffn\.mix"):
+            FfnConfig.from_dict({"mix": wrong})
 
 
 def test_an_ffn_without_a_store_is_refused():
-    with pytest.raises(ConfigError, match=r"ffn\.exact is True, .* set tiered\.ffn\.store"):
+    with pytest.raises(errors.ConfigError, match=r"ffn\.exact is True, .* set tiered\.ffn\.store"):
         FfnConfig(exact=True).check()
-    with pytest.raises(ConfigError, match="no mix"):
-        FfnConfig(store="/s", exact=True, mix=[1, 0, 0]).check()
-    with pytest.raises(ConfigError, match=r"window .* whole number >= 1"):
+    with pytest.raises(errors.ConfigError, match="no mix"):
+        FfnConfig(store="/s", exact=True, mix=(1, 0, 0)).check()
+    with pytest.raises(errors.ConfigError, match=r"window .* whole number >= 1"):
         FfnConfig(window=0)
