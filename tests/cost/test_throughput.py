@@ -249,7 +249,7 @@ def test_storage_takes_what_far_memory_does_not():
     assert split.placement.near_bytes + split.kv_bytes == room.near_bytes
     stored = split_beside(baseline("all_far", LLAMA), LLAMA, on, LOAD, room)
     assert stored is not None and stored.placement.storage_bytes > split.placement.storage_bytes
-    assert split.served.tokens_per_s > 1.1 * stored.served.tokens_per_s
+    assert split.served.tokens_per_s > 1.02 * stored.served.tokens_per_s
     more = split_for_throughput(LLAMA, on, LOAD, dataclasses.replace(room, far_bytes=8 * GIB))
     assert more.served.tokens_per_s > 3 * split.served.tokens_per_s
 

@@ -121,14 +121,14 @@ print(json.dumps([layout(), products]))
 
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_instruction_sets(capability):
-    """Their own order of codes, and the same products."""
+    """Their own order of codes, and the same products as this processor's best."""
     found = [
         subprocess.run(
             [sys.executable, "-c", _PRODUCTS],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": name},
+            env={**os.environ, **held_back},
             capture_output=True, text=True, check=True, timeout=120,
         ).stdout
-        for name in (capability, "avx512")
+        for held_back in ({"ATEN_CPU_CAPABILITY": capability}, {})
     ]  # fmt: skip
     (order, products), (own_order, own_products) = map(json.loads, found)
     for product, own, tolerance in zip(products, own_products, (1e-4, 0.2), strict=True):
