@@ -29,7 +29,7 @@ def test_keys_and_defaults():
             "compress": "none",
             "percents": None,
         },
-        "report": {"path": None},
+        "report": {"path": None, "carbon_intensity": 820.0},
     }
 
 
