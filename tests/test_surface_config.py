@@ -29,6 +29,15 @@ def test_keys_and_defaults():
             "compress": "none",
             "percents": None,
         },
+        "ffn": {
+            "store": None,
+            "mix": "auto",
+            "window": 4,
+            "exact": False,
+            "cache": "atu",
+            "near_gib": "auto",
+            "far_gib": "auto",
+        },
         "report": {"path": None, "carbon_intensity": 820.0},
     }
 
