@@ -24,7 +24,9 @@ CONFIGS = st.builds(
         path=st.none() | st.text(min_size=1),
         verify=st.sampled_from(["off", "sample", "full"]),
     ),
-    report=st.builds(ReportConfig, path=st.none() | st.text(min_size=1)),
+    report=st.builds(
+        ReportConfig, path=st.none() | st.text(min_size=1), carbon_intensity=st.floats(0, 2000)
+    ),
 )
 
 
@@ -183,6 +185,12 @@ def test_which_placements_share_near_memory_with_the_kv_cache():
 def test_a_bad_report_path_is_named(value):
     with pytest.raises(ConfigError, match=r"tiered\.report\.path is .*: set it to the path of a"):
         TieredConfig.from_dict({"report": {"path": value}})
+
+
+@pytest.mark.parametrize("value", [-1, "coal", float("nan"), None, True])
+def test_a_bad_carbon_intensity_is_named(value):
+    with pytest.raises(ConfigError, match=r"tiered\.report\.carbon_intensity is .*number >= 0"):
+        TieredConfig.from_dict({"report": {"carbon_intensity": value}})
 
 
 def test_direct_construction_is_checked_too():

@@ -39,7 +39,7 @@ def test_keys_and_defaults():
             "near_gib": "auto",
             "far_gib": "auto",
         },
-        "report": {"path": None},
+        "report": {"path": None, "carbon_intensity": 820.0},
     }
 
 

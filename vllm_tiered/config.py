@@ -393,11 +393,13 @@ class ReportConfig(_Section):
     """What happens over time, written to a file for `vllm-tiered report`.
 
     `path` is that file, JSON lines of a few MB at most; without it nothing is written.
+    `carbon_intensity` is the grid's, in gCO2e per kWh, for emissions here and in the metrics.
     """
 
     NAME: ClassVar[str] = "report"
 
     path: str | None = field(default=None, metadata={_RULE: _file})
+    carbon_intensity: float = field(default=820.0, metadata={_RULE: _Number(at_least=0)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

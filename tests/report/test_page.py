@@ -161,6 +161,28 @@ def test_the_summary_states_the_runs_figures(tmp_path):
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("assumed", "says"),
+    [(0.0, "measured"), (900.0, "assumed: constants"),
+     (90.0, "10.0 % of it assumed: constants, the rest measured")],
+)  # fmt: skip
+def test_joules_and_grams_say_how_they_are_known(tmp_path, assumed, says):
+    steps = [step(1.0, tokens=400, joules=900.0, assumed_joules=assumed)]
+    page = write_report(timeline_of(steps, carbon_intensity=400.0), tmp_path)
+    text = Page(page.read_text(encoding="utf-8")).text
+    for words in (
+        "grid 400 gCO2e per kWh",
+        f"energy 2.25 J/token 900 J in steps, {says} emissions",
+        "emissions 0.25 mgCO2e/token operational; 0.1 gCO2e in all",
+    ):
+        assert words in text
+
+
+def test_without_joules_there_is_no_row_for_them(tmp_path):
+    text = Page(write_report(timeline_of([step(1.0)]), tmp_path).read_text(encoding="utf-8")).text
+    assert "J/token" not in text
+
+
 def test_events_are_listed_with_their_reasons(run, page):
     assert f"{len(run.events)} events" in page.text
     assert "0 -> 2: requests wait for blocks" in page.text

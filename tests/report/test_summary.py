@@ -32,6 +32,8 @@ def test_a_run_in_figures():
                 write_bytes=50_000_000,
                 expansion=2.5,
                 level_changed=True,
+                joules=1400.0,
+                assumed_joules=350.0,
             ),
         ]
     )
@@ -50,11 +52,17 @@ def test_a_run_in_figures():
     assert found.mean_expansion == pytest.approx((1.0 + 2 * 2.5) / 3)
     assert found.largest_expansion == 2.5
     assert (found.level_changes, found.num_preempted) == (1, 3)
+    assert (found.joules, found.assumed_share, found.joules_per_token) == (1400, 0.25, 2.0)
 
 
 def test_nothing_moved_is_no_division_by_zero():
     found = summarise([window(1.0, seconds=0.0, tokens=0)])
     assert (found.read_bytes_per_second, found.stall_share, found.tokens_per_second) == (0, 0, 0)
+
+
+def test_joules_without_tokens_or_readings_are_no_figure():
+    assert summarise([window(1.0, tokens=0, joules=5.0)]).joules_per_token is None
+    assert summarise([window(1.0, tokens=9)]).joules_per_token is None
 
 
 @given(st.lists(st.floats(0.01, 50), min_size=1, max_size=300), st.integers(1, 50))

@@ -106,7 +106,7 @@ def test_every_line_is_json_with_a_type(path):
     timeline.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["type"] for line in lines] == ["header", "window", "end"]
-    assert lines[0]["version"] == 1
+    assert lines[0]["version"] == 2
     assert lines[0]["machine"]["cores"] == 2
 
 
@@ -259,8 +259,8 @@ def test_a_file_that_is_not_there_is_named(path):
 
 
 def test_another_version_is_refused_with_both_versions(path):
-    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":1', '"version":2'))
-    with pytest.raises(ConfigError, match=r"format version 2, this .* reads 1: .*\(9\.9\)"):
+    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":2', '"version":1'))
+    with pytest.raises(ConfigError, match=r"format version 1, this .* reads 2: .*\(9\.9\)"):
         read_timeline(path)
 
 
@@ -449,6 +449,8 @@ def step_as_an_engine_makes_it(end):
         read_bytes=1 << 24,
         write_seconds=0.001,
         write_bytes=1 << 20,
+        joules=1.5,
+        assumed_joules=0.5,
         far_layers=8,
         expansion=1.25,
         granted_blocks=90,

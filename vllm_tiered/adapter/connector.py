@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context
 
+from vllm_tiered.adapter.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
 from vllm_tiered.adapter.metrics import TieredPromMetrics, TieredStats
@@ -31,6 +32,7 @@ from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.timeline import timeline_of
 from vllm_tiered.adapter.weights_engine import take_use
 from vllm_tiered.adapter.worker import TieredWorker, announce
+from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.step_plan import StepPlan
@@ -58,16 +60,18 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 'additional_config={"tiered": {...}} instead of kv_transfer_config'
             )
         parallel = vllm_config.parallel_config
-        config = tiered_config(vllm_config)
-        report_path = config.report.path if config else None
+        config = tiered_config(vllm_config) or TieredConfig()
+        report_path = config.report.path
         self._plan = plan
         self._world_size = parallel.world_size
         self._schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self._is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler: TieredScheduler | None = None
         self._worker: TieredWorker | None = None
+        self._energy: EngineEnergy | None = None
         if role is KVConnectorRole.WORKER:
             is_first = parallel.rank == 0
+            self._energy = open_energy(config.report.carbon_intensity)
             if not plan.swaps:
                 announce(plan, FarHomes(), log=is_first)
             else:
@@ -86,7 +90,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._world_size,
                 max_model_len=vllm_config.model_config.max_model_len,
                 max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-                timeline=timeline_of(vllm_config, plan, self._world_size, report_path),
+                timeline=timeline_of(vllm_config, plan, self._world_size, config.report),
             )
         elif report_path is not None:
             logger.warning(
@@ -161,6 +165,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._energy:
+            self._energy.begin_step()
         if self._worker:
             assert isinstance(kv_connector_metadata, TieredMetadata)
             self._worker.begin_step(
@@ -208,7 +214,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.recomputed(request_ids)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return self._worker.take_report() if self._worker else None
+        report = self._worker.take_report() if self._worker else None
+        if report is not None and self._energy:
+            report.joules, report.assumed_joules = self._energy.take_for_report()
+        return report
 
     def shutdown(self) -> None:
         if self._worker:
@@ -221,7 +230,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> TieredStats | None:
         if not self._is_scheduler:
             stats = self._worker.take_stats() if self._worker else TieredStats()
-            return TieredStats(data=stats.data | take_use())
+            energy = self._energy.take_use() if self._energy else {}
+            return TieredStats(data=stats.data | take_use() | energy)
         if self._scheduler:
             return self._scheduler.stats()
         return gauges(self._plan, self._world_size)

@@ -244,6 +244,12 @@ def publish(manifest: Manifest | None) -> None:
     _current = manifest
 
 
+def uses_storage() -> bool:
+    """Whether something of this process's engine is read from or written to a disk."""
+    placed = (_current, _weights)
+    return _ffn is not None or any(part is not None and part.storage_bytes > 0 for part in placed)
+
+
 def published() -> Manifest | None:
     """This process's manifest as it is; None where no engine worker runs."""
     return _current

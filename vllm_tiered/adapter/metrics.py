@@ -42,6 +42,11 @@ COUNTERS = {
     "ffn_misses": "FFN neurons that a sparse step wanted and that had to be brought.",
     "ffn_sparse_steps": "Layers' steps computed with chosen neurons.",
     "ffn_dense_steps": "Layers' steps computed with all neurons.",
+    "energy_joules": "Joules drawn while steps ran: processor and memory of the host by RAPL, GPUs "
+    "by NVML, where these can be read; else memory by constants, and the disk always.",
+    "energy_assumed_joules": "Joules of tiered_energy_joules that are assumed, by constants.",
+    "co2e_grams": "Operational emissions of tiered_energy_joules, gCO2e, at "
+    "report.carbon_intensity.",
 }
 """Counted by the workers and summed over ranks; recomputed requests and level changes once."""
 

@@ -14,7 +14,7 @@ from vllm_tiered.report.records import LayerTimeline
 class StepReport(KVConnectorWorkerMetadata):
     """What a step took in a worker, on its way to the scheduler.
 
-    Of seconds the slowest rank's count, bytes are all ranks'.
+    Of seconds the slowest rank's count, bytes and joules are all ranks'.
     """
 
     stall_seconds: float = 0.0
@@ -22,6 +22,8 @@ class StepReport(KVConnectorWorkerMetadata):
     write_seconds: float = 0.0
     read_bytes: int = 0
     write_bytes: int = 0
+    joules: float = 0.0
+    assumed_joules: float = 0.0
     layers: list[LayerTimeline] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
@@ -33,6 +35,8 @@ class StepReport(KVConnectorWorkerMetadata):
             write_seconds=max(self.write_seconds, other.write_seconds),
             read_bytes=self.read_bytes + other.read_bytes,
             write_bytes=self.write_bytes + other.write_bytes,
+            joules=self.joules + other.joules,
+            assumed_joules=self.assumed_joules + other.assumed_joules,
             layers=self.layers or other.layers,
         )
 
@@ -44,6 +48,8 @@ class StepReport(KVConnectorWorkerMetadata):
             write_seconds=self.write_seconds + later.write_seconds,
             read_bytes=self.read_bytes + later.read_bytes,
             write_bytes=self.write_bytes + later.write_bytes,
+            joules=self.joules + later.joules,
+            assumed_joules=self.assumed_joules + later.assumed_joules,
             layers=self.layers + later.layers,
         )
 

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import vllm_tiered
-from vllm_tiered.adapter import compat, manifest
+from vllm_tiered.adapter import compat, energy, manifest
 from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.manifest import Manifest
 from vllm_tiered.adapter.steps import Step
+from vllm_tiered.config import ReportConfig
 from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.kv.elastic import ElasticBlocks
 from vllm_tiered.report.records import Header, Machine, StepSample
@@ -25,12 +26,15 @@ class Timeline:
         plan: what was configured.
         model: as the engine names it.
         world_size: ranks, whose bytes are added.
+        carbon_intensity: of the grid, in gCO2e per kWh.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
-    def __init__(self, path: str, plan: KvPlan, model: str, world_size: int) -> None:
+    def __init__(
+        self, path: str, plan: KvPlan, model: str, world_size: int, carbon_intensity: float
+    ) -> None:
         self._start = time.perf_counter()
         self._plan = plan
         # A worker in this process knows where far pages are; else what it will find is guessed.
@@ -49,7 +53,8 @@ class Timeline:
                 far_bytes=stated.far_bytes * world_size,
                 storage_bytes=stated.storage_bytes * world_size,
                 machine=Machine.here(),
-                manifest=stated.to_dict(),
+                carbon_intensity=carbon_intensity,
+                manifest=stated.to_dict() | {"energy": energy.labels()},
             ),
         )
 
@@ -68,6 +73,8 @@ class Timeline:
                 read_bytes=report.read_bytes,
                 write_seconds=report.write_seconds,
                 write_bytes=report.write_bytes,
+                joules=report.joules,
+                assumed_joules=report.assumed_joules,
                 far_layers=far_layers,
                 expansion=expansion_of(self._plan.geometry.num_layers, far_layers),
                 granted_blocks=elastic.granted_blocks,
@@ -90,9 +97,10 @@ class Timeline:
 
 
 def timeline_of(
-    vllm_config: Any, plan: KvPlan, world_size: int, path: str | None
+    vllm_config: Any, plan: KvPlan, world_size: int, report: ReportConfig
 ) -> Timeline | None:
     """The timeline if ``report.path`` asks for one."""
-    if path is None:
+    if report.path is None:
         return None
-    return Timeline(path, plan, str(vllm_config.model_config.model), world_size)
+    model = str(vllm_config.model_config.model)
+    return Timeline(report.path, plan, model, world_size, report.carbon_intensity)

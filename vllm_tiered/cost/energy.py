@@ -3,9 +3,11 @@
 
     energy                 = sum over parts of power * run time
     operational emissions  = energy * carbon intensity of the grid
+    embodied emissions     = emissions of making the hardware * run time / its lifetime
+    carbon footprint       = operational + embodied
 
-The parts are the near device, the far memory that the weights take, and a disk. The host's
-processor is not among them, nor are emissions of making the hardware.
+The parts of a prediction are the near device, the far memory that the weights take, and a disk; the
+host's processor is not among them. What an engine measures is in :mod:`vllm_tiered.tiers.power`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,12 @@ from dataclasses import dataclass
 
 CARBON_INTENSITY = 820.0
 """gCO2e per kWh where nothing else is said: M2Cache's, figure 13 (a grid that burns coal)."""
+
+DRAM_WATTS_PER_GB = 26 / 256
+"""M2Cache's, figure 13: 26 W for 256 GB (10^9 bytes), in use or not."""
+
+SSD_WATTS = 2.0
+"""M2Cache's, figure 13: of a disk, busy or not."""
 
 _JOULES_PER_KWH = 3.6e6
 
@@ -49,3 +57,30 @@ def grams_co2e(joules: float, carbon_intensity: float) -> float:
         carbon_intensity: of the grid, in gCO2e per kWh.
     """
     return joules / _JOULES_PER_KWH * carbon_intensity
+
+
+def embodied_grams(making_grams: float, seconds: float, lifetime_seconds: float) -> float:
+    """The share of a run in the emissions of making what it runs on (M2Cache, section 2.2).
+
+    The paper gives no lifetimes, and of making only an A100's 150 kg (section 3.1), so neither has
+    a default. Hardware that is there anyway may be counted as 0, which is the paper's point.
+
+    Args:
+        making_grams: gCO2e of making and packaging the hardware.
+        seconds: of the run.
+        lifetime_seconds: for which the hardware is expected to be used.
+
+    Raises:
+        ValueError: the lifetime is not above 0, or shorter than the run.
+    """
+    if lifetime_seconds <= 0 or not 0 <= seconds <= lifetime_seconds:
+        raise ValueError(
+            f"a run of {seconds:g} s in a lifetime of {lifetime_seconds:g} s: give a lifetime that "
+            "holds the run"
+        )
+    return making_grams * seconds / lifetime_seconds
+
+
+def carbon_footprint(joules: float, carbon_intensity: float, embodied: float = 0.0) -> float:
+    """gCO2e in all: operational emissions, and the embodied share of the same run."""
+    return grams_co2e(joules, carbon_intensity) + embodied

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from vllm_tiered.cost.energy import grams_co2e
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.report.drawing import render
 from vllm_tiered.report.figures import pictures
@@ -39,7 +40,7 @@ def write_report(timeline: Timeline, folder: str | Path) -> Path:
     page = _template().render(
         header=timeline.header,
         configured=list(configured(timeline)),
-        summary=list(described(summarise(timeline.windows))),
+        summary=list(described(summarise(timeline.windows), timeline.header.carbon_intensity)),
         pictures=[
             {
                 "name": picture.name,
@@ -81,11 +82,16 @@ def configured(timeline: Timeline) -> Iterator[tuple[str, str]]:
         yield "KV in a file", format_bytes(header.storage_bytes)
     yield "layers with KV", f"{header.num_layers}"
     yield "block pool", f"up to {header.num_blocks} blocks of {header.block_tokens} tokens"
+    yield "grid", f"{header.carbon_intensity:g} gCO2e per kWh"
     yield from _flat(header.manifest)
 
 
-def described(summary: Summary) -> Iterator[tuple[str, str, str]]:
-    """The summary as rows of name, value and what it means."""
+def described(summary: Summary, carbon_intensity: float) -> Iterator[tuple[str, str, str]]:
+    """The summary as rows of name, value and what it means.
+
+    Args:
+        carbon_intensity: of the grid, in gCO2e per kWh.
+    """
     idle = max(0.0, summary.seconds - summary.step_seconds)
     yield (
         "time",
@@ -119,6 +125,18 @@ def described(summary: Summary) -> Iterator[tuple[str, str, str]]:
         f"at most {summary.largest_expansion:.2f}; {summary.level_changes} changes of level",
     )
     yield "preemptions", f"{summary.num_preempted:,}", "each computes a request's KV again"
+    if summary.joules_per_token is not None:
+        grams = grams_co2e(summary.joules_per_token, carbon_intensity)
+        yield (
+            "energy",
+            f"{summary.joules_per_token:.3g} J/token",
+            f"{summary.joules:,.0f} J in steps, {_known(summary.assumed_share)}",
+        )
+        yield (
+            "emissions",
+            f"{_grams(grams)}/token",
+            f"operational; {_grams(grams_co2e(summary.joules, carbon_intensity))} in all",
+        )
 
 
 def _template() -> jinja2.Template:
@@ -148,6 +166,19 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def _link(share: float, bytes_per_second: float) -> str:
     rate = f"{bytes_per_second / 1e9:.2f} GB/s while busy"
     return f"{rate}, busy for {_percent(share, 1)} of step time"
+
+
+def _known(assumed_share: float) -> str:
+    """How joules are known; a share that rounds to all or nothing is named as what it is."""
+    if not assumed_share:
+        return "measured"
+    if assumed_share == 1:
+        return "assumed: constants"
+    return f"{_percent(assumed_share, 1)} of it assumed: constants, the rest measured"
+
+
+def _grams(grams: float) -> str:
+    return f"{1e3 * grams:.3g} mgCO2e" if grams < 0.1 else f"{grams:.3g} gCO2e"
 
 
 def _percent(share: float, decimals: int = 0) -> str:

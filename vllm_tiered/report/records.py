@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-FORMAT_VERSION = 1
-"""Written into the header; a reader refuses any other."""
+FORMAT_VERSION = 2
+"""Written into the header; a reader refuses any other. 2: joules, and the grid they come from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,7 @@ class Header:
             against.
         near_bytes, far_bytes, storage_bytes: of the KV cache, all ranks; the last in files.
         machine: what it runs on.
+        carbon_intensity: of the grid, in gCO2e per kWh.
         manifest: further settings to show beside these, JSON-safe; nested tables are fine.
     """
 
@@ -67,6 +68,7 @@ class Header:
     far_bytes: int
     storage_bytes: int
     machine: Machine
+    carbon_intensity: float
     manifest: Mapping[str, Any]
 
 
@@ -80,6 +82,8 @@ class StepSample(NamedTuple):
         stall_seconds: compute stood still for a transfer (the slowest rank).
         read_seconds, write_seconds: the direction was copying (the slowest rank).
         read_bytes, write_bytes: far to near, near to far (all ranks).
+        joules: read in this step, ten times a second at most (all ranks); of pauses none.
+        assumed_joules: of these, what constants gave instead of a counter.
         far_layers, expansion: the level that the step ran at.
         granted_blocks: blocks that requests may use, used ones included.
         withheld_blocks: blocks that the level, or tails that stay near, leave no pages for.
@@ -97,6 +101,8 @@ class StepSample(NamedTuple):
     read_bytes: int
     write_seconds: float
     write_bytes: int
+    joules: float
+    assumed_joules: float
     far_layers: int
     expansion: float
     granted_blocks: int
@@ -130,6 +136,8 @@ class Window:
     read_bytes: int
     write_seconds: float
     write_bytes: int
+    joules: float
+    assumed_joules: float
     num_preempted: int
     level_changes: int
     far_layers: int
@@ -156,6 +164,8 @@ class Window:
             read_bytes=step.read_bytes,
             write_seconds=step.write_seconds,
             write_bytes=step.write_bytes,
+            joules=step.joules,
+            assumed_joules=step.assumed_joules,
             num_preempted=step.num_preempted,
             level_changes=int(level_changed),
             far_layers=step.far_layers,
@@ -178,6 +188,8 @@ _COUNTS = (
     "read_bytes",
     "write_seconds",
     "write_bytes",
+    "joules",
+    "assumed_joules",
     "num_preempted",
     "level_changes",
 )

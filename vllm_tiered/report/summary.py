@@ -30,6 +30,8 @@ class Summary:
         stall_share, read_share, write_share: of step time.
         read_bytes_per_second, write_bytes_per_second: while that direction was copying.
         transparent_share: of step time, in windows whose stall is below 1 %.
+        joules: drawn in steps; ``assumed_share`` of them by constants.
+        joules_per_token: over all output tokens; None without tokens, or where nothing was read.
     """
 
     seconds: float
@@ -51,6 +53,9 @@ class Summary:
     largest_expansion: float
     level_changes: int
     num_preempted: int
+    joules: float
+    assumed_share: float
+    joules_per_token: float | None
 
 
 def summarise(windows: Sequence[Window]) -> Summary:
@@ -82,6 +87,9 @@ def summarise(windows: Sequence[Window]) -> Summary:
         largest_expansion=float(expansion.max()),
         level_changes=total.level_changes,
         num_preempted=total.num_preempted,
+        joules=total.joules,
+        assumed_share=_per(total.assumed_joules, total.joules),
+        joules_per_token=total.joules / total.tokens if total.tokens and total.joules else None,
     )
 
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the meter to metrics, report and log: units, sums and labels."""
+
+import pytest
+
+from tests.tiers.powercap import SERVER, Powercap
+from tests.tiers.test_power import Clock, meter_of
+from vllm_tiered.adapter import energy
+from vllm_tiered.adapter.energy import EngineEnergy
+from vllm_tiered.adapter.metrics import COUNTERS, TieredStats
+from vllm_tiered.adapter.steps import StepReport
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def host(tmp_path):
+    return Powercap(tmp_path, SERVER)
+
+
+def test_a_kilowatt_hour_is_the_grids_grams(clock, host):
+    counted = EngineEnergy(meter_of(clock, host.root, ssd=0.0), 820.0, log=False)
+    counted.begin_step()
+    assert counted.take_use() == {}  # no time has passed
+    for _ in range(36):
+        host.draw("intel-rapl:0", 100_000)
+        clock.now += 1000
+        use = counted.take_use()
+    assert use == pytest.approx(
+        {"energy_joules": 1e5, "energy_assumed_joules": 0, "co2e_grams": 820 / 36}
+    )
+    assert use.keys() <= COUNTERS.keys()
+    assert counted.take_for_report() == pytest.approx((3.6e6, 0.0))
+    assert counted.take_for_report() == (0.0, 0.0)
+
+
+def test_ranks_and_steps_add_up():
+    ranks = [TieredStats(data={"energy_joules": 5.0, "co2e_grams": 0.1}) for _ in range(2)]
+    assert ranks[0].aggregate(ranks[1]).data == {"energy_joules": 10.0, "co2e_grams": 0.2}
+    report = StepReport(joules=3.0, assumed_joules=1.0)
+    for both in (report.aggregate(report), report.followed_by(report)):
+        assert (both.joules, both.assumed_joules) == (6.0, 2.0)
+
+
+def test_the_log_line_says_how_each_part_is_known(clock, host, tmp_path, caplog_vllm):
+    EngineEnergy(meter_of(clock, host.root), 400.0, log=True)
+    EngineEnergy(meter_of(clock, tmp_path / "none"), 400.0, log=True)
+    EngineEnergy(meter_of(clock, tmp_path / "none"), 400.0, log=False)
+    assert [record.getMessage() for record in caplog_vllm.records] == [
+        "tiered energy: cpu measured: rapl, dram measured: rapl, gpu not counted, ssd assumed: "
+        "constants; at 400 gCO2e per kWh",
+        f"tiered energy: cpu not counted (no RAPL in {tmp_path / 'none'}), dram assumed: "
+        "constants, gpu not counted, ssd assumed: constants; at 400 gCO2e per kWh",
+    ]
+
+
+def test_labels_of_this_machine():
+    assert list(energy.labels()) == list(energy.PARTS)
+    assert energy.labels()["dram"] in ("measured: rapl", "assumed: constants")
