@@ -2,6 +2,7 @@
 """Layers when reads fail, are interrupted or late: an error, or the right neurons; never others."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -185,7 +186,7 @@ def test_no_token_at_all(ffn, only_decodes) -> None:
 
 def test_a_dense_layer_does_not_wait_in_what_others_expect(ffn) -> None:
     """Far memory's slots go round; a chunk that was read ahead may be used much later."""
-    plan = planning.replace(mixed(ffn, (1, 0, 0)), reads_ahead=True)
+    plan = replace(mixed(ffn, (1, 0, 0)), reads_ahead=True)
     device = DelayedDevice(seed=1, max_delay_seconds=0.05)
     runtime, _ = scripted(ffn, plan, device=device)
     everyone = {Precision.FULL: np.arange(96)}
@@ -200,7 +201,7 @@ def test_a_dense_layer_does_not_wait_in_what_others_expect(ffn) -> None:
 
 def test_what_was_read_ahead_in_vain_may_be_damaged(tmp_path: Path) -> None:
     ffn = random_ffn(tmp_path / "ffn", gated=True)
-    plan = planning.replace(mixed(ffn, (0.25, 0, 0)), reads_ahead=True)
+    plan = replace(mixed(ffn, (0.25, 0, 0)), reads_ahead=True)
     runtime, predictors = scripted(ffn, plan)
     store = ffn.open()
     offset = store._form.offset(2, Precision.FULL) + 40 * bundle_stride(ffn.shape, Precision.FULL)
