@@ -72,7 +72,7 @@ def test_some_near_some_far_some_stored(near_gib) -> None:
 
 @pytest.mark.parametrize("kv", [{"expansion": 1.33}, {}], ids=["fixed", "auto"])
 def test_exact_with_prefix_caching_preemption_and_swapped_kv(kv) -> None:
-    """Prompts in chunks beside decodes, requests that start over, and a KV cache that is swapped."""
+    """Prompts in chunks beside decodes, requests that start over, a KV cache that is swapped."""
     prompts = random_prompts(12, seed=2, longest=200)
     prompts += [[*prompt, 7, 8, 9] for prompt in prompts[:4]]
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": 0.006, "far_gib": 0}
