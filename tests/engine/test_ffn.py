@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FFNs from a neuron store on the real engine: the same tokens, and a manifest that says so."""
 
+import gc
+import shutil
+import threading
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +21,17 @@ from tests.engine.harness import (
     run,
     vllm_tokens,
 )
-from vllm_tiered.adapter import manifest
-from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
+from vllm_tiered.adapter import manifest, weights_engine
+from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
 from vllm_tiered.ffn.prepare.pipeline import prepare
+from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.store_format import NEURONS
+from vllm_tiered.tiers.slot_read import Work
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}
-MODELS = ("opt", "qwen2", "llama3", "phi3", "falcon")
+MODELS = ("opt", "qwen2", "llama1", "llama3", "phi3", "falcon")
 
 
 _FOLDER: list[Path] = []
@@ -62,18 +70,28 @@ def test_some_near_some_far_some_stored(near_gib) -> None:
     assert 0 < stated["cache_rows"]["full"] <= stated["neurons"]
 
 
-def test_exact_with_prefix_caching_preemption_and_swapped_kv() -> None:
-    """Prompts in chunks, requests that start over, and a KV cache that is swapped itself."""
+@pytest.mark.parametrize("kv", [{"expansion": 1.33}, {}], ids=["fixed", "auto"])
+def test_exact_with_prefix_caching_preemption_and_swapped_kv(kv) -> None:
+    """Prompts in chunks beside decodes, requests that start over, a KV cache that is swapped."""
     prompts = random_prompts(12, seed=2, longest=200)
     prompts += [[*prompt, 7, 8, 9] for prompt in prompts[:4]]
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": 0.006, "far_gib": 0}
     options: dict[str, Any] = {
-        "kv_cache_memory_bytes": 24 << 20,
+        "kv_cache_memory_bytes": 10 << 20,
         "enable_prefix_caching": True,
-        "max_num_batched_tokens": 512,
+        "max_num_batched_tokens": 64,
     }
-    result = run("opt", prompts, {"expansion": 1.33}, ffn=ffn, **options)
+    result = run("opt", prompts, kv, ffn=ffn, **options)
     assert result.tokens == vllm_tokens("opt", prompts)
+    assert result.manifest["kv"]["active"]
+    assert result.metrics["num_preemptions"] > 0
+
+
+def test_a_real_model_with_a_kv_cache_that_follows_the_load() -> None:
+    prompts = random_prompts(12, seed=3, longest=120)
+    ffn = {"store": store_of("demo"), "exact": True, "near_gib": 0.15}
+    result = run("demo", prompts, {}, ffn=ffn, max_tokens=16, kv_cache_memory_bytes=24 << 20)
+    assert result.tokens == vllm_tokens("demo", prompts, 16)
     assert result.manifest["kv"]["active"]
 
 
@@ -117,6 +135,121 @@ def test_compiled() -> None:
     assert result.tokens == vllm_tokens("qwen2", PROMPTS)
 
 
+# Failures -------------------------------------------------------------------------------
+
+
+def damage(store: Path, layer: int, neuron: int) -> None:
+    """In full precision."""
+    opened = NeuronStore.open(store)
+    stride = bundle_stride(opened.shape, Precision.FULL)
+    offset = opened._form.offset(layer, Precision.FULL) + neuron * stride
+    opened.close()
+    with (store / NEURONS).open("r+b") as file:
+        file.seek(offset + stride // 2)
+        file.write(b"\xff" * 8)
+
+
+def test_a_damaged_bundle_stops_the_engine_with_its_neuron_named(tmp_path, caplog) -> None:
+    """For good: what the step was to compute is missing in the KV cache."""
+    store = tmp_path / "store"
+    shutil.copytree(store_of("opt"), store)
+    damage(store, layer=2, neuron=300)
+    ffn = {"store": str(store), "exact": True, "far_gib": 0}
+    with engine("opt", KV_OFF, ffn=ffn) as llm:
+        with pytest.raises(IntegrityError, match=rf"{NEURONS}: layer 2, neuron 300, full is dam"):
+            generate(llm, PROMPTS)
+        assert caplog.text.count("layer 2, neuron 300, full is damaged (checksum); reading it") == 1
+        with pytest.raises(IntegrityError, match=r"neuron 300.* start the engine anew"):
+            generate(llm, PROMPTS[1:])
+
+
+def test_a_damaged_bundle_of_far_memory_stops_the_start(tmp_path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(store_of("opt"), store)
+    damage(store, layer=0, neuron=7)
+    with (
+        pytest.raises(IntegrityError, match="layer 0, neuron 7, full is damaged"),
+        engine("opt", KV_OFF, ffn={"store": str(store), "exact": True}),
+    ):
+        pytest.fail("the engine started")
+    assert not threads()
+
+
+def test_what_came_wrong_once_is_read_again(monkeypatch, caplog) -> None:
+    damaged = Work.damaged
+    calls = iter(range(1 << 20))
+
+    def flipping(work, first, end):
+        if next(calls) % 7 == 3:
+            work._view[work.rows[first] * work.section.stride] ^= 64
+        return damaged(work, first, end)
+
+    monkeypatch.setattr(Work, "damaged", flipping)
+    ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
+    assert run("opt", PROMPTS, KV_OFF, ffn=ffn).tokens == vllm_tokens("opt", PROMPTS)
+    assert "damaged (checksum); reading it again" in caplog.text
+
+
+def threads() -> list[str]:
+    """Of devices and stores."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("tiered-")]
+
+
+# Engines after and beside each other ----------------------------------------------------
+
+
+def test_an_engine_that_fails_later_leaves_nothing_behind() -> None:
+    ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
+    with (
+        pytest.raises(Exception, match="No available memory for the cache blocks"),
+        engine("opt", KV_OFF, ffn=ffn, kv_cache_memory_bytes=1 << 16),
+    ):
+        pytest.fail("the engine started")
+    assert not threads() and not weights_engine._ffns
+    assert run("opt", PROMPTS, KV_OFF, ffn=ffn).tokens == vllm_tokens("opt", PROMPTS)
+
+
+def test_memory_is_given_back_with_the_engine() -> None:
+    """The KV cache too: vLLM's offloader, which knows the FFN's engine, outlives it."""
+    ffn = {"store": store_of("opt"), "exact": True}
+    with engine("opt", KV_OFF, ffn=ffn) as llm:
+        runtime = weakref.ref(weights_engine._ffns[0].runtime)
+        context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        attention = [weakref.ref(module) for name, module in context.items() if "attn" in name]
+        assert len(attention) == 4 and threads()
+        del llm, context
+    gc.collect()
+    assert runtime() is None and not threads() and not weights_engine._ffns
+    assert not [alive for alive in attention if alive() is not None]
+
+
+def test_an_engine_without_neurons_beside_it() -> None:
+    """Each computes its own FFN, and the end of one is not the other's."""
+    from vllm import LLM
+
+    ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
+    expected = vllm_tokens("opt", PROMPTS), vllm_tokens("llama3", PROMPTS)
+    with engine("opt", KV_OFF, ffn=ffn) as llm:
+        (ours,) = weights_engine._ffns
+        runtime = ours.runtime
+        other = LLM(
+            model=model_path("llama3"),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=16,
+            block_size=32,
+            kv_cache_memory_bytes=1 << 28,
+            enable_prefix_caching=False,
+        )
+        assert ours.runtime is runtime, "it was started once"
+        assert generate(other, PROMPTS) == expected[1]
+        assert generate(llm, PROMPTS) == expected[0]
+        other.llm_engine.engine_core.shutdown()
+        assert weights_engine._ffns == [ours]
+        assert generate(llm, PROMPTS[:2]) == expected[0][:2]
+
+
 # Refused --------------------------------------------------------------------------------
 
 
@@ -140,6 +273,7 @@ def test_near_memory_below_a_tokens_neurons_is_refused() -> None:
     ffn = {"store": store_of("opt"), "mix": [0.5, 0.25, 0.25], "near_gib": 0.001}
     with pytest.raises(BudgetError, match=r"ffn.near_gib"), engine("opt", KV_OFF, ffn=ffn):
         pass
+    assert not threads()
 
 
 def test_a_store_in_another_dtype_is_refused() -> None:

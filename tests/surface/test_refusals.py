@@ -156,6 +156,72 @@ def test_all_that_placed_weights_refuse_is_tested():
     assert len(BY_WEIGHTS_MODEL) == len(refusals._WEIGHTS_CONFIG) + 1
 
 
+BY_FFN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "quantization": ({"quantization": "fp8"}, ["--quantization fp8", "leave it out"]),
+    "cpu_offload": ({"cpu_offload_gb": 1.0}, ["--cpu-offload-gb 1.0", "one home"]),
+    "prefetch_offload": ({"offload_group_size": 2}, ["--offload-group-size 2"]),
+    "weight_transfer": (
+        {"weight_transfer_config": {"backend": "nccl"}},
+        ["--weight-transfer-config", "in a file"],
+    ),
+    "lora": ({"enable_lora": True}, ["--enable-lora", "adapters are added"]),
+    "pipeline_parallel": (
+        {"pipeline_parallel_size": 2},
+        ["--pipeline-parallel-size 2", "use --tensor-parallel-size instead"],
+    ),
+    "speculative_config": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ["--speculative-config", "ngram", "leave speculative decoding out"],
+    ),
+    "microbatches": ({"ubatch_size": 2}, ["--ubatch-size 2"]),
+    "sleep_mode": ({"enable_sleep_mode": True}, ["--enable-sleep-mode"]),
+}
+
+
+@pytest.mark.parametrize("name", BY_FFN)
+def test_a_neuron_store_refuses_it_before_vllm_does_anything(make_engine_args, monkeypatch, name):
+    fields, expected = BY_FFN[name]
+    tiered = {"ffn": {"store": "/a/store"}}
+    engine_args = make_engine_args(additional_config={"tiered": tiered}, **fields)
+    monkeypatch.setattr(
+        type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        engine_args.create_engine_config()
+    for part in [*expected, "FFN from a neuron store", "or leave tiered.ffn.store out"]:
+        assert part in str(refused.value)
+
+
+BY_FFN_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "quantized": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
+    "experts": ({"is_moe": True}, None, "org/model (mixture of experts)"),
+    "second_runner": ({"use_v2_model_runner": True}, None, "VLLM_USE_V2_MODEL_RUNNER=0"),
+    "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
+    "brings_its_draft": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
+}
+
+
+@pytest.mark.parametrize("name", BY_FFN_MODEL)
+def test_a_neuron_store_refuses_models(name):
+    changes, speculation, expected = BY_FFN_MODEL[name]
+    config = config_of({"quantization": None, "is_moe": False, **changes}, speculation)
+    with pytest.raises(UnsupportedError, match=r"or leave tiered\.ffn\.store out") as refused:
+        refusals.check_ffn_config(config)
+    assert expected in str(refused.value) and "What to do:" in str(refused.value)
+
+
+def test_a_dense_decoder_is_computed_from_neurons(make_engine_args):
+    refusals.check_ffn_config(config_of({"quantization": None, "is_moe": False}))
+    refusals.check_ffn_args(make_engine_args(tensor_parallel_size=2), "cpu")
+    with pytest.raises(UnsupportedError, match=r'device is "cuda": leave tiered\.ffn\.store out'):
+        refusals.check_ffn_args(make_engine_args(), "cuda")
+
+
+def test_all_that_a_neuron_store_refuses_is_tested():
+    assert len(BY_FFN) == len(refusals._FFN_ARGS) + 1  # two for moving weights elsewhere
+    assert len(BY_FFN_MODEL) == len(refusals._FFN_CONFIG)
+
+
 def test_nothing_is_refused_with_kv_switched_off(make_engine_args):
     engine_args = make_engine_args(
         additional_config={"tiered": {"kv": {"enabled": False}}},

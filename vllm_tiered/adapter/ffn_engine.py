@@ -8,8 +8,10 @@ the model is whole the store is opened, regions are laid out, and layers can com
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -24,7 +26,8 @@ from vllm_tiered.adapter.ffn_modules import (
     replace_ffn,
 )
 from vllm_tiered.config import FfnConfig
-from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_tiered.ffn.layer import FfnLayer
 from vllm_tiered.ffn.open import open_runtime
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.store import NeuronStore
@@ -53,8 +56,13 @@ class FfnEngine:
         self._fingerprint = fingerprint
         self._modules: list[tuple[SparseFfn, FfnEnd]] = []
         self._before: dict[str, float] = {}
+        self._failure: Exception | None = None
         self.runtime: FfnRuntime | None = None
         register_op()
+
+    def is_of(self, context: dict[str, Any]) -> bool:
+        """Whether it is the FFN of the engine that has this context; a process may have several."""
+        return self._context is context
 
     def take_out(self, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
         """The layers as they are built, without their FFNs.
@@ -93,14 +101,16 @@ class FfnEngine:
             first_neuron=rank * sizes.neurons,
             num_neurons=sizes.neurons,
         )
+        device = make_device()
         try:
             _check(store, sizes, len(self._modules))
-            self.runtime = open_runtime(self._config, store, make_device(), num_ranks=ranks)
+            self.runtime = open_runtime(self._config, store, device, num_ranks=ranks)
         except BaseException:
+            device.close()
             store.close()
             raise
         for (start, end), layer in zip(self._modules, self.runtime.layers, strict=True):
-            start.compute = layer.compute
+            start.compute = partial(self._compute, layer)
             end.bias_H = layer.down_bias
         stated = manifest.FfnManifest.of(self.runtime, self._config)
         manifest.publish_ffn(stated)
@@ -128,10 +138,29 @@ class FfnEngine:
         """Give memory and files back. Idempotent."""
         for start, _ in self._modules:
             start.compute = None
+        # vLLM's offloader outlives the engine, and knows this; the context has its KV cache.
+        self._modules, self._context = [], {}
         if self.runtime is not None:
             self.runtime.close()
         self.runtime = None
         manifest.publish_ffn(None)
+
+    def _compute(self, layer: FfnLayer, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
+        """A layer's step, after a failed one never again.
+
+        vLLM takes what a step was to compute for computed, also where an error is caught: its KV
+        cache would have blocks that nobody wrote.
+        """
+        if self._failure is not None:
+            raise IntegrityError(
+                f"an earlier step failed ({self._failure}), and what it was to compute is missing: "
+                "start the engine anew"
+            ) from self._failure
+        try:
+            return layer.compute(x_BH, only_decodes)
+        except Exception as error:
+            self._failure = error
+            raise
 
 
 def _check(store: NeuronStore, sizes: FfnSizes, num_layers: int) -> None:

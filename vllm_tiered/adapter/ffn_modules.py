@@ -19,7 +19,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
 from vllm_tiered.adapter.layer_weights import skip_loading
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.errors import IntegrityError, UnsupportedError
 
 _PLACES = (
     ("mlp.gate_up_proj", "mlp.act_fn", "mlp.down_proj"),
@@ -138,8 +138,10 @@ def _sparse_ffn(x: torch.Tensor, name: str) -> torch.Tensor:
     context = get_forward_context()
     module = context.no_compile_layers[name]
     metadata = context.attn_metadata
-    if metadata is None or module.compute is None:
+    if metadata is None:
         return torch.zeros_like(x)  # a dummy step, of which nothing is used
+    if module.compute is None:
+        raise IntegrityError(f"{name} has no neurons: its engine is closed, or was not started")
     flat_BH = x.reshape(-1, x.shape[-1])
     output: torch.Tensor = module.compute(flat_BH, _only_decodes(metadata)).view_as(x)
     return output
@@ -147,7 +149,7 @@ def _sparse_ffn(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def _only_decodes(metadata: Any) -> bool:
     of_layers = metadata[0] if isinstance(metadata, list) else metadata
-    of_one: Any = next(iter(of_layers.values()))
+    of_one: Any = next(iter(of_layers.values()), None)
     return getattr(of_one, "max_query_len", 0) == 1
 
 

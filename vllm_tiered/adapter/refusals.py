@@ -327,6 +327,22 @@ _FFN_CONFIG: tuple[Refusal, ...] = (
         why="its FFNs are experts, of which a step takes a few as a whole",
         remedy="serve it without",
     ),
+    Refusal(
+        offender=_second_runner,
+        why="the store is opened, and steps are told apart, by the hooks of V1",
+        remedy="set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    Refusal(
+        offender=_kind("is_attention_free", "attention-free"),
+        why="a step is told from vLLM's dummy steps by its attention",
+        remedy="serve it without",
+    ),
+    Refusal(
+        # The model may bring its draft model along, without any flag.
+        offender=_resolved_speculation,
+        why="the draft model's layers would be looked for in the target's store",
+        remedy="name the target model alone",
+    ),
 )
 
 

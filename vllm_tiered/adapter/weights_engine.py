@@ -16,8 +16,8 @@ from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.tiers.memory import freed_at_once
 
-_ffn: FfnEngine | None = None
-"""Of the engine that was started last in this process."""
+_ffns: list[FfnEngine] = []
+"""Of this process's engines that compute their FFN from neurons, in the order of their starts."""
 
 _NOT_AFTER_STAGING = (
     "reload_weights",
@@ -60,7 +60,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     original(wrapper, *args, **kwargs)
     if is_ours:
         wrapper.tiered_offloader = get_offloader()
-        wrapper.tiered_ffn = _ffn
+        wrapper.tiered_ffn = _ffn_of(wrapper.vllm_config)
         for name in _NOT_AFTER_STAGING:
             if hasattr(wrapper.worker, name):
                 setattr(wrapper.worker, name, partial(_refuse, name))
@@ -92,10 +92,12 @@ def _shutdown(original: Any, wrapper: Any) -> None:
 def _process_embedding(original: Any, method: Any, layer: Any) -> None:
     """vLLM packs embeddings and the head that is tied to them, each beside the original: three
     copies of what may be a tenth of near memory, where near memory is what is short."""
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.offloader import get_offloader
     from vllm.platforms import current_platform
 
-    is_ours = isinstance(get_offloader(), TieredOffloader) or _ffn is not None
+    vllm_config = get_current_vllm_config_or_none()
+    is_ours = isinstance(get_offloader(), TieredOffloader) or _ffn_of(vllm_config) is not None
     if current_platform.is_cpu() and is_ours:
         layer.cpu_linear = cpu_linear
     else:
@@ -106,12 +108,12 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     """An engine that fails after its model is loaded is not shut down by anyone."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
-    before, ffn_before = get_offloader(), _ffn
+    before, ffns_before = get_offloader(), list(_ffns)
     try:
         original(engine, *args, **kwargs)
     except BaseException:
-        if _ffn is not ffn_before:
-            _close_ffn(_ffn)
+        for ffn in [ffn for ffn in _ffns if ffn not in ffns_before]:
+            _close_ffn(ffn)
         offloader = get_offloader()
         if isinstance(offloader, TieredOffloader) and offloader is not before:
             offloader.close()
@@ -125,15 +127,22 @@ def take_use() -> dict[str, float]:
 
     offloader = get_offloader()
     use = offloader.take_use() if isinstance(offloader, TieredOffloader) else {}
-    return use if _ffn is None else use | _ffn.take_use()
+    return use | _ffns[-1].take_use() if _ffns else use
+
+
+def _ffn_of(vllm_config: Any) -> FfnEngine | None:
+    """Of the engine with this configuration; None if its FFN is vLLM's."""
+    if vllm_config is None:
+        return None
+    context = vllm_config.compilation_config.static_forward_context
+    return next((ffn for ffn in _ffns if ffn.is_of(context)), None)
 
 
 def _close_ffn(ffn: FfnEngine | None) -> None:
-    global _ffn
     if ffn is not None:
         ffn.close()
-    if ffn is _ffn:
-        _ffn = None
+        if ffn in _ffns:
+            _ffns.remove(ffn)
 
 
 def _config(vllm_config: Any) -> TieredConfig:
@@ -146,7 +155,6 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.offloader import get_offloader
 
-    global _ffn
     vllm_config = get_current_vllm_config()
     config = _config(vllm_config)
     # vLLM's compiled code asks for the one offloader of its process: with another engine's it would
@@ -169,12 +177,13 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
     else:
         offloader = original(*args, **kwargs)
     if config.ffn.is_used:
-        _ffn = FfnEngine(
+        ffn = FfnEngine(
             config.ffn,
             vllm_config.compilation_config.static_forward_context,
             partial(checkpoint_fingerprint, vllm_config),
         )
-        _take_ffn_out(offloader, _ffn)
+        _ffns.append(ffn)
+        _take_ffn_out(offloader, ffn)
     return offloader
 
 
@@ -192,7 +201,7 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """vLLM's CPU runner does not tell its offloader that the weights are loaded."""
     from vllm.model_executor.offloader import get_offloader
 
-    offloader, ffn = get_offloader(), _ffn
+    offloader, ffn = get_offloader(), _ffn_of(runner.vllm_config)
     if not isinstance(offloader, TieredOffloader) and ffn is None:
         original(runner, *args, **kwargs)
         return

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from vllm_tiered.cost.ffn import Precision, bundle_stride
-from vllm_tiered.ffn.cache.base import Ids
+from vllm_tiered.ffn.arrival import settle
+from vllm_tiered.ffn.cache.base import NO_IDS, Ids
 from vllm_tiered.ffn.plan import AHEAD
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.tiers.base import PageBuffer
@@ -76,7 +77,7 @@ class DynamicArea:
         slot = self._slots[index]
         self._forget(index)
         for precision, part in slot.items():
-            neurons = wanted.get(precision, np.empty(0, dtype=np.int64))[: part.pages.num_pages]
+            neurons = wanted.get(precision, NO_IDS)[: part.pages.num_pages]
             part.neurons = neurons
             if len(neurons):
                 self.read_bytes += len(neurons) * part.pages.page_bytes
@@ -88,25 +89,18 @@ class DynamicArea:
         """Which neurons are there; waits for them.
 
         Returns:
-            The memory, the positions in ``neurons`` of those that are there, and their rows.
-
-        Raises:
-            IntegrityError: one of them is damaged.
+            The memory, the positions in ``neurons`` of those that are there, and their rows. None
+            are if one that was read with them is damaged: whoever wants that one hears of it when
+            it is read from the store.
         """
         part = self._slots[layer % len(self._slots)][precision]
         if layer not in self._slot_of or not len(part.neurons):
-            nothing = np.empty(0, dtype=np.int64)
-            return part.pages, nothing, nothing
+            return part.pages, NO_IDS, NO_IDS
         rows = np.searchsorted(part.neurons, neurons)
         rows[rows == len(part.neurons)] = 0
         found = (part.neurons[rows] == neurons).nonzero()[0]
-        if len(found) and part.arrival is not None:
-            arrival, part.arrival = part.arrival, None
-            try:
-                arrival.wait()
-            except BaseException:
-                part.neurons = part.neurons[:0]
-                raise
+        if len(found) and not _settle(part):
+            return part.pages, NO_IDS, NO_IDS
         self.hits += len(found)
         return part.pages, found, rows[found]
 
@@ -115,15 +109,25 @@ class DynamicArea:
             if slot == index:
                 del self._slot_of[layer]
         for part in self._slots[index].values():
-            part.neurons = part.neurons[:0]
-            if part.arrival is not None:
-                arrival, part.arrival = part.arrival, None
-                try:
-                    arrival.wait()
-                except Exception:  # nobody wanted it: whoever does will hear of it
-                    continue
+            _settle(part)
+            part.neurons = NO_IDS
 
     def _part(self, precision: Precision, count: int, host: torch.device) -> _Part:
         stride = bundle_stride(self._store.shape, precision)
         pages = PageBuffer(aligned_pages(count, stride, host))
-        return _Part(pages, np.empty(0, dtype=np.int64), None)
+        return _Part(pages, NO_IDS, None)
+
+
+def _settle(part: _Part) -> bool:
+    """Wait until nothing is on its way to a part; whether it has what it was to have."""
+    if part.arrival is None:
+        return True
+    errors = settle([part.arrival])
+    part.arrival = None
+    if not errors:
+        return True
+    part.neurons = NO_IDS
+    for error in errors:
+        if not isinstance(error, Exception):
+            raise error
+    return False

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.arrival import Arrival, settle
 from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.compute import Region, activations, add_down
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection, select
-from vllm_tiered.ffn.source import Arrival, NeuronSource, settle
+from vllm_tiered.ffn.source import NeuronSource
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
 from vllm_tiered.ffn.switch_over import SwitchOver
@@ -208,11 +209,11 @@ class FfnLayer:
                     arrivals.append(arrival)
             self._source.wait(arrivals)
         except BaseException:
-            # What has not arrived must not be taken for resident, nor what follows be overwritten.
+            # Rows are where the books say only after all of a plan: forget them, however far it
+            # came, and leave them alone until nothing is on its way to them.
             settle(arrivals)
-            for precision, part in plan.plans.items():
-                undone = self.cache.caches[precision].forget(part.load_neurons)
-                self.regions[precision].move(undone.src_rows, undone.dst_rows)
+            for one in self.cache.caches.values():
+                one.forget(one.resident())
             raise
 
     def _mask(self, base_BN: torch.Tensor, selection: Selection) -> None:
@@ -244,7 +245,7 @@ class FfnLayer:
             self._add(out_BH, x_BH, self.regions[Precision.FULL], self._num_resident)
         for chunk in self._stream.chunks(self._index, wraps=self._mix is None):
             region = Region(
-                rows=self._stream.slots[chunk.slot].data,
+                rows=self._stream.slots[chunk.slot].data[: chunk.num_neurons],
                 shape=self._store.shape,
                 precision=self._streamed,
                 dtype=self._store.dtype,

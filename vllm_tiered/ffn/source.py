@@ -8,21 +8,15 @@ layer        0 ────── far layers ───────────�
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.ffn.arrival import Arrival, settle
+from vllm_tiered.ffn.cache.base import NO_IDS
 from vllm_tiered.ffn.dynamic import DynamicArea
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, PageIds, Pages
-
-
-class Arrival(Protocol):
-    """Bundles on their way."""
-
-    def wait(self) -> None:
-        """Until they are there. Raises what went wrong."""
 
 
 @dataclass(slots=True)
@@ -98,6 +92,8 @@ class NeuronSource:
         neurons: PageIds,
         into: PageBuffer,
         rows: PageIds,
+        *,
+        is_waited_for: bool = True,
     ) -> Arrival:
         """Bundle ``neurons[i]`` comes to ``into``'s row ``rows[i]``, for all i.
 
@@ -106,22 +102,28 @@ class NeuronSource:
         Args:
             neurons: int64 [n], sorted.
             rows: int64 [n], each once.
+            is_waited_for: the caller waits before any layer expects anything again. Else what was
+                read ahead is not used: its memory may be given to another layer before it has been
+                copied.
         """
         far = self._far.get(precision)
         if far is not None and layer < self._far_layers:
             first = layer * self._store.shape.neurons
             return self._copy(far, first + neurons, into, rows)
-        arrivals: list[Arrival] = []
-        if self._dynamic is not None and self._dynamic.holds(precision):
+        held, there, from_rows = None, NO_IDS, NO_IDS
+        if is_waited_for and self._dynamic is not None and self._dynamic.holds(precision):
             held, there, from_rows = self._dynamic.find(layer, precision, neurons)
-            if len(there):
-                arrivals.append(self._copy(held, from_rows, into, rows[there]))
-                is_missing = np.ones(len(neurons), dtype=np.bool_)
-                is_missing[there] = False
-                neurons, rows = neurons[is_missing], rows[is_missing]
-        if len(neurons):
-            self.use.storage_bytes += len(neurons) * into.page_bytes
-            arrivals.append(self._store.submit(layer, precision, neurons, into.data, rows))
+        is_missing = np.ones(len(neurons), dtype=np.bool_)
+        is_missing[there] = False
+        arrivals: list[Arrival] = []
+        if is_missing.any():
+            missing = neurons[is_missing]
+            self.use.storage_bytes += len(missing) * into.page_bytes
+            arrivals.append(
+                self._store.submit(layer, precision, missing, into.data, rows[is_missing])
+            )
+        if held is not None and len(there):
+            arrivals.append(self._copy(held, from_rows, into, rows[there]))
         return arrivals[0] if len(arrivals) == 1 else _All(arrivals)
 
     def expect(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
@@ -159,14 +161,3 @@ class NeuronSource:
             part = far.data[layer * neurons : (layer + 1) * neurons]
             self._store.read(layer, precision, everyone, part, everyone)
         return far
-
-
-def settle(arrivals: Sequence[Arrival]) -> list[BaseException]:
-    """Wait until nothing is on its way; what went wrong, if anything did."""
-    errors = []
-    for arrival in arrivals:
-        try:
-            arrival.wait()
-        except BaseException as error:
-            errors.append(error)
-    return errors

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_stride
-from vllm_tiered.ffn.source import Arrival, NeuronSource, settle
+from vllm_tiered.ffn.arrival import Arrival, settle
+from vllm_tiered.ffn.source import NeuronSource
 from vllm_tiered.tiers.base import PageBuffer
 from vllm_tiered.tiers.published import aligned_pages
 
@@ -62,7 +63,7 @@ class NeuronStream:
         self.slots = [
             PageBuffer(aligned_pages(chunk_rows, stride, device)) for _ in range(num_chunks)
         ]
-        self._free = deque(range(num_chunks))
+        self._in_use: int | None = None  # a slot, computed with
         self._ahead: deque[Chunk] = deque()
         self._next: tuple[int, int] | None = None
 
@@ -73,36 +74,40 @@ class NeuronStream:
             wraps: after the last layer the first will be wanted too. The layer after this one is
                 expected in any case: what was read ahead in vain costs the disk's time only.
         """
-        begin = (layer, self._firsts[layer])
-        if not self._ahead or self._ahead[0][:2] != begin:
+        first = self._firsts[layer]
+        self._in_use = None  # whoever came before may have failed in the middle
+        if not self._ahead or self._ahead[0][:2] != (layer, first):
             self.drop()
-            self._next = begin if begin[1] < self._num_neurons else None
-        while True:
-            self._read_ahead(wraps=wraps)
-            if not self._ahead or self._ahead[0].layer != layer:
-                return
+            self._next = (layer, first) if first < self._num_neurons else None
+        self._read_ahead(wraps=wraps)
+        while first < self._num_neurons:
             chunk = self._ahead.popleft()
-            try:
-                self._source.wait([chunk.arrival])
-                yield chunk
-            finally:
-                self._free.append(chunk.slot)
+            assert chunk[:2] == (layer, first)
+            self._source.wait([chunk.arrival])
+            self._in_use = chunk.slot
+            yield chunk
+            self._in_use = None
+            first += chunk.num_neurons
+            self._read_ahead(wraps=wraps)
 
     def drop(self) -> None:
         """Wait for what was read ahead, and forget it: something else will be wanted."""
         settle([chunk.arrival for chunk in self._ahead])
-        self._free.extend(chunk.slot for chunk in self._ahead)
         self._ahead.clear()
         self._next = None
 
     def _read_ahead(self, *, wraps: bool) -> None:
-        while self._free and self._next is not None:
+        taken = {self._in_use, *(chunk.slot for chunk in self._ahead)}
+        for slot in range(len(self.slots)):
+            if slot in taken or self._next is None:
+                continue
             layer, first = self._next
             count = min(self._chunk_rows, self._num_neurons - first)
             neurons = np.arange(first, first + count, dtype=np.int64)
-            slot = self._free.popleft()
             rows = np.arange(count, dtype=np.int64)
-            arrival = self._source.bring(layer, self._precision, neurons, self.slots[slot], rows)
+            arrival = self._source.bring(
+                layer, self._precision, neurons, self.slots[slot], rows, is_waited_for=False
+            )
             self._ahead.append(Chunk(layer, first, count, slot, arrival))
             self._next = self._following(layer, first + count, wraps=wraps)
 

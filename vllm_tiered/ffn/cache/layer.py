@@ -82,7 +82,7 @@ class LayerCache:
         """
         for cache in self.caches.values():
             cache.check_integrity()
-        resident = np.concatenate([cache.resident() for cache in self.caches.values()])
+        resident = np.concatenate([NO_IDS, *(one.resident() for one in self.caches.values())])
         neurons, counts = np.unique(resident, return_counts=True)
         if len(twice := neurons[counts > 1]):
             raise IntegrityError(
