@@ -190,11 +190,25 @@ def test_a_neuron_is_in_one_region_of_its_layer(name, schedule):
             region.replay(plan.plans[precision])
         layer.commit(plan)
         layer.check_integrity()
+        good_enough: set[int] = set()
         for precision, region in regions.items():
             region.check(layer.caches[precision])
-            assert set(wanted[precision]) <= set(layer.caches[precision].resident())
+            good_enough |= set(layer.caches[precision].resident())
+            assert set(wanted[precision]) <= good_enough
         assert plan.hits + plan.num_loads == sum(map(len, wanted.values()))
         assert layer.num_rows == {p: cache.num_rows for p, cache in layer.caches.items()}
+
+
+def test_a_better_precision_will_do_while_there_is_room():
+    """Its bytes are there; a neuron that needs more bits than before is brought."""
+    full, int8 = Precision.FULL, Precision.INT8
+    layer = LayerCache({full: AdjacentTokenCache(4, 20), int8: AdjacentTokenCache(4, 20)})
+    layer.commit(layer.plan({full: ids(1, 2, 3), int8: ids(4, 5)}))
+    plan = layer.plan({full: ids(4, 7), int8: ids(1, 2, 3)})
+    assert plan.hits == 2 and plan.num_loads == 3  # 1 and 2 stay; 3 has no room beside 4 and 7
+    layer.commit(plan)
+    assert set(layer.caches[full].resident()) == {1, 2, 4, 7}
+    assert set(layer.caches[int8].resident()) == {3}
 
 
 def test_a_neuron_in_two_regions_is_found():

@@ -101,7 +101,10 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
             continue
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
         wanted = select(predictors[0].next_BN, Mix.of(mix))
-        assert all(np.isin(wanted.of(p), near[p]).all() for p in near)
+        good_enough: set[int] = set()
+        for precision in (p for p in Precision if p in near):
+            good_enough |= set(near[precision].tolist())
+            assert set(wanted.of(precision).tolist()) <= good_enough
         assert close(found, ffn.product(0, x_BH, near))
     assert failed > 10
     runtime.close()

@@ -18,7 +18,7 @@ import torch
 
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.ffn.arrival import Arrival, settle
-from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.layer import LayerCache, LayerPlan
 from vllm_tiered.ffn.compute import Region, activations, add_down
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection, select
@@ -143,14 +143,17 @@ class FfnLayer:
             return self._dense(x_BH, begin).to(x_BH.dtype)
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
         selection = self._selected(x_BH, base_BN)
-        missing, multiplied = self._bytes_of(selection)
-        if not self._fits(selection) or self._switch.prefers_dense(missing, multiplied, len(x_BH)):
+        if not self._fits(selection):
             return self._dense(x_BH, time.perf_counter()).to(x_BH.dtype)
-        self._make_resident(selection)
+        assert self.cache is not None
+        plan = self.cache.plan({p: selection.of(p) for p in self.cache.caches})
+        missing, multiplied = self._bytes_of(plan)
+        if self._switch.prefers_dense(missing, multiplied, len(x_BH)):
+            return self._dense(x_BH, time.perf_counter()).to(x_BH.dtype)
+        self._carry_out(plan)
         if self.later is not None:
             self.later.anticipate(x_BH)
         out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
-        assert self.cache is not None
         for precision, num_rows in self.cache.num_rows.items():
             self._add(out_BH, x_BH, self.regions[precision], num_rows)
         if self._base is not None and base_BN is not None:
@@ -193,10 +196,10 @@ class FfnLayer:
             for p in Precision
         )
 
-    def _make_resident(self, selection: Selection) -> None:
+    def _carry_out(self, plan: LayerPlan) -> None:
+        """Enter a plan into the books, and bring what it asks for."""
         assert self.cache is not None
         self.use.sparse_steps += 1
-        plan = self.cache.plan({p: selection.of(p) for p in self.cache.caches})
         self.use.hits += plan.hits
         self.use.misses += plan.num_loads
         self.cache.commit(plan)
@@ -227,15 +230,13 @@ class FfnLayer:
         for cache in self.cache.caches.values():
             base_BN[:, torch.from_numpy(cache.resident())] = 0
 
-    def _bytes_of(self, selection: Selection) -> tuple[int, int]:
-        """Of the neurons that would be brought, and of those that would be multiplied."""
-        assert self.cache is not None
+    def _bytes_of(self, plan: LayerPlan) -> tuple[int, int]:
+        """Of the neurons that it brings, and of those that will be multiplied."""
         missing = multiplied = 0
-        for precision, one in self.cache.caches.items():
-            wanted = selection.of(precision)
+        for precision, part in plan.plans.items():
             stride = self._pages[precision].page_bytes
-            missing += len(one.missing(wanted)) * stride
-            multiplied += len(wanted) * stride
+            missing += len(part.load_neurons) * stride
+            multiplied += part.num_rows * stride
         return missing, multiplied
 
     def _dense(self, x_BH: torch.Tensor, begin: float) -> torch.Tensor:

@@ -125,6 +125,11 @@ class NeuronCache(ABC):
         """The resident neurons in the order of their rows, int64 [num_rows]; a copy."""
         return self._neuron_at[: self.num_rows].copy()
 
+    def is_resident(self, neurons: Ids) -> Mask:
+        """Of each, bool [n]."""
+        found: Mask = self._is_resident[neurons]
+        return found
+
     def missing(self, wanted: Ids) -> Ids:
         """Those of ``wanted`` that are not resident, in its order."""
         return wanted[~self._is_resident[wanted]]

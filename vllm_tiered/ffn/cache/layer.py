@@ -21,7 +21,7 @@ class LayerPlan:
 
     Attributes:
         plans: for every precision of the layer, also where nothing is wanted.
-        hits: wanted neurons that were resident in the precision wanted.
+        hits: wanted neurons that were resident in the precision wanted, or in a better one.
         num_loads: wanted neurons that were not.
     """
 
@@ -53,6 +53,7 @@ class LayerCache:
         """
         if unknown := wanted.keys() - self.caches.keys():
             raise KeyError(f"no region for {', '.join(p.value for p in unknown)}")
+        wanted = self._with_better(wanted)
         plans = {}
         for precision, cache in self.caches.items():
             elsewhere = [ids for other, ids in wanted.items() if other != precision and len(ids)]
@@ -63,6 +64,28 @@ class LayerCache:
             hits=sum(plan.hits for plan in plans.values()),
             num_loads=sum(len(plan.load_neurons) for plan in plans.values()),
         )
+
+    def _with_better(self, wanted: Mapping[Precision, Ids]) -> dict[Precision, Ids]:
+        """Neurons that are near in a better precision stay there, as far as its region has room.
+
+        Ranks change from token to token more than what is wanted at all does: 56 % of what a token
+        wanted was near with shares of a quarter, a quarter and a half, 79 % where all had one
+        precision (planted OPT-1.3B, before this).
+        """
+        found = dict(wanted)
+        better: list[Precision] = []
+        for precision in (p for p in Precision if p in self.caches):
+            for other in better:
+                mine = found.get(precision, NO_IDS)
+                room = self.caches[other].capacity - len(found.get(other, NO_IDS))
+                if not len(mine) or room <= 0:
+                    continue
+                there = self.caches[other].is_resident(mine).nonzero()[0][:room]
+                if len(there):
+                    found[other] = np.union1d(found.get(other, NO_IDS), mine[there])
+                    found[precision] = np.delete(mine, there)
+            better.append(precision)
+        return found
 
     def commit(self, plan: LayerPlan) -> None:
         """Enter a plan into the books of every region."""
