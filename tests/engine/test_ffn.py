@@ -7,6 +7,7 @@ import threading
 import weakref
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,30 +225,22 @@ def test_memory_is_given_back_with_the_engine() -> None:
 
 
 def test_an_engine_without_neurons_beside_it() -> None:
-    """Each computes its own FFN, and the end of one is not the other's."""
-    from vllm import LLM
-
+    """It is not taken for one with them: they would be opened again, and closed with its end."""
     ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
-    expected = vllm_tokens("opt", PROMPTS), vllm_tokens("llama3", PROMPTS)
+    expected = vllm_tokens("opt", PROMPTS)
     with engine("opt", KV_OFF, ffn=ffn) as llm:
         (ours,) = weights_engine._ffns
         runtime = ours.runtime
-        other = LLM(
-            model=model_path("llama3"),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=16,
-            block_size=32,
-            kv_cache_memory_bytes=1 << 28,
-            enable_prefix_caching=False,
-        )
-        assert ours.runtime is runtime, "it was started once"
-        assert generate(other, PROMPTS) == expected[1]
-        assert generate(llm, PROMPTS) == expected[0]
-        other.llm_engine.engine_core.shutdown()
+        compilation = SimpleNamespace(static_forward_context={})
+        runner = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
+        loaded = []
+        weights_engine._load_model(loaded.append, runner)
+        assert loaded == [runner] and ours.runtime is runtime
+        wrapper = SimpleNamespace(tiered_ffn=weights_engine._ffn_of(runner.vllm_config))
+        weights_engine._shutdown(lambda wrapper: None, wrapper)
         assert weights_engine._ffns == [ours]
-        assert generate(llm, PROMPTS[:2]) == expected[0][:2]
+        assert weights_engine._ffn_of(llm.llm_engine.vllm_config) is ours
+        assert generate(llm, PROMPTS) == expected
 
 
 # Refused --------------------------------------------------------------------------------

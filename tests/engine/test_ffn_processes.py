@@ -21,7 +21,8 @@ MEMORY_SCRIPT = Path(__file__).with_name("memory_script.py")
 
 
 def prepared(model: Path, folder: Path) -> NeuronStore:
-    prepare(model, folder, dtype=torch.float32, precisions=(Precision.FULL,))
+    precisions = (Precision.FULL,)
+    prepare(model, folder, dtype=torch.float32, precisions=precisions, predictor="none")
     return NeuronStore.open(folder)
 
 
