@@ -233,7 +233,7 @@ def test_an_engine_without_neurons_beside_it() -> None:
         runtime = ours.runtime
         compilation = SimpleNamespace(static_forward_context={})
         runner = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
-        loaded = []
+        loaded: list[Any] = []
         weights_engine._load_model(loaded.append, runner)
         assert loaded == [runner] and ours.runtime is runtime
         wrapper = SimpleNamespace(tiered_ffn=weights_engine._ffn_of(runner.vllm_config))
