@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm_tiered"
 
-BASE = {"config", "errors", "units"}
+BASE = {"config", "config_rules", "errors", "units"}
 L0 = BASE | {"tiers", "kernels"}
 L1 = {"kv", "weights", "ffn", "l2", "report"}
 EVERYTHING = frozenset({"<any>"})

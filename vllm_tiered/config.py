@@ -8,131 +8,30 @@ rules and holds each value in its final type, so no reader has to check or conve
 import dataclasses
 import difflib
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
+from vllm_tiered.config_rules import (
+    Number,
+    OneOf,
+    Rule,
+    as_bool,
+    as_count,
+    as_file,
+    as_folder,
+    as_mix,
+    as_numbers,
+    either,
+)
 from vllm_tiered.errors import ConfigError
 
 ROOT_KEY = "tiered"
 """Where the configuration lives in vLLM's `additional_config`, and how messages name its keys."""
 
 _RULE = "rule"
-
-
-class _Rule(Protocol):
-    def __call__(self, key: str, value: object) -> object:
-        """`value` in its final type; raises ConfigError that names `key` if it is not accepted."""
-
-
-def _bool(key: str, value: object) -> bool:
-    words = {"true": True, "false": False}
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"{key} is {value!r}: set it to true or false")
-
-
-def _folder(key: str, value: object) -> str | None:
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise ConfigError(f"{key} is {value!r}: set it to the path of a folder")
-
-
-def _file(key: str, value: object) -> str | None:
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise ConfigError(f"{key} is {value!r}: set it to the path of a file")
-
-
-def _numbers(key: str, value: object) -> tuple[float, ...] | None:
-    """A list of numbers; a command line gives "[20, 80, 0]" as text."""
-    if value is None:
-        return None
-    items = value.strip("[] ").split(",") if isinstance(value, str) else value
-    numbers = [_as_float(item) for item in items] if isinstance(items, list | tuple) else []
-    if not numbers or any(number is None or not math.isfinite(number) for number in numbers):
-        raise ConfigError(f"{key} is {value!r}: set it to a list of numbers, as [20, 80, 0]")
-    return tuple(number for number in numbers if number is not None)
-
-
-def _mix(key: str, value: object) -> tuple[float, ...] | str:
-    """Three shares, or the word "auto"."""
-    if value == "auto":
-        return "auto"
-    shares = _numbers(key, value) or ()
-    # Shares such as thirds may add up to a little more than one.
-    if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-6:
-        raise ConfigError(
-            f"{key} is {value!r}: set it to the shares of neurons in full precision, 8 and 4 bit, "
-            'at most 1 together, as [0.25, 0.25, 0.5], or "auto"'
-        )
-    return shares
-
-
-def _count(key: str, value: object) -> int:
-    number = _as_float(value)
-    if number is None or number != int(number) or number < 1:
-        raise ConfigError(f"{key} is {value!r}: set it to a whole number >= 1")
-    return int(number)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OneOf:
-    """One of a few words."""
-
-    words: tuple[str, ...]
-
-    def __call__(self, key: str, value: object) -> str:
-        if isinstance(value, str) and value in self.words:
-            return value
-        raise ConfigError(f"{key} is {value!r}: set it to {_either(self.words)}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Number:
-    """A finite number within a bound, or the word "auto"; command lines give numbers as text."""
-
-    at_least: float | None = None
-    above: float | None = None
-    auto: bool = False
-
-    def __call__(self, key: str, value: object) -> float | str:
-        if self.auto and value == "auto":
-            return "auto"
-        number = _as_float(value)
-        if number is None or not self._accepts(number):
-            raise ConfigError(f"{key} is {value!r}: set it to {self._wanted()}")
-        return number
-
-    def _accepts(self, number: float) -> bool:
-        return (
-            math.isfinite(number)
-            and (self.at_least is None or number >= self.at_least)
-            and (self.above is None or number > self.above)
-        )
-
-    def _wanted(self) -> str:
-        bound = "a number"
-        if self.at_least is not None:
-            bound += f" >= {self.at_least:g}"
-        if self.above is not None:
-            bound += f" > {self.above:g}"
-        return f'{bound}, or "auto"' if self.auto else bound
-
-
-def _as_float(value: object) -> float | None:
-    """`value` as a float, or None: a bool is an int to Python, but not a number to a user."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +42,7 @@ class _Section:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            rule: _Rule = spec.metadata[_RULE]
+            rule: Rule = spec.metadata[_RULE]
             value = rule(f"{ROOT_KEY}.{self.NAME}.{spec.name}", getattr(self, spec.name))
             object.__setattr__(self, spec.name, value)
 
@@ -180,23 +79,23 @@ class KvConfig(_Section):
 
     NAME: ClassVar[str] = "kv"
 
-    enabled: bool = field(default=True, metadata={_RULE: _bool})
+    enabled: bool = field(default=True, metadata={_RULE: as_bool})
     far_gib: float | Literal["auto"] = field(
-        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
+        default="auto", metadata={_RULE: Number(at_least=0, auto=True)}
     )
     expansion: float | Literal["auto"] = field(
-        default="auto", metadata={_RULE: _Number(at_least=1, auto=True)}
+        default="auto", metadata={_RULE: Number(at_least=1, auto=True)}
     )
-    max_expansion: float = field(default=4.0, metadata={_RULE: _Number(at_least=1)})
+    max_expansion: float = field(default=4.0, metadata={_RULE: Number(at_least=1)})
     policy: Literal["interleave", "fifo", "on_demand"] = field(
-        default="interleave", metadata={_RULE: _OneOf(words=("interleave", "fifo", "on_demand"))}
+        default="interleave", metadata={_RULE: OneOf(words=("interleave", "fifo", "on_demand"))}
     )
     tier: Literal["far", "storage"] = field(
-        default="far", metadata={_RULE: _OneOf(words=("far", "storage"))}
+        default="far", metadata={_RULE: OneOf(words=("far", "storage"))}
     )
-    path: str | None = field(default=None, metadata={_RULE: _folder})
+    path: str | None = field(default=None, metadata={_RULE: as_folder})
     verify: Literal["off", "sample", "full"] = field(
-        default="off", metadata={_RULE: _OneOf(words=("off", "sample", "full"))}
+        default="off", metadata={_RULE: OneOf(words=("off", "sample", "full"))}
     )
 
     def check(self) -> None:
@@ -246,23 +145,23 @@ class WeightsConfig(_Section):
         field(
             default="off",
             metadata={
-                _RULE: _OneOf(
+                _RULE: OneOf(
                     words=("off", "flexgen", "helm", "all_far", "latency", "throughput", "auto")
                 )
             },
         )
     )
     near_gib: float | Literal["auto"] = field(
-        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
+        default="auto", metadata={_RULE: Number(at_least=0, auto=True)}
     )
     far_gib: float | Literal["auto"] = field(
-        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
+        default="auto", metadata={_RULE: Number(at_least=0, auto=True)}
     )
-    storage_path: str | None = field(default=None, metadata={_RULE: _folder})
+    storage_path: str | None = field(default=None, metadata={_RULE: as_folder})
     compress: Literal["none", "int4"] = field(
-        default="none", metadata={_RULE: _OneOf(words=("none", "int4"))}
+        default="none", metadata={_RULE: OneOf(words=("none", "int4"))}
     )
-    percents: tuple[float, ...] | None = field(default=None, metadata={_RULE: _numbers})
+    percents: tuple[float, ...] | None = field(default=None, metadata={_RULE: as_numbers})
 
     @property
     def places(self) -> bool:
@@ -345,21 +244,21 @@ class FfnConfig(_Section):
 
     NAME: ClassVar[str] = "ffn"
 
-    store: str | None = field(default=None, metadata={_RULE: _folder})
-    mix: tuple[float, ...] | Literal["auto"] = field(default="auto", metadata={_RULE: _mix})
-    window: int = field(default=4, metadata={_RULE: _count})
-    exact: bool = field(default=False, metadata={_RULE: _bool})
+    store: str | None = field(default=None, metadata={_RULE: as_folder})
+    mix: tuple[float, ...] | Literal["auto"] = field(default="auto", metadata={_RULE: as_mix})
+    window: int = field(default=4, metadata={_RULE: as_count})
+    exact: bool = field(default=False, metadata={_RULE: as_bool})
     cache: Literal["atu", "window", "lru"] = field(
-        default="atu", metadata={_RULE: _OneOf(words=("atu", "window", "lru"))}
+        default="atu", metadata={_RULE: OneOf(words=("atu", "window", "lru"))}
     )
     preload: Literal["auto", "on", "off"] = field(
-        default="auto", metadata={_RULE: _OneOf(words=("auto", "on", "off"))}
+        default="auto", metadata={_RULE: OneOf(words=("auto", "on", "off"))}
     )
     near_gib: float | Literal["auto"] = field(
-        default="auto", metadata={_RULE: _Number(above=0, auto=True)}
+        default="auto", metadata={_RULE: Number(above=0, auto=True)}
     )
     far_gib: float | Literal["auto"] = field(
-        default="auto", metadata={_RULE: _Number(at_least=0, auto=True)}
+        default="auto", metadata={_RULE: Number(at_least=0, auto=True)}
     )
 
     @property
@@ -398,8 +297,8 @@ class ReportConfig(_Section):
 
     NAME: ClassVar[str] = "report"
 
-    path: str | None = field(default=None, metadata={_RULE: _file})
-    carbon_intensity: float = field(default=820.0, metadata={_RULE: _Number(at_least=0)})
+    path: str | None = field(default=None, metadata={_RULE: as_file})
+    carbon_intensity: float = field(default=820.0, metadata={_RULE: Number(at_least=0)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -474,14 +373,10 @@ def _read_file(path: Path) -> Any:
     readers = {".json": json.loads, ".toml": tomllib.loads}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{path}: give the configuration as {_either(tuple(readers))}")
+        raise ConfigError(f"{path}: give the configuration as {either(tuple(readers))}")
     try:
         return reader(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # JSON, TOML and UTF-8 errors are all ValueErrors
         raise ConfigError(f"{path}: is not valid {path.suffix[1:].upper()}: {error}") from error
-
-
-def _either(words: tuple[str, ...]) -> str:
-    return " or ".join(f'"{word}"' for word in words)
