@@ -83,12 +83,16 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 def forced_path() -> Callable[[str], None]:
     """Return a function that makes all layers of this process go one of `PATHS`."""
     from vllm_tiered.ffn.layer import FfnLayer
+    from vllm_tiered.ffn.switch_over import SwitchOver
 
-    original = FfnLayer.compute
+    original, prefers_dense = FfnLayer.compute, SwitchOver.prefers_dense
     path = "chosen"
 
     def compute(layer: FfnLayer, x_BH: Any, only_decodes: bool) -> Any:
         return original(layer, x_BH, only_decodes and path != "dense")
+
+    def prefers(switch: SwitchOver, *bytes_and_tokens: int) -> bool:
+        return path == "chosen" and prefers_dense(switch, *bytes_and_tokens)
 
     def force(wanted: str) -> None:
         nonlocal path
@@ -96,6 +100,7 @@ def forced_path() -> Callable[[str], None]:
         path = wanted
 
     setattr(FfnLayer, "compute", compute)  # noqa: B010
+    setattr(SwitchOver, "prefers_dense", prefers)  # noqa: B010
     return force
 
 

@@ -144,7 +144,9 @@ def test_a_contender_decodes_with_chosen_neurons(planted):
     assert len(measured["seconds_per_token"]) == load.new_tokens - 1
     assert [len(ids) for ids in measured["tokens"]] == [load.new_tokens] * 2
     use = measured["use"]
-    assert use["ffn_sparse_steps"] == 11 * PLANTED["opt-tiny"].sizes.num_layers
+    # So small a model may be found to be faster densely after a while.
+    steps = 11 * PLANTED["opt-tiny"].sizes.num_layers
+    assert 0 < use["ffn_sparse_steps"] <= steps
     # Four of five neurons were wanted for the token before.
     assert use["ffn_hits"] > 2 * use["ffn_misses"] > 0
     assert use["ffn_storage_bytes"] >= 1024 * use["ffn_misses"]
