@@ -200,6 +200,7 @@ def test_what_is_missed_is_said(monkeypatch):
     assert set(result["targets"]) - set(result["missed"]) == {
         "all_far_throughput_ratio",
         "throughput_better_share",
+        "throughput_least",
     }
 
 
