@@ -92,7 +92,8 @@ def test_tensor_parallel(tmp_path) -> None:
 
 # Near memory shared with the KV cache ---------------------------------------------------
 
-SHARED = {"placement": "throughput", "near_gib": 0.012, "far_gib": 0.002}
+# Beside one request's KV cache the layers do not fit near and far, however fast each of them is.
+SHARED = {"placement": "throughput", "near_gib": 0.008, "far_gib": 0.002}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_what_is_planned_with_the_kv_cache_is_stored_too(
     stated = first.manifest["weights"]
     assert second.manifest["weights"] == stated and stated["placement"] == planned
     assert stated["storage_bytes"] > 0 and stated["far_bytes"] <= 0.002 * 2**30
-    rest = int(0.012 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    rest = int(0.008 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
     assert first.num_blocks == second.num_blocks == rest // (4 * 2 * 4 * 64 * 32 * 4)
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
