@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.engine.harness import model_path, vllm_tokens
-from tests.engine.test_processes import OWN_PROCESS, PROMPTS, run_script
+from tests.engine.test_processes import OWN_PROCESS, PROMPTS, on_two_ranks, run_script
 from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store import NeuronStore
@@ -43,20 +42,13 @@ def test_an_unchanged_script(tmp_path) -> None:
     assert result["metrics"]["vllm:tiered_ffn_far_bytes"] > 0
 
 
-@pytest.mark.parametrize("model", ["opt", "llama3"])
-def test_tensor_parallel(model, tmp_path) -> None:
+def test_tensor_parallel(tmp_path) -> None:
     """Each rank opens its shard of the neurons, and brings no other."""
-    store = prepared(Path(model_path(model)), tmp_path / "store")
+    store = prepared(Path(model_path("opt")), tmp_path / "store")
     store.close()
     ffn = {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0}
-    result = run_script(
-        variables(tmp_path, ffn=ffn, kv={"expansion": 1.0}) | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        model=model,
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        async_scheduling=False,
-    )
-    assert result["tokens"] == vllm_tokens(model, PROMPTS, max_tokens=24)
+    result = on_two_ranks(tmp_path, {"kv": {"expansion": 1.0}, "ffn": ffn}, model="opt")
+    assert result["tokens"] == vllm_tokens("opt", PROMPTS, max_tokens=24)
     metrics = result["metrics"]
     shard_bytes = store.shape.neurons // 2 * bundle_stride(store.shape, Precision.FULL)
     layers = metrics["vllm:tiered_ffn_dense_steps"]  # of both ranks

@@ -23,8 +23,8 @@ from tests.engine.harness import (
     run,
     vllm_tokens,
 )
-from tests.engine.test_processes import OWN_PROCESS, run_script
 from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
+from tests.engine.test_processes import on_two_ranks
 from tests.engine.test_weights import layers
 from tests.weights.rounding import rounded
 from vllm_tiered.adapter import int4_layers, manifest, offloader
@@ -221,20 +221,8 @@ def test_compiled(plain) -> None:
 
 def test_tensor_parallel(plain, tmp_path) -> None:
     """A shard's groups are those of the whole matrix."""
-    config = tmp_path / "tiered.json"
     weights = {"placement": "helm", "compress": "int4"}
-    config.write_text(json.dumps({"kv": KV_OFF, "weights": weights}))
-    variables = {
-        "VLLM_PLUGINS": "tiered",
-        "VLLM_TIERED_CONFIG": str(config),
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    }
-    result = run_script(
-        OWN_PROCESS | variables,
-        model="qwen2",
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    )
+    result = on_two_ranks(tmp_path, {"kv": KV_OFF, "weights": weights})
     assert result["tokens"] == vllm_tokens(plain("qwen2"), SCRIPT_PROMPTS, max_tokens=24)
 
 

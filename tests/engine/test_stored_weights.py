@@ -2,7 +2,6 @@
 """Weights in a file on the real engine: filled once, read by later starts, never wrong."""
 
 import ctypes
-import json
 import mmap
 import os
 import shutil
@@ -22,8 +21,8 @@ from tests.engine.harness import (
     run,
     vllm_tokens,
 )
-from tests.engine.test_processes import OWN_PROCESS, run_script
 from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
+from tests.engine.test_processes import on_two_ranks
 from vllm_tiered.adapter import offloader, weights_engine
 from vllm_tiered.cost.weights import SLOT_ALIGNMENT
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
@@ -64,32 +63,6 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 
-def on_two_ranks(tmp_path, weights, **args) -> None:
-    config = tmp_path / "tiered.json"
-    config.write_text(json.dumps({"kv": {"enabled": False}, "weights": weights}))
-    variables = {
-        "VLLM_PLUGINS": "tiered",
-        "VLLM_TIERED_CONFIG": str(config),
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    }
-    result = run_script(
-        OWN_PROCESS | variables,
-        model="qwen2",
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        **args,
-    )
-    assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
-
-
-def test_tensor_parallel(tmp_path) -> None:
-    """Each rank has a file of its shards."""
-    for _ in range(2):
-        on_two_ranks(tmp_path, stored(tmp_path / "store"))
-    names = sorted(path.name for path in (tmp_path / "store").iterdir())
-    assert names == ["rank0of2.weights", "rank1of2.weights"]
-
-
 # Near memory shared with the KV cache ---------------------------------------------------
 
 # Beside one request's KV cache the layers do not fit near and far, however fast each of them is.
@@ -126,17 +99,25 @@ def test_another_load_is_planned_anew(tmp_path) -> None:
     assert the_file(tmp_path).stat().st_mtime_ns != before
 
 
-def test_ranks_plan_anew_if_one_of_them_has_no_file(tmp_path) -> None:
-    """What a plan is made from, they agree on: none may be without it."""
+def test_tensor_parallel(tmp_path) -> None:
+    """Each rank measures for itself, all come to one plan, and each has a file of its shards. What
+    a plan is made from, they agree on: none may be without it."""
     store = tmp_path / "store"
     weights = stored(store, {**SHARED, "near_gib": 0.006, "far_gib": 0.0005})
-    on_two_ranks(tmp_path, weights, kv_cache_memory_bytes=None)
+
+    def start() -> list[int]:
+        result = on_two_ranks(
+            tmp_path, {"kv": KV_OFF, "weights": weights}, kv_cache_memory_bytes=None
+        )
+        assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
+        files = sorted(store.iterdir())
+        assert [file.name for file in files] == ["rank0of2.weights", "rank1of2.weights"]
+        return [file.stat().st_mtime_ns for file in files]
+
+    written = start()
+    assert start() == written, "they were read only"
     (store / "rank1of2.weights").unlink()
-    kept = store / "rank0of2.weights"
-    before = kept.stat().st_mtime_ns
-    on_two_ranks(tmp_path, weights, kv_cache_memory_bytes=None)
-    assert kept.stat().st_mtime_ns != before
-    assert (store / "rank1of2.weights").exists()
+    assert start()[0] != written[0]
 
 
 # What is not read -----------------------------------------------------------------------

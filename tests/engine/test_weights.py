@@ -11,8 +11,6 @@ from vllm.model_executor.offloader import get_offloader
 
 from tests.doubles import DelayedDevice
 from tests.engine.harness import engine, generate, model_path, random_prompts, run, vllm_tokens
-from tests.engine.test_processes import OWN_PROCESS, run_script
-from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
 from vllm_tiered.adapter import manifest, offloader
 from vllm_tiered.adapter.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
@@ -109,26 +107,6 @@ def test_shared_near_memory_with_swapped_kv() -> None:
     assert result.num_blocks > 1.5 * (rest // block_bytes)
 
 
-def test_ranks_share_a_plan(tmp_path) -> None:
-    """Each measures for itself, and all come to the same split."""
-    config = tmp_path / "tiered.json"
-    weights = {"placement": "throughput", "near_gib": 0.012}
-    config.write_text(json.dumps({"kv": {"enabled": False}, "weights": weights}))
-    variables = {
-        "VLLM_PLUGINS": "tiered",
-        "VLLM_TIERED_CONFIG": str(config),
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    }
-    result = run_script(
-        OWN_PROCESS | variables,
-        model="qwen2",
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        kv_cache_memory_bytes=None,
-    )
-    assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
-
-
 def test_too_little_for_layers_and_one_request() -> None:
     weights = {"placement": "throughput", "near_gib": 0.004}
     with (
@@ -164,24 +142,6 @@ def test_it_fails_without_the_wait(delayed, monkeypatch) -> None:
 
 
 # Other ways to run ----------------------------------------------------------------------
-
-
-def test_tensor_parallel(tmp_path) -> None:
-    """Each rank has its shard of every matrix, and brings it itself."""
-    config = tmp_path / "tiered.json"
-    config.write_text('{"kv": {"enabled": false}, "weights": {"placement": "helm"}}')
-    variables = {
-        "VLLM_PLUGINS": "tiered",
-        "VLLM_TIERED_CONFIG": str(config),
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    }
-    result = run_script(
-        OWN_PROCESS | variables,
-        model="qwen2",
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    )
-    assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
 
 
 def test_compiled(tmp_path) -> None:

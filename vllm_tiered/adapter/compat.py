@@ -131,6 +131,16 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "placing weights",
     ),
     ("vllm.v1.engine.core", ("EngineCore",), "placing weights"),
+    (
+        "vllm.v1.executor.ray_executor_v2.RayExecutorV2",
+        ("_get_actor_resource_kwargs", "_init_executor"),
+        "ranks over Ray on the CPU backend",
+    ),
+    (
+        "vllm.v1.executor.ray_executor_v2.RayWorkerProc",
+        ("get_node_and_physical_gpu_ids",),
+        "ranks over Ray on the CPU backend",
+    ),
     ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),
     ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),
 )

@@ -110,6 +110,7 @@ def _create_engine_config(
             with _replaced(engine_args, additional_config=_with_config(engine_args, config)):
                 vllm_config = original(engine_args, *args, **kwargs)
             _check_weights(config, vllm_config)
+            _place_ranks(vllm_config)
             return vllm_config
         refusals.check_engine_args(engine_args)
         with _replaced(
@@ -120,6 +121,7 @@ def _create_engine_config(
             vllm_config = original(engine_args, *args, **kwargs)
         refusals.check_vllm_config(vllm_config)
         _check_weights(config, vllm_config)
+        _place_ranks(vllm_config)
         _undo_consumer_side_effects(engine_args, vllm_config)
         return vllm_config
 
@@ -131,6 +133,15 @@ def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
         refusals.check_ffn_config(vllm_config)
     if config.weights.shares_with_kv:
         weights_plan.reserve(config.weights, vllm_config)
+
+
+def _place_ranks(vllm_config: "VllmConfig") -> None:
+    """On the CPU Ray needs an executor of our own."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "ray" and device_type() == "cpu":
+        from vllm_tiered.adapter.ray_cpu import CpuRayExecutor
+
+        parallel.distributed_executor_backend = CpuRayExecutor
 
 
 def _warn_if_only_configured(config_file: str | None) -> None:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as Ray actors: the same tokens with every part on, and nothing left when one is killed."""
+
+import json
+from pathlib import Path
+
+import psutil
+
+from tests.engine.harness import model_path, vllm_tokens
+from tests.engine.test_ffn_processes import prepared
+from tests.engine.test_kill import OWN_PROCESSES, wait_for
+from tests.engine.test_kill import start as start  # the fixture
+from tests.engine.test_processes import PROMPTS, on_two_ranks
+
+
+def test_tensor_parallel_with_every_part(tmp_path) -> None:
+    """KV cache swapped, attention weights far, each rank's neurons from its shard of the store."""
+    prepared(Path(model_path("qwen2")), tmp_path / "store").close()
+    sections = {
+        "kv": {"expansion": 1.3},
+        "weights": {"placement": "all_far"},
+        "ffn": {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0},
+    }
+    result = on_two_ranks(
+        tmp_path, sections, distributed_executor_backend="ray", kv_cache_memory_bytes=4 << 20
+    )
+    assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
+    metrics = result["metrics"]
+    assert metrics["vllm:tiered_kv_near_bytes"] == 2 * (4 << 20)
+    assert metrics["vllm:tiered_kv_read_bytes"] > 0
+    assert metrics["vllm:tiered_weights_read_bytes"] > 0
+    assert metrics["vllm:tiered_ffn_storage_bytes"] > 0
+
+
+def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
+    process = start("2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES)
+    wait_for(process, "generated")
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if "CpuRayWorkerProc" in " ".join(child.cmdline())]
+    assert ranks, [child.cmdline() for child in children]
+    ranks[0].kill()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0 and "EngineDeadError" in errors, errors[-3000:]
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, [child.cmdline() for child in alive]
+    assert not [path for path in tmp_path.iterdir() if path.name != "ray"]
