@@ -30,7 +30,7 @@ def test_bfloat16_within_vllms_own_spread() -> None:
 
     Chunks of 64 tokens make later chunks read what earlier ones put into the KV cache.
     """
-    texts = random_prompts(12, seed=31, longest=200)
+    texts = random_prompts(5, seed=31, longest=200)
     reference = logprobs_of(None, texts, max_num_batched_tokens=64)
     spread = (logprobs_of(None, texts, max_num_batched_tokens=2048) - reference).abs()
     spread_other = (logprobs_of(None, texts, max_num_batched_tokens=96) - reference).abs()

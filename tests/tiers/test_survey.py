@@ -71,11 +71,12 @@ def test_a_point_takes_its_time_and_no_more():
 def test_a_link_that_compute_does_not_hold_up_is_as_fast_beside_it():
     device = CpuDevice(throttles={Direction.READ: Throttle(100e6)})
     try:
-        found = beside(device, CPU, (256, 256), torch.float32, seconds=1.0)
+        # What else the machine does can only make it slower: the best of a few.
+        found = [beside(device, CPU, (256, 256), torch.float32, seconds=0.5) for _ in range(3)]
     finally:
         device.close()
-    assert 1 <= found.link_slowdown < 2
-    assert found.compute_slowdown >= 1
+    assert 1 <= min(each.link_slowdown for each in found) < 2
+    assert min(each.compute_slowdown for each in found) >= 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 9])
