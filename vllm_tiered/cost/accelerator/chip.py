@@ -72,8 +72,8 @@ class Chip:
 
 
 L2_SIZES_MIB = {"Ascend 910B": 192, "H100": 50}
-"""Lines of figure 2: the 910B's is in the paper's text, the H100's is its maker's. The paper's other
-two are TPUs, whose numbers its text does not have."""
+"""Lines of figure 2: the 910B's is in the paper's text, the H100's is its maker's. The other two of
+the paper are TPUs, whose numbers its text does not have."""
 
 
 def table_2(l2_mib: int) -> Chip:

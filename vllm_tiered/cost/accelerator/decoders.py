@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +68,18 @@ class Decoder:
 
 
 def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
-    """The decoder that a Hugging Face config.json describes.
+    """The decoder that a Hugging Face config.json describes; its FFNs are taken to be gated.
 
-    Raises ConfigError if a size is missing.
+    Raises:
+        ConfigError: a size is missing.
+        UnsupportedError: shared experts, or no decoder.
     """
+    for key in ("n_routed_experts", "shared_expert_intermediate_size", "is_encoder_decoder"):
+        if config.get(key):
+            raise UnsupportedError(
+                f"{name}: {key}={config[key]}: only decoders, dense or with routed experts alone, "
+                "can be explored"
+            )
 
     def size(*keys: str) -> int:
         for key in keys:

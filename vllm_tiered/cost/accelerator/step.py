@@ -16,6 +16,7 @@ from typing import Literal
 
 from vllm_tiered.cost.accelerator.chip import Chip
 from vllm_tiered.cost.accelerator.decoders import Decoder
+from vllm_tiered.errors import ConfigError
 
 Wait = Literal["segment", "operation"]
 """What waits for the prefetch: the segment for all of it, which makes a segment the longer of
@@ -29,10 +30,19 @@ class Load:
 
     Attributes:
         context_tokens: prompt and output of a request together; of them a third is output.
+
+    Raises ConfigError if there is no output then.
     """
 
     batch: int
     context_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.output_tokens < 1:
+            raise ConfigError(
+                f"a batch of {self.batch} and a context of {self.context_tokens} tokens: give a "
+                "batch of at least 1 and a context of at least 3, of which a third is output"
+            )
 
     @property
     def output_tokens(self) -> int:
