@@ -116,12 +116,12 @@ def test_algorithm_1_stops_at_the_first_that_does_not_fit():
         for size in sizes
     ]
     # The last would fit where the third does not: the algorithm does not look at it.
-    expected = {0: 0, 2: 0, 3: 1, 7: 2, 8: 2, 11: 2, 12: 3, 13: 4, 99: 4}
+    expected = {0: 0, 3: 0, 4: 1, 7: 1, 8: 2, 12: 2, 13: 3, 14: 4, 99: 4}
     assert {size: num_prefetched(operations, size) for size in expected} == expected
 
 
 def test_a_segment_by_hand():
-    chip = Chip(l2_bytes=10, ops_per_s=1.0, hbm_bytes_per_s=1.0, l2_bytes_per_s=5.0)
+    chip = Chip(l2_bytes=11, ops_per_s=1.0, hbm_bytes_per_s=1.0, l2_bytes_per_s=5.0)
     operations = [
         Operation(name=name, held_bytes=size, fetched_bytes=size, read_bytes=size, num_ops=ops)
         for name, size, ops in (("a", 5.0, 2.0), ("b", 5.0, 0.0), ("c", 4.0, 6.0))

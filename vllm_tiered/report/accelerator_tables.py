@@ -79,7 +79,7 @@ def _claims(answer: Answer) -> Table:
             for claim in answer["claims"]
         ],
         note="*predicted* follows from table 2 and the models' sizes; *reading* does too, but the "
-        "paper can be read in several ways, and its figures 5 to 7 chose the way; *fitted*: one "
+        "paper can be read in several ways, and its figures 5 and 6 chose the way; *fitted*: one "
         "number was set so that it comes out; *given*: no other result was possible.",
     )
 
@@ -170,6 +170,7 @@ def _clusters(answer: Answer) -> Table:
             "all-reduce us",
             "attention prefetch us",
             "FFN prefetch us",
+            "of them done",
         ),
         rows=[
             (
@@ -180,11 +181,12 @@ def _clusters(answer: Answer) -> Table:
                     f"{each[name]:.1f}"
                     for name in ("all_reduce_us", "attention_prefetch_us", "ffn_prefetch_us")
                 ),
+                f"{each['attention_share']:.0%}, {each['ffn_share']:.0%}",
             )
             for each in answer["figure_7"]
         ],
         note="End to end, batch 16, 8k tokens, L2 104 MiB. Speedup of prefetching on the same "
-        "cluster. On 8 and 16 devices only FFN matrices that fit are prefetched.",
+        "cluster. Prefetches are those of all a layer's part has, done what L2 has room for.",
     )
 
 

@@ -34,7 +34,7 @@ PAPERS_PER_OURS = 1.5186
 """What the paper's densities are to ours: fitted to its figure 6 without prefetch, 11.8.
 
 Ours are output tokens of the cluster per second over the area of one die. What the paper counts as
-a token, and over how many dies, it does not say. Of its figure 6 only 14.8 is then a prediction.
+a token, and over how many dies, it does not say. Its 14.8 then follows, as their ratio does alone.
 """
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from vllm_tiered.cost.accelerator.chip import table_2
 from vllm_tiered.cost.accelerator.decoders import DECODERS, Decoder
 from vllm_tiered.cost.accelerator.density import NUM_DEVICES
-from vllm_tiered.cost.accelerator.step import Load, decode_step, fits, speedup
+from vllm_tiered.cost.accelerator.step import (
+    Load,
+    attention_operations,
+    decode_step,
+    ffn_operations,
+    fits,
+    speedup,
+)
 from vllm_tiered.units import MIB
 
 FIGURE_2_LOAD = Load(batch=8, context_tokens=16384)
@@ -57,7 +64,12 @@ def footprints(decoders: Sequence[Decoder], cluster_sizes: Sequence[int]) -> lis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Figure 7: a number of devices; microseconds of a layer's decode step."""
+    """Figure 7: a number of devices; microseconds of a layer's decode step.
+
+    Attributes:
+        attention_prefetch_us, ffn_prefetch_us: to prefetch all of a segment, as the figure has it.
+        attention_share, ffn_share: of that, what algorithm 1 finds room for.
+    """
 
     model: str
     num_devices: int
@@ -65,6 +77,8 @@ class Cluster:
     all_reduce_us: float
     attention_prefetch_us: float
     ffn_prefetch_us: float
+    attention_share: float
+    ffn_share: float
 
 
 def clusters(
@@ -80,14 +94,23 @@ def clusters(
         if not fits(chip, decoder, num_devices, load):
             continue
         step = decode_step(chip, decoder, num_devices, load, prefetch=True)
+        attention, ffn = (
+            sum(each.fetched_bytes for each in operations) / chip.hbm_bytes_per_s
+            for operations in (
+                attention_operations(decoder, num_devices, load, load.mean_context),
+                ffn_operations(decoder, num_devices, load),
+            )
+        )
         found.append(
             Cluster(
                 model=decoder.name,
                 num_devices=num_devices,
                 speedup=speedup(chip, decoder, num_devices, load),
                 all_reduce_us=1e6 * step.ffn.all_reduce_s,
-                attention_prefetch_us=1e6 * step.attention.prefetch_s,
-                ffn_prefetch_us=1e6 * step.ffn.prefetch_s,
+                attention_prefetch_us=1e6 * attention,
+                ffn_prefetch_us=1e6 * ffn,
+                attention_share=step.attention.prefetch_s / attention,
+                ffn_share=step.ffn.prefetch_s / ffn,
             )
         )
     return found

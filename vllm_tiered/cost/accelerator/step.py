@@ -20,7 +20,7 @@ from vllm_tiered.errors import ConfigError
 
 Wait = Literal["segment", "operation"]
 """What waits for the prefetch: the segment for all of it, which makes a segment the longer of
-all-reduce and prefetch, and then its operations (the paper's figure 7 asks for it), or each
+all-reduce and prefetch, and then its operations (figure 6 asks for it: decision 6), or each
 operation for its own part."""
 
 
@@ -135,11 +135,11 @@ def _matrix(name: str, num_bytes: float, batch: int) -> Operation:
 
 
 def num_prefetched(operations: Sequence[Operation], l2_bytes: int) -> int:
-    """Algorithm 1: how many of them are prefetched, from the first on, before one does not fit."""
+    """Algorithm 1: how many are prefetched, from the first on, while together below the L2 size."""
     together = 0.0
     for index, operation in enumerate(operations):
         together += operation.held_bytes
-        if together > l2_bytes:
+        if together >= l2_bytes:
             return index
     return len(operations)
 
