@@ -78,6 +78,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.helm_paper",
         ),
         Benchmark(
+            name="dse",
+            summary="PRESERVE's design space of an accelerator from the model: computed",
+            module="benchmarks.dse",
+        ),
+        Benchmark(
             name="weights_storage",
             summary="a model that memory does not hold, from an SSD, against what people use today",
             module="benchmarks.weights_storage",

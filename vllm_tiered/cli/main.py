@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_tiered import __version__
-from vllm_tiered.cli import doctor, plan, prepare, probe, report
+from vllm_tiered.cli import doctor, dse, plan, prepare, probe, report
 from vllm_tiered.errors import TieredError
 
 
@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     probe.add_parser(subcommands)
     plan.add_parser(subcommands)
     prepare.add_parser(subcommands)
+    dse.add_parser(subcommands)
     report.add_parser(subcommands)
     doctor.add_parser(subcommands)
     return parser

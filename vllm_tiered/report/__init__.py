@@ -7,4 +7,7 @@ reader    the file back, a cut-off end included
 summary   the figures of the page's tables
 figures   its pictures (matplotlib)
 page      the page itself (jinja2)
+
+Beside it the pictures of `vllm-tiered probe` (probe_figure) and the page of `vllm-tiered dse`
+(accelerator_tables, accelerator_figure, accelerator_page).
 """
