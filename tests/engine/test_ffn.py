@@ -30,7 +30,7 @@ from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.store_format import NEURONS
 from vllm_tiered.ffn.switch_over import SwitchOver
-from vllm_tiered.tiers.slot_read import Work
+from vllm_tiered.tiers.slot_work import Work
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}
