@@ -20,7 +20,7 @@ from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.tiers.cpu import CpuDevice
 
-POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru")
+POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru", "none")
 
 
 class Scripted(Predictor):
