@@ -42,9 +42,6 @@ class Scripted(Predictor):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def shard(self, first_neuron: int, num_neurons: int) -> "Scripted":
-        raise NotImplementedError
-
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
 def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ffn:
