@@ -34,8 +34,6 @@ from benchmarks.mixed_summary import (
 from benchmarks.planted import PLANTED, planted_dir
 from benchmarks.planted_store import planted_store
 from benchmarks.progress import Step
-from vllm_tiered.config import FfnConfig
-from vllm_tiered.errors import ConfigError
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
@@ -102,7 +100,7 @@ def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: preparations, then contenders round by round."""
     skipped = _skipped(settings)
     peers_ready = len([name for name in settings.peers if name not in skipped])
-    ours = len({FULL, LAYERS, DENSE, *POLICIES.values()}) + (UNCACHED not in skipped)
+    ours = len({FULL, UNCACHED, LAYERS, DENSE, *POLICIES.values()})
     return 3 + settings.rounds * (ours + peers_ready)
 
 
@@ -193,9 +191,4 @@ def contenders(
 
 def _skipped(settings: Settings) -> dict[str, str]:
     """Contenders that cannot run here, and why."""
-    skipped = lacking(settings.peers, settings.peers_python or sys.executable)
-    try:
-        FfnConfig.from_dict({"store": "/", "cache": "none"})
-    except ConfigError:
-        skipped[UNCACHED] = "tiered.ffn.cache has no such value"
-    return skipped
+    return lacking(settings.peers, settings.peers_python or sys.executable)

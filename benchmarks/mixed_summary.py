@@ -28,8 +28,7 @@ DEFINITIONS = {
     "speedup_vs_llama_cpp": "the same over llama.cpp with a mapped file (null: not installed)",
     "ratio_to_dense": "the same over vLLM with all weights in memory and no limit",
     "mixed_precision_gain": "the same over all neurons in full precision (M2Cache: 1.47)",
-    "cache_gain": "the same over no neuron cache (M2Cache: 2.15; null: this version has no way to"
-    " leave it out)",
+    "cache_gain": "the same over no neuron cache (M2Cache: 2.15)",
     "policies": "with the same near memory: hit ratio, and a token's bytes read from far memory and"
     " from the disk, seconds waited for neurons, and tokens/s",
     "carbon_ratio": "gCO2e a token of layer streaming over ours: of memory and disk alone, with"

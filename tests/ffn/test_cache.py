@@ -11,6 +11,7 @@ from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.cache.lru import LruCache
+from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
 
 NUM_NEURONS = 40
@@ -20,6 +21,7 @@ CACHES = {
     "window3": lambda capacity, n: WindowCache(capacity, n, 3),
     "window8": lambda capacity, n: WindowCache(capacity, n, 8),
     "lru": LruCache,
+    "none": NoCache,
 }
 POISON = -1
 
@@ -64,13 +66,15 @@ def test_every_row_holds_its_neuron(name, capacity, schedule):
             gone = others - wanted
             plan = cache.plan(ids(*wanted), ids(*gone))
             assert set(cache.resident().tolist()) == before, "planning changes nothing"
-            assert plan.hits == len(wanted & before)
-            assert plan.load_neurons.tolist() == sorted(wanted - before)
+            usable = before if name != "none" else set()
+            assert plan.hits == len(wanted & usable)
+            assert plan.load_neurons.tolist() == sorted(wanted - usable)
+            assert cache.missing(ids(*wanted)).tolist() == plan.load_neurons.tolist()
             region.replay(plan)
             cache.commit(plan)
             now = set(cache.resident().tolist())
             assert wanted <= now <= before | wanted
-            assert set(plan.dropped.tolist()) == before - now
+            assert set(plan.dropped.tolist()) == before - (now & usable)
         cache.check_integrity()
         region.check(cache)
         assert not gone & set(cache.resident().tolist())

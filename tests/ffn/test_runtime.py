@@ -20,7 +20,7 @@ from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.tiers.cpu import CpuDevice
 
-POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru")
+POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru", "none")
 
 
 class Scripted(Predictor):
@@ -41,9 +41,6 @@ class Scripted(Predictor):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}
-
-    def shard(self, first_neuron: int, num_neurons: int) -> "Scripted":
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])

@@ -22,12 +22,12 @@ from vllm_tiered.tiers import slot_read, slots
 from vllm_tiered.tiers.aio import AioQueue
 
 
-@pytest.fixture(params=["queued", "threads", "small"])
+@pytest.fixture(params=["large-queued", "large-threads", "small-queued", "small-threads"])
 def case(request, tmp_path, monkeypatch):
-    """A store whose bundles are read straight, many at once or by threads, or through blocks."""
-    shape = SMALL if request.param == "small" else LARGE
+    """A store whose bundles are whole blocks or share them, read many at once or by threads."""
+    shape = SMALL if request.param.startswith("small") else LARGE
     store = NeuronStore.open(written(tmp_path / "store", shape))
-    store._file.use_aio &= request.param == "queued"
+    store._file.use_aio &= request.param.endswith("queued")
     monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
     yield store, shape
     store.close()

@@ -11,6 +11,7 @@ from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.base import NeuronCache
 from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.cache.lru import LruCache
+from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.compute import Region
 from vllm_tiered.ffn.dynamic import DynamicArea
@@ -27,7 +28,7 @@ from vllm_tiered.tiers.published import aligned_pages
 BASE = "base4"
 """What ranks neurons where the 4-bit region does."""
 
-CachePolicy = Literal["atu", "window", "lru"]
+CachePolicy = Literal["atu", "window", "lru", "none"]
 
 
 class FfnRuntime:
@@ -152,3 +153,5 @@ def _new_cache(policy: CachePolicy, window: int, num_neurons: int) -> Callable[[
             return lambda rows: WindowCache(rows, num_neurons, window)
         case "lru":
             return lambda rows: LruCache(rows, num_neurons)
+        case "none":
+            return lambda rows: NoCache(rows, num_neurons)

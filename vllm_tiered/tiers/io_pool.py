@@ -99,16 +99,24 @@ class BouncePool:
         self._num_bytes = num_bytes
         self._free: deque[Bytes] = deque()
 
-    def take(self) -> Bytes:
-        """uint8 [num_bytes], aligned to the system's pages; contents undefined."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return np.frombuffer(mmap.mmap(-1, self._num_bytes), dtype=np.uint8)
+    def take(self, at_least: int = 0) -> Bytes:
+        """uint8 [num_bytes], aligned to the system's pages; contents undefined.
+
+        Args:
+            at_least: where it is more, the buffer is larger, and not kept.
+        """
+        if at_least <= self._num_bytes and self._free:
+            try:
+                return self._free.pop()
+            except IndexError:
+                pass  # another thread was faster
+        num_bytes = max(at_least, self._num_bytes)
+        return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
     def give(self, buffer: Bytes) -> None:
         """A buffer that no I/O uses any more. Others are just dropped."""
-        self._free.append(buffer)
+        if len(buffer) == self._num_bytes:
+            self._free.append(buffer)
 
     def clear(self) -> None:
         self._free.clear()

@@ -5,12 +5,12 @@
                           ╲        ╲
     memory   │ row 0 │ row 1 │ row 2 │ row 3 │ ...              neighbours travel in one request
 
-Slots of whole blocks go past the page cache straight to their rows. Of smaller ones the blocks that
-hold them are read to a bounce buffer first.
+Slots of whole blocks go past the page cache straight to their rows. Of others the blocks around
+them are read to memory in between first.
 
-A read costs Python little for each slot: the list is cut into as few requests as neighbours allow.
-Many are given to the system at once, by one thread; where that cannot be, or they are few, threads
-share them out among themselves.
+A read costs Python little for each slot: the list is cut into as few requests as neighbours allow
+(slot_work.py). Many are given to the system at once, by one thread; where that cannot be, or they
+are few, threads share them out among themselves.
 """
 
 import logging
@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from errno import EIO
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,13 +27,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_tiered.errors import IntegrityError
 from vllm_tiered.tiers.aio import AioQueue
 from vllm_tiered.tiers.base import PageIds
-from vllm_tiered.tiers.io_pool import BouncePool, Bytes, IoPool, SharedFd, transfer
+from vllm_tiered.tiers.io_pool import BouncePool, Bytes, IoPool, SharedFd
 from vllm_tiered.tiers.published import ALIGNMENT, file_system
-from vllm_tiered.tiers.slot_read import EXTENT_BYTES, Section, SlotRead, Work, cut
+from vllm_tiered.tiers.slot_fetch import DAMAGED, IN_PART, Fetcher, failed
+from vllm_tiered.tiers.slot_read import Section, SlotRead
+from vllm_tiered.tiers.slot_work import Work
 from vllm_tiered.tiers.unnamed_file import make_direct
+from vllm_tiered.units import MIB
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -48,6 +49,10 @@ read by 32 threads 68 and 58; of 4 KiB 46 and 11, 63 and 56. A checksum, include
 
 MIN_AIO_EXTENTS = 8
 """Fewer are not worth building requests for."""
+
+AREA_BYTES = 4 * MIB
+"""To which one thread reads blocks around slots, of which they are copied: some hundred requests,
+so that waiting for the last of them costs little. As much memory is used as was needed so far."""
 
 
 class Use(NamedTuple):
@@ -82,9 +87,10 @@ class SlotFile:
     def __init__(self, path: Path, *, num_readers: int = NUM_READERS, use_aio: bool = True) -> None:
         self.path = path
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._bounce = BouncePool(EXTENT_BYTES)
-        self.is_direct = make_direct(fd, self._bounce.take()[:ALIGNMENT])
+        self._areas = BouncePool(AREA_BYTES)
+        self.is_direct = make_direct(fd, BouncePool(ALIGNMENT).take())
         self._file = SharedFd(fd)
+        self._fetcher = Fetcher(path)
         self._pool = IoPool("tiered-slots", num_readers)
         self._queues: deque[AioQueue] = deque()
         self.use_aio = use_aio and self.is_direct
@@ -129,10 +135,9 @@ class SlotFile:
             assert slots[0] >= 0 and slots[-1] < len(section.sums)
             assert rows.min() >= 0 and rows.max() < len(into)
         memory: Bytes = into.numpy().reshape(-1)
-        is_whole = section.stride % ALIGNMENT == 0 and memory.ctypes.data % ALIGNMENT == 0
-        work = Work(section, slots, rows, memory, cut(slots, section.stride), is_whole=is_whole)
-        num_extents = len(work.cuts) - 1
-        if is_whole and num_extents >= MIN_AIO_EXTENTS and (queue := self._take_queue()):
+        work = Work(section, slots, rows, memory)
+        num_extents = len(work.sizes)
+        if num_extents >= MIN_AIO_EXTENTS and (queue := self._take_queue()):
             work.read = SlotRead(self.path, 1)
             tasks = [partial(self._task, work, partial(self._carry_queued, work, queue), queue)]
         else:
@@ -152,7 +157,8 @@ class SlotFile:
         """Reads that are under way come to their end. Idempotent."""
         self._pool.close(timeout_seconds=1.0)
         self._file.close()
-        self._bounce.clear()
+        self._fetcher.clear()
+        self._areas.clear()
         while self._queues:
             self._queues.pop().close()
 
@@ -199,112 +205,66 @@ class SlotFile:
 
     def _carry_queued(self, work: Work, queue: AioQueue) -> tuple[int, int]:
         """All extents, by this thread; bytes and requests."""
-        cuts, stride = np.array(work.cuts), work.section.stride
-        sizes = (np.diff(cuts) * stride).tolist()
-        offsets = work.section.offset + work.slots[cuts[:-1]] * stride
-        vectors = work.vectors()
-        with self._file as fd, closing(queue.read(fd, vectors, cuts, offsets)) as reading:
-            while True:
-                try:
-                    extent, result = next(reading)
-                except StopIteration:
-                    break
-                except OSError as error:
-                    logger.warning(
-                        "tiered: %s is read by threads from now on (%s)", self.path, error
-                    )
-                    self.use_aio = False
-                    return self._carry(work)
-                first, end = work.cuts[extent], work.cuts[extent + 1]
-                if result == sizes[extent]:
-                    wrong: Sequence[int] = work.damaged(first, end)
-                    reason = "is damaged (checksum)"
+        area = None if work.is_whole else self._areas.take(int(work.sizes.max()))
+        # Each has its rows to itself; an area is filled again when it has been emptied.
+        parts = [(0, len(work.sizes))] if area is None else work.parts(len(area))
+        with self._file as fd:
+            try:
+                for first, end in parts:
+                    self._carry_part(fd, work, queue, area, first, end)
+            except OSError as error:
+                logger.warning("tiered: %s is read by threads from now on (%s)", self.path, error)
+                self.use_aio = False
+                return self._carry(work)
+            finally:
+                if area is not None:
+                    self._areas.give(area)
+        return int(work.sizes.sum()), len(work.sizes)
+
+    def _carry_part(
+        self, fd: int, work: Work, queue: AioQueue, area: Bytes | None, first: int, end: int
+    ) -> None:
+        """Extents ``first`` to ``end``, to their rows or to ``area`` first; then none is under way.
+
+        Raises:
+            OSError: the system does not take requests.
+        """
+        sizes = work.sizes[first:end]
+        places = np.cumsum(sizes) - sizes
+        if area is None:
+            vectors, cuts = work.vectors(), np.array(work.cuts)
+        else:
+            vectors = np.stack((area.ctypes.data + places, sizes), axis=1).astype(np.uint64)
+            cuts = np.arange(len(sizes) + 1)
+        with closing(queue.read(fd, vectors, cuts, work.offsets[first:end])) as reading:
+            for turn, result in reading:
+                begin, stop = work.cuts[first + turn], work.cuts[first + turn + 1]
+                offset, _, needed = work.range_of(begin, stop)
+                if result >= needed:
+                    if area is not None:
+                        work.take(area[places[turn] :].data, offset, begin, stop)
+                    wrong: Sequence[int] = work.damaged(begin, stop)
+                    reason = DAMAGED
                 else:
-                    wrong = range(first, end)
-                    reason = _failed(-result) if result < 0 else "came in part"
-                self._mend(fd, work, wrong, reason)
-        return sum(sizes), len(sizes)
+                    wrong = range(begin, stop)
+                    reason = failed(-result) if result < 0 else IN_PART
+                self._fetcher.mend(fd, work, wrong, reason)
 
     def _carry(self, work: Work) -> tuple[int, int]:
         """Extents that nobody has taken yet, one after the other; bytes and requests."""
         num_bytes = num_reads = 0
-        fetch = self._to_rows if work.is_whole else self._through_bounce
         with self._file as fd:
             for turn in work.turn:
-                if turn >= len(work.cuts) - 1 or work.has_failed:
+                if turn >= len(work.sizes) or work.has_failed:
                     break
                 first, end = work.cuts[turn], work.cuts[turn + 1]
                 num_reads += 1
                 try:
-                    fetched = fetch(fd, work, first, end)
+                    fetched = self._fetcher.fetch(fd, work, first, end)
                     wrong = work.damaged(first, end) if fetched else range(first, end)
-                    reason = "is damaged (checksum)" if fetched else "came in part"
+                    reason = DAMAGED if fetched else IN_PART
                     num_bytes += fetched
                 except OSError as error:
-                    wrong, reason = range(first, end), _failed(error.errno)
-                self._mend(fd, work, wrong, reason)
+                    wrong, reason = range(first, end), failed(error.errno)
+                self._fetcher.mend(fd, work, wrong, reason)
         return num_bytes, num_reads
-
-    def _mend(self, fd: int, work: Work, wrong: Sequence[int], reason: str) -> None:
-        """Read slots once more, one by one: a bad block costs what lies in it alone."""
-        if not wrong:
-            return
-        logger.warning(
-            "tiered: %s: %s%s %s; reading it again",
-            self.path,
-            work.section.where(int(work.slots[wrong[0]])),
-            f" and {len(wrong) - 1} more" if len(wrong) > 1 else "",
-            reason,
-        )
-        fetch = self._to_rows if work.is_whole else self._through_bounce
-        for index in wrong:
-            try:
-                reason = "is damaged (checksum)"
-                if not fetch(fd, work, index, index + 1):
-                    reason = "is cut off"
-                elif not work.damaged(index, index + 1):
-                    continue
-            except OSError as error:
-                reason = _failed(error.errno)
-            raise IntegrityError(
-                f"{self.path}: {work.section.where(int(work.slots[index]))} {reason}: remove the "
-                "folder, and prepare it again"
-            )
-
-    def _to_rows(self, fd: int, work: Work, first: int, end: int) -> int:
-        """Straight to the rows; bytes read, 0 where the file is cut off."""
-        stride = work.section.stride
-        buffers = work.buffers(first, end)
-        offset = work.section.offset + int(work.slots[first]) * stride
-        wanted = (end - first) * stride
-        moved = os.preadv(fd, buffers, offset)
-        if moved == wanted:
-            return wanted
-        # Rare: the system took a part. One buffer at a time can be gone on with.
-        for buffer in buffers:
-            bytes_ = np.frombuffer(buffer, dtype=np.uint8)
-            if transfer(os.preadv, fd, bytes_, offset, ALIGNMENT) < len(bytes_):
-                return 0
-            offset += len(bytes_)
-        return wanted
-
-    def _through_bounce(self, fd: int, work: Work, first: int, end: int) -> int:
-        """The blocks around the slots first; bytes read, 0 where the file is cut off."""
-        section = work.section
-        slots = work.slots[first:end]
-        begin = section.offset + int(slots[0]) * section.stride
-        until = section.offset + (int(slots[-1]) + 1) * section.stride
-        aligned = begin // ALIGNMENT * ALIGNMENT
-        wanted = -(-until // ALIGNMENT) * ALIGNMENT - aligned
-        whole = self._bounce.take()
-        bounce = whole[:wanted] if wanted <= EXTENT_BYTES else BouncePool(wanted).take()
-        if transfer(os.preadv, fd, bounce, aligned, ALIGNMENT) < until - aligned:
-            return 0
-        content = bounce[begin - aligned : until - aligned].reshape(-1, section.stride)
-        work.memory.reshape(-1, section.stride)[work.rows[first:end]] = content[slots - slots[0]]
-        self._bounce.give(whole)
-        return wanted
-
-
-def _failed(number: int | None) -> str:
-    return f"cannot be read ({os.strerror(number or EIO)})"

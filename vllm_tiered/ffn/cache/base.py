@@ -35,7 +35,7 @@ class Plan:
     Attributes:
         src_rows, dst_rows: int64 [k] each, the moves; no row is in both.
         load_neurons, load_rows: int64 [m] each, the neurons to bring and the rows they come to.
-        dropped: int64, the neurons that leave.
+        dropped: int64, the neurons that leave; one may be among those to bring.
         wanted: int64, sorted, the neurons that the token asked for.
         num_rows: resident after it; the product runs over rows 0 .. num_rows - 1.
         hits: wanted neurons that were resident.
@@ -92,7 +92,7 @@ class NeuronCache(ABC):
                 "FFN more near memory, or ask for fewer neurons (a lower share in its mix, "
                 "smaller batches)"
             )
-        is_hit = self._is_resident[wanted]
+        is_hit = self.is_resident(wanted)
         load = wanted[~is_hit]
         is_wanted = np.zeros(self.num_rows, dtype=np.bool_)
         is_wanted[self._row_of[wanted[is_hit]]] = True
@@ -126,13 +126,13 @@ class NeuronCache(ABC):
         return self._neuron_at[: self.num_rows].copy()
 
     def is_resident(self, neurons: Ids) -> Mask:
-        """Of each, bool [n]."""
+        """Of each, whether a plan for it would bring nothing, bool [n]."""
         found: Mask = self._is_resident[neurons]
         return found
 
     def missing(self, wanted: Ids) -> Ids:
         """Those of ``wanted`` that are not resident, in its order."""
-        return wanted[~self._is_resident[wanted]]
+        return wanted[~self.is_resident(wanted)]
 
     def check_integrity(self) -> None:
         """Each resident neuron has one row, each row below ``num_rows`` one neuron.

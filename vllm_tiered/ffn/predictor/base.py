@@ -39,10 +39,6 @@ class Predictor(ABC):
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a file needs to hold of it; nothing for one that is made from the neuron store."""
 
-    @abstractmethod
-    def shard(self, first_neuron: int, num_neurons: int) -> "Predictor":
-        """Of so many neurons only; shares memory where it can."""
-
     @property
     def num_bytes(self) -> int:
         """What it takes of near memory."""

@@ -125,9 +125,6 @@ class Base4(Predictor):
         bias_bytes = 0 if self._bias_N is None else self._bias_N.nbytes
         return self._codes.nbytes + self._figures.nbytes + self.norms_N.nbytes + bias_bytes
 
-    def shard(self, first_neuron: int, num_neurons: int) -> "Base4":
-        raise NotImplementedError("made from a shard of the neuron store instead")
-
     def _pack(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         padding = -len(codes) % _BLOCK
         offset_codes = torch.nn.functional.pad(codes.int() + OFFSET, (0, 0, 0, padding))

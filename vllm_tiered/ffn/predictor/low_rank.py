@@ -70,6 +70,7 @@ class LowRank(Predictor):
         return tensors if self.norms_N is None else {**tensors, "norms": self.norms_N}
 
     def shard(self, first_neuron: int, num_neurons: int) -> "LowRank":
+        """Of so many neurons only; shares memory where it can."""
         chosen = slice(first_neuron, first_neuron + num_neurons)
         num_matrices = 1 if self.activation is None else 2
         b_NR = self.b_NR.view(num_matrices, self.num_neurons, -1)[:, chosen]
