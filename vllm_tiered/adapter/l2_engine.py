@@ -131,6 +131,11 @@ class L2Engine:
         if self._logs:
             _log_verdict(agreed)
 
+    def hold(self, is_on: bool) -> None:
+        """On, or off, from now on, whatever was measured."""
+        self._trial = None
+        self.runtime.is_on = is_on
+
     def take_use(self) -> dict[str, float]:
         """What was fetched since the last call, by metric."""
         fetched, dropped = self.runtime.counts()

@@ -64,19 +64,20 @@ def close(vllm_config: Any) -> None:
     manifest.publish_l2(None)
 
 
-def _engine_of(vllm_config: Any) -> Any:
+def engine_of(vllm_config: Any) -> Any:
+    """The L2Engine with this configuration; None if there is none."""
     return next((engine for config, engine in _engines if config is vllm_config), None)
 
 
 def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(worker, *args, **kwargs)
-    if (engine := _engine_of(worker.vllm_config)) is not None:
+    if (engine := engine_of(worker.vllm_config)) is not None:
         engine.warmed_up()
     return result
 
 
 def _execute(original: Any, worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-    engine = _engine_of(worker.vllm_config)
+    engine = engine_of(worker.vllm_config)
     if engine is None:
         return original(worker, scheduler_output, *args, **kwargs)
     return engine.timed(
@@ -88,7 +89,7 @@ def _process(original: Any, method: Any, layer: Any) -> None:
     """A weight that vLLM packs behind a handle has no address; leave it as it is."""
     from vllm.config import get_current_vllm_config_or_none
 
-    engine = _engine_of(get_current_vllm_config_or_none())
+    engine = engine_of(get_current_vllm_config_or_none())
     if engine is not None and engine.is_always_on:
         layer._cpu_skip_gemm_dispatch = True
     original(method, layer)
