@@ -157,6 +157,7 @@ class L2Engine:
     def _stated(self) -> manifest.L2Manifest:
         runtime = self.runtime
         verdicts = self._trial.verdicts if self._trial is not None else ()
+        inserted = self.graph_pass.inserted
         return manifest.L2Manifest(
             prefetch=self._config.prefetch,
             why_not=None if runtime.num_weights + runtime.num_attentions else "nothing fits",
@@ -164,6 +165,7 @@ class L2Engine:
             num_weights=runtime.num_weights,
             weight_bytes=runtime.weight_bytes,
             num_attentions=runtime.num_attentions,
+            num_hidden=None if inserted is None else inserted.num_hidden,
             spare_cpus=self._spare_cpus,
             verdicts=tuple(verdicts),
         )

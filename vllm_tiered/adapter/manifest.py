@@ -238,6 +238,8 @@ class L2Manifest:
         budget_bytes: of the prefetches behind one all-reduce.
         num_weights, weight_bytes: that a step prefetches.
         num_attentions: of which a step prefetches the KV.
+        num_hidden: weights in reach that are packed behind a handle; None if the graph came out of
+            the compile cache, and the pass did not see it.
         spare_cpus: that no rank computes on, for the prefetching thread.
         verdicts: what "auto" measured, by batch size.
     """
@@ -248,6 +250,7 @@ class L2Manifest:
     num_weights: int = 0
     weight_bytes: int = 0
     num_attentions: int = 0
+    num_hidden: int | None = None
     spare_cpus: int = 0
     verdicts: tuple[Measured, ...] = ()
 
