@@ -13,11 +13,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,7 +50,7 @@ DEFINITIONS = {
     " asked for before their all-reduce was over",
 }
 
-_TIMEOUT_S = 600
+_TIMEOUT_S = 1800
 _ANSWER = "L2 "
 _TRIAL_TOKENS = 80  # what "auto" needs for its verdict, and some
 
@@ -66,8 +68,8 @@ class Settings:
 
 
 PROFILES: Mapping[str, Settings] = {
-    "quick": Settings(batches=(1, 8), rounds=5),
-    "full": Settings(batches=(1, 4, 16), rounds=15, steps=48),
+    "quick": Settings(batches=(1,), rounds=4, steps=16, prompt_tokens=64),
+    "full": Settings(batches=(1, 8), rounds=9),
 }
 
 
@@ -160,19 +162,29 @@ def _in_a_process(job: Mapping[str, Any]) -> dict[str, Any]:
         "VLLM_CACHE_ROOT": str(cache_root() / "l2-compiled"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to switch it from here, by a function
     }
-    finished = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.l2_prefetch"],
-        input=json.dumps(job),
         env=environment,
         cwd=REPO_ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
+        start_new_session=True,  # ranks would outlive a driver that is ended
     )
-    answers = [line for line in finished.stdout.splitlines() if line.startswith(_ANSWER)]
-    if finished.returncode or len(answers) != 1:
-        raise MeasurementError(f"the engine of {dict(job)} failed:\n{finished.stderr[-4000:]}")
+    try:
+        output, errors = process.communicate(json.dumps(job), timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(
+            f"the engine of {dict(job)} took more than {_TIMEOUT_S} s: set fewer rounds or steps"
+        ) from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    answers = [line for line in output.splitlines() if line.startswith(_ANSWER)]
+    if process.returncode or len(answers) != 1:
+        raise MeasurementError(f"the engine of {dict(job)} failed:\n{errors[-4000:]}")
     answer: dict[str, Any] = json.loads(answers[0].removeprefix(_ANSWER))
     return answer
 
