@@ -208,6 +208,9 @@ def _engine(job: Mapping[str, Any], **arguments: Any) -> Any:
         block_size=32,
         max_model_len=1024,
         max_num_seqs=16,
+        # vLLM runs as many at start, and bfloat16 without AVX-512 takes minutes for thousands.
+        max_num_batched_tokens=256,
+        enable_chunked_prefill=True,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         seed=0,
