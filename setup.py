@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thing pyproject.toml cannot say: C++ sources, one library for each instruction set.
+"""The one thing pyproject.toml cannot say: C++ sources, of the FFN's products (one library for each
+instruction set) and of the thread that prefetches.
 
-Optional: without a compiler everything installs, and torch computes what they would, slowly.
+Optional: without a compiler everything installs, and torch and Python do what they would, slowly.
 """
 
 import platform
@@ -36,5 +37,14 @@ setup(
             optional=True,
         )
         for name, flags in FLAGS.items()
+    ]
+    + [
+        Extension(
+            "vllm_tiered.l2.native.prefetch",
+            sources=["vllm_tiered/l2/native/prefetch.cpp"],
+            extra_compile_args=ALWAYS,
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
     ]
 )

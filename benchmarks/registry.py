@@ -123,6 +123,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.ffn_quality",
         ),
         Benchmark(
+            name="l2_prefetch",
+            summary="prefetching behind all-reduces, on against off: two ranks on two cores",
+            module="benchmarks.l2_prefetch",
+        ),
+        Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",

@@ -39,6 +39,7 @@ def test_keys_and_defaults():
             "near_gib": "auto",
             "far_gib": "auto",
         },
+        "l2": {"prefetch": "auto", "budget_mib": "auto"},
         "report": {"path": None, "carbon_intensity": 820.0},
     }
 

@@ -288,6 +288,46 @@ class FfnConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class L2Config(_Section):
+    """Weights and KV brought to the last-level cache while ranks wait for each other (PRESERVE).
+
+    `prefetch` "auto" measures at start, in decode steps, whether that is faster, and again when the
+    batch size changes much; where there is nothing to do it (one rank, no compiled graph) it does
+    nothing. "on" does it without asking, and for that keeps weights as the checkpoint has them
+    where vLLM would pack them out of sight.
+    `budget_mib` is what a rank may bring behind one all-reduce; "auto" is half of the cache, shared
+    by the ranks.
+    """
+
+    NAME: ClassVar[str] = "l2"
+
+    prefetch: Literal["auto", "on", "off"] = field(
+        default="auto", metadata={_RULE: OneOf(words=("auto", "on", "off"))}
+    )
+    budget_mib: float | Literal["auto"] = field(
+        default="auto", metadata={_RULE: Number(above=0, auto=True)}
+    )
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it may be done."""
+        return self.prefetch != "off"
+
+    def check(self) -> None:
+        """Whether the keys go together.
+
+        Raises:
+            ConfigError: naming the keys that do not.
+        """
+        where = f"{ROOT_KEY}.{self.NAME}"
+        if self.budget_mib != "auto" and not self.is_wanted:
+            raise ConfigError(
+                f"{where}.budget_mib is {self.budget_mib:g}, but nothing is prefetched: set "
+                f'{where}.prefetch to "auto" or "on", or leave the budget out'
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig(_Section):
     """What happens over time, written to a file for `vllm-tiered report`.
 
@@ -308,6 +348,7 @@ class TieredConfig:
     kv: KvConfig = field(default_factory=KvConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     ffn: FfnConfig = field(default_factory=FfnConfig)
+    l2: L2Config = field(default_factory=L2Config)
     report: ReportConfig = field(default_factory=ReportConfig)
 
     @classmethod
@@ -318,13 +359,20 @@ class TieredConfig:
         unknown key (naming the nearest known one), a wrong type, or a value out of range.
         """
         # A section's key written one level too high is the usual slip: offer its full name.
-        sections: tuple[type[_Section], ...] = (KvConfig, WeightsConfig, FfnConfig, ReportConfig)
+        sections: tuple[type[_Section], ...] = (
+            KvConfig,
+            WeightsConfig,
+            FfnConfig,
+            L2Config,
+            ReportConfig,
+        )
         inner = [f"{section.NAME}.{key}" for section in sections for key in section.key_names()]
         _check_keys(ROOT_KEY, values, [section.NAME for section in sections], also_near=inner)
         return cls(
             kv=KvConfig.from_dict(values.get(KvConfig.NAME, {})),
             weights=WeightsConfig.from_dict(values.get(WeightsConfig.NAME, {})),
             ffn=FfnConfig.from_dict(values.get(FfnConfig.NAME, {})),
+            l2=L2Config.from_dict(values.get(L2Config.NAME, {})),
             report=ReportConfig.from_dict(values.get(ReportConfig.NAME, {})),
         )
 
@@ -345,6 +393,7 @@ class TieredConfig:
         self.kv.check()
         self.weights.check()
         self.ffn.check()
+        self.l2.check()
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, JSON-safe; `from_dict` gives back an equal configuration."""

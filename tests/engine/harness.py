@@ -57,6 +57,7 @@ def engine(
     manifest.publish(None)
     manifest.publish_weights(None)
     manifest.publish_ffn(None)
+    manifest.publish_l2(None)
     arguments: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,

@@ -32,19 +32,23 @@ def test_tensor_parallel_with_every_part(tmp_path) -> None:
     assert metrics["vllm:tiered_ffn_storage_bytes"] > 0
 
 
+def not_ended(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Without those that only wait for a parent to ask: orphans may do so for ever in a container
+    whose first process asks for none."""
+    return [
+        each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
 def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
     process = start("2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES)
     wait_for(process, "generated")
-    children = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE
-    ]
+    children = not_ended(psutil.Process(process.pid).children(recursive=True))
     ranks = [child for child in children if "CpuRayWorkerProc" in " ".join(child.cmdline())]
     assert ranks, [child.cmdline() for child in children]
     ranks[0].kill()
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0 and "EngineDeadError" in errors, errors[-3000:]
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive, [child.cmdline() for child in alive]
+    _, alive = psutil.wait_procs(children, timeout=60)  # Ray's own agents look up now and then
+    assert not not_ended(alive), not_ended(alive)
     assert not [path for path in tmp_path.iterdir() if path.name != "ray"]

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context
 
+from vllm_tiered.adapter import l2_hooks
 from vllm_tiered.adapter.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
@@ -231,7 +232,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._is_scheduler:
             stats = self._worker.take_stats() if self._worker else TieredStats()
             energy = self._energy.take_use() if self._energy else {}
-            return TieredStats(data=stats.data | take_use() | energy)
+            return TieredStats(data=stats.data | take_use() | l2_hooks.take_use() | energy)
         if self._scheduler:
             return self._scheduler.stats()
         return gauges(self._plan, self._world_size)

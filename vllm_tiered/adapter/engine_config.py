@@ -131,6 +131,8 @@ def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
         refusals.check_weights_config(vllm_config)
     if config.ffn.is_used:
         refusals.check_ffn_config(vllm_config)
+    if config.l2.prefetch == "on":
+        refusals.check_l2_config(vllm_config, device_type())
     if config.weights.shares_with_kv:
         weights_plan.reserve(config.weights, vllm_config)
 

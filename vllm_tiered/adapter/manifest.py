@@ -11,11 +11,13 @@ from vllm_tiered.cost.kv import expansion_of
 from vllm_tiered.cost.weights import Placement
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.l2.trial import Measured
 from vllm_tiered.units import format_bytes
 
 _current: "Manifest | None" = None
 _weights: "WeightsManifest | None" = None
 _ffn: "FfnManifest | None" = None
+_l2: "L2Manifest | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +228,66 @@ class FfnManifest:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class L2Manifest:
+    """Prefetches behind all-reduces of one rank; bytes are this rank's.
+
+    Attributes:
+        prefetch: as configured.
+        why_not: why nothing is prefetched; None if something may be.
+        budget_bytes: of the prefetches behind one all-reduce.
+        num_weights, weight_bytes: that a step prefetches.
+        num_attentions: of which a step prefetches the KV.
+        num_hidden: weights in reach that are packed behind a handle; None if the graph came out of
+            the compile cache, and the pass did not see it.
+        spare_cpus: that no rank computes on, for the prefetching thread.
+        verdicts: what "auto" measured, by batch size.
+    """
+
+    prefetch: str
+    why_not: str | None = None
+    budget_bytes: int = 0
+    num_weights: int = 0
+    weight_bytes: int = 0
+    num_attentions: int = 0
+    num_hidden: int | None = None
+    spare_cpus: int = 0
+    verdicts: tuple[Measured, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether prefetches may happen; with "auto" the verdicts say for which batches."""
+        return self.why_not is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        verdicts = [
+            asdict(found) | {"ratio": found.ratio, "kept": found.is_kept} for found in self.verdicts
+        ]
+        return {"l2": asdict(self) | {"active": self.active, "verdicts": verdicts}}
+
+    def describe(self) -> str:
+        """The log line."""
+        if not self.active:
+            return f"tiered l2: prefetches nothing: {self.why_not}"
+        threads = "a core of its own" if self.spare_cpus else "the rank's own core"
+        decided = (
+            "measured at start whether it stays on" if self.prefetch == "auto" else "always on"
+        )
+        return (
+            f"tiered l2: behind all-reduces a step prefetches {self.num_weights} weights "
+            f"({format_bytes(self.weight_bytes)}) and the KV of {self.num_attentions} layers, "
+            f"{format_bytes(self.budget_bytes)} at a time at most, from {threads}, per rank; "
+            f"{decided}"
+        )
+
+
+def publish_l2(manifest: L2Manifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _l2
+    _l2 = manifest
+
+
 def publish_ffn(manifest: FfnManifest | None) -> None:
     """Make ``manifest`` part of what :func:`current` returns in this process."""
     global _ffn
@@ -257,5 +319,5 @@ def published() -> Manifest | None:
 
 def current() -> dict[str, Any] | None:
     """The same, JSON-safe."""
-    stated = [part.to_dict() for part in (_current, _weights, _ffn) if part]
+    stated = [part.to_dict() for part in (_current, _weights, _ffn, _l2) if part]
     return {key: value for part in stated for key, value in part.items()} or None

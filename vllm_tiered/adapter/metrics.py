@@ -42,6 +42,8 @@ COUNTERS = {
     "ffn_misses": "FFN neurons that a sparse step wanted and that had to be brought.",
     "ffn_sparse_steps": "Layers' steps computed with chosen neurons.",
     "ffn_dense_steps": "Layers' steps computed with all neurons.",
+    "l2_prefetched_bytes": "Bytes asked for behind all-reduces, to the last-level cache.",
+    "l2_dropped_bytes": "Bytes that were still to be asked for when their all-reduce was over.",
     "energy_joules": "Joules drawn while steps ran: processor and memory of the host by RAPL, GPUs "
     "by NVML, where these can be read; else memory by constants, and the disk always.",
     "energy_assumed_joules": "Joules of tiered_energy_joules that are assumed, by constants.",

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.model_executor.offloader.base import BaseOffloader
 
-from vllm_tiered.adapter import compat
+from vllm_tiered.adapter import compat, l2_hooks
 from vllm_tiered.adapter.checkpoint import check_stored, checkpoint_fingerprint, describe_checkpoint
 from vllm_tiered.adapter.ffn_engine import FfnEngine
 from vllm_tiered.adapter.layer_weights import cpu_linear
@@ -58,6 +58,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
     original(wrapper, *args, **kwargs)
+    l2_hooks.prepare(wrapper.vllm_config)
     if is_ours:
         wrapper.tiered_offloader = get_offloader()
         wrapper.tiered_ffn = _ffn_of(wrapper.vllm_config)
@@ -81,6 +82,7 @@ def _shutdown(original: Any, wrapper: Any) -> None:
     try:
         original(wrapper)
     finally:
+        l2_hooks.close(wrapper.vllm_config)
         _close_ffn(getattr(wrapper, "tiered_ffn", None))
         offloader = getattr(wrapper, "tiered_offloader", None)
         if isinstance(offloader, TieredOffloader):

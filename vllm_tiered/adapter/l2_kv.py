@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the KV lies that a step's attention reads, on vLLM's CPU backend."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_tiered.l2.prefetcher import Spans
+
+
+class StepKv:
+    """Answers by the order of the attentions in a step.
+
+    Args:
+        context: vLLM's attention layers by name (``static_forward_context``), filled as the model
+            is built.
+    """
+
+    def __init__(self, context: dict[str, Any], block_tokens: int) -> None:
+        self._context = context
+        self._block_tokens = block_tokens
+        self._names: list[str] = []
+        self._table: torch.Tensor | None = None
+        self._pages = np.empty(0, dtype=np.int64)
+
+    def spans(self, attention: int) -> Spans | None:
+        """A span for each page that the attention reads; None in a dummy step."""
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return None
+        if not self._names:
+            found = [name for name, layer in self._context.items() if hasattr(layer, "kv_cache")]
+            self._names = sorted(found, key=extract_layer_index)
+        name = self._names[attention]
+        cache = self._context[name].kv_cache
+        of_layer = metadata[name]
+        # Layers share a table, unless their pages are translated one by one.
+        if of_layer.block_table is not self._table:
+            self._table = of_layer.block_table
+            self._pages = _pages(of_layer, self._block_tokens)
+        page_bytes = math.prod(cache.shape[1:]) * cache.element_size()
+        spans = np.empty((len(self._pages), 2), dtype=np.int64)
+        spans[:, 0] = cache.data_ptr() + self._pages * (cache.stride(0) * cache.element_size())
+        spans[:, 1] = page_bytes
+        return spans
+
+
+def _pages(metadata: Any, block_tokens: int) -> np.ndarray:
+    """Of all requests of the step, each once."""
+    table = metadata.block_table.numpy()
+    lengths = metadata.seq_lens.numpy()
+    used = np.arange(table.shape[1])[None, :] * block_tokens < lengths[:, None]
+    return np.unique(table[: len(lengths)][used]).astype(np.int64)

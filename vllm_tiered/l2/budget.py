@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much may be prefetched at a time: what a rank has of its processors' last-level cache."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_tiered.errors import UnsupportedError
+
+SYSFS = Path("/sys/devices/system/cpu")
+
+SHARE = 0.5
+"""Of the cache: hidden states, KV of the step and the other operand of a product pass through it
+too."""
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """A last-level cache. ``cpus`` share it."""
+
+    level: int
+    num_bytes: int
+    cpus: frozenset[int]
+
+
+def last_level_cache(cpu: int, root: Path = SYSFS) -> Cache:
+    """Of one processor, as Linux tells it.
+
+    Raises:
+        UnsupportedError: it does not tell.
+    """
+    caches = [_read(index) for index in sorted((root / f"cpu{cpu}" / "cache").glob("index*"))]
+    known = [cache for cache in caches if cache is not None]
+    if not known:
+        raise UnsupportedError(
+            f"{root}/cpu{cpu}/cache does not say how large the processor's caches are: set "
+            "tiered.l2.budget_mib, or tiered.l2.prefetch to off"
+        )
+    return max(known, key=lambda cache: cache.level)
+
+
+def auto_budget_bytes(cache: Cache, num_ranks: int) -> int:
+    """Of one of the ranks that share the cache."""
+    return int(cache.num_bytes * SHARE / num_ranks)
+
+
+def _read(index: Path) -> Cache | None:
+    try:
+        kind, level, size, cpus = (
+            (index / name).read_text().strip()
+            for name in ("type", "level", "size", "shared_cpu_list")
+        )
+        num_bytes = int(size[:-1]) * _UNITS[size[-1]] if size[-1] in _UNITS else int(size)
+        shared = frozenset(_cpus(cpus))
+    except (OSError, ValueError):
+        return None
+    if kind == "Instruction":
+        return None
+    return Cache(level=int(level), num_bytes=num_bytes, cpus=shared)
+
+
+def _cpus(text: str) -> list[int]:
+    """ "0-2,8" as [0, 1, 2, 8]."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus

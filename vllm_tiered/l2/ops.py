@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators that the pass inserts, and the runtime that they reach.
+
+``tiered::l2_prefetch``     weights, behind the all-reduce that follows
+``tiered::l2_prefetch_kv``  the KV that this step's attention reads
+``tiered::l2_join``         the all-reduce is over
+
+With no runtime set, or one that is off, they return at once.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class Runtime(Protocol):
+    """What carries prefetches out."""
+
+    def prefetch(self, weights: list[torch.Tensor]) -> None: ...
+
+    def prefetch_kv(self, attention: int, max_bytes: int) -> None: ...
+
+    def join(self) -> None: ...
+
+
+_KEY = "CompositeExplicitAutograd"
+
+_library: torch.library.Library | None = None
+_runtime: Runtime | None = None
+
+
+def set_runtime(runtime: Runtime | None) -> None:
+    """Of this process: compiled graphs reach it through the operators."""
+    global _runtime
+    _runtime = runtime
+
+
+def register_ops() -> None:
+    """Define the operators. Idempotent."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("tiered", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for schema, implementation in (
+        ("l2_prefetch(Tensor(a!) x, Tensor[] weights) -> ()", _prefetch),
+        ("l2_prefetch_kv(Tensor(a!) x, int attention, int max_bytes) -> ()", _prefetch_kv),
+        ("l2_join(Tensor(a!) x) -> ()", _join),
+    ):
+        name = schema.partition("(")[0]
+        _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(name, implementation, _KEY)  # type: ignore[no-untyped-call]
+        _library._register_fake(name, lambda *args: None)  # type: ignore[no-untyped-call]
+
+
+def _prefetch(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    if _runtime is not None:
+        _runtime.prefetch(weights)
+
+
+def _prefetch_kv(x: torch.Tensor, attention: int, max_bytes: int) -> None:
+    if _runtime is not None:
+        _runtime.prefetch_kv(attention, max_bytes)
+
+
+def _join(x: torch.Tensor) -> None:
+    if _runtime is not None:
+        _runtime.join()

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether prefetching pays, measured: off, on, off, by decode steps (A/B/A).
+
+Pure. Every rank counts the same steps, so all are in the same phase; only the verdict needs what
+the others measured.
+
+    batch 4 ─ warm ─┬─ off ─┬─ on ─┬─ off ─┬─ verdict for batches of 2 to 8
+                    └ 16 steps ┘           batch 9: another trial
+"""
+
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+WARM_STEPS = 8
+PHASE_STEPS = 16
+MIN_GAIN = 0.01
+"""On has to be faster by that share, and than either time off: less is within the noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Median seconds of a decode step in the three phases, for one size of batch."""
+
+    batch_size: int
+    off_before: float
+    on: float
+    off_after: float
+
+    @property
+    def ratio(self) -> float:
+        """Of time with prefetching over time without."""
+        return 2 * self.on / (self.off_before + self.off_after)
+
+    @property
+    def is_kept(self) -> bool:
+        is_fastest = self.on < min(self.off_before, self.off_after)
+        return is_fastest and self.ratio < 1 - MIN_GAIN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What is known so far.
+
+    Attributes:
+        batch_size: of the trial that runs; None if none does.
+        seconds: of its decode steps, warm ones included.
+        verdicts: of the trials that are over, oldest first.
+    """
+
+    batch_size: int | None = None
+    seconds: tuple[float, ...] = ()
+    verdicts: tuple[Measured, ...] = field(default=())
+
+
+def is_on(trial: Trial, batch_size: int) -> bool:
+    """Whether the next decode step of that size prefetches."""
+    if trial.batch_size is not None and _is_near(trial.batch_size, batch_size):
+        return (len(trial.seconds) - WARM_STEPS) // PHASE_STEPS == 1
+    verdict = verdict_for(trial, batch_size)
+    return verdict is not None and verdict.is_kept
+
+
+def verdict_for(trial: Trial, batch_size: int) -> Measured | None:
+    """The verdict that holds for batches of that size."""
+    near = [found for found in trial.verdicts if _is_near(found.batch_size, batch_size)]
+    return min(near, key=lambda found: abs(found.batch_size - batch_size), default=None)
+
+
+def step(trial: Trial, batch_size: int, seconds: float) -> tuple[Trial, Measured | None]:
+    """After a decode step.
+
+    Returns:
+        What is known now, and at the end of the last phase what this rank measured, for
+        :func:`conclude`.
+    """
+    if trial.batch_size is None or not _is_near(trial.batch_size, batch_size):
+        if verdict_for(trial, batch_size) is not None:
+            return replace(trial, batch_size=None, seconds=()), None
+        trial = replace(trial, batch_size=batch_size, seconds=())
+    trial = replace(trial, seconds=(*trial.seconds, seconds))
+    if len(trial.seconds) < WARM_STEPS + 3 * PHASE_STEPS:
+        return trial, None
+    assert trial.batch_size is not None
+    phases = [
+        median(trial.seconds[start : start + PHASE_STEPS])
+        for start in range(WARM_STEPS, len(trial.seconds), PHASE_STEPS)
+    ]
+    off_before, on, off_after = phases
+    return trial, Measured(
+        batch_size=trial.batch_size, off_before=off_before, on=on, off_after=off_after
+    )
+
+
+def conclude(trial: Trial, measured: Measured) -> Trial:
+    """With what the slowest rank of each phase measured."""
+    return Trial(verdicts=(*trial.verdicts, measured))
+
+
+def _is_near(size: int, other: int) -> bool:
+    """Within a factor of two."""
+    return size <= 2 * other and other <= 2 * size
