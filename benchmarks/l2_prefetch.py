@@ -10,22 +10,15 @@ nothing to do while they wait for it.
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.cache import REPO_ROOT, cache_root
+from benchmarks import ranks
+from benchmarks.cache import cache_root
 from benchmarks.progress import Step
-from benchmarks.runner import MeasurementError, engine_environment
+from benchmarks.runner import MeasurementError
 from benchmarks.shapes import planned_model_dir, random_model_dir
 from benchmarks.tables import markdown, number
 
@@ -51,7 +44,6 @@ DEFINITIONS = {
 }
 
 _TIMEOUT_S = 1800
-_ANSWER = "L2 "
 _TRIAL_TOKENS = 80  # what "auto" needs for its verdict, and some
 
 
@@ -155,45 +147,17 @@ def _off(seconds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _in_a_process(job: Mapping[str, Any]) -> dict[str, Any]:
-    environment = engine_environment(os.environ, tiered=True) | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_PLUGINS": "tiered",
+    variables = {
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_CACHE_ROOT": str(cache_root() / "l2-compiled"),
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to switch it from here, by a function
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.l2_prefetch"],
-        env=environment,
-        cwd=REPO_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # ranks would outlive a driver that is ended
-    )
-    try:
-        output, errors = process.communicate(json.dumps(job), timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise MeasurementError(
-            f"the engine of {dict(job)} took more than {_TIMEOUT_S} s: set fewer rounds or steps"
-        ) from None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    answers = [line for line in output.splitlines() if line.startswith(_ANSWER)]
-    if process.returncode or len(answers) != 1:
-        raise MeasurementError(f"the engine of {dict(job)} failed:\n{errors[-4000:]}")
-    answer: dict[str, Any] = json.loads(answers[0].removeprefix(_ANSWER))
-    return answer
+    return ranks.ask("benchmarks.l2_prefetch", job, variables, timeout_s=_TIMEOUT_S)
 
 
 def _measure() -> None:
     """In the engine's process: read a job, write what was found."""
-    job = json.load(sys.stdin)
-    answer = _exact(job) if job["kind"] == "exact" else _timed(job)
-    print(_ANSWER + json.dumps(answer), flush=True)
+    job = ranks.job()
+    ranks.answer(_exact(job) if job["kind"] == "exact" else _timed(job))
 
 
 def _engine(job: Mapping[str, Any], **arguments: Any) -> Any:
@@ -224,7 +188,7 @@ def _exact(job: Mapping[str, Any]) -> dict[str, Any]:
         job, model=str(random_model_dir("qwen2")), dtype="float32", kv_cache_memory_bytes=8 << 20
     )
     prompts = [[1000 + 37 * (i + 5 * j) % 20000 for i in range(20 + 7 * j)] for j in range(8)]
-    tokens = _generate(llm, prompts, job["exact_tokens"])[0]
+    tokens = ranks.generate(llm, prompts, job["exact_tokens"])[0]
     return {"tokens": tokens, "manifest": _manifest(llm)}
 
 
@@ -238,7 +202,7 @@ def _timed(job: Mapping[str, Any]) -> dict[str, Any]:
     )
     prompts = [[3 + (i + 11 * j) % 8000 for i in range(job["prompt_tokens"])] for j in range(16)]
     for batch in job["batches"]:
-        _generate(llm, prompts[:batch], _TRIAL_TOKENS)
+        ranks.generate(llm, prompts[:batch], _TRIAL_TOKENS)
     stated = _manifest(llm)  # with the verdicts: from here on the trial is over
     rounds = {}
     for batch in job["batches"]:
@@ -248,7 +212,7 @@ def _timed(job: Mapping[str, Any]) -> dict[str, Any]:
             phases = []
             for is_on in (False, True, False):
                 _switch(llm, is_on)
-                phases.append(_generate(llm, prompts[:batch], job["steps"])[1])
+                phases.append(ranks.generate(llm, prompts[:batch], job["steps"])[1])
             seconds.append(phases)
         after = _switch(llm, False)
         rounds[batch] = {
@@ -257,27 +221,6 @@ def _timed(job: Mapping[str, Any]) -> dict[str, Any]:
             "dropped_bytes": after[1] - before[1],
         }
     return {"manifest": stated, "rounds": rounds}
-
-
-def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
-    """Tokens, and the median seconds of the steps in which all requests decode."""
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    names = [f"{time.monotonic_ns()}-{index}" for index in range(len(prompts))]
-    for name, ids in zip(names, prompts, strict=True):
-        engine.add_request(name, {"prompt_token_ids": ids}, sampling)
-    found: dict[str, list[int]] = {}
-    ends: list[float] = []
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        if len(outputs) == len(prompts):
-            ends.append(time.perf_counter())
-        for output in outputs:
-            found[output.request_id] = list(output.outputs[0].token_ids)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
-    return [found[name] for name in names], statistics.median(gaps)
 
 
 def _manifest(llm: Any) -> dict[str, Any]:

@@ -123,6 +123,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.ffn_quality",
         ),
         Benchmark(
+            name="tp_ray",
+            summary="one rank against two, over vLLM's processes and over Ray, by part",
+            module="benchmarks.tp_ray",
+        ),
+        Benchmark(
             name="l2_prefetch",
             summary="prefetching behind all-reduces, on against off: two ranks on two cores",
             module="benchmarks.l2_prefetch",

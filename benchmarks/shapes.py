@@ -153,13 +153,13 @@ def random_model_dir(shape: str, *, seed: int = 0, cache_dir: str | Path | None 
     print(f"preparing a random {shape} model in {target}", file=sys.stderr, flush=True)
     tokenizer = json.loads((tokenizer_dir / "tokenizer.json").read_text(encoding="utf-8"))
     with publish_dir(target) as staging:
-        _write_model(SHAPES[shape], len(tokenizer["model"]["vocab"]), seed, staging)
+        write_model(SHAPES[shape], len(tokenizer["model"]["vocab"]), seed, staging)
         for name in _TOKENIZER_FILES:
             (staging / name).write_bytes((tokenizer_dir / name).read_bytes())
     return target
 
 
-def _write_model(shape: Mapping[str, Any], vocab_size: int, seed: int, out: Path) -> None:
+def write_model(shape: Mapping[str, Any], vocab_size: int, seed: int, out: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
