@@ -26,15 +26,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from xxhash import xxh3_64_intdigest
 
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.tiers.base import NO_PAGES, PageBuffer, PageIds, Pages, PageStore
 from vllm_tiered.tiers.checksums import checksum
+from vllm_tiered.tiers.direct import make_direct, warn_of_memory
 from vllm_tiered.tiers.io_pool import Bytes, IoPool, SharedFd, transfer
-from vllm_tiered.tiers.unnamed_file import make_direct
 from vllm_tiered.units import MIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
@@ -239,17 +238,7 @@ class PublishedPages(PageStore):
         self._file = SharedFd(fd)
         self._pool = IoPool("tiered-weights", NUM_READERS)
         self._is_cancelled = False
-        if file_system(path) in ("tmpfs", "ramfs"):
-            logger.warning(
-                "tiered: %s is in a file system that is memory itself: give a folder on an SSD",
-                path,
-            )
-        elif not self.is_direct:
-            logger.warning(
-                "tiered: the file system of %s has no direct I/O: what is read takes memory of the "
-                "page cache too",
-                path,
-            )
+        warn_of_memory(path, self.is_direct)
 
     def buffer(self) -> PageBuffer:
         """The pages as a source of copies."""
@@ -340,12 +329,6 @@ class PublishedPages(PageStore):
             if checksum(words) != self._checksums[page]:
                 return f"{self.where(page)} is damaged (checksum)"
         return None
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that holds a path; "" where the system does not say."""
-    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    return next((mounts[str(f)] for f in (path, *path.resolve().parents) if str(f) in mounts), "")
 
 
 def _read_description(fd: int, path: Path) -> tuple[npt.NDArray[np.uint64], int, bytes]:

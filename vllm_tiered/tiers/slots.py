@@ -29,12 +29,12 @@ import torch
 
 from vllm_tiered.tiers.aio import AioQueue
 from vllm_tiered.tiers.base import PageIds
+from vllm_tiered.tiers.direct import make_direct, warn_of_memory
 from vllm_tiered.tiers.io_pool import BouncePool, Bytes, IoPool, SharedFd
-from vllm_tiered.tiers.published import ALIGNMENT, file_system
+from vllm_tiered.tiers.published import ALIGNMENT
 from vllm_tiered.tiers.slot_fetch import DAMAGED, IN_PART, Fetcher, failed
 from vllm_tiered.tiers.slot_read import Section, SlotRead
 from vllm_tiered.tiers.slot_work import Work
-from vllm_tiered.tiers.unnamed_file import make_direct
 from vllm_tiered.units import MIB
 
 logger = logging.getLogger("vllm.tiered")
@@ -97,17 +97,7 @@ class SlotFile:
         self._lock = threading.Lock()
         self._num_bytes = self._num_reads = self._num_tasks = 0
         self._seconds = self._begin = 0.0
-        if file_system(path) in ("tmpfs", "ramfs"):
-            logger.warning(
-                "tiered: %s is in a file system that is memory itself: give a folder on an SSD",
-                path,
-            )
-        elif not self.is_direct:
-            logger.warning(
-                "tiered: the file system of %s has no direct I/O: what is read takes memory of the "
-                "page cache too",
-                path,
-            )
+        warn_of_memory(path, self.is_direct)
 
     @property
     def use(self) -> Use:

@@ -28,10 +28,11 @@ import torch
 
 from vllm_tiered.tiers.base import PageBuffer, PageError, PageIds, Pages, PageStore
 from vllm_tiered.tiers.checksums import UNWRITTEN, checksum, checksums_of, new_checksums
+from vllm_tiered.tiers.direct import make_direct
 from vllm_tiered.tiers.extent import Extent, cut_extents
 from vllm_tiered.tiers.io_pool import BouncePool, IoPool, SharedFd, Transfer, transfer
 from vllm_tiered.tiers.memory import Words, copy_words
-from vllm_tiered.tiers.unnamed_file import make_direct, open_unnamed
+from vllm_tiered.tiers.unnamed_file import open_unnamed
 from vllm_tiered.units import KIB, MIB
 
 logger = logging.getLogger("vllm.tiered")

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.tiers.direct import make_direct
 from vllm_tiered.tiers.io_pool import BouncePool, Bytes, Transfer, transfer
-from vllm_tiered.tiers.unnamed_file import make_direct, open_unnamed
+from vllm_tiered.tiers.unnamed_file import open_unnamed
 from vllm_tiered.units import MIB, format_bytes
 
 ALIGNMENT = 4096

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file that no name leads to, with its space reserved, for direct I/O where possible."""
 
-import fcntl
 import os
 import tempfile
 from errno import EINVAL, EISDIR, ENOSPC, EOPNOTSUPP
 from pathlib import Path
 
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.tiers.io_pool import Bytes
 from vllm_tiered.units import format_bytes
 
 _OWNER_ONLY = 0o600
@@ -37,26 +35,6 @@ def open_unnamed(folder: Path, num_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def make_direct(fd: int, probe: Bytes) -> bool:
-    """Let the file's I/O bypass the page cache.
-
-    Args:
-        probe: an aligned buffer, overwritten by the file's first bytes. Some file systems take the
-            flag and then refuse the reads.
-
-    Returns:
-        Whether the file system can; nothing changes if not.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.preadv(fd, [probe.data], 0)
-    except OSError:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    return True
 
 
 def _create(folder: Path) -> int:
