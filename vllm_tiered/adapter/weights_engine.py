@@ -82,7 +82,7 @@ def _shutdown(original: Any, wrapper: Any) -> None:
     try:
         original(wrapper)
     finally:
-        l2_hooks.close(wrapper.vllm_config)
+        l2_hooks.close(getattr(wrapper, "vllm_config", None))  # None: it never came to be
         _close_ffn(getattr(wrapper, "tiered_ffn", None))
         offloader = getattr(wrapper, "tiered_offloader", None)
         if isinstance(offloader, TieredOffloader):
