@@ -85,8 +85,8 @@ def test_refused_by_its_arguments_before_vllm_does_anything(make_engine_args, mo
 
 def test_the_tables_and_these_tests_cover_the_same():
     # Two tests each for speculation (config and method) and for microbatches (flag and size).
-    assert len(BY_ARGUMENTS) == len(refusals._ENGINE_ARGS) + 2
-    assert len(BY_MODEL) == len(refusals._VLLM_CONFIG)
+    assert len(BY_ARGUMENTS) == len(refusals.kv.ENGINE_ARGS) + 2
+    assert len(BY_MODEL) == len(refusals.kv.VLLM_CONFIG)
 
 
 BY_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -152,8 +152,8 @@ def test_a_dense_decoders_weights_are_placed():
 
 def test_all_that_placed_weights_refuse_is_tested():
     # Two tests for moving weights elsewhere, and two for attention.
-    assert len(BY_WEIGHTS) == len(refusals._WEIGHTS_ARGS) + 1
-    assert len(BY_WEIGHTS_MODEL) == len(refusals._WEIGHTS_CONFIG) + 1
+    assert len(BY_WEIGHTS) == len(refusals.weights.ENGINE_ARGS) + 1
+    assert len(BY_WEIGHTS_MODEL) == len(refusals.weights.VLLM_CONFIG) + 1
 
 
 BY_FFN: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -218,8 +218,8 @@ def test_a_dense_decoder_is_computed_from_neurons(make_engine_args):
 
 
 def test_all_that_a_neuron_store_refuses_is_tested():
-    assert len(BY_FFN) == len(refusals._FFN_ARGS) + 1  # two for moving weights elsewhere
-    assert len(BY_FFN_MODEL) == len(refusals._FFN_CONFIG)
+    assert len(BY_FFN) == len(refusals.ffn.ENGINE_ARGS) + 1  # two for moving weights elsewhere
+    assert len(BY_FFN_MODEL) == len(refusals.ffn.VLLM_CONFIG)
 
 
 def test_nothing_is_refused_with_kv_switched_off(make_engine_args):
