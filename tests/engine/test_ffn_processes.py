@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.engine.harness import model_path, vllm_tokens
@@ -42,6 +43,7 @@ def test_an_unchanged_script(tmp_path) -> None:
     assert result["metrics"]["vllm:tiered_ffn_far_bytes"] > 0
 
 
+@pytest.mark.ranks
 def test_tensor_parallel(tmp_path) -> None:
     """Each rank opens its shard of the neurons, and brings no other."""
     store = prepared(Path(model_path("opt")), tmp_path / "store")

@@ -219,6 +219,7 @@ def test_compiled(plain) -> None:
         assert get_offloader().ring.num_misses < 10, "the order of the layers is kept"
 
 
+@pytest.mark.ranks
 def test_tensor_parallel(plain, tmp_path) -> None:
     """A shard's groups are those of the whole matrix."""
     weights = {"placement": "helm", "compress": "int4"}

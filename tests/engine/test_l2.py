@@ -45,6 +45,7 @@ def on_two_ranks(cache: Path, tiered: dict[str, Any], max_tokens: int) -> tuple[
     return json.loads(line.removeprefix("L2_RESULT ")), log
 
 
+@pytest.mark.ranks
 def test_tokens_and_prefetches(tmp_path) -> None:
     tiered = {"l2": {"prefetch": "on", "budget_mib": 4}}
     result, _ = on_two_ranks(tmp_path, tiered, 24)
@@ -61,6 +62,7 @@ def test_tokens_and_prefetches(tmp_path) -> None:
     assert total >= 20 * 2 * stated[0]["weight_bytes"], "20 decode steps of two ranks"
 
 
+@pytest.mark.ranks
 def test_auto_measures_and_both_ranks_decide_alike(tmp_path) -> None:
     """Its packed float32 weights have no address here: KV alone, and no weight is left unpacked."""
     result, log = on_two_ranks(tmp_path, {"kv": {"enabled": False}}, 72)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.harness import model_path, random_prompts, vllm_tokens
 
 PROMPTS = random_prompts(8, seed=40)
@@ -64,6 +66,7 @@ def on_two_ranks(
     )
 
 
+@pytest.mark.ranks
 def test_tensor_parallel(tmp_path) -> None:
     """Two ranks, each with its KV head, its near pages and its far tier, steps in turn; and with
     its shard of every matrix, which it brings itself."""

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.engine.harness import model_path, vllm_tokens
 from tests.engine.test_ffn_processes import prepared
@@ -13,6 +14,7 @@ from tests.engine.test_kill import start as start  # the fixture
 from tests.engine.test_processes import PROMPTS, on_two_ranks
 
 
+@pytest.mark.ranks
 def test_tensor_parallel_with_every_part(tmp_path) -> None:
     """KV cache swapped, attention weights far, each rank's neurons from its shard of the store."""
     prepared(Path(model_path("qwen2")), tmp_path / "store").close()
@@ -40,6 +42,7 @@ def not_ended(processes: list[psutil.Process]) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.ranks
 def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
     process = start("2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES)
     wait_for(process, "generated")

@@ -99,6 +99,7 @@ def test_another_load_is_planned_anew(tmp_path) -> None:
     assert the_file(tmp_path).stat().st_mtime_ns != before
 
 
+@pytest.mark.ranks
 def test_tensor_parallel(tmp_path) -> None:
     """Each rank measures for itself, all come to one plan, and each has a file of its shards. What
     a plan is made from, they agree on: none may be without it."""
