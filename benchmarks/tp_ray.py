@@ -163,7 +163,7 @@ def _sections(job: Mapping[str, Any]) -> dict[str, Any]:
     if job["part"] == "vLLM":
         return off | {"kv": {"enabled": False}}
     if job["part"] == "kv":
-        return off | {"kv": {"expansion": 1.5}}
+        return off | {"kv": {"expansion": 1.3}}
     if job["part"] == "weights":
         return off | {"kv": {"expansion": 1.0}, "weights": {"placement": "all_far"}}
     ffn = {"store": job["store"], "exact": True}
