@@ -85,7 +85,7 @@ def test_stepping_aside_is_said_and_does_nothing() -> None:
 
 def test_kv_disabled_is_vllm() -> None:
     result = run("llama3", random_prompts(2), {"enabled": False}, max_tokens=4)
-    assert not {"kv", "weights", "ffn"} & set(result.manifest)
+    assert set(result.manifest) == {"l2"} and not result.manifest["l2"]["active"]
 
 
 def test_gauges() -> None:

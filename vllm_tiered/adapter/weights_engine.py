@@ -80,9 +80,10 @@ def _shutdown(original: Any, wrapper: Any) -> None:
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
     try:
+        # First: its thread reads what the engine gives back. None: the worker never came to be.
+        l2_hooks.close(getattr(wrapper, "vllm_config", None))
         original(wrapper)
     finally:
-        l2_hooks.close(getattr(wrapper, "vllm_config", None))  # None: it never came to be
         _close_ffn(getattr(wrapper, "tiered_ffn", None))
         offloader = getattr(wrapper, "tiered_offloader", None)
         if isinstance(offloader, TieredOffloader):
