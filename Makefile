@@ -26,7 +26,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 # A rank that has to share its core keeps the other one waiting: those tests run one by one, after.
-	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal -m "not ranks"
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal -m "not ranks" \
+		--ignore=tests/kernels
+# Triton interprets in a whole process or not at all, and vLLM is not to find it interpreting.
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) tests/kernels
 	$(BIN)/python -m pytest -m ranks
 
 bench: $(STAMP)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each kernel takes of a GPU, found without one: ``python -m vllm_tiered.kernels.resources``.
+
+Compiles every variant for sm_80, sm_90 and sm_100 and writes registers, spills and shared memory to
+``resources.json``, which a test holds against what it finds itself.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.kernels.kv_pages.kernel import VARIANTS as KV_PAGES
+from vllm_tiered.kernels.variants import Variant
+
+VARIANTS: tuple[Variant, ...] = (*KV_PAGES,)
+
+ARCHITECTURES = (80, 90, 100)
+"""A100; H100, H200 and GH200; B200."""
+
+TABLE = Path(__file__).with_name("resources.json")
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """Of a thread: registers and bytes spilled to local memory. Of a program: shared memory."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def compiled(variant: Variant, architecture: int) -> Any:
+    """Triton's compiled kernel; its ``asm`` has "ptx" and "cubin".
+
+    Args:
+        architecture: compute capability times 10.
+
+    Raises:
+        UnsupportedError: it does not compile.
+    """
+    names = tuple(variant.kernel.arg_names)
+    signature = {name: variant.signature.get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
+    source = ASTSource(
+        variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=aligned
+    )
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "enable_fp_fusion": True,
+    }
+    try:
+        return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    except Exception as error:  # Triton's are of many classes without a common one
+        raise UnsupportedError(f"{variant.name} does not compile for sm_{architecture}") from error
+
+
+def resources(kernel: Any) -> Resources:
+    """Read from the compiled kernel's cubin.
+
+    Raises:
+        UnsupportedError: the cubin cannot be read.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = _USAGE.search(done.stdout)
+    if found is None:
+        raise UnsupportedError(f"cuobjdump says nothing of registers: {done.stdout}{done.stderr}")
+    registers, _, static_shared_bytes, spilled_bytes = map(int, found.groups())
+    return Resources(
+        registers=registers,
+        spilled_bytes=spilled_bytes,
+        # Triton's shared memory is asked for at the launch: the cubin does not know of it.
+        shared_bytes=max(static_shared_bytes, int(kernel.metadata.shared)),
+    )
+
+
+def table() -> dict[str, Any]:
+    """By variant and architecture, with the version of Triton that compiled them.
+
+    Raises:
+        UnsupportedError: one of them does not compile.
+    """
+    return {"triton": triton.__version__, "variants": dict(_rows())}
+
+
+def _rows() -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
+    for variant in VARIANTS:
+        yield (
+            variant.name,
+            {
+                f"sm_{architecture}": asdict(resources(compiled(variant, architecture)))
+                for architecture in ARCHITECTURES
+            },
+        )
+
+
+def main(arguments: list[str]) -> None:
+    """Write the table, or print it with ``--print``."""
+    text = json.dumps(table(), indent=1) + "\n"
+    if arguments == ["--print"]:
+        sys.stdout.write(text)
+    else:
+        TABLE.write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
