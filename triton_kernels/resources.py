@@ -22,9 +22,10 @@ from triton.compiler import ASTSource
 
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kernels.kv_pages.kernel import VARIANTS as KV_PAGES
+from vllm_tiered.kernels.l2_prefetch.kernel import VARIANTS as L2_PREFETCH
 from vllm_tiered.kernels.variants import Variant
 
-VARIANTS: tuple[Variant, ...] = (*KV_PAGES,)
+VARIANTS: tuple[Variant, ...] = (*KV_PAGES, *L2_PREFETCH)
 
 ARCHITECTURES = (80, 90, 100)
 """A100; H100, H200 and GH200; B200."""
@@ -108,6 +109,7 @@ def _rows() -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
             {
                 f"sm_{architecture}": asdict(resources(compiled(variant, architecture)))
                 for architecture in ARCHITECTURES
+                if architecture >= variant.min_architecture
             },
         )
 

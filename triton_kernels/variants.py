@@ -22,6 +22,7 @@ class Variant:
         constants: the ``tl.constexpr`` arguments.
         aligned: arguments that are divisible by 16, as Triton finds at a launch.
         num_warps, num_stages: of the launch.
+        min_architecture: the first that has the kernel's instructions.
     """
 
     name: str
@@ -31,3 +32,4 @@ class Variant:
     aligned: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
+    min_architecture: int = 80

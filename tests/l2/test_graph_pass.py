@@ -131,7 +131,7 @@ def test_what_is_inserted_stands_around_its_all_reduce() -> None:
 
 @pytest.mark.parametrize(
     ("refusal", "options"),
-    [(None, {"reduces": False}), (refusal_for("cuda"), {})],
+    [(None, {"reduces": False}), (refusal_for("cuda", 75), {})],
     ids=["no-all-reduce", "unsupported-device"],
 )
 def test_it_must_not_fire(refusal, options) -> None:
@@ -142,9 +142,20 @@ def test_it_must_not_fire(refusal, options) -> None:
     assert module.code == before
 
 
-def test_devices() -> None:
-    assert refusal_for("cpu") is None
-    assert "no prefetch kernel" in (refusal_for("cuda") or "")
+@pytest.mark.parametrize(
+    ("device", "architecture", "problem"),
+    [
+        ("cpu", None, None),
+        ("cuda", 80, None),
+        ("cuda", 100, None),
+        ("cuda", 75, "no prefetch kernel for sm_75, only from sm_80"),
+        ("cuda", None, "does not say its architecture"),
+        ("xpu", None, 'no prefetch kernel for the device "xpu"'),
+    ],
+)
+def test_devices(device, architecture, problem) -> None:
+    found = refusal_for(device, architecture)
+    assert found is None if problem is None else problem in (found or "")
 
 
 def test_results_stay_the_same_through_the_compiler(recorder) -> None:

@@ -244,6 +244,13 @@ def device_type() -> str:
     return str(importlib.import_module("vllm.platforms").current_platform.device_type)
 
 
+def device_architecture() -> int | None:
+    """Of the first GPU: compute capability times 10; None where the platform has none."""
+    platform = importlib.import_module("vllm.platforms").current_platform
+    capability = platform.get_device_capability()
+    return None if capability is None else int(capability.to_int())
+
+
 def is_vllm_command_broken() -> bool:
     """Whether the `vllm` command cannot start: it asks for a distribution named just `vllm`.
 

@@ -7,7 +7,6 @@ decode steps          off, on, off; ranks agree on the slowest of them; the bett
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,16 +15,14 @@ import torch
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from vllm_tiered.adapter import manifest
-from vllm_tiered.adapter.device import process_cpus
+from vllm_tiered.adapter.compat import device_type
+from vllm_tiered.adapter.l2_device import open_device
 from vllm_tiered.adapter.l2_kv import StepKv
 from vllm_tiered.adapter.l2_names import VLLM_OPS
 from vllm_tiered.config import L2Config
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.l2 import ops, trial
-from vllm_tiered.l2.budget import auto_budget_bytes, last_level_cache
 from vllm_tiered.l2.graph_pass import PrefetchPass
-from vllm_tiered.l2.prefetcher import open_prefetcher
-from vllm_tiered.l2.runtime import L2Runtime
 from vllm_tiered.l2.trial import Measured, Trial
 from vllm_tiered.units import format_bytes
 
@@ -49,7 +46,7 @@ class ChainedPass(InductorPass):
 
 
 class L2Engine:
-    """Of one engine's rank, on vLLM's CPU backend.
+    """Of one engine's rank.
 
     Args:
         group: vLLM's tensor-parallel group.
@@ -57,17 +54,11 @@ class L2Engine:
 
     def __init__(self, config: L2Config, vllm_config: Any, group: Any) -> None:
         self._config, self._group = config, group
-        mine = os.sched_getaffinity(0)
-        masks: list[set[int]] = [set()] * group.world_size
-        torch.distributed.all_gather_object(masks, mine, group=group.cpu_group)
-        self.budget_bytes = _budget_bytes(config, min(mine), masks)
-        self.graph_pass = PrefetchPass(VLLM_OPS, self.budget_bytes)
         context = vllm_config.compilation_config.static_forward_context
         kv = StepKv(context, vllm_config.cache_config.block_size)
-        # A core of its own if there is one; or the rank's, which waits while it runs.
-        spare = process_cpus() - set().union(*masks)
-        self.runtime = L2Runtime(open_prefetcher(spare or mine), kv.spans)
-        self._spare_cpus = len(spare)
+        self._device = open_device(config, device_type(), kv, group)
+        self.runtime, self.budget_bytes = self._device.runtime, self._device.budget_bytes
+        self.graph_pass = PrefetchPass(VLLM_OPS, self.budget_bytes)
         self._trial: Trial | None = Trial() if config.prefetch == "auto" else None
         self._before = (0, 0)
         ops.register_ops()  # a graph from the compile cache needs them before any pass runs
@@ -110,8 +101,14 @@ class L2Engine:
         if self._trial is None or batch_size is None:
             return execute()
         self.runtime.is_on = trial.is_on(self._trial, batch_size)
-        start = time.perf_counter()
-        result = execute()
+        if trial.verdict_for(self._trial, batch_size) is not None:
+            start = time.perf_counter()
+            result = execute()
+        else:  # a device may work on after the call: only what is still to be decided waits for it
+            self._device.synchronise()
+            start = time.perf_counter()
+            result = execute()
+            self._device.synchronise()
         self._end_step(self._trial, batch_size, time.perf_counter() - start)
         return result
 
@@ -166,16 +163,9 @@ class L2Engine:
             weight_bytes=runtime.weight_bytes,
             num_attentions=runtime.num_attentions,
             num_hidden=None if inserted is None else inserted.num_hidden,
-            spare_cpus=self._spare_cpus,
+            spare_cpus=self._device.spare_cpus,
             verdicts=tuple(verdicts),
         )
-
-
-def _budget_bytes(config: L2Config, cpu: int, masks: list[set[int]]) -> int:
-    if config.budget_mib != "auto":
-        return int(config.budget_mib * (1 << 20))
-    cache = last_level_cache(cpu)
-    return auto_budget_bytes(cache, sum(bool(mask & cache.cpus) for mask in masks))
 
 
 def _log_verdict(found: Measured) -> None:

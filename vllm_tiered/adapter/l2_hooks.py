@@ -34,9 +34,7 @@ def prepare(vllm_config: Any) -> None:
             logger.info("%s", stated.describe())
         return
     from vllm.distributed.parallel_state import get_tp_group
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.platforms import current_platform
-    from vllm.v1.worker.cpu_worker import CPUWorker
 
     from vllm_tiered.adapter.l2_engine import ChainedPass, L2Engine
 
@@ -45,9 +43,12 @@ def prepare(vllm_config: Any) -> None:
     options = vllm_config.compilation_config.inductor_compile_config
     key = current_platform.pass_key
     options[key] = ChainedPass(options.get(key), engine.graph_pass)
-    compat.wrap_once(CPUWorker, "compile_or_warm_up_model", _warm_up)
-    compat.wrap_once(CPUWorker, "execute_model", _execute)
-    if config.prefetch == "on":
+    worker = _worker_class()
+    compat.wrap_once(worker, "compile_or_warm_up_model", _warm_up)
+    compat.wrap_once(worker, "execute_model", _execute)
+    if config.prefetch == "on" and compat.device_type() == "cpu":
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
         compat.wrap_once(UnquantizedLinearMethod, "process_weights_after_loading", _process)
 
 
@@ -67,6 +68,16 @@ def close(vllm_config: Any) -> None:
 def engine_of(vllm_config: Any) -> Any:
     """The L2Engine with this configuration; None if there is none."""
     return next((engine for config, engine in _engines if config is vllm_config), None)
+
+
+def _worker_class() -> Any:
+    if compat.device_type() == "cpu":
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
 
 
 def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the KV lies that a step's attention reads, on vLLM's CPU backend."""
+"""Where the KV lies that a step's attention reads."""
 
 import math
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_tiered.l2 import cuda
 from vllm_tiered.l2.prefetcher import Spans
 
 
@@ -28,16 +29,10 @@ class StepKv:
         self._pages = np.empty(0, dtype=np.int64)
 
     def spans(self, attention: int) -> Spans | None:
-        """A span for each page that the attention reads; None in a dummy step."""
-        metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):
+        """A span for each page that the attention reads, on the CPU; None in a dummy step."""
+        if (found := self._found(attention)) is None:
             return None
-        if not self._names:
-            found = [name for name, layer in self._context.items() if hasattr(layer, "kv_cache")]
-            self._names = sorted(found, key=extract_layer_index)
-        name = self._names[attention]
-        cache = self._context[name].kv_cache
-        of_layer = metadata[name]
+        cache, of_layer = found
         # Layers share a table, unless their pages are translated one by one.
         if of_layer.block_table is not self._table:
             self._table = of_layer.block_table
@@ -47,6 +42,32 @@ class StepKv:
         spans[:, 0] = cache.data_ptr() + self._pages * (cache.stride(0) * cache.element_size())
         spans[:, 1] = page_bytes
         return spans
+
+    def tables(self, attention: int) -> cuda.StepKv | None:
+        """What tells a GPU; None in a dummy step, and where a page lies in pieces."""
+        if (found := self._found(attention)) is None:
+            return None
+        cache, of_layer = found
+        if not cache[0].is_contiguous():
+            return None
+        num_requests = len(of_layer.seq_lens)
+        return cuda.StepKv(
+            cache_PX=cache,
+            block_table_BM=of_layer.block_table[:num_requests],
+            seq_lens_B=of_layer.seq_lens,
+            block_tokens=self._block_tokens,
+        )
+
+    def _found(self, attention: int) -> tuple[torch.Tensor, Any] | None:
+        """The attention's KV cache, [pages, ...], and vLLM's metadata of the step."""
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return None
+        if not self._names:
+            found = [name for name, layer in self._context.items() if hasattr(layer, "kv_cache")]
+            self._names = sorted(found, key=extract_layer_index)
+        name = self._names[attention]
+        return self._context[name].kv_cache, metadata[name]
 
 
 def _pages(metadata: Any, block_tokens: int) -> np.ndarray:

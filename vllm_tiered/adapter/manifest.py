@@ -240,7 +240,7 @@ class L2Manifest:
         num_attentions: of which a step prefetches the KV.
         num_hidden: weights in reach that are packed behind a handle; None if the graph came out of
             the compile cache, and the pass did not see it.
-        spare_cpus: that no rank computes on, for the prefetching thread.
+        spare_cpus: that no rank computes on, for the prefetching thread; None on a GPU.
         verdicts: what "auto" measured, by batch size.
     """
 
@@ -251,7 +251,7 @@ class L2Manifest:
     weight_bytes: int = 0
     num_attentions: int = 0
     num_hidden: int | None = None
-    spare_cpus: int = 0
+    spare_cpus: int | None = 0
     verdicts: tuple[Measured, ...] = ()
 
     @property
@@ -271,6 +271,8 @@ class L2Manifest:
         if not self.active:
             return f"tiered l2: prefetches nothing: {self.why_not}"
         threads = "a core of its own" if self.spare_cpus else "the rank's own core"
+        if self.spare_cpus is None:
+            threads = "a stream of its own"
         decided = (
             "measured at start whether it stays on" if self.prefetch == "auto" else "always on"
         )

@@ -1,52 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same on a GPU: a side stream that forks before an all-reduce and joins after it.
 
-Written and not run: there is no kernel yet that asks for lines of L2, so ``refusal_for`` keeps the
-pass from firing, and no two GPUs in this project's tests.
+Never run (2026-11): it takes two GPUs. Its order of streams and launches is tested on doubles, its
+kernels in Triton's interpreter and as PTX.
+
+ main stream   … fork │ all-reduce … │ join │ products …
+ side stream          └► asks for lines ──┘
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-Kernel = Callable[[torch.Tensor], None]
-"""Asks for all lines of a tensor, on the current stream."""
+MIN_ARCHITECTURE = 80
+"""Compute capability times 10 from which there is a kernel (A100)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepKv:
+    """What one attention of the step reads.
+
+    Attributes:
+        cache_PX: [pages, ...], each page contiguous.
+        block_table_BM: int32 [requests, blocks], on the device.
+        seq_lens_B: int32 [requests], on the device.
+        block_tokens: of a page.
+    """
+
+    cache_PX: torch.Tensor
+    block_table_BM: torch.Tensor
+    seq_lens_B: torch.Tensor
+    block_tokens: int
+
+
+KvOf = Callable[[int], StepKv | None]
+"""Of this step's how-many-th attention; None if it reads none that is known when it is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """What is launched, on the current stream. Both read the switch, int32 [1], on the device."""
+
+    prefetch: Callable[[torch.Tensor, torch.Tensor], None]
+    prefetch_kv: Callable[[StepKv, torch.Tensor, int], None]
 
 
 class CudaRuntime:
-    """Prefetches of one rank. ``is_on`` is read when a CUDA graph is captured, not when it runs.
+    """Prefetches of one rank.
 
-    Args:
-        kernel: what is launched on the side stream.
+    The switch is in device memory: a CUDA graph captures the launches whatever it says, and each
+    replay asks it anew. Outside a capture nothing is launched while it is off. A replayed graph
+    with the switch off still forks, launches and joins; "off" of a trial includes that.
+
+    As long as it ``is_counting``, the first calls tell how many prefetches a step has.
+
+    Attributes:
+        num_kv_skipped: prefetches of KV of which not one page fitted what the weights had left.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+    def __init__(self, kernels: Kernels, kv_of: KvOf, switch: torch.Tensor) -> None:
+        self._kernels, self._kv_of, self._switch = kernels, kv_of, switch
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._has_forked = False
-        self.is_on = False
+        self._is_on = False
+        self._weights: dict[int, list[int]] = {}
+        self._attentions: set[int] = set()
+        self._asked_bytes = 0
+        self.is_counting = True
+        self.num_kv_skipped = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    @is_on.setter
+    def is_on(self, is_on: bool) -> None:
+        if is_on != self._is_on:
+            self._is_on = is_on
+            self._switch.fill_(int(is_on))
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that a step prefetches."""
+        return sum(len(sizes) for sizes in self._weights.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Theirs."""
+        return sum(sum(sizes) for sizes in self._weights.values())
+
+    @property
+    def num_attentions(self) -> int:
+        """Attentions of which a step prefetches the KV."""
+        return len(self._attentions)
 
     def prefetch(self, weights: list[torch.Tensor]) -> None:
-        if not self.is_on:
+        if self.is_counting:
+            self._weights[weights[0].data_ptr()] = [weight.nbytes for weight in weights]
+        if not self._launches():
             return
-        if not self._has_forked:
-            self._side.wait_stream(torch.cuda.current_stream())
-            self._has_forked = True
-        with torch.cuda.stream(self._side):
+        with self._forked():
             for weight in weights:
-                self._kernel(weight)
+                self._kernels.prefetch(weight, self._switch)
+                self._asked_bytes += weight.nbytes
 
     def prefetch_kv(self, attention: int, max_bytes: int) -> None:
-        """Nothing yet: block tables are on the device, so it takes a kernel that reads them."""
+        if self.is_counting:
+            self._attentions.add(attention)
+        if not self._launches():
+            return
+        kv = self._kv_of(attention)
+        if kv is None:
+            return
+        if kv.cache_PX[0].nbytes > max_bytes:
+            self.num_kv_skipped += 1
+            return
+        with self._forked():
+            self._kernels.prefetch_kv(kv, self._switch, max_bytes)
 
     def join(self) -> None:
         if self._has_forked:
             torch.cuda.current_stream().wait_stream(self._side)
             self._has_forked = False
 
+    def counts(self) -> tuple[int, int]:
+        """Bytes of weights asked for by launches from Python, and 0: nothing is ever taken back.
 
-def refusal_for(device_type: str) -> str | None:
-    """Why a device cannot prefetch; None if it can."""
+        Neither replays of a CUDA graph nor KV, whose bytes only the device knows, are in it.
+        """
+        return self._asked_bytes, 0
+
+    def synchronise(self) -> None:
+        """Wait until the device has done everything: what a step takes shows only then."""
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.is_on = False
+
+    def _launches(self) -> bool:
+        return self._is_on or torch.cuda.is_current_stream_capturing()
+
+    def _forked(self) -> torch.cuda.StreamContext:
+        if not self._has_forked:
+            self._side.wait_stream(torch.cuda.current_stream())
+            self._has_forked = True
+        return torch.cuda.stream(self._side)
+
+
+def make_runtime(device: torch.device, kv_of: KvOf) -> CudaRuntime:
+    """The runtime of a device, with the kernels compiled for it at their first launch."""
+    # Triton is not there on every machine without a GPU.
+    from vllm_tiered.kernels.l2_prefetch import api
+
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture, name = 10 * major + minor, torch.cuda.get_device_name(device)
+
+    def prefetch(weight: torch.Tensor, switch: torch.Tensor) -> None:
+        api.prefetch(weight, switch, architecture=architecture, device_name=name)
+
+    def prefetch_kv(kv: StepKv, switch: torch.Tensor, max_bytes: int) -> None:
+        api.prefetch_kv(
+            kv.cache_PX,
+            kv.block_table_BM,
+            kv.seq_lens_B,
+            switch,
+            block_tokens=kv.block_tokens,
+            max_bytes=max_bytes,
+            architecture=architecture,
+            device_name=name,
+        )
+
+    switch = torch.zeros(1, dtype=torch.int32, device=device)
+    return CudaRuntime(Kernels(prefetch=prefetch, prefetch_kv=prefetch_kv), kv_of, switch)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of the device's L2."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def refusal_for(device_type: str, architecture: int | None) -> str | None:
+    """Why a device cannot prefetch; None if it can.
+
+    Args:
+        architecture: compute capability times 10, of a GPU that says it.
+    """
     if device_type == "cpu":
         return None
-    return f'there is no prefetch kernel for the device "{device_type}" yet'
+    if device_type != "cuda":
+        return f'there is no prefetch kernel for the device "{device_type}"'
+    if architecture is None:
+        return "the GPU does not say its architecture"
+    if architecture < MIN_ARCHITECTURE:
+        return f"there is no prefetch kernel for sm_{architecture}, only from sm_{MIN_ARCHITECTURE}"
+    return None

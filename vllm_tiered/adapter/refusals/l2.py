@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_tiered.adapter.compat import device_architecture
 from vllm_tiered.adapter.refusals.refusal import (
     Refusal,
     check,
@@ -67,7 +68,7 @@ def check_l2_config(vllm_config: "VllmConfig", device_type: str) -> None:
     """Raise UnsupportedError where prefetching behind all-reduces was asked for and cannot be."""
     without = "set tiered.l2.prefetch to auto or off"
     check(VLLM_CONFIG, vllm_config, "prefetch behind all-reduces", without)
-    if (problem := refusal_for(device_type)) is not None:
+    if (problem := _refusal_for(device_type)) is not None:
         raise UnsupportedError(
             f"vllm-tiered cannot prefetch behind all-reduces: {problem}. What to do: {without}"
         )
@@ -79,4 +80,8 @@ def why_no_l2(vllm_config: "VllmConfig", device_type: str) -> str | None:
         found = refusal.offender(vllm_config)
         if found is not None:
             return f"{refusal.why} ({found})"
-    return refusal_for(device_type)
+    return _refusal_for(device_type)
+
+
+def _refusal_for(device_type: str) -> str | None:
+    return refusal_for(device_type, device_architecture() if device_type == "cuda" else None)
