@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TRITON_ATTN serving of dense models in 16 bit (OPT, Llama) does without.
+
+Of vLLM 0.32's requirements and of its wheel; a test of the kit imports what such an engine imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ATTENTION = "kernels of other attention backends; serve with --attention-backend TRITON_ATTN"
+QUANTISED = "kernels of quantised models and mixtures of experts"
+MEDIA = "reads images, sound or video"
+LOADERS = "another way to load checkpoints"
+
+DISTRIBUTIONS: Mapping[str, str] = {
+    "flashinfer-python": ATTENTION,
+    "tokenspeed-mla": ATTENTION,
+    "quack-kernels": ATTENTION,
+    "nvidia-cutlass-dsl": ATTENTION,
+    "nvidia-cudnn-frontend": ATTENTION,
+    "apache-tvm-ffi": ATTENTION,
+    "tilelang": QUANTISED,
+    "humming-kernels": QUANTISED,
+    "torchaudio": MEDIA,
+    "torchcodec": MEDIA,
+    "pynvvideocodec": MEDIA,
+    "opencv-python-headless": MEDIA,
+    "fastsafetensors": LOADERS,
+    "instanttensor": LOADERS,
+}
+"""By name, and why it may be left out."""
+
+_PREFIXES = (
+    "vllm/vllm_flash_attn/_vllm_fa",
+    "vllm/_flashmla_",
+    "vllm/_flashkda_",
+    "vllm/_deepselect_",
+    "vllm/_qutlass_",
+    "vllm/third_party/deep_gemm/",
+    "vllm/third_party/fmha_sm100/",
+    "vllm/_moe_C_",
+    "vllm/vllm-rs",
+)
+"""Of files in vLLM's wheel: extensions of the above, and a front end in Rust that `vllm serve` does
+not need."""
+
+
+def is_dropped(name: str) -> bool:
+    """Whether a file of vLLM's wheel may be left out."""
+    return name.startswith(_PREFIXES)
