@@ -34,21 +34,22 @@ def start_engine(spec: EngineSpec) -> Any:
     """Return a `vllm.LLM` made from the specification (12 s on 2 cores)."""
     from vllm import LLM
 
-    without_files = {"load_format": "dummy", "skip_tokenizer_init": True}
-    return LLM(
-        model=spec.model_dir,
-        dtype=spec.dtype,
-        block_size=spec.block_size,
-        kv_cache_memory_bytes=spec.kv_cache_memory_bytes,
-        max_num_seqs=spec.max_num_seqs,
-        max_model_len=spec.max_model_len,
-        enable_prefix_caching=spec.enable_prefix_caching,
-        enforce_eager=True,
-        disable_log_stats=False,  # or there are no metrics
-        seed=0,
-        additional_config={} if spec.tiered is None else {"tiered": dict(spec.tiered)},
-        **(without_files if spec.random_weights else {}),
-    )
+    arguments: dict[str, Any] = {
+        "model": spec.model_dir,
+        "dtype": spec.dtype,
+        "block_size": spec.block_size,
+        "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_model_len": spec.max_model_len,
+        "enable_prefix_caching": spec.enable_prefix_caching,
+        "enforce_eager": True,
+        "disable_log_stats": False,  # or there are no metrics
+        "seed": 0,
+        "additional_config": {} if spec.tiered is None else {"tiered": dict(spec.tiered)},
+    }
+    if spec.random_weights:
+        arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    return LLM(**arguments | dict(spec.engine_args))
 
 
 def read_metrics() -> tuple[dict[str, float], dict[str, float]]:

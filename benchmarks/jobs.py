@@ -23,6 +23,7 @@ class EngineSpec:
     threads, as vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves it to vLLM). `weights_per_s` and
     `link_bytes_per_s` hold products and far weights to a speed (0: none): see `benchmarks.slowed`;
     with `is_timed` the sublayers are timed. `threads` compute (0: as many as there are cores).
+    `engine_args` are further arguments of vLLM's, and win over what follows from the others.
     """
 
     label: str
@@ -43,6 +44,7 @@ class EngineSpec:
     weights_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
     threads: int = 0
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,8 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 class KvPlan:
     """What all engines of one comparison share: model, requests, block size, prefix caching.
 
-    At most `max_num_seqs` requests run at once, all of them if it is None.
+    At most `max_num_seqs` requests run at once, all of them if it is None. `random_weights` and
+    `engine_args` are as in EngineSpec.
     """
 
     model_dir: Path
@@ -31,6 +32,8 @@ class KvPlan:
     block_size: int
     prefix_caching: bool
     max_num_seqs: int | None = None
+    random_weights: bool = False
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def block_bytes(self, dtype: str = "bfloat16") -> int:
         """Return the KV bytes of one block in all layers."""
@@ -84,6 +87,8 @@ class KvPlan:
             max_model_len=self.max_model_len(),
             enable_prefix_caching=self.prefix_caching,
             tiered=None if expansion is None else {"kv": {"expansion": expansion, **(kv or {})}},
+            random_weights=self.random_weights,
+            engine_args=self.engine_args,
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from benchmarks.gpu.parts import PARTS
 from benchmarks.progress import Step
 
 
@@ -136,6 +137,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.kv_simulate",
+        ),
+        *(
+            Benchmark(name=f"gpu_{name}", summary=summary, module=f"benchmarks.gpu.{name}")
+            for name, summary in PARTS.items()
         ),
     )
 }

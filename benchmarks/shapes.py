@@ -77,7 +77,53 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+_OPT_13B: dict[str, Any] = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "hidden_size": 5120,
+    "word_embed_proj_dim": 5120,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "ffn_dim": 20480,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
 PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "opt-13b": _OPT_13B,
+    "opt-tiny": {
+        **_OPT_13B,
+        "hidden_size": 256,
+        "word_embed_proj_dim": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "ffn_dim": 1024,
+        "vocab_size": 8192,
+    },
+    "llama-13b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+        "num_hidden_layers": 40,
+        "intermediate_size": 13824,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    },
     "opt": {
         "model_type": "opt",
         "architectures": ["OPTForCausalLM"],
@@ -114,8 +160,9 @@ PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""OPT-1.3B's and TinyLlama-1.1B's layers, 8 of them, and a vocabulary of 8192: for times, with
-weights that vLLM makes up (`load_format="dummy"`)."""
+"""For times, with weights that vLLM makes up (`load_format="dummy"`). "opt" and "llama" are
+OPT-1.3B's and TinyLlama-1.1B's layers, 8 of them, and a vocabulary of 8192; "opt-tiny" shows that a
+benchmark runs."""
 
 
 def planned_model_dir(shape: str, *, cache_dir: str | Path | None = None) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kit for a host without network, on small wheels: cut, joined, damaged, repacked, installed."""
+"""The kit for a host without network, on small wheels: cut, joined, damaged, installed."""
 
 import base64
 import csv
@@ -298,9 +298,12 @@ def index(wheels, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels[0].parent))
     asked = []
     run = collecting._pip
-    monkeypatch.setattr(
-        collecting, "_pip", lambda python, arguments: (asked.append(arguments[0]), run(python, arguments))
-    )
+
+    def noted(python, arguments):
+        asked.append(arguments[0])
+        run(python, arguments)
+
+    monkeypatch.setattr(collecting, "_pip", noted)
     return asked
 
 

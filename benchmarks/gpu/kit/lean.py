@@ -19,7 +19,6 @@ DISTRIBUTIONS: Mapping[str, str] = {
     "quack-kernels": ATTENTION,
     "nvidia-cutlass-dsl": ATTENTION,
     "nvidia-cudnn-frontend": ATTENTION,
-    "apache-tvm-ffi": ATTENTION,
     "tilelang": QUANTISED,
     "humming-kernels": QUANTISED,
     "torchaudio": MEDIA,

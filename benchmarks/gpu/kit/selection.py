@@ -51,8 +51,8 @@ class Selection:
 
 
 def read_report(report: Mapping[str, Any]) -> Resolution:
-    """Read what `pip install --dry-run --report` wrote. Raises KitError if a wheel has no sha256."""
-    distributions = {}
+    """Read what `pip install --dry-run --report` wrote. Raises KitError without a sha256."""
+    distributions: dict[str, Distribution] = {}
     for item in report["install"]:
         metadata, origin = item["metadata"], item["download_info"]
         hashes = origin.get("archive_info", {}).get("hashes", {})
@@ -135,7 +135,9 @@ def _why(
     if asked is None:
         return "only what is left out asks for it"
     assert name in provided, name
-    unmet = [f"{by} asks for {need}" for by, need in asked if not _satisfies(host[name], [("", need)])]
+    unmet = [
+        f"{by} asks for {need}" for by, need in asked if not _satisfies(host[name], [("", need)])
+    ]
     return f"the host's, although {'; '.join(unmet)}" if unmet else "the host's"
 
 
