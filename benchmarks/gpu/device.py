@@ -90,7 +90,7 @@ class Clock:
             cuda.synchronize()
             if index >= _WARM_RUNS:
                 times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times)
+        return float(statistics.median(times))
 
 
 def copy_peak(torch: Any, clock: Clock, num_bytes: int = 2 << 30) -> float:
