@@ -103,7 +103,7 @@ PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 256,
         "word_embed_proj_dim": 256,
         "num_attention_heads": 4,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 12,  # as many as an expansion of 2 takes, and some
         "ffn_dim": 1024,
         "vocab_size": 8192,
     },

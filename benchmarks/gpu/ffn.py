@@ -22,7 +22,7 @@ from benchmarks.planted import PLANTED, planted_dir
 from benchmarks.planted_store import planted_store
 from benchmarks.progress import Step
 from benchmarks.runner import engines, interleave
-from benchmarks.summary import median_ratio, summarise_rounds
+from benchmarks.summary import median_ratio
 from benchmarks.tables import markdown, number
 from benchmarks.workload import Request, warmup_requests
 from vllm_tiered.cost.model import model_shape
@@ -154,7 +154,7 @@ def _requests(settings: Settings, model: Path) -> list[Request]:
 
 def summarise(measured: Mapping[str, Sequence[RoundResult]]) -> dict[str, Any]:
     """Return the figures from the rounds by label."""
-    systems = {label: summarise_rounds(rounds) for label, rounds in measured.items()}
+    systems = {label: load.speed(rounds) for label, rounds in measured.items()}
     rates = {label: found["rounds_tokens_per_s"] for label, found in systems.items()}
     return {
         "ratio_to_streaming": median_ratio(rates[SPARSE], rates[STREAMED]),

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.device import gpu_stamp, require_gpu
-from benchmarks.jobs import EngineSpec
+from benchmarks.jobs import EngineSpec, RoundResult
 from benchmarks.shapes import PLANNED_SHAPES
+from benchmarks.summary import time_per_output_token_s
 from benchmarks.workload import Request
 from vllm_tiered.cost.model import ModelShape, model_shape
 
@@ -94,6 +96,17 @@ def workload_stamp(shape: str, given: Sequence[Request]) -> dict[str, Any]:
         "output_tokens": sum(request.num_output_tokens for request in given),
         "dtype": "bfloat16",
         "arrivals": "all at once",
+    }
+
+
+def speed(rounds: Sequence[RoundResult]) -> dict[str, Any]:
+    """Medians over rounds, of engines that leave the KV cache to vLLM and so count no swapping."""
+    rates = [result.num_output_tokens / result.seconds for result in rounds]
+    tpots_s = [statistics.fmean(time_per_output_token_s(result)) for result in rounds]
+    return {
+        "tokens_per_s": statistics.median(rates),
+        "rounds_tokens_per_s": rates,
+        "mean_tpot_ms": 1e3 * statistics.median(tpots_s),
     }
 
 

@@ -18,7 +18,7 @@ from benchmarks.jobs import EngineSpec, RoundResult
 from benchmarks.progress import Step
 from benchmarks.runner import EngineProcess, engines, interleave
 from benchmarks.shapes import PLANNED_SHAPES, planned_model_dir
-from benchmarks.summary import median_ratio, summarise_rounds
+from benchmarks.summary import median_ratio
 from benchmarks.tables import markdown, number
 from benchmarks.workload import Request, warmup_requests
 from vllm_tiered.cost.model import ModelShape
@@ -120,7 +120,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         }
     return {
         "device": device,
-        "all_near": summarise_rounds(whole),
+        "all_near": load.speed(whole),
         "by_share": by_share,
         "target": target_met(by_share),
         "workload": load.workload_stamp(settings.shape, given),
@@ -220,8 +220,8 @@ def summarise_share(
     measured: Mapping[str, Sequence[RoundResult]], whole: Sequence[RoundResult]
 ) -> dict[str, Any]:
     """Return the contenders' figures, and the plugin's ratio over the better of vLLM's."""
-    near = summarise_rounds(whole)
-    systems = {label: summarise_rounds(rounds) for label, rounds in measured.items()}
+    near = load.speed(whole)
+    systems = {label: load.speed(rounds) for label, rounds in measured.items()}
     for summary in systems.values():
         summary["of_all_near"] = summary["tokens_per_s"] / near["tokens_per_s"]
     theirs = [label for label in (UVA, PREFETCH) if label in systems]

@@ -20,6 +20,8 @@ from benchmarks.planted import PLANTED
 from benchmarks.runner import MeasurementError
 from benchmarks.shapes import PLANNED_SHAPES
 from tests.benchmarks.engines import FakeEngines, answer_in
+from tests.benchmarks.rounds import make_round
+from vllm_tiered.cost.model import model_shape
 from vllm_tiered.kernels import tuned
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -251,9 +253,14 @@ def test_near_bytes_of_groups():
     assert weights.Groups(size=3, num_offloaded=3, ahead=1).near_bytes(8, 10) == 10
 
 
+def without_kv_counters(seconds):
+    """As engines with `kv.enabled` false answer."""
+    return lambda spec, requests: make_round(spec.label, seconds=seconds[spec.label])
+
+
 def test_weights_are_compared_with_the_better_of_vllms_offloaders(monkeypatch, cache):
     seconds = {weights.UVA: 8.0, weights.PREFETCH: 6.0, weights.OURS: 4.0, weights.NEAR: 2.0}
-    fakes = FakeEngines(answer_in(lambda spec: seconds[spec.label]))
+    fakes = FakeEngines(without_kv_counters(seconds))
     monkeypatch.setattr(weights, "engines", fakes)
     steps: list[str] = []
     settings = weights.Settings(shape="opt", device="cpu")
@@ -275,12 +282,13 @@ def test_the_sparse_ffn_and_streamed_layers_have_the_same_near_bytes(monkeypatch
         **PLANNED_SHAPES["opt-tiny"],
         "ffn_dim": PLANTED["opt-tiny"].sizes.ffn_dim,
         "hidden_size": PLANTED["opt-tiny"].sizes.hidden_size,
+        "num_hidden_layers": PLANTED["opt-tiny"].sizes.num_layers,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(ffn, "planted_dir", lambda shape, folder: tmp_path)
     monkeypatch.setattr(ffn, "planted_store", lambda *arguments, **options: tmp_path / "store")
     seconds = {ffn.SPARSE: 2.0, ffn.STREAMED: 3.0, ffn.DENSE: 1.0}
-    fakes = FakeEngines(answer_in(lambda spec: seconds[spec.label]))
+    fakes = FakeEngines(without_kv_counters(seconds))
     monkeypatch.setattr(ffn, "engines", fakes)
     steps: list[str] = []
     settings = ffn.Settings(shape="opt-tiny", device="cpu", folder=str(tmp_path))
@@ -289,7 +297,7 @@ def test_the_sparse_ffn_and_streamed_layers_have_the_same_near_bytes(monkeypatch
     assert result["ratio_to_streaming"] == pytest.approx(1.5)
     assert len(ffn.table(result).splitlines()) == 2 + 3
     sparse, streamed, _ = (spec.tiered for spec in fakes.specs)
-    layers = load.shape_of("opt-tiny").layer_bytes
+    layers = model_shape(config).layer_bytes
     ffn_bytes = 4 * 1024 * 256 * 4
     rest_gib = (layers - ffn_bytes) / 2**30
     assert streamed["weights"]["near_gib"] == pytest.approx(rest_gib + sparse["ffn"]["near_gib"])
