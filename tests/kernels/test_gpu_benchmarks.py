@@ -41,11 +41,13 @@ class Event:
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
+    at: float
+
     def record(self) -> None:
         self.at = time.perf_counter()
 
     def elapsed_time(self, end) -> float:
-        return 1e3 * max(1e-9, end.at - self.at)
+        return float(1e3 * max(1e-9, end.at - self.at))
 
 
 class Stream:

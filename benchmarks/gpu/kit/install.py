@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -138,4 +139,8 @@ def _run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[
     """This interpreter's pip, on the environment's: that one has none."""
     command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
     quiet = ["--disable-pip-version-check", "--no-cache-dir"]
-    return subprocess.run([*command, *quiet], capture_output=True, text=True, check=False)
+    # What PYTHONPATH names is not installed there.
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [*command, *quiet], capture_output=True, text=True, check=False, env=variables
+    )
