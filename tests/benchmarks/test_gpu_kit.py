@@ -294,6 +294,11 @@ def test_the_hosts_own_packages_are_behind_the_environment(index, tmp_path, caps
     assert done.stdout.strip() == "1"
 
 
+def test_what_cannot_be_imported_is_named():
+    found = installing.probe(Path(sys.executable), ["json", "no.such.module", "os"])
+    assert found == {"no.such.module": "ModuleNotFoundError: No module named 'no'"}
+
+
 def test_a_kit_of_another_python_is_refused(kit, tmp_path):
     data = json.loads((kit / MANIFEST).read_text())
     (kit / MANIFEST).write_text(json.dumps({**data, "python": "3.9"}))

@@ -63,9 +63,10 @@ def _receive(arguments: argparse.Namespace) -> int:
 
 
 def _install(arguments: argparse.Namespace) -> int:
-    from benchmarks.gpu.kit.install import Target, install
+    from benchmarks.gpu.kit.install import Target, install, probe
+    from benchmarks.gpu.kit.lean import IMPORTS
 
-    install(
+    python = install(
         Target(
             kit=arguments.kit,
             environment=arguments.environment,
@@ -74,7 +75,13 @@ def _install(arguments: argparse.Namespace) -> int:
         ),
         _say,
     )
-    return 0
+    if not arguments.probe:
+        return 0
+    problems = probe(python, IMPORTS)
+    for name, problem in problems.items():
+        _say(f"cannot be imported: {name}: {problem}")
+    _say(f"{len(IMPORTS) - len(problems)} of {len(IMPORTS)} modules can be imported")
+    return 1 if problems else 0
 
 
 _COMMANDS = {"collect": _collect, "receive": _receive, "install": _install}
@@ -109,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     install.add_argument("environment", type=Path)
     install.add_argument("--project", type=Path, help="install vllm-tiered from this folder too")
     install.add_argument("--dry-run", action="store_true")
+    install.add_argument("--probe", action="store_true", help="then import what an engine imports")
     return parser
 
 

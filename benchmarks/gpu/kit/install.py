@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,17 @@ from benchmarks.gpu.kit import parts
 from benchmarks.gpu.kit.manifest import Kit, KitError, read_kit
 
 Say = Callable[[str], None]
+
+_PROBE = """
+import importlib, json, sys
+problems = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        problems[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(problems))
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +76,10 @@ def install(target: Target, say: Say) -> Path:
         say("pip would install all of them")
         return target.python
     if target.project is not None:
+        # From its root Python finds the folder itself first, and in it no `vllm_tiered.kernels`;
+        # only an editable installation knows better.
         options = ["--no-index", "--no-deps", "--no-build-isolation"]
-        _pip(target.python, ["install", *options, str(target.project)])
+        _pip(target.python, ["install", *options, "--editable", str(target.project)])
     for line in unexpected(kit, check(target.python)):
         say(f"pip check: {line}")
     say(f"installed: {target.python}")
@@ -85,6 +99,18 @@ def unexpected(kit: Kit, complaints: Sequence[str]) -> list[str]:
     """
     known = {entry.name for entry in kit.left_out}
     return [line for line in complaints if not known & {_named(line)}]
+
+
+def probe(python: Path, modules: Sequence[str]) -> dict[str, str]:
+    """What cannot be imported there, and why; each in turn, in one process."""
+    done = subprocess.run(
+        [str(python), "-c", _PROBE, *modules], capture_output=True, text=True, check=False, cwd="/"
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"the interpreter": (done.stderr.splitlines() or ["it ended"])[-1]}
+    problems: dict[str, str] = json.loads(lines[-1])
+    return problems
 
 
 def _named(complaint: str) -> str:

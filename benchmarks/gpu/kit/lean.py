@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What TRITON_ATTN serving of dense models in 16 bit (OPT, Llama) does without.
 
-Of vLLM 0.32's requirements and of its wheel; a test of the kit imports what such an engine imports.
+Of vLLM 0.32's requirements and of its wheel. `install --probe` imports `IMPORTS` where the kit is
+installed.
 """
 
 from __future__ import annotations
@@ -48,3 +49,20 @@ not need."""
 def is_dropped(name: str) -> bool:
     """Whether a file of vLLM's wheel may be left out."""
     return name.startswith(_PREFIXES)
+
+
+IMPORTS = (
+    "vllm._C_stable_libtorch",
+    "vllm.platforms.cuda",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.attention.backends.triton_attn",
+    "vllm.model_executor.models.opt",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.offloader.prefetch",
+    "vllm.model_executor.offloader.uva",
+)
+"""What an engine and a server of such models import."""
