@@ -95,12 +95,18 @@ PLANTED: Mapping[str, PlantedShape] = {
 
 
 def planted_dir(
-    shape: str, folder: Path, *, seed: int = 0, tokenizer_dir: str | Path | None = None
+    shape: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    tokenizer_dir: str | Path | None = None,
+    has_tokenizer: bool = True,
 ) -> Path:
     """Return the folder, inside `folder`, of a planted OPT of this shape; written on first use.
 
     The same shape and seed give the same bytes on every machine. Where the vocabulary holds the
-    demo tokenizer's, that is put beside it (or the one in `tokenizer_dir`). OPT-6.7B takes 13.4 GB
+    demo tokenizer's, that is put beside it (or the one in `tokenizer_dir`), unless `has_tokenizer`
+    is false: where the demo model is not installed. OPT-6.7B takes 13.4 GB
     of disk, less than 1 GB of memory and a minute or two. Raises KeyError, naming the shapes there
     are, for an unknown shape.
     """
@@ -109,7 +115,7 @@ def planted_dir(
     planted = PLANTED[shape]
     recipe = json.dumps([_RECIPE, asdict(planted)], sort_keys=True)
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
-    target = folder / f"planted-{shape}-seed{seed}-{digest}"
+    target = folder / f"planted-{shape}-seed{seed}-{digest}{'' if has_tokenizer else '-bare'}"
     if (target / "config.json").is_file():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +123,8 @@ def planted_dir(
     print(f"writing a planted {shape} of {size:.1f} GB in {target}", file=sys.stderr, flush=True)
     with publish_dir(target) as staging:
         write_planted(planted, staging, seed=seed)
-        for name, text in _tokenizer(planted.sizes.vocab_size, tokenizer_dir).items():
+        files = _tokenizer(planted.sizes.vocab_size, tokenizer_dir) if has_tokenizer else {}
+        for name, text in files.items():
             (staging / name).write_bytes(text)
     return target
 

@@ -79,7 +79,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     device = load.describe_device("gpu_ffn", settings.device)
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
-    model = planted_dir(settings.shape, folder)
+    model = planted_dir(settings.shape, folder, has_tokenizer=False)
     step(f"planted {settings.shape} in {model}")
     store = planted_store(model, folder, precisions=_PRECISIONS, mix=settings.mix)
     step(f"neuron store: {store}")

@@ -285,7 +285,7 @@ def test_the_sparse_ffn_and_streamed_layers_have_the_same_near_bytes(monkeypatch
         "num_hidden_layers": PLANTED["opt-tiny"].sizes.num_layers,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(ffn, "planted_dir", lambda shape, folder: tmp_path)
+    monkeypatch.setattr(ffn, "planted_dir", lambda shape, folder, **options: tmp_path)
     monkeypatch.setattr(ffn, "planted_store", lambda *arguments, **options: tmp_path / "store")
     seconds = {ffn.SPARSE: 2.0, ffn.STREAMED: 3.0, ffn.DENSE: 1.0}
     fakes = FakeEngines(without_kv_counters(seconds))

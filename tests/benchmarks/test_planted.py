@@ -143,6 +143,18 @@ def test_the_latent_turns_as_the_overlap_asks_for():
     assert np.abs(far).mean() < 0.3
 
 
+def test_without_a_tokenizer_the_demo_model_is_not_asked_for(tmp_path, monkeypatch):
+    def lacking():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(planted, "write_planted", lambda *arguments, **options: None)
+    monkeypatch.setattr(planted, "demo_model_dir", lacking)
+    with pytest.raises(FileNotFoundError):
+        planted_dir("opt-1.3b", tmp_path)
+    bare = planted_dir("opt-1.3b", tmp_path, has_tokenizer=False)
+    assert bare.is_dir() and bare.name.endswith("-bare")
+
+
 def test_a_folder_is_made_once(model, monkeypatch):
     monkeypatch.setattr(planted, "write_planted", None)  # a second writing would fail
     assert planted_dir("opt-tiny", model.parent) == model
