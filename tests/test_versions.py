@@ -44,12 +44,18 @@ def test_vllm_is_no_hard_dependency():
     assert not [line for line in hard if line.startswith(("vllm", "torch"))]
 
 
+KERNELS = "vllm_tiered.kernels"
+
+
 def test_every_package_is_installed():
     """pyproject lists the packages by name, since the kernels' directory has another one."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    sources = (ROOT / "vllm_tiered").rglob("*.py")
-    directories = {".".join(path.parent.relative_to(ROOT).parts) for path in sources}
-    assert set(pyproject["tool"]["setuptools"]["packages"]) == directories | {"vllm_tiered.kernels"}
+    directories = {
+        ".".join((name, *path.parent.relative_to(ROOT / folder).parts))
+        for folder, name in (("vllm_tiered", "vllm_tiered"), ("triton_kernels", KERNELS))
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert set(pyproject["tool"]["setuptools"]["packages"]) == directories
 
 
 @pytest.mark.parametrize(
