@@ -21,27 +21,32 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WAR
 
 from triton.backends import backends
 
-from tests.engine import harness
-
-
-def show_cpu_backend() -> None:
-    """Before vLLM is imported."""
-    driver = SimpleNamespace(is_active=lambda: True)
-    backends["cpu"] = SimpleNamespace(driver=driver)
-
 
 def main() -> None:
-    show_cpu_backend()
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    from tests.engine import harness
+    from vllm_tiered.adapter import worker
+
     asked = json.load(sys.stdin)
 
     def drive(llm: Any) -> list[list[int]]:
         assert llm.llm_engine.vllm_config.use_v2_model_runner
         return harness.generate(llm, asked["prompts"], asked["max_tokens"])
 
+    on_host = worker.make_translator
     for name, arguments in asked["engines"].items():
         tiered = arguments.pop("tiered")
+        worker.make_translator = as_on_a_gpu if name == "swapping" else on_host
         found = harness.run(asked["model"], [], tiered, drive=drive, **arguments)
         print(json.dumps({"name": name, **asdict(found)}), flush=True)
+
+
+def as_on_a_gpu(*arguments: Any) -> Any:
+    """Block tables are translated by the kernel."""
+    from vllm_tiered.adapter.device_translation import DeviceTranslator
+    from vllm_tiered.kernels.kv_pages import api
+
+    return DeviceTranslator(*arguments, api.translate)
 
 
 if __name__ == "__main__":

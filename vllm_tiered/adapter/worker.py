@@ -11,6 +11,7 @@ import torch
 
 from vllm_tiered.adapter import manifest
 from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.device_translation import DeviceTranslator
 from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats, page_errors_metric
@@ -53,7 +54,7 @@ class TieredWorker:
         self._layers = layers
         self._device = make_device()
         self.swapper: Swapper
-        self._translator: Translator | None = None
+        self._translator: Translator | DeviceTranslator | None = None
         self._translates = False
         self._layer_of: dict[str, int] = {}  # layers that may be far
         self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
@@ -103,7 +104,7 @@ class TieredWorker:
             "kv_far_bytes": far_bytes * self._world_size,
             "kv_storage_bytes": storage_bytes * self._world_size,
         }
-        near = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+        near = view.new_empty(0, dtype=torch.uint8).set_(view.untyped_storage())
         self.swapper = Swapper(
             order=self._plan.order,
             num_blocks=self._plan.num_blocks,
@@ -114,7 +115,9 @@ class TieredWorker:
             orders=self._plan.orders,
             granted=self._plan.granted_blocks,
         )
-        self._translator = Translator(self.swapper.table.pages, names, geometry.block_tokens)
+        self._translator = make_translator(
+            self.swapper.table.pages, names, geometry.block_tokens, view.device
+        )
         self._pool_view = view.as_strided((near_pages, *view.shape[1:]), view.stride(), 0)
         self._names = names
         self._layer_of = {names[layer]: layer for layer in sorted(self._plan.far_layers)}
@@ -279,6 +282,15 @@ class TieredWorker:
             layers = self._trace.finish(self._step_start + step_seconds)
             self._report.layers += [] if layers is None else [layers]
             self._trace = None
+
+
+def make_translator(
+    pages: Any, layer_names: list[str], block_tokens: int, device: torch.device
+) -> Translator | DeviceTranslator:
+    """Where vLLM's block tables are, there they are translated."""
+    if device.type == "cpu":
+        return Translator(pages, layer_names, block_tokens)
+    return DeviceTranslator(pages, layer_names, block_tokens, device)
 
 
 def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
