@@ -266,7 +266,6 @@ BY_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
 def config_of(fields, speculative_config=None):
     fields = GENERATE | fields
     return SimpleNamespace(
-        use_v2_model_runner=fields.pop("use_v2_model_runner", False),
         model_config=SimpleNamespace(**fields),
         speculative_config=speculative_config,
     )
@@ -279,6 +278,23 @@ def test_refused_by_its_model(name):
         refusals.check_vllm_config(config_of(fields, speculation))
     assert expected in str(refused.value)
     assert "What to do:" in str(refused.value)
+
+
+def attention(*names):
+    """Layers with backends of vLLM's."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backends = [AttentionBackendEnum[name].get_class() for name in names]
+    return [SimpleNamespace(get_attn_backend=lambda each=each: each) for each in backends]
+
+
+def test_refused_by_its_attention():
+    with pytest.raises(UnsupportedError, match="the attention backend FLEX_ATTENTION: its block"):
+        refusals.check_attention(attention("CPU_ATTN", "FLEX_ATTENTION"))
+
+
+def test_attention_by_block_table_is_not_refused():
+    refusals.check_attention(attention("CPU_ATTN", "TRITON_ATTN"))
 
 
 def test_a_plain_decoder_is_not_refused():

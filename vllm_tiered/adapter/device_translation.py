@@ -16,8 +16,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_tiered.adapter.translation import Translator
+
 Translate = Callable[..., None]
 """``vllm_tiered.kernels.kv_pages.api.translate``, or its reference."""
+
+
+def make_translator(
+    pages: npt.NDArray[np.int32], layer_names: list[str], block_tokens: int, device: torch.device
+) -> "Translator | DeviceTranslator":
+    """Where vLLM's block tables are, there they are translated."""
+    if device.type == "cpu":
+        return Translator(pages, layer_names, block_tokens)
+    return DeviceTranslator(pages, layer_names, block_tokens, device)
 
 
 class DeviceTranslator:

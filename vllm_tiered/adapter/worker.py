@@ -11,10 +11,11 @@ import torch
 
 from vllm_tiered.adapter import manifest
 from vllm_tiered.adapter.device import make_device
-from vllm_tiered.adapter.device_translation import DeviceTranslator
+from vllm_tiered.adapter.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats, page_errors_metric
+from vllm_tiered.adapter.refusals import check_attention
 from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.translation import Translator
 from vllm_tiered.errors import UnsupportedError
@@ -75,7 +76,8 @@ class TieredWorker:
         """Make vLLM's allocation the page pool, and give every layer a view of all of it.
 
         Raises:
-            UnsupportedError: the views are not whole pages one after the other.
+            UnsupportedError: the views are not whole pages one after the other, or an attention
+                backend's block tables cannot be translated.
             BudgetError: the far tier does not have the memory.
         """
         from vllm.model_executor.models.utils import extract_layer_index
@@ -87,6 +89,7 @@ class TieredWorker:
                 f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
                 "share another layer's KV cache are not supported; set kv.enabled=false"
             )
+        check_attention(self._layers[name] for name in names)
         view = kv_caches[names[0]]
         if view.stride(0) * view.element_size() != geometry.page_bytes or any(
             self._layers[name].kv_cache.shape != view.shape for name in names
@@ -94,7 +97,8 @@ class TieredWorker:
             raise UnsupportedError(
                 f"KV pages are not contiguous: stride {view.stride(0) * view.element_size()} of "
                 f"{geometry.page_bytes} bytes, shape {tuple(view.shape)}, kernels see "
-                f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another --block-size"
+                f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another "
+                "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         # Only now: what "auto" may take is half of what the near pages have left.
         homes = far_homes(self._plan, self._world_size)
@@ -282,15 +286,6 @@ class TieredWorker:
             layers = self._trace.finish(self._step_start + step_seconds)
             self._report.layers += [] if layers is None else [layers]
             self._trace = None
-
-
-def make_translator(
-    pages: Any, layer_names: list[str], block_tokens: int, device: torch.device
-) -> Translator | DeviceTranslator:
-    """Where vLLM's block tables are, there they are translated."""
-    if device.type == "cpu":
-        return Translator(pages, layer_names, block_tokens)
-    return DeviceTranslator(pages, layer_names, block_tokens, device)
 
 
 def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:

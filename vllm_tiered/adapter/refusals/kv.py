@@ -13,8 +13,11 @@ from vllm_tiered.adapter.refusals.refusal import (
     resolved_speculation,
     speculation,
 )
+from vllm_tiered.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -144,6 +147,10 @@ VLLM_CONFIG: tuple[Refusal, ...] = (
 )
 
 
+_ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Backends whose kernels find KV by one block table and one slot mapping, and nothing else."""
+
+
 def check_engine_args(engine_args: "EngineArgs") -> None:
     """Raise UnsupportedError for what the arguments alone rule out."""
     check(ENGINE_ARGS, engine_args, "swap the KV cache", "set tiered.kv.enabled to false")
@@ -152,3 +159,18 @@ def check_engine_args(engine_args: "EngineArgs") -> None:
 def check_vllm_config(vllm_config: "VllmConfig") -> None:
     """Raise UnsupportedError for what the model rules out."""
     check(VLLM_CONFIG, vllm_config, "swap the KV cache", "set tiered.kv.enabled to false")
+
+
+def check_attention(layers: "Iterable[Any]") -> None:
+    """Raise UnsupportedError if vLLM's attention layers find their KV in another way than we say.
+
+    FlashInfer, for one, makes lists of page numbers of its own, before block tables are translated.
+    """
+    names = {layer.get_attn_backend().get_name() for layer in layers}
+    if others := sorted(names.difference(_ATTENTION)):
+        raise UnsupportedError(
+            f"vllm-tiered cannot swap the KV cache with the attention backend {', '.join(others)}: "
+            f"its block tables cannot be translated layer by layer, those of "
+            f"{', '.join(_ATTENTION)} can. What to do: set --attention-backend TRITON_ATTN, or set "
+            "tiered.kv.enabled to false"
+        )
