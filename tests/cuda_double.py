@@ -89,6 +89,7 @@ class SimulatedCuda(Runtime):
         self.refuses_to_register = False
         self.num_launches = {"kernel": 0, "engine": 0}
         self.registered: dict[int, int] = {}
+        self.compiled_for: set[int] = set()  # words of a page
         self.node: int | None = None
         self._checks_memory = checks_memory
         self._lock = threading.RLock()
@@ -166,6 +167,10 @@ class SimulatedCuda(Runtime):
         pieces = self._page_pieces(src_PW.numpy(), src_ids.numpy(), dst_PW.numpy(), dst_ids.numpy())
         uses = tuple(span(tensor) for tensor in (src_PW, src_ids, dst_PW, dst_ids))
         self._enqueue(stream, Operation(pieces, uses=uses))
+
+    def compile_for(self, pages_PW: torch.Tensor) -> None:
+        assert self._is_registered(pages_PW) and pages_PW.data_ptr() % 16 == 0
+        self.compiled_for.add(pages_PW.shape[1])
 
     # What tests call ------------------------------------------------------------------------
 

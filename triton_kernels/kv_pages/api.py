@@ -17,6 +17,8 @@ def copy_pages(
 ) -> None:
     """``dst_PW[dst_ids[i]] = src_PW[src_ids[i]]`` for all i, on the current stream.
 
+    With no ids it is launched all the same: so that it is compiled before the first copy.
+
     Args:
         src_PW, dst_PW: int32 [pages, words]; contiguous. On the GPU, or registered host memory.
         src_ids, dst_ids: int64 [n]; on the GPU, or registered host memory that stays as it is
@@ -28,8 +30,6 @@ def copy_pages(
     assert src_PW.shape[1] == dst_PW.shape[1], (src_PW.shape, dst_PW.shape)
     assert src_PW.is_contiguous() and dst_PW.is_contiguous()
     assert src_ids.shape == dst_ids.shape and src_ids.ndim == 1
-    if not len(src_ids):
-        return
     parameters = tuned.parameters("kv_pages", device_name)
     copy_pages_kernel[(parameters["num_programs"],)](
         src_PW,

@@ -67,8 +67,10 @@ class CudaDevice(Device):
                 f'kv.verify is "{verify}": checksums are made by the CPU, which a GPU\'s pages do '
                 "not pass; set kv.verify=off"
             )
-        data = self._registered(num_pages * page_bytes)
-        return RegisteredPages(data.view(num_pages, page_bytes))
+        data = self._registered(num_pages * page_bytes).view(num_pages, page_bytes)
+        if num_pages:
+            self._runtime.compile_for(data.view(torch.int32))
+        return RegisteredPages(data)
 
     def prepare(
         self,

@@ -19,7 +19,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class PageKernel(Protocol):
-    """``dst[dst_ids[i]] = src[src_ids[i]]`` for all i, on the current stream.
+    """``dst[dst_ids[i]] = src[src_ids[i]]`` for all i, on the current stream; launched for no i too.
 
     int32 [pages, words] and int64 [n]; all on the GPU or in registered memory.
     """
@@ -94,6 +94,10 @@ class Runtime(ABC):
     ) -> None:
         """Scattered pages, by a :class:`PageKernel`."""
 
+    @abstractmethod
+    def compile_for(self, pages_PW: torch.Tensor) -> None:
+        """Have the kernel ready for such pages: its first launch takes a second, to compile it."""
+
 
 class CudaRuntime(Runtime):
     """Through torch.
@@ -162,6 +166,11 @@ class CudaRuntime(Runtime):
     ) -> None:
         with torch.cuda.stream(stream):
             self._kernel(src_PW, src_ids, dst_PW, dst_ids)
+
+    def compile_for(self, pages_PW: torch.Tensor) -> None:
+        with torch.cuda.device(self._index):
+            no_ids = torch.empty(0, dtype=torch.int64, device=torch.device("cuda", self._index))
+            self._kernel(pages_PW, no_ids, pages_PW, no_ids)
 
 
 def numa_node_of(pci_address: str, devices: Path = _PCI_DEVICES) -> int | None:
