@@ -23,10 +23,11 @@ class CudaCopy:
         engine_run_bytes: the copy engines take it if its runs have this many bytes on average.
 
     Attributes:
+        words: source and target, int32 [pages, words].
         runs: (first source page, first target page, number) of each run; None for the kernel.
     """
 
-    __slots__ = ("direction", "dst", "dst_pages", "num_bytes", "runs", "src", "src_pages")
+    __slots__ = ("direction", "dst", "dst_pages", "num_bytes", "runs", "src", "src_pages", "words")
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class CudaCopy:
             runs = joint_runs(src_pages, dst_pages)
             if self.num_bytes >= engine_run_bytes * len(runs):
                 self.runs = runs
+        self.words = src.data.view(torch.int32), dst.data.view(torch.int32)
 
     def launch(
         self, runtime: Runtime, stream: Stream, ids: IdRing, done: CudaEvent
@@ -65,8 +67,7 @@ class CudaCopy:
                 )
             return ()
         lists = ids.put(self.src_pages.ids, self.dst_pages.ids, done)
-        words = self.src.data.view(torch.int32), self.dst.data.view(torch.int32)
-        runtime.copy_pages(stream, words[0], lists[0], words[1], lists[1])
+        runtime.copy_pages(stream, self.words[0], lists[0], self.words[1], lists[1])
         return lists
 
 

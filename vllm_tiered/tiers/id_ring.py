@@ -39,7 +39,9 @@ class IdRing:
     def __init__(self, allocate: Callable[[int], torch.Tensor], num_ids: int) -> None:
         self.num_ids = num_ids
         self._allocate = allocate
-        self._ids: torch.Tensor | None = None  # no memory for a direction that is never used
+        # No memory for a direction that is never used.
+        self._ids = torch.empty(0, dtype=torch.int64)
+        self._values: PageIds = self._ids.numpy()
         self._entries: deque[_Entry] = deque()
         self._next = 0
 
@@ -52,23 +54,22 @@ class IdRing:
         """
         count = len(src_ids)
         stride = -(-count // _ALIGNMENT) * _ALIGNMENT
-        ids = self._take(2 * stride, copy)
-        lists = ids[:count], ids[stride : stride + count]
-        for to, values in zip(lists, (src_ids, dst_ids), strict=True):
-            to.numpy()[:] = values
-        return lists
+        first = self._take(2 * stride, copy)
+        second = first + stride
+        self._values[first : first + count] = src_ids
+        self._values[second : second + count] = dst_ids
+        return self._ids[first : first + count], self._ids[second : second + count]
 
-    def _take(self, length: int, copy: Event) -> torch.Tensor:
+    def _take(self, length: int, copy: Event) -> int:
         while self._entries and self._entries[0].copy.done():
             self._entries.popleft()
-        begin = self._room(length) if self._ids is not None else None
+        begin = self._room(length) if len(self._ids) else None
         if begin is None:
             self._grow(length)
             begin = 0
-        assert self._ids is not None
         self._next = begin + length
         self._entries.append(_Entry(begin, self._next, copy))
-        return self._ids[begin : self._next]
+        return begin
 
     def _room(self, length: int) -> int | None:
         """Where so many free places lie side by side."""
@@ -82,10 +83,10 @@ class IdRing:
         return 0 if length <= oldest else None
 
     def _grow(self, length: int) -> None:
-        while self._ids is not None and self.num_ids < 2 * length + sum(
-            entry.end - entry.begin for entry in self._entries
-        ):
+        under_way = sum(entry.end - entry.begin for entry in self._entries)
+        while len(self._ids) and self.num_ids < 2 * length + under_way:
             self.num_ids *= 2
         self.num_ids = max(self.num_ids, length)
         self._ids = self._allocate(8 * self.num_ids).view(torch.int64)
+        self._values = self._ids.numpy()
         self._entries.clear()
