@@ -13,8 +13,11 @@ from tests.kv.test_late_compute import SETUPS as LATE_SETUPS
 from tests.kv.test_mutations import Mutation, mutation_id
 from tests.kv.worker_model import WrongKv
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.tiers import cuda_stored
+from vllm_tiered.tiers.base import PageBuffer
 from vllm_tiered.tiers.cuda import CudaDevice
 from vllm_tiered.tiers.cuda_queue import CopyQueue
+from vllm_tiered.tiers.cuda_stored import Carrier
 from vllm_tiered.tiers.id_ring import IdRing
 
 SETUPS = (
@@ -76,7 +79,8 @@ def record_milestones_when_they_are_made(original):
 
 def reach_what_was_reached(original):
     def reach(self, milestone):
-        self._launch_ready()
+        with self._changed:
+            self._launch_ready()
 
     return reach
 
@@ -109,6 +113,14 @@ def take_places_that_are_not_free(original):
     return room
 
 
+def carry_without_waiting(original):
+    def run(self, job):
+        job.after = ()
+        original(self, job)
+
+    return run
+
+
 MUTATIONS = (
     (Mutation(CopyQueue, "_is_ready", launch_what_waits_for_milestones, WrongKv),),
     (Mutation(CopyQueue, "_submit", launch_without_waiting, AssertionError),),
@@ -135,3 +147,37 @@ def test_broken_fails(mutations, monkeypatch):
         mutation.apply(monkeypatch)
     with pytest.raises(mutations[0].kind):
         run_all()
+
+
+class CheckedDevice(SimulatedCudaDevice):
+    """All far pages have checksums, so that threads carry them."""
+
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+        return super().far_buffer(num_pages, page_bytes, "full")
+
+
+def run_carried(num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        device = CheckedDevice(random.Random(seed), haste=HASTES[seed % len(HASTES)])
+        driver = Driver(SETUPS[seed % len(SETUPS)], device, poison_freed=False)
+        try:
+            run_schedule(driver, random.Random(seed), num_steps=15)
+            assert not any(device.page_errors().values())
+        finally:
+            device.close()
+
+
+def test_unbroken_passes_when_threads_carry_pages(monkeypatch):
+    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 64)
+    run_carried(2 * len(SETUPS))
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [Mutation(Carrier, "_run", carry_without_waiting, AssertionError)],
+    ids=mutation_id,
+)
+def test_broken_fails_when_threads_carry_pages(mutation, monkeypatch):
+    mutation.apply(monkeypatch)
+    with pytest.raises(mutation.kind):
+        run_carried(20)

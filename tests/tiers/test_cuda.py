@@ -4,13 +4,11 @@
 import random
 
 import pytest
-import torch
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
-from vllm_tiered.errors import IntegrityError, UnsupportedError
-from vllm_tiered.tiers.base import Direction, Event, LinkUse, PageBuffer
-from vllm_tiered.tiers.checksums import checked
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.tiers.base import Direction, Event, LinkUse
 from vllm_tiered.tiers.cuda_copy import joint_runs
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -174,13 +172,3 @@ def test_a_launch_that_fails_fails_what_comes_after(engine_run_bytes):
     device.close()
     assert not device.cuda.registered
     assert device.use(WRITE).num_bytes == 64
-
-
-def test_what_it_cannot_carry_is_refused(device, tmp_path):
-    with pytest.raises(UnsupportedError, match=r"set kv\.verify=off"):
-        device.far_buffer(3, 64, "sample")
-    with pytest.raises(UnsupportedError, match=r"set kv\.tier=far"):
-        device.storage_buffer(tmp_path, 3, 64)
-    verified = checked(PageBuffer(torch.zeros((3, 64), dtype=torch.uint8)), "full")
-    with pytest.raises(UnsupportedError, match=r"set kv\.tier=far"):
-        device.prepare(READ, verified, pages_of(0), make_buffer(3), pages_of(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device on a GPU: every byte arrives, in order. How fast is benchmarks/gpu's business."""
+"""The GPU's device on a GPU: every byte arrives, in order. How fast is benchmarks/gpu's."""
 
 import numpy as np
 import pytest

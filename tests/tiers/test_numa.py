@@ -3,6 +3,7 @@
 
 import ctypes
 import mmap
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -111,7 +112,7 @@ def test_a_system_that_does_not_say(tmp_path):
 
 
 @pytest.mark.skipif(numa._libnuma() is None, reason="no libnuma, or a kernel without NUMA")
-@pytest.mark.parametrize("bind_it", [lambda *at: bind(*at, {1}), lambda *at: bind_near(*at, 0)])
+@pytest.mark.parametrize("bind_it", [partial(bind, cpus={1}), partial(bind_near, number=0)])
 def test_the_kernel_is_told(bind_it, monkeypatch):
     """Bound to node 0, in the kernel's own words: get_mempolicy of the address."""
     two = [node(0, {0}, GIB), node(1, {1}, GIB, n0=20)]

@@ -17,28 +17,47 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from vllm_tiered.errors import IntegrityError, UnsupportedError
-from vllm_tiered.tiers.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.tiers.base import (
+    NO_PAGES,
+    Copy,
+    Device,
+    Direction,
+    Event,
+    LinkUse,
+    PageBuffer,
+    PageError,
+    PageIds,
+    Pages,
+    PageStore,
+)
+from vllm_tiered.tiers.checksums import checked
 from vllm_tiered.tiers.cuda_copy import CudaCopy
 from vllm_tiered.tiers.cuda_event import CudaEvent
-from vllm_tiered.tiers.cuda_queue import CopyJob, CopyQueue
+from vllm_tiered.tiers.cuda_job import CopyJob, StoredCopy
+from vllm_tiered.tiers.cuda_queue import CopyQueue
 from vllm_tiered.tiers.cuda_runtime import Mark, Runtime
-from vllm_tiered.tiers.id_ring import IdRing
 from vllm_tiered.tiers.page_ranges import check_copy
-from vllm_tiered.tiers.registered import RegisteredMemory, RegisteredPages, registered_memory
+from vllm_tiered.tiers.registered import (
+    RegisteredMemory,
+    RegisteredPages,
+    host_memory_near,
+    registered_memory,
+)
+from vllm_tiered.tiers.storage import PageFile
 
 RING_IDS = 1 << 18
 """2 MiB for each direction: 2000 copies of 64 pages under way."""
 
 
 class CudaDevice(Device):
-    """Near is the GPU's memory; far is host memory on its NUMA node.
+    """Near is the GPU's memory; far is host memory on its NUMA node, or a file.
 
-    Any thread may call it. Compute is what the calling thread's current stream is given. It has no
-    storage tier, and no checksums, which the CPU would have to make.
+    Any thread may call it. Compute is what the calling thread's current stream is given.
 
     Args:
         runtime: the GPU.
@@ -54,23 +73,40 @@ class CudaDevice(Device):
         self._changed = threading.Condition(threading.RLock())
         self._memory: weakref.WeakSet[RegisteredMemory] = weakref.WeakSet()
         self._queues = {
-            direction: CopyQueue(runtime, IdRing(self._registered, num_ids))
+            direction: CopyQueue(
+                runtime, self._changed, self._registered, self._launch_ready, num_ids
+            )
             for direction in Direction
         }
+        self._stores: list[PageStore] = []
         self._milestones: list[CudaEvent] = []
         self._waits: deque[tuple[Mark, CudaEvent]] = deque()
         self._is_closed = False
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        if verify != "off":
-            raise UnsupportedError(
-                f'kv.verify is "{verify}": checksums are made by the CPU, which a GPU\'s pages do '
-                "not pass; set kv.verify=off"
-            )
+        if verify != "off":  # the CPU carries its pages, and looks at them
+            _, data = host_memory_near(self._runtime, num_pages * page_bytes)
+            return self._keep(checked(PageBuffer(data.view(num_pages, page_bytes)), verify))
         data = self._registered(num_pages * page_bytes).view(num_pages, page_bytes)
         if num_pages:
             self._runtime.compile_for(data.view(torch.int32))
         return RegisteredPages(data)
+
+    def storage_buffer(
+        self,
+        path: str | Path,
+        num_pages: int,
+        page_bytes: int,
+        *,
+        deadline_seconds: float = 10.0,
+    ) -> PageBuffer:
+        file = PageFile(path, num_pages, page_bytes, deadline_seconds=deadline_seconds)
+        return self._keep(file.buffer())
+
+    def _keep(self, buffer: PageBuffer) -> PageBuffer:
+        if buffer.store is not None:
+            self._stores.append(buffer.store)
+        return buffer
 
     def prepare(
         self,
@@ -79,13 +115,10 @@ class CudaDevice(Device):
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-    ) -> CudaCopy:
+    ) -> CudaCopy | StoredCopy:
         check_copy(src, src_pages, dst, dst_pages)
         if src.store is not None or dst.store is not None:
-            raise UnsupportedError(
-                "pages in a file, or with checksums, are not copied to a GPU: set kv.tier=far and "
-                "unset weights.storage_path"
-            )
+            return StoredCopy(direction, src, src_pages, dst, dst_pages, self._engine_run_bytes)
         return CudaCopy(
             direction, src, src_pages, dst, dst_pages, engine_run_bytes=self._engine_run_bytes
         )
@@ -99,13 +132,19 @@ class CudaDevice(Device):
                 raise IntegrityError("a copy after the device was closed")
             events: list[Event] = []
             for copy, after in copies:
-                assert isinstance(copy, CudaCopy), "a copy of another device"
+                assert isinstance(copy, CudaCopy | StoredCopy), "a copy of another device"
                 done = self._new_event()
                 job = CopyJob(copy, _own(after), done, self._runtime.new_mark())
                 self._queues[copy.direction].add(job)
                 events.append(done)
             self._launch_ready()
             return events
+
+    def failed_pages(self, event: Event) -> PageIds:
+        return event.failed_pages if isinstance(event, CudaEvent) else NO_PAGES
+
+    def page_errors(self) -> dict[PageError, int]:
+        return {kind: sum(store.errors[kind] for store in self._stores) for kind in PageError}
 
     def compute_event(self) -> Event:
         with self._changed:
@@ -129,8 +168,10 @@ class CudaDevice(Device):
             self._launch_ready()
 
     def wait(self, event: Event) -> float:
-        """As the contract says. What is held back cannot be waited for by the thread that has yet
-        to reach its milestone.
+        """As the contract says; the host is held, too, while a copy comes from a page store, or
+        goes there.
+
+        What is held back cannot be waited for by the thread that has yet to reach its milestone.
 
         Raises:
             IntegrityError: the event is of a copy that waits for compute which comes after it.
@@ -140,11 +181,14 @@ class CudaDevice(Device):
             stood_still = self._take_standstill()
             if event.done():
                 return stood_still
-            if not event.is_recorded:
-                raise IntegrityError("compute waits for a copy that waits for later compute")
             stream = self._runtime.compute_stream()
             came = self._runtime.new_mark()
             self._runtime.record(came, stream)
+            self._changed.wait_for(lambda: event.is_settled or not self._carries)
+            if event.error is not None:
+                raise event.error
+            if not event.is_recorded:
+                raise IntegrityError("compute waits for a copy that waits for later compute")
             self._runtime.stream_wait(stream, event.mark)
             self._waits.append((came, event))
             return stood_still
@@ -162,17 +206,28 @@ class CudaDevice(Device):
                 if not milestone.is_settled:
                     milestone.fail(IntegrityError("the device was closed before compute came here"))
             self._launch_ready()
+            self._changed.wait_for(lambda: not self._carries)
+        for queue in self._queues.values():
+            queue.end_thread()
+        with self._changed:
             try:
                 for queue in self._queues.values():
                     queue.finish()
             finally:
+                for store in self._stores:
+                    store.close()
                 for memory in list(self._memory):
                     memory.let_go()
+
+    @property
+    def _carries(self) -> bool:
+        return any(queue.carries for queue in self._queues.values())
 
     def _launch_ready(self) -> None:
         """In both directions, until neither has something: each may wait for the other."""
         while any([queue.launch_ready() for queue in self._queues.values()]):
             pass
+        self._changed.notify_all()
 
     def _take_standstill(self) -> float:
         """Seconds from where compute came to a wait to where the copy was done, of waits that

@@ -7,6 +7,7 @@ wait.
 
 import threading
 
+from vllm_tiered.tiers.base import NO_PAGES
 from vllm_tiered.tiers.cuda_runtime import Runtime, Stream
 
 
@@ -19,13 +20,23 @@ class CudaEvent:
     Attributes:
         mark: CUDA's event.
         is_recorded: the GPU has it in one of its streams.
+        failed_pages: source pages that did not arrive intact.
     """
 
-    __slots__ = ("_changed", "_error", "_is_done", "_runtime", "is_recorded", "mark")
+    __slots__ = (
+        "_changed",
+        "_error",
+        "_is_done",
+        "_runtime",
+        "failed_pages",
+        "is_recorded",
+        "mark",
+    )
 
     def __init__(self, runtime: Runtime, changed: threading.Condition) -> None:
         self.mark = runtime.new_mark()
         self.is_recorded = False
+        self.failed_pages = NO_PAGES
         self._is_done = False
         self._error: BaseException | None = None
         self._runtime = runtime

@@ -9,49 +9,49 @@ waits for has been recorded:
     ┌────┬────┬────┐     ┌────┬────┬────┐
     │ r5 │ r4 │ r3 │ ──► │ r2 │ r1 │ r0 │ ──►     r3 waits for a milestone, or for w7, a copy of
     └────┴────┴────┘     └────┴────┴────┘         the other direction that is itself held back
+
+Likewise behind a copy of a page store, until its thread is done with it (``cuda_stored.py``).
 """
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+
+import torch
 
 from vllm_tiered.tiers.base import LinkUse
-from vllm_tiered.tiers.cuda_copy import CudaCopy
-from vllm_tiered.tiers.cuda_event import CudaEvent
-from vllm_tiered.tiers.cuda_runtime import Mark, Runtime
+from vllm_tiered.tiers.cuda_job import CopyJob, StoredCopy
+from vllm_tiered.tiers.cuda_runtime import Runtime
+from vllm_tiered.tiers.cuda_stored import Carrier
 from vllm_tiered.tiers.id_ring import IdRing
-
-
-class CopyJob:
-    """A submitted copy. Holds what the GPU uses until it is done.
-
-    Attributes:
-        begun: is done when the copy begins.
-        in_use: tensors that the GPU reads or writes.
-    """
-
-    __slots__ = ("after", "begun", "copy", "done", "in_use")
-
-    def __init__(
-        self, copy: CudaCopy, after: tuple[CudaEvent, ...], done: CudaEvent, begun: Mark
-    ) -> None:
-        self.copy = copy
-        self.after = after
-        self.done = done
-        self.begun = begun
-        self.in_use: Sequence[object] = ()
 
 
 class CopyQueue:
     """Launches a direction's copies in the order of submission. The device's lock is held.
 
     Args:
-        ids: where its page ids lie.
+        changed: the device's lock.
+        allocate: registered memory of so many bytes, uint8.
+        on_carried: called when a copy that was carried by a thread is over: others may be ready.
+        num_ids: page ids that its ring holds at first.
     """
 
-    def __init__(self, runtime: Runtime, ids: IdRing) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        changed: threading.Condition,
+        allocate: Callable[[int], torch.Tensor],
+        on_carried: Callable[[], None],
+        num_ids: int,
+    ) -> None:
         self._runtime = runtime
-        self._ids = ids
+        self._ids = IdRing(allocate, num_ids)
         self._stream = runtime.new_stream()
+        self._carrier = Carrier(
+            runtime, self._stream, self._ids, changed, allocate, self._finish_carried
+        )
+        self._carried: CopyJob | None = None
+        self._on_carried = on_carried
         self._held: deque[CopyJob] = deque()
         self._under_way: deque[CopyJob] = deque()
         self._failure: BaseException | None = None
@@ -59,9 +59,9 @@ class CopyQueue:
         self._busy_seconds = 0.0
 
     @property
-    def num_held(self) -> int:
-        """Copies that the GPU does not have yet."""
-        return len(self._held)
+    def carries(self) -> bool:
+        """Whether its thread is at work."""
+        return self._carried is not None
 
     def add(self, job: CopyJob) -> None:
         """Behind all others; :meth:`launch_ready` launches it."""
@@ -70,7 +70,7 @@ class CopyQueue:
     def launch_ready(self) -> bool:
         """Launch what waits for nothing but the GPU; whether there was something."""
         num_before = len(self._held)
-        while self._held and self._is_ready(self._held[0]):
+        while self._held and not self.carries and self._is_ready(self._held[0]):
             self._launch(self._held.popleft())
         return len(self._held) < num_before
 
@@ -78,6 +78,10 @@ class CopyQueue:
         """What it has carried, as far as is known without waiting."""
         self._settle()
         return LinkUse(num_bytes=self._num_bytes, busy_seconds=self._busy_seconds)
+
+    def end_thread(self) -> None:
+        """It has nothing to carry any more. Without the lock, which it takes."""
+        self._carrier.close()
 
     def finish(self) -> None:
         """Wait for all that was launched, a copy whose launch failed half-way included."""
@@ -109,6 +113,10 @@ class CopyQueue:
             job.done.fail(self._failure)
 
     def _submit(self, job: CopyJob) -> None:
+        if isinstance(job.copy, StoredCopy):
+            self._carried = job
+            self._carrier.put(job)
+            return
         runtime, stream = self._runtime, self._stream
         for event in job.after:
             if not event.done():
@@ -118,6 +126,16 @@ class CopyQueue:
         self._under_way.append(job)
         job.in_use = job.copy.launch(runtime, stream, self._ids, job.done)
         job.done.record(stream)
+
+    def _finish_carried(self, job: CopyJob, error: BaseException | None) -> None:
+        self._carried = None
+        self._under_way.append(job)
+        if error is None:
+            job.done.record(self._stream)
+        else:
+            self._failure = error
+            job.done.fail(error)
+        self._on_carried()
 
     def _settle(self) -> None:
         """Book the copies that are done, and let go of what they used."""

@@ -19,9 +19,10 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class PageKernel(Protocol):
-    """``dst[dst_ids[i]] = src[src_ids[i]]`` for all i, on the current stream; launched for no i too.
+    """``dst[dst_ids[i]] = src[src_ids[i]]`` for all i, on the current stream.
 
-    int32 [pages, words] and int64 [n]; all on the GPU or in registered memory.
+    int32 [pages, words] and int64 [n]; all on the GPU or in registered memory. Launched for no i,
+    too.
     """
 
     def __call__(

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.tiered")
 class RegisteredMemory(mmap.mmap):
     """Anonymous memory that is registered for as long as somebody holds a tensor of it.
 
-    Made by :func:`registered_memory`. Memory that the system took back while CUDA still has it
+    Made by :func:`host_memory_near`. Memory that the system took back while CUDA still has it
     registered could come again as somebody else's, at the same address.
     """
 
@@ -49,17 +49,14 @@ class RegisteredMemory(mmap.mmap):
         self.let_go()
 
 
-def registered_memory(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory, torch.Tensor]:
-    """Memory for the GPU's loads and stores, and for its copy engines.
-
-    Registering gives every page its place, on the GPU's node: unlike plain memory all of it is
-    taken at once.
+def host_memory_near(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory, torch.Tensor]:
+    """Memory on the GPU's node, not registered yet; the system gives it when it is first written.
 
     Returns:
-        The memory, to let go of it, and uint8 [num_bytes].
+        The memory and uint8 [num_bytes].
 
     Raises:
-        BudgetError: the system does not have it, or does not lock it.
+        BudgetError: the system does not have it.
     """
     try:
         # Private: shared memory would count against /dev/shm in a container.
@@ -71,10 +68,25 @@ def registered_memory(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemor
             "kv.far_gib or kv.expansion, or keep more weights near"
         ) from error
     data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    if num_bytes and (node := runtime.numa_node()) is not None:
+        numa.bind_near(data.data_ptr(), num_bytes, node)
+    return memory, data
+
+
+def registered_memory(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory, torch.Tensor]:
+    """Memory for the GPU's loads and stores, and for its copy engines.
+
+    Registering gives every page its place: unlike plain memory all of it is taken at once.
+
+    Returns:
+        The memory, to let go of it, and uint8 [num_bytes].
+
+    Raises:
+        BudgetError: the system does not have it, or does not lock it.
+    """
+    memory, data = host_memory_near(runtime, num_bytes)
     if not num_bytes:
         return memory, data
-    if (node := runtime.numa_node()) is not None:
-        numa.bind_near(data.data_ptr(), num_bytes, node)
     try:
         memory.hold(runtime, data.data_ptr(), num_bytes)
     except RuntimeError as error:
