@@ -37,21 +37,25 @@ def test_pages_are_copied_and_no_others_touched(page_words, num_copied, device):
 MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on
 
 
-def sparse(num_words: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of which only what is touched takes memory."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, num_words * dtype.itemsize, flags=flags), dtype=dtype)
+def large(num_entries: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. Of the host's memory only what is touched is taken."""
+    num_bytes = num_entries * dtype.itemsize
+    if device.type == "cpu":
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=dtype)
+    if torch.cuda.mem_get_info()[0] < num_bytes:
+        pytest.skip(f"takes {num_bytes >> 30} GiB of the GPU's memory")
+    return torch.zeros(num_entries, dtype=dtype, device=device)
 
 
 def test_pages_beyond_32_bits(device):
     """Each factor of the offset fits into 32 bits, and their product does not."""
-    if device.type != "cpu":
-        pytest.skip("sparse memory is the host's")
     page_words, page = 2**20, 2**11 + 1
-    src_PW = sparse((page + 1) * page_words, torch.int32).view(-1, page_words)
-    dst_PW = sparse((page + 1) * page_words, torch.int32).view(-1, page_words)
-    src_PW[page] = torch.arange(page_words, dtype=torch.int32) + 1
-    api.copy_pages(src_PW, torch.tensor([page]), dst_PW, torch.tensor([page]))
+    src_PW = large((page + 1) * page_words, torch.int32, device).view(-1, page_words)
+    dst_PW = large((page + 1) * page_words, torch.int32, device).view(-1, page_words)
+    src_PW[page] = torch.arange(page_words, dtype=torch.int32, device=device) + 1
+    ids = torch.tensor([page], device=device)
+    api.copy_pages(src_PW, ids, dst_PW, ids)
     assert torch.equal(dst_PW[page], src_PW[page])
     assert not dst_PW[0].any() and not dst_PW[1].any()
 
@@ -184,30 +188,26 @@ def test_ids_that_are_no_blocks_read_nothing(device):
 
 def test_tables_beyond_32_bits(device):
     """Layer 3 of buffers whose layers are 2**30 entries apart; and pages times tokens."""
-    if device.type != "cpu":
-        pytest.skip("sparse memory is the host's")
     apart = 2**30
-    pages_LB = torch.full((4, 2), 2**31 - 1, dtype=torch.int32)
-    tables_LRC = sparse(4 * apart, torch.int32).as_strided((4, 1, 2), (apart, 2, 1))
-    slots_LT = sparse(4 * apart, torch.int64).as_strided((4, 2), (apart, 1))
-    wide = sparse(4 * apart, torch.int32).as_strided((4, 2), (apart, 1))
-    wide.copy_(pages_LB)
-    blocks_RC = torch.tensor([[1, 0]], dtype=torch.int32)
-    api.translate(wide, blocks_RC, tables_LRC, torch.tensor([17, -1]), slots_LT, block_tokens=16)
+    tables_LRC = large(4 * apart, torch.int32, device).as_strided((4, 1, 2), (apart, 2, 1))
+    slots_LT = large(4 * apart, torch.int64, device).as_strided((4, 2), (apart, 1))
+    pages_LB = large(4 * apart, torch.int32, device).as_strided((4, 2), (apart, 1))
+    pages_LB.fill_(2**31 - 1)
+    blocks_RC = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
+    slots_T = torch.tensor([17, -1], device=device)
+    api.translate(pages_LB, blocks_RC, tables_LRC, slots_T, slots_LT, block_tokens=16)
     assert (tables_LRC == 2**31 - 1).all()
     assert slots_LT.tolist() == [[(2**31 - 1) * 16 + 1, -1]] * 4
 
 
 def test_block_table_rows_beyond_32_bits(device):
     """Row 3 of a table whose rows are 2**30 entries apart."""
-    if device.type != "cpu":
-        pytest.skip("sparse memory is the host's")
     apart = 2**30
-    pages_LB = torch.arange(100, 108, dtype=torch.int32).view(1, 8)
-    rows = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 0]], dtype=torch.int32)
-    blocks_RC = sparse(4 * apart, torch.int32).as_strided((4, 2), (apart, 1))
+    pages_LB = torch.arange(100, 108, dtype=torch.int32, device=device).view(1, 8)
+    rows = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 0]], dtype=torch.int32, device=device)
+    blocks_RC = large(4 * apart, torch.int32, device).as_strided((4, 2), (apart, 1))
     blocks_RC.copy_(rows)
-    tables_LRC = sparse(4 * apart, torch.int32).as_strided((1, 4, 2), (4 * apart, apart, 1))
-    none_T = torch.empty(0, dtype=torch.int64)
+    tables_LRC = large(4 * apart, torch.int32, device).as_strided((1, 4, 2), (4 * apart, apart, 1))
+    none_T = torch.empty(0, dtype=torch.int64, device=device)
     api.translate(pages_LB, blocks_RC, tables_LRC, none_T, none_T.view(1, 0), block_tokens=16)
     assert torch.equal(tables_LRC[0], rows + 100)

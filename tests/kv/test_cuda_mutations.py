@@ -40,6 +40,7 @@ def run_all() -> dict[str, int]:
             driver = Driver(setup, device, poison_freed=False)
             run_schedule(driver, random.Random(seed), num_steps=30)
             assert not device.cuda.registered, "memory stays registered"
+            assert not device.cuda.num_rerecorded, "an event meant two things"
             for kind, count in device.cuda.num_launches.items():
                 launches[kind] += count
     return launches
