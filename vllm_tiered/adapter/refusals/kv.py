@@ -11,7 +11,6 @@ from vllm_tiered.adapter.refusals.refusal import (
     kind,
     microbatches,
     resolved_speculation,
-    second_runner,
     speculation,
 )
 
@@ -111,12 +110,6 @@ def _runner_type(vllm_config: Any) -> str | None:
 
 
 VLLM_CONFIG: tuple[Refusal, ...] = (
-    Refusal(
-        offender=second_runner,
-        why="it calls a KV connector at other moments of a step than V1, and pages would be staged "
-        "for block tables that are already on their way",
-        remedy="set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
     Refusal(
         offender=_runner_type,
         why="only text generation keeps a KV cache from step to step",
