@@ -36,17 +36,18 @@ def main() -> None:
     on_host = worker.make_translator
     for name, arguments in asked["engines"].items():
         tiered = arguments.pop("tiered")
-        worker.make_translator = as_on_a_gpu if name == "swapping" else on_host
+        translator: Any = as_on_a_gpu if name == "swapping" else on_host
+        worker.make_translator = translator
         found = harness.run(asked["model"], [], tiered, drive=drive, **arguments)
         print(json.dumps({"name": name, **asdict(found)}), flush=True)
 
 
-def as_on_a_gpu(*arguments: Any) -> Any:
+def as_on_a_gpu(pages: Any, names: list[str], block_tokens: int, device: Any) -> Any:
     """Block tables are translated by the kernel."""
     from vllm_tiered.adapter.device_translation import DeviceTranslator
     from vllm_tiered.kernels.kv_pages import api
 
-    return DeviceTranslator(*arguments, api.translate)
+    return DeviceTranslator(pages, names, block_tokens, device, api.translate)
 
 
 if __name__ == "__main__":
