@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.driver import Driver, Setup, run_schedule
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.cpu import CopyThread, CpuDevice
@@ -14,6 +15,9 @@ SETUPS = (
     Setup(num_layers=5, far_layers=3, spare_pages=12, moves_tails=True),
     Setup(num_layers=5, far_layers=4, spare_pages=4, moves_tails=True, adaptive=True),
 )
+
+
+SETUP_IDS = ["fixed", "staged-tails", "adaptive"]
 
 
 class LinkDown(OSError):
@@ -39,7 +43,7 @@ def failing_device(direction: Direction, number: int) -> CpuDevice:
     return FailingDevice()
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=["fixed", "staged-tails", "adaptive"])
+@pytest.mark.parametrize("setup", SETUPS, ids=SETUP_IDS)
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("first", [1, 11, 21])
 def test_one_failed_copy(direction, first, setup):
@@ -51,3 +55,19 @@ def test_one_failed_copy(direction, first, setup):
                 run_schedule(driver, random.Random(5), num_steps=40)
         finally:
             device.close()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=SETUP_IDS)
+@pytest.mark.parametrize("haste", [0.0, 0.5, 1.0])
+def test_one_launch_that_failed_on_a_gpu(haste, setup):
+    for number in range(1, 31, 3):
+        engine_run_bytes = (1 << 60, 0)[number % 2]
+        device = SimulatedCudaDevice(
+            random.Random(number), haste=haste, engine_run_bytes=engine_run_bytes
+        )
+        device.cuda.failures[number] = LinkDown()
+        driver = Driver(setup, device, check_bytes=False, poison_freed=False)
+        with pytest.raises(LinkDown):
+            run_schedule(driver, random.Random(5), num_steps=40)
+        device.close()
+        assert not device.cuda.registered

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.request_model import Part, Step
 from tests.kv.simulated_device import SimulatedDevice
 from vllm_tiered.cost.kv import KvGeometry
@@ -180,7 +181,7 @@ class WorkerModel:
             np.testing.assert_array_equal(slab[blocks], self.truth[layer, blocks])
 
     def _submit(self, kernel: Callable[[], None]) -> None:
-        if isinstance(self.device.inner, SimulatedDevice):
+        if isinstance(self.device.inner, SimulatedDevice | SimulatedCudaDevice):
             self.device.inner.compute(kernel)
         else:
             kernel()

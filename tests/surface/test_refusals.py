@@ -122,7 +122,6 @@ def test_placed_weights_refuse_it_before_vllm_does_anything(make_engine_args, mo
 BY_WEIGHTS_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "quantized": ({"quantization": "gptq"}, "org/model (gptq weights)"),
     "experts": ({"is_moe": True}, "org/model (mixture of experts)"),
-    "second_runner": ({"use_v2_model_runner": True}, "vLLM's model runner V2"),
     "hybrid": ({"is_hybrid": True}, "org/model (attention mixed with Mamba"),
     "attention_free": ({"is_attention_free": True}, "org/model (attention-free)"),
     "freezing": ({"inductor": {"max_autotune": True}}, "inductor_compile_config with max_autotune"),
@@ -195,7 +194,6 @@ def test_a_neuron_store_refuses_it_before_vllm_does_anything(make_engine_args, m
 BY_FFN_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
     "quantized": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
     "experts": ({"is_moe": True}, None, "org/model (mixture of experts)"),
-    "second_runner": ({"use_v2_model_runner": True}, None, "VLLM_USE_V2_MODEL_RUNNER=0"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
     "brings_its_draft": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
 }
@@ -256,7 +254,6 @@ GENERATE = {
 }
 
 BY_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "second_runner": ({"use_v2_model_runner": True}, None, "vLLM's model runner V2"),
     "pooling": ({"runner_type": "pooling"}, None, "runner type 'pooling'"),
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
@@ -269,7 +266,6 @@ BY_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
 def config_of(fields, speculative_config=None):
     fields = GENERATE | fields
     return SimpleNamespace(
-        use_v2_model_runner=fields.pop("use_v2_model_runner", False),
         model_config=SimpleNamespace(**fields),
         speculative_config=speculative_config,
     )
@@ -282,6 +278,23 @@ def test_refused_by_its_model(name):
         refusals.check_vllm_config(config_of(fields, speculation))
     assert expected in str(refused.value)
     assert "What to do:" in str(refused.value)
+
+
+def attention(*names):
+    """Layers with backends of vLLM's."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backends = [AttentionBackendEnum[name].get_class() for name in names]
+    return [SimpleNamespace(get_attn_backend=lambda each=each: each) for each in backends]
+
+
+def test_refused_by_its_attention():
+    with pytest.raises(UnsupportedError, match="the attention backend FLEX_ATTENTION: its block"):
+        refusals.check_attention(attention("CPU_ATTN", "FLEX_ATTENTION"))
+
+
+def test_attention_by_block_table_is_not_refused():
+    refusals.check_attention(attention("CPU_ATTN", "TRITON_ATTN"))
 
 
 def test_a_plain_decoder_is_not_refused():

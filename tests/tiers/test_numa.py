@@ -3,6 +3,7 @@
 
 import ctypes
 import mmap
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 
 from vllm_tiered.tiers import numa
 from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.numa import Node, bind, nodes, spread
+from vllm_tiered.tiers.numa import Node, bind, bind_near, nodes, spread, spread_near
 from vllm_tiered.units import GIB, MIB
 
 KEPT = numa._KEPT_BYTES
@@ -47,6 +48,20 @@ def test_the_nearest_node_first_and_the_engines_own_last(size, cpus, expected):
     assert spread(size, cpus, SOCKETS_AND_CXL) == expected
 
 
+@pytest.mark.parametrize(
+    ("size", "number", "expected"),
+    [
+        (2 * GIB, 0, [(0, 2 * GIB)]),
+        (6 * GIB, 0, [(0, 4 * GIB), (2, 2 * GIB)]),
+        (26 * GIB, 1, [(1, 8 * GIB), (0, 4 * GIB), (2, 14 * GIB)]),
+        (29 * GIB, 1, []),
+        (1 * GIB, 7, []),
+    ],
+)
+def test_a_devices_own_node_first_and_then_the_nearest(size, number, expected):
+    assert spread_near(size, number, SOCKETS_AND_CXL) == expected
+
+
 @given(
     size=st.integers(1, 64 * GIB),
     free=st.lists(st.integers(-GIB, 20 * GIB), min_size=2, max_size=5),
@@ -64,6 +79,7 @@ def test_all_of_it_or_none_and_never_more_than_a_node_has(size, free):
 
 def test_one_node_is_left_to_the_system():
     assert spread(GIB, {0}, SOCKETS_AND_CXL[:1]) == []
+    assert spread_near(GIB, 0, SOCKETS_AND_CXL[:1]) == []
 
 
 def test_nodes_are_read_from_the_system(tmp_path):
@@ -96,14 +112,15 @@ def test_a_system_that_does_not_say(tmp_path):
 
 
 @pytest.mark.skipif(numa._libnuma() is None, reason="no libnuma, or a kernel without NUMA")
-def test_the_kernel_is_told(monkeypatch):
+@pytest.mark.parametrize("bind_it", [partial(bind, cpus={1}), partial(bind_near, number=0)])
+def test_the_kernel_is_told(bind_it, monkeypatch):
     """Bound to node 0, in the kernel's own words: get_mempolicy of the address."""
     two = [node(0, {0}, GIB), node(1, {1}, GIB, n0=20)]
     monkeypatch.setattr(numa, "nodes", lambda: two)
     memory = mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     view = (ctypes.c_char * MIB).from_buffer(memory)
     address = ctypes.addressof(view)
-    assert bind(address, MIB, {1}) == [(0, MIB)]
+    assert bind_it(address, MIB) == [(0, MIB)]
     mode, mask = ctypes.c_int(-1), ctypes.c_ulong(0)
     MPOL_F_ADDR, MPOL_BIND = 2, 2
     refused = numa._libnuma().get_mempolicy(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.simulated_device import SimulatedDevice
 from vllm_tiered.cost.weights import SLOT_ALIGNMENT
 from vllm_tiered.errors import IntegrityError
@@ -22,10 +23,13 @@ class Model:
 
     Args:
         num_pages: of each sublayer, far ones, or far and stored ones.
+        device: which computes late; a simulated one if None.
     """
 
-    def __init__(self, num_pages, *, seed=0, haste=0.5, late_compute=True):
-        self.device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=late_compute)
+    def __init__(self, num_pages, *, seed=0, haste=0.5, late_compute=True, device=None):
+        self.device = device or SimulatedDevice(
+            random.Random(seed), haste=haste, late_compute=late_compute
+        )
         pairs = [(count, 0) if isinstance(count, int) else count for count in num_pages]
         sizes = [(far * SLOT_ALIGNMENT, stored * SLOT_ALIGNMENT) for far, stored in pairs]
         self.extents = lay_out(sizes)
@@ -99,6 +103,21 @@ def test_any_order_gives_right_weights(num_pages, seed, data):
         model.module(position)
     model.device.close()
     assert not model.wrong
+
+
+@pytest.mark.parametrize("haste", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("engine_run_bytes", [1, 1 << 60], ids=["engines", "kernel"])
+def test_each_sublayer_computes_with_its_own_weights_on_a_gpu(engine_run_bytes, haste):
+    for seed in range(5):
+        device = SimulatedCudaDevice(
+            random.Random(seed), haste=haste, engine_run_bytes=engine_run_bytes, checks_memory=False
+        )
+        model = Model([2, (1, 2), 3, (0, 1), 2], device=device)
+        model.ring.start()
+        for _ in range(3):
+            model.step()
+        model.device.close()
+        assert not model.wrong and model.ring.num_misses == 0
 
 
 def test_a_step_moves_each_sublayer_once():

@@ -4,7 +4,7 @@
 import torch
 
 from vllm_tiered.kernels import tuned
-from vllm_tiered.kernels.kv_pages.kernel import copy_pages_kernel
+from vllm_tiered.kernels.kv_pages.kernel import copy_pages_kernel, translate_kernel
 
 
 def copy_pages(
@@ -17,6 +17,8 @@ def copy_pages(
 ) -> None:
     """``dst_PW[dst_ids[i]] = src_PW[src_ids[i]]`` for all i, on the current stream.
 
+    With no ids it is launched all the same: so that it is compiled before the first copy.
+
     Args:
         src_PW, dst_PW: int32 [pages, words]; contiguous. On the GPU, or registered host memory.
         src_ids, dst_ids: int64 [n]; on the GPU, or registered host memory that stays as it is
@@ -28,8 +30,6 @@ def copy_pages(
     assert src_PW.shape[1] == dst_PW.shape[1], (src_PW.shape, dst_PW.shape)
     assert src_PW.is_contiguous() and dst_PW.is_contiguous()
     assert src_ids.shape == dst_ids.shape and src_ids.ndim == 1
-    if not len(src_ids):
-        return
     parameters = tuned.parameters("kv_pages", device_name)
     copy_pages_kernel[(parameters["num_programs"],)](
         src_PW,
@@ -39,5 +39,68 @@ def copy_pages(
         len(src_ids),
         src_PW.shape[1],
         BLOCK=parameters["block_words"],
+        num_warps=parameters["num_warps"],
+    )
+
+
+def translate(
+    pages_LB: torch.Tensor,
+    blocks_RC: torch.Tensor,
+    tables_LRC: torch.Tensor,
+    slots_T: torch.Tensor,
+    layer_slots_LT: torch.Tensor,
+    *,
+    block_tokens: int,
+    device_name: str | None = None,
+) -> None:
+    """Block tables and slot mappings of all layers, on the current stream; one launch.
+
+        tables_LRC[l, r, c] = pages_LB[l, blocks_RC[r, c]]
+        layer_slots_LT[l, t] = page of slot t's block in layer l * block_tokens + the rest
+
+    The outputs may be larger than R, C and T: what lies beyond is left as it is. So they can keep
+    their addresses from step to step, for readers in a CUDA graph. A block id out of 0..B-1 becomes
+    page 0, which no request reads; a slot below 0, or of such a block, becomes -1, which none
+    writes.
+
+    Args:
+        pages_LB: int32, the mapping table's.
+        blocks_RC: int32, vLLM's block table, of the longest sequence's columns.
+        tables_LRC: int32 [L, >= R, >= C]; written.
+        slots_T: int64, vLLM's slot mapping.
+        layer_slots_LT: int64 [L, >= T]; written.
+        block_tokens: tokens of a block; a power of two is quicker.
+        device_name: whose launch parameters to take.
+    """
+    (num_layers, num_blocks), (num_requests, num_columns) = pages_LB.shape, blocks_RC.shape
+    int32s, int64s = (pages_LB, blocks_RC, tables_LRC), (slots_T, layer_slots_LT)
+    assert all(tensor.dtype == torch.int32 for tensor in int32s)
+    assert all(tensor.dtype == torch.int64 for tensor in int64s)
+    assert all(tensor.stride(-1) == 1 or tensor.shape[-1] < 2 for tensor in (*int32s, *int64s))
+    assert len(tables_LRC) == len(layer_slots_LT) == num_layers, (tables_LRC.shape, num_layers)
+    assert tables_LRC.shape[1] >= num_requests and tables_LRC.shape[2] >= num_columns
+    assert layer_slots_LT.shape[1] >= len(slots_T), (layer_slots_LT.shape, slots_T.shape)
+    parameters = tuned.parameters("kv_pages", device_name)
+    block = parameters["translate_block"]
+    chunks = -(-num_requests * num_columns // block) + -(-len(slots_T) // block)
+    if not chunks or not num_layers:
+        return
+    translate_kernel[(chunks, num_layers)](
+        pages_LB,
+        blocks_RC,
+        tables_LRC,
+        slots_T,
+        layer_slots_LT,
+        num_blocks,
+        num_requests,
+        num_columns,
+        len(slots_T),
+        pages_LB.stride(0),
+        blocks_RC.stride(0),
+        tables_LRC.stride(0),
+        tables_LRC.stride(1),
+        layer_slots_LT.stride(0),
+        BLOCK_TOKENS=block_tokens,
+        BLOCK=block,
         num_warps=parameters["num_warps"],
     )

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies scattered pages, in one launch, by loads and stores of the GPU itself (zero-copy).
+"""Two kernels: pages copied, and block ids translated to page ids.
 
-Far memory is host memory registered with CUDA, so a kernel reads and writes it over the link. A few
-programs are enough to fill a link, and leave the other multiprocessors to the model:
+``copy_pages_kernel`` copies scattered pages, in one launch, by loads and stores of the GPU itself
+(zero-copy). Far memory is host memory registered with CUDA, so a kernel reads and writes it over
+the link. A few programs are enough to fill a link, and leave the other multiprocessors to the
+model:
 
     program p copies chunks p, p + programs, p + 2 programs, ...
     chunk c is words [c % per_page * BLOCK, ... + BLOCK) of the page at position c / per_page
 
 P pages, W words of 4 bytes in each; 16 bytes a thread and load where W is divisible by 4.
+
+``translate_kernel`` writes block tables and slot mappings for all layers, in one launch. Programs
+(chunk, layer): the first chunks are the table's, row by row, the others the slots'.
+
+    chunk   0          1          2          3
+            │ entries of R x C    │ │ slots of T  │       the last of each is partly filled
+
+L layers, B blocks, R requests, C blocks of the longest, T tokens.
 """
 
 import triton
@@ -16,7 +26,8 @@ import triton.language as tl
 from vllm_tiered.kernels.variants import Variant
 
 
-@triton.jit
+# A number of pages that is 1, or divisible by 16, would each be compiled anew, within a step.
+@triton.jit(do_not_specialize=["num_pages"])
 def copy_pages_kernel(
     src_PW,
     src_ids,
@@ -38,6 +49,53 @@ def copy_pages_kernel(
         tl.store(dst_PW + dst * page_words + words, values, mask=is_within)
 
 
+# Requests and tokens change from step to step: see above.
+@triton.jit(do_not_specialize=["num_requests", "num_columns", "num_tokens"])
+def translate_kernel(
+    pages_LB,
+    blocks_RC,
+    tables_LRC,
+    slots_T,
+    layer_slots_LT,
+    num_blocks,
+    num_requests,
+    num_columns,
+    num_tokens,
+    pages_stride,
+    blocks_stride,
+    tables_layer_stride,
+    tables_stride,
+    slots_stride,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # All layers' tables together, and pages times tokens, are more than 32 bits count.
+    layer = tl.program_id(1).to(tl.int64)
+    pages_B = pages_LB + layer * pages_stride
+    num_entries = num_requests * num_columns
+    table_chunks = tl.cdiv(num_entries, BLOCK)
+    chunk = tl.program_id(0)
+    if chunk < table_chunks:
+        entries = chunk * BLOCK + tl.arange(0, BLOCK)
+        is_within = entries < num_entries
+        rows = (entries // num_columns).to(tl.int64)
+        columns = entries % num_columns
+        blocks = tl.load(blocks_RC + rows * blocks_stride + columns, mask=is_within, other=-1)
+        is_block = (blocks >= 0) & (blocks < num_blocks)
+        pages = tl.load(pages_B + blocks, mask=is_block, other=0)
+        tables_RC = tables_LRC + layer * tables_layer_stride
+        tl.store(tables_RC + rows * tables_stride + columns, pages, mask=is_within)
+    else:
+        tokens = (chunk - table_chunks) * BLOCK + tl.arange(0, BLOCK)
+        is_token = tokens < num_tokens
+        slots = tl.load(slots_T + tokens, mask=is_token, other=-1)
+        slot_blocks = slots // BLOCK_TOKENS
+        is_slot = (slots >= 0) & (slot_blocks < num_blocks)
+        slot_pages = tl.load(pages_B + slot_blocks, mask=is_slot, other=0).to(tl.int64)
+        moved = tl.where(is_slot, slot_pages * BLOCK_TOKENS + slots % BLOCK_TOKENS, -1)
+        tl.store(layer_slots_LT + layer * slots_stride + tokens, moved, mask=is_token)
+
+
 VARIANTS = (
     Variant(
         name="kv_pages.copy_pages",
@@ -52,5 +110,27 @@ VARIANTS = (
         },
         constants={"BLOCK": 2048},
         aligned=("src_PW", "src_ids", "dst_PW", "dst_ids", "page_words"),
+    ),
+    Variant(
+        name="kv_pages.translate",
+        kernel=translate_kernel,
+        signature={
+            "pages_LB": "*i32",
+            "blocks_RC": "*i32",
+            "tables_LRC": "*i32",
+            "slots_T": "*i64",
+            "layer_slots_LT": "*i64",
+            "num_blocks": "i32",
+            "num_requests": "i32",
+            "num_columns": "i32",
+            "num_tokens": "i32",
+            "pages_stride": "i32",
+            "blocks_stride": "i32",
+            "tables_layer_stride": "i32",
+            "tables_stride": "i32",
+            "slots_stride": "i32",
+        },
+        constants={"BLOCK_TOKENS": 16, "BLOCK": 1024},
+        aligned=("pages_LB", "blocks_RC", "tables_LRC", "slots_T", "layer_slots_LT"),
     ),
 )

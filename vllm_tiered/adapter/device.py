@@ -3,13 +3,42 @@
 
 import os
 
+import torch
+
 from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.cpu import CpuDevice
 
 
 def make_device() -> Device:
-    """The device of vLLM's CPU backend. Tests replace this function."""
+    """The device of vLLM's platform. Tests replace this function."""
+    # torch first: it is imported already, and vLLM's platforms take a second.
+    if torch.cuda.is_available():
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cuda():
+            return cuda_device()
     return CpuDevice(cpus=process_cpus())
+
+
+def cuda_device(index: int | None = None) -> Device:
+    """A GPU's, with our kernels and what was measured for it.
+
+    Args:
+        index: the GPU's; the current one if None, which is the worker's own.
+    """
+    from functools import partial
+
+    from vllm_tiered.kernels import tuned
+    from vllm_tiered.kernels.kv_pages.api import copy_pages
+    from vllm_tiered.tiers.cuda import CudaDevice
+    from vllm_tiered.tiers.cuda_runtime import CudaRuntime
+
+    name = torch.cuda.get_device_name(index)
+    parameters = tuned.parameters("kv_pages", name)
+    return CudaDevice(
+        CudaRuntime(partial(copy_pages, device_name=name), index),
+        engine_run_bytes=parameters["engine_run_bytes"],
+    )
 
 
 def process_cpus() -> set[int]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives vLLM's workers our offloader and our FFN, and tells them what vLLM's runners do not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,13 +51,11 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     is_ours = config.weights.places or config.ffn.is_used
     if is_ours:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-        from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
         compat.wrap_once(
             UnquantizedEmbeddingMethod, "process_weights_after_loading", _process_embedding
         )
-        compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
-        compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
+        _wrap_runners(is_second=wrapper.vllm_config.use_v2_model_runner)
     original(wrapper, *args, **kwargs)
     l2_hooks.prepare(wrapper.vllm_config)
     if is_ours:
@@ -65,6 +64,21 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         for name in _NOT_AFTER_STAGING:
             if hasattr(wrapper.worker, name):
                 setattr(wrapper.worker, name, partial(_refuse, name))
+
+
+def _wrap_runners(*, is_second: bool) -> None:
+    """Those of vLLM's model runner V1, or V2: each takes seconds to import."""
+    if is_second:
+        from vllm.v1.worker.gpu import model_runner
+
+        compat.wrap_once(model_runner, "create_offloader", _create_offloader)
+        compat.wrap_once(model_runner.GPUModelRunner, "load_model", _load_model)
+    else:
+        from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+
+        compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
+        compat.wrap_once(gpu_model_runner.GPUModelRunner, "load_model", _load_model)
+        compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
@@ -200,19 +214,31 @@ def _take_ffn_out(offloader: BaseOffloader, ffn: FfnEngine) -> None:
     offloader.wrap_modules = wrap
 
 
+@contextmanager
+def _not_yet(offloader: BaseOffloader) -> Iterator[None]:
+    """What the offloader does when the weights are loaded is left to the caller."""
+    setattr(offloader, "post_init", lambda: None)  # noqa: B010 (a method that is shadowed)
+    try:
+        yield
+    finally:
+        delattr(offloader, "post_init")
+
+
 def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """vLLM's CPU runner does not tell its offloader that the weights are loaded."""
+    """vLLM's CPU runner does not tell its offloader that the weights are loaded; the others do,
+    before it is known whether they can be placed."""
     from vllm.model_executor.offloader import get_offloader
 
     offloader, ffn = get_offloader(), _ffn_of(runner.vllm_config)
     if not isinstance(offloader, TieredOffloader) and ffn is None:
         original(runner, *args, **kwargs)
         return
-    with freed_at_once():
+    with freed_at_once(), _not_yet(offloader):
         original(runner, *args, **kwargs)
     if ffn is not None:
         ffn.start()
     if not isinstance(offloader, TieredOffloader):
+        offloader.post_init()
         return
     try:
         if not offloader.is_used:

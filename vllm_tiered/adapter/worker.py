@@ -11,9 +11,11 @@ import torch
 
 from vllm_tiered.adapter import manifest
 from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats, page_errors_metric
+from vllm_tiered.adapter.refusals import check_attention
 from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.translation import Translator
 from vllm_tiered.errors import UnsupportedError
@@ -53,7 +55,7 @@ class TieredWorker:
         self._layers = layers
         self._device = make_device()
         self.swapper: Swapper
-        self._translator: Translator | None = None
+        self._translator: Translator | DeviceTranslator | None = None
         self._translates = False
         self._layer_of: dict[str, int] = {}  # layers that may be far
         self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
@@ -74,7 +76,8 @@ class TieredWorker:
         """Make vLLM's allocation the page pool, and give every layer a view of all of it.
 
         Raises:
-            UnsupportedError: the views are not whole pages one after the other.
+            UnsupportedError: the views are not whole pages one after the other, or an attention
+                backend's block tables cannot be translated.
             BudgetError: the far tier does not have the memory.
         """
         from vllm.model_executor.models.utils import extract_layer_index
@@ -86,6 +89,7 @@ class TieredWorker:
                 f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
                 "share another layer's KV cache are not supported; set kv.enabled=false"
             )
+        check_attention(self._layers[name] for name in names)
         view = kv_caches[names[0]]
         if view.stride(0) * view.element_size() != geometry.page_bytes or any(
             self._layers[name].kv_cache.shape != view.shape for name in names
@@ -93,7 +97,8 @@ class TieredWorker:
             raise UnsupportedError(
                 f"KV pages are not contiguous: stride {view.stride(0) * view.element_size()} of "
                 f"{geometry.page_bytes} bytes, shape {tuple(view.shape)}, kernels see "
-                f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another --block-size"
+                f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another "
+                "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         # Only now: what "auto" may take is half of what the near pages have left.
         homes = far_homes(self._plan, self._world_size)
@@ -103,7 +108,7 @@ class TieredWorker:
             "kv_far_bytes": far_bytes * self._world_size,
             "kv_storage_bytes": storage_bytes * self._world_size,
         }
-        near = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+        near = view.new_empty(0, dtype=torch.uint8).set_(view.untyped_storage())
         self.swapper = Swapper(
             order=self._plan.order,
             num_blocks=self._plan.num_blocks,
@@ -114,7 +119,9 @@ class TieredWorker:
             orders=self._plan.orders,
             granted=self._plan.granted_blocks,
         )
-        self._translator = Translator(self.swapper.table.pages, names, geometry.block_tokens)
+        self._translator = make_translator(
+            self.swapper.table.pages, names, geometry.block_tokens, view.device
+        )
         self._pool_view = view.as_strided((near_pages, *view.shape[1:]), view.stride(), 0)
         self._names = names
         self._layer_of = {names[layer]: layer for layer in sorted(self._plan.far_layers)}

@@ -171,7 +171,7 @@ class PageBuffer:
 
         Returns:
             Bytes given back: whole system pages inside the range. 0 where it is impossible, as for
-            pages in a file, whose space stays reserved.
+            pages in a file, whose space stays reserved, or in memory registered with a GPU.
 
         Raises:
             IntegrityError: the range is not within the buffer.
@@ -182,6 +182,9 @@ class PageBuffer:
             )
         if self.store is not None:
             self.store.forget(self.first_page + first_page, num_pages)
+        return self._give_back(first_page, num_pages)
+
+    def _give_back(self, first_page: int, num_pages: int) -> int:
         if self.words is None:
             return 0
         begin = self.data.data_ptr() + first_page * self.page_bytes
@@ -310,7 +313,9 @@ class Device(ABC):
         """Hold compute submitted later until ``event`` is done.
 
         Returns:
-            Seconds for which compute stood still (0.0 if it was done already).
+            Seconds for which compute stood still (0.0 if it was done already). Where compute runs
+            after it is submitted this is not known yet: then, for which it stood still in earlier
+            waits of which it has become known since the last call. The sum is the same.
         """
 
     @abstractmethod

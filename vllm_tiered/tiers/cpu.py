@@ -31,6 +31,7 @@ from vllm_tiered.tiers.base import (
 )
 from vllm_tiered.tiers.checksums import checked
 from vllm_tiered.tiers.memory import copy_words
+from vllm_tiered.tiers.page_ranges import check_copy
 from vllm_tiered.tiers.storage import PageFile
 from vllm_tiered.tiers.throttle import Throttle
 
@@ -269,10 +270,7 @@ class CpuDevice(Device):
         dst: PageBuffer,
         dst_pages: Pages,
     ) -> CpuCopy:
-        if len(src_pages.ids) != len(dst_pages.ids):
-            raise IntegrityError(f"{len(src_pages)} pages to copy to {len(dst_pages)}")
-        _check_range(src_pages, src)
-        _check_range(dst_pages, dst)
+        check_copy(src, src_pages, dst, dst_pages)
         return CpuCopy(self._threads[direction], src, src_pages, dst, dst_pages)
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
@@ -327,10 +325,3 @@ class CpuDevice(Device):
             thread.close()
         for store in self._stores:
             store.close()
-
-
-def _check_range(pages: Pages, buffer: PageBuffer) -> None:
-    if pages.lowest < 0 or pages.highest >= buffer.num_pages:
-        raise IntegrityError(
-            f"page ids {pages.lowest} to {pages.highest} out of {buffer.num_pages} pages"
-        )

@@ -71,17 +71,27 @@ def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[t
         return []
     here = set(cpus)
     home = max(among, key=lambda node: len(node.cpus & here))
-    parts = []
     others = sorted(
         (node for node in among if node is not home),
         key=lambda node: home.distances.get(node.number, 255),
     )
-    for node in (*others, home):
-        part = min(num_bytes, max(0, node.free_bytes - _KEPT_BYTES) // MIB * MIB)
-        if part:
-            parts.append((node.number, part))
-            num_bytes -= part
-    return [] if num_bytes else parts
+    return _fill(num_bytes, (*others, home))
+
+
+def spread_near(num_bytes: int, number: int, among: Sequence[Node]) -> list[tuple[int, int]]:
+    """Nodes for memory that a device at node ``number`` reads: that one, then the nearest.
+
+    Returns:
+        As :func:`spread`; empty also if the node is not among them.
+    """
+    home = next((node for node in among if node.number == number), None)
+    if home is None or len(among) < 2:
+        return []
+    by_distance = sorted(
+        (node for node in among if node is not home),
+        key=lambda node: home.distances.get(node.number, 255),
+    )
+    return _fill(num_bytes, (home, *by_distance))
 
 
 def bind(address: int, num_bytes: int, cpus: Iterable[int]) -> list[tuple[int, int]]:
@@ -90,8 +100,32 @@ def bind(address: int, num_bytes: int, cpus: Iterable[int]) -> list[tuple[int, i
     Returns:
         As :func:`spread`; empty if nothing was bound.
     """
+    return _bind(address, spread(num_bytes, cpus, nodes()))
+
+
+def bind_near(address: int, num_bytes: int, number: int) -> list[tuple[int, int]]:
+    """The same for memory of a device that is attached to node ``number``.
+
+    Returns:
+        As :func:`spread_near`; empty if nothing was bound.
+    """
+    return _bind(address, spread_near(num_bytes, number, nodes()))
+
+
+def _fill(num_bytes: int, in_order: Iterable[Node]) -> list[tuple[int, int]]:
+    parts = []
+    for node in in_order:
+        part = min(num_bytes, max(0, node.free_bytes - _KEPT_BYTES) // MIB * MIB)
+        if part:
+            parts.append((node.number, part))
+            num_bytes -= part
+    return [] if num_bytes else parts
+
+
+def _bind(address: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     library = _libnuma()
-    parts = spread(num_bytes, cpus, nodes()) if library else []
+    if library is None:
+        return []
     for node, part in parts:
         library.numa_tonode_memory(
             ctypes.c_void_p(address), ctypes.c_size_t(part), ctypes.c_int(node)

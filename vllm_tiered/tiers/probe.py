@@ -81,7 +81,7 @@ def link_curve(
         ]
 
         def transfer(turn: int, copies: Sequence[Copy] = copies) -> None:
-            device.wait(device.submit(copies[turn % len(copies)]))
+            device.submit(copies[turn % len(copies)]).wait()
 
         samples.append(Sample(size, median_seconds(transfer, seconds)))
     return samples

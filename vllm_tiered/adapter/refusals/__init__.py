@@ -7,7 +7,7 @@ more when it has them.
 """
 
 from vllm_tiered.adapter.refusals.ffn import check_ffn_args, check_ffn_config
-from vllm_tiered.adapter.refusals.kv import check_engine_args, check_vllm_config
+from vllm_tiered.adapter.refusals.kv import check_attention, check_engine_args, check_vllm_config
 from vllm_tiered.adapter.refusals.l2 import check_l2_config, why_no_l2
 from vllm_tiered.adapter.refusals.weights import (
     check_weights_args,
@@ -16,6 +16,7 @@ from vllm_tiered.adapter.refusals.weights import (
 )
 
 __all__ = [
+    "check_attention",
     "check_engine_args",
     "check_ffn_args",
     "check_ffn_config",

@@ -14,7 +14,6 @@ from vllm_tiered.adapter.refusals.refusal import (
     quantized,
     quantized_checkpoint,
     resolved_speculation,
-    second_runner,
     speculation,
 )
 from vllm_tiered.errors import UnsupportedError
@@ -80,11 +79,6 @@ VLLM_CONFIG: tuple[Refusal, ...] = (
         offender=experts,
         why="its FFNs are experts, of which a step takes a few as a whole",
         remedy="serve it without",
-    ),
-    Refusal(
-        offender=second_runner,
-        why="the store is opened, and steps are told apart, by the hooks of V1",
-        remedy="set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
     ),
     Refusal(
         offender=kind("is_attention_free", "attention-free"),

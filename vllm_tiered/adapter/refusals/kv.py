@@ -11,11 +11,13 @@ from vllm_tiered.adapter.refusals.refusal import (
     kind,
     microbatches,
     resolved_speculation,
-    second_runner,
     speculation,
 )
+from vllm_tiered.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -112,12 +114,6 @@ def _runner_type(vllm_config: Any) -> str | None:
 
 VLLM_CONFIG: tuple[Refusal, ...] = (
     Refusal(
-        offender=second_runner,
-        why="it calls a KV connector at other moments of a step than V1, and pages would be staged "
-        "for block tables that are already on their way",
-        remedy="set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
-    Refusal(
         offender=_runner_type,
         why="only text generation keeps a KV cache from step to step",
         remedy="serve pooling models without the plugin",
@@ -151,6 +147,10 @@ VLLM_CONFIG: tuple[Refusal, ...] = (
 )
 
 
+_ATTENTION = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Backends whose kernels find KV by one block table and one slot mapping, and nothing else."""
+
+
 def check_engine_args(engine_args: "EngineArgs") -> None:
     """Raise UnsupportedError for what the arguments alone rule out."""
     check(ENGINE_ARGS, engine_args, "swap the KV cache", "set tiered.kv.enabled to false")
@@ -159,3 +159,18 @@ def check_engine_args(engine_args: "EngineArgs") -> None:
 def check_vllm_config(vllm_config: "VllmConfig") -> None:
     """Raise UnsupportedError for what the model rules out."""
     check(VLLM_CONFIG, vllm_config, "swap the KV cache", "set tiered.kv.enabled to false")
+
+
+def check_attention(layers: "Iterable[Any]") -> None:
+    """Raise UnsupportedError if vLLM's attention layers find their KV in another way than we say.
+
+    FlashInfer, for one, makes lists of page numbers of its own, before block tables are translated.
+    """
+    names = {layer.get_attn_backend().get_name() for layer in layers}
+    if others := sorted(names.difference(_ATTENTION)):
+        raise UnsupportedError(
+            f"vllm-tiered cannot swap the KV cache with the attention backend {', '.join(others)}: "
+            f"its block tables cannot be translated layer by layer, those of "
+            f"{', '.join(_ATTENTION)} can. What to do: set --attention-backend TRITON_ATTN, or set "
+            "tiered.kv.enabled to false"
+        )

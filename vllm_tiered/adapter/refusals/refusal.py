@@ -83,10 +83,6 @@ def resolved_speculation(vllm_config: Any) -> str | None:
     return None if speculation is None else f"speculative decoding ({speculation.method})"
 
 
-def second_runner(vllm_config: Any) -> str | None:
-    return "vLLM's model runner V2" if vllm_config.use_v2_model_runner else None
-
-
 def check(refusals: tuple[Refusal, ...], subject: object, part: str, without: str) -> None:
     """Raise UnsupportedError for the first that `subject` is."""
     for refusal in refusals:

@@ -14,7 +14,6 @@ from vllm_tiered.adapter.refusals.refusal import (
     microbatches,
     quantized,
     quantized_checkpoint,
-    second_runner,
     speculation,
 )
 from vllm_tiered.errors import UnsupportedError
@@ -86,11 +85,6 @@ VLLM_CONFIG: tuple[Refusal, ...] = (
         offender=experts,
         why="a step needs only some experts, and a sublayer is staged as a whole",
         remedy="serve it without placing weights",
-    ),
-    Refusal(
-        offender=second_runner,
-        why="weights are staged by the hooks of V1",
-        remedy="set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
     ),
     Refusal(
         offender=either(

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A double of the CUDA runtime, so that ``CudaDevice`` runs without a GPU, unchanged.
+
+Streams make progress only inside calls of the runtime, a random number of pieces at a time: one
+seed gives one history, and orders that a GPU shows once in a million runs come up in every other
+one. What makes CUDA's order easy to get wrong is kept as it is:
+
+* a stream that waits for an event which nobody has recorded does not wait; a second recording
+  replaces the first for those who wait later, and not for those who wait already;
+* a kernel reads page ids and pages when it runs, not when it is launched;
+* the target of a copy is poisoned until the copy has ended.
+
+And what ends a process on a GPU raises: memory that is not registered, or no longer, and ids out of
+range.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_tiered.tiers.cuda import CudaDevice
+from vllm_tiered.tiers.cuda_runtime import Runtime
+
+POISON = -1  # all bits set: a NaN, and no test stores it
+
+Range = tuple[int, int]
+
+
+class Operation:
+    """A kernel, a copy, a wait or a recording in a stream.
+
+    Attributes:
+        after: what a wait waits for.
+        uses: memory that it reads or writes, as addresses.
+        ended_at: of the runtime's clock.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterator[None],
+        after: "Operation | None" = None,
+        uses: tuple[Range, ...] = (),
+    ) -> None:
+        self.after = after
+        self.uses = uses
+        self.over = False
+        self.ended_at = 0
+        self._pieces = pieces
+
+    def is_blocked(self) -> bool:
+        return self.after is not None and not self.after.over
+
+    def advance(self, now: int) -> None:
+        try:
+            next(self._pieces)
+        except StopIteration:
+            self.over, self.ended_at = True, now
+
+
+class FakeEvent:
+    """A CUDA event: what it means is decided when it is recorded."""
+
+    def __init__(self) -> None:
+        self.recorded: Operation | None = None
+
+
+FakeStream = deque[Operation]
+
+
+class SimulatedCuda(Runtime):
+    """One GPU.
+
+    Args:
+        rng: decides what makes progress, and when.
+        haste: 0 runs only what is waited for, 1 everything at once, others in between.
+        checks_memory: one side of each copy is registered, and the other is not.
+    """
+
+    def __init__(self, rng: random.Random, *, haste: float, checks_memory: bool = True) -> None:
+        self.rng = rng
+        self.haste = haste
+        self.failures: dict[int, Exception] = {}  # raised by the launch of that number
+        self.refuses_to_register = False
+        self.num_launches = {"kernel": 0, "engine": 0}
+        self.registered: dict[int, int] = {}
+        self.compiled_for: set[int] = set()  # words of a page
+        self.num_rerecorded = 0
+        self.patience_seconds = 20.0
+        self.node: int | None = None
+        self._checks_memory = checks_memory
+        self._lock = threading.RLock()
+        self._now = 0
+        self._compute: FakeStream = deque()
+        self._streams: list[FakeStream] = [self._compute]
+
+    # What CudaDevice calls ------------------------------------------------------------------
+
+    def numa_node(self) -> int | None:
+        return self.node
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if self.refuses_to_register:
+            raise RuntimeError("cudaHostRegister: error 2")
+        assert address not in self.registered, "cudaErrorHostMemoryAlreadyRegistered"
+        self.registered[address] = address + num_bytes
+
+    def unregister(self, address: int) -> None:
+        memory = address, self.registered.pop(address)
+        for stream in self._streams:
+            for operation in stream:
+                assert not any(map(overlaps(memory), operation.uses)), "unregistered while in use"
+
+    def new_stream(self) -> FakeStream:
+        self._streams.append(deque())
+        return self._streams[-1]
+
+    def compute_stream(self) -> FakeStream:
+        return self._compute
+
+    def new_mark(self) -> FakeEvent:
+        return FakeEvent()
+
+    def record(self, mark: FakeEvent, stream: FakeStream) -> None:
+        self.num_rerecorded += mark.recorded is not None
+        mark.recorded = self._enqueue(stream, Operation(iter(())))
+
+    def stream_wait(self, stream: FakeStream, mark: FakeEvent) -> None:
+        if mark.recorded is not None:
+            self._enqueue(stream, Operation(iter(()), after=mark.recorded))
+
+    def is_done(self, mark: FakeEvent) -> bool:
+        self.run_a_while()
+        return mark.recorded is None or mark.recorded.over
+
+    def synchronize(self, mark: FakeEvent) -> None:
+        give_up = time.monotonic() + self.patience_seconds
+        while mark.recorded is not None and not mark.recorded.over:
+            with self._lock:
+                if self._advance_towards(mark.recorded):
+                    continue
+            assert time.monotonic() < give_up, "streams wait for what is never opened"
+            time.sleep(1e-3)
+
+    def seconds_between(self, begin: FakeEvent, end: FakeEvent) -> float:
+        assert begin.recorded is not None and end.recorded is not None, "cudaErrorInvalidHandle"
+        assert begin.recorded.over and end.recorded.over, "cudaErrorNotReady"
+        return (end.recorded.ended_at - begin.recorded.ended_at) * 1e-3
+
+    def copy_run(self, stream: FakeStream, src: torch.Tensor, dst: torch.Tensor) -> None:
+        self._begin_launch("engine", src, dst)
+        pieces = self._run_pieces(src.numpy(), dst.numpy())
+        self._enqueue(stream, Operation(pieces, uses=(span(src), span(dst))))
+
+    def copy_pages(
+        self,
+        stream: FakeStream,
+        src_PW: torch.Tensor,
+        src_ids: torch.Tensor,
+        dst_PW: torch.Tensor,
+        dst_ids: torch.Tensor,
+    ) -> None:
+        self._begin_launch("kernel", src_PW, dst_PW)
+        for ids in (src_ids, dst_ids):
+            assert self._is_registered(ids) and ids.data_ptr() % 16 == 0, "ids"
+        pieces = self._page_pieces(src_PW.numpy(), src_ids.numpy(), dst_PW.numpy(), dst_ids.numpy())
+        uses = tuple(span(tensor) for tensor in (src_PW, src_ids, dst_PW, dst_ids))
+        self._enqueue(stream, Operation(pieces, uses=uses))
+
+    def compile_for(self, pages_PW: torch.Tensor) -> None:
+        assert self._is_registered(pages_PW) and pages_PW.data_ptr() % 16 == 0
+        self.compiled_for.add(pages_PW.shape[1])
+
+    # What tests call ------------------------------------------------------------------------
+
+    def compute(self, kernel: Callable[[], None]) -> None:
+        """Submit a kernel. What it raises comes out of the call in which it runs."""
+        self._enqueue(self._compute, Operation(one_piece(kernel)))
+
+    def hold_compute(self) -> Callable[[], None]:
+        """A kernel that runs until the function returned is called."""
+        lid = Operation(iter(()))
+        self._enqueue(self._compute, Operation(iter(()), after=lid))
+
+        def open_it() -> None:
+            lid.advance(self._now)
+
+        return open_it
+
+    def run_a_while(self) -> None:
+        """Let streams advance by random pieces."""
+        with self._lock:
+            while self.rng.random() < self.haste:
+                ready = [one[0] for one in self._streams if one and not one[0].is_blocked()]
+                if not ready:
+                    return
+                self._advance(self.rng.choice(ready))
+
+    def run_all(self) -> None:
+        """Let all streams advance until nothing can."""
+        haste, self.haste = self.haste, 1.0
+        self.run_a_while()
+        self.haste = haste
+
+    # Streams --------------------------------------------------------------------------------
+
+    def _enqueue(self, stream: FakeStream, operation: Operation) -> Operation:
+        with self._lock:
+            stream.append(operation)
+        self.run_a_while()
+        return operation
+
+    def _advance(self, operation: Operation) -> None:
+        self._now += 1
+        operation.advance(self._now)
+        for stream in self._streams:
+            while stream and stream[0].over:
+                stream.popleft()
+
+    def _advance_towards(self, operation: Operation) -> bool:
+        """One piece of what it needs first, if there is one that can run.
+
+        Other streams stand still if they can.
+        """
+        while (stream := self._stream_of(operation)) is not None:
+            first = stream[0]
+            if first.after is None or first.after.over:
+                self._advance(first)
+                return True
+            operation = first.after
+        return operation.over
+
+    def _stream_of(self, operation: Operation) -> FakeStream | None:
+        return next((stream for stream in self._streams if operation in stream), None)
+
+    def _begin_launch(self, kind: str, src: torch.Tensor, dst: torch.Tensor) -> None:
+        self.num_launches[kind] += 1
+        if (failure := self.failures.get(sum(self.num_launches.values()))) is not None:
+            raise failure
+        if self._checks_memory:
+            assert self._is_registered(src) != self._is_registered(dst), "illegal memory access"
+
+    def _is_registered(self, tensor: torch.Tensor) -> bool:
+        begin, end = span(tensor)
+        return any(first <= begin and end <= last for first, last in self.registered.items())
+
+    def _page_pieces(
+        self,
+        src: "np.ndarray[Any, Any]",
+        src_ids: "np.ndarray[Any, Any]",
+        dst: "np.ndarray[Any, Any]",
+        dst_ids: "np.ndarray[Any, Any]",
+    ) -> Iterator[None]:
+        """Poison the targets, copy some pages, copy the others: ids are read for each."""
+        for ids, pages in ((src_ids, src), (dst_ids, dst)):
+            assert ((ids >= 0) & (ids < len(pages))).all(), "illegal memory access"
+        cut = self.rng.randint(0, len(src_ids))
+        dst[dst_ids] = POISON
+        yield
+        for part in random_order(self.rng, slice(cut), slice(cut, None)):
+            dst[dst_ids[part]] = src[src_ids[part]]
+            yield
+
+    def _run_pieces(
+        self, src: "np.ndarray[Any, Any]", dst: "np.ndarray[Any, Any]"
+    ) -> Iterator[None]:
+        dst[:] = POISON & 0xFF
+        yield
+        for part in random_order(self.rng, slice(1), slice(1, None)):
+            dst[part] = src[part]
+            yield
+
+
+class SimulatedCudaDevice(CudaDevice):
+    """A ``CudaDevice`` on such a runtime; by default the kernel takes all copies.
+
+    Its rings of page ids are small, so that they are full, used again, and grow.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        haste: float,
+        engine_run_bytes: int = 1 << 60,
+        checks_memory: bool = True,
+        num_ids: int = 64,
+    ) -> None:
+        self.cuda = SimulatedCuda(rng, haste=haste, checks_memory=checks_memory)
+        super().__init__(self.cuda, engine_run_bytes=engine_run_bytes, num_ids=num_ids)
+
+    def compute(self, kernel: Callable[[], None]) -> None:
+        self.cuda.compute(kernel)
+
+
+def one_piece(action: Callable[[], None]) -> Iterator[None]:
+    action()
+    return
+    yield
+
+
+def random_order(rng: random.Random, *parts: slice) -> list[slice]:
+    return rng.sample(parts, len(parts))
+
+
+def span(tensor: torch.Tensor) -> Range:
+    """Addresses of a contiguous tensor."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def overlaps(memory: Range) -> Callable[[Range], bool]:
+    return lambda other: memory[0] < other[1] and other[0] < memory[1]

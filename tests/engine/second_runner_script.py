@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with vLLM's model runner V2, on the CPU backend; a process of its own.
+
+vLLM's CPU worker has this runner, for a Triton that compiles for CPUs; without one it takes V1. All
+that V2 wants of it are its own small kernels (block tables, slots, sampling), which Triton's
+interpreter runs as well: vLLM is shown a CPU backend that says it is there.
+
+Reads model, prompts, max_tokens, and by name the arguments of engines from stdin; writes tokens,
+manifest and metrics to stdout, a line for each engine.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+from triton.backends import backends
+
+
+def main() -> None:
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    from tests.engine import harness
+    from vllm_tiered.adapter import worker
+
+    asked = json.load(sys.stdin)
+
+    def drive(llm: Any) -> list[list[int]]:
+        assert llm.llm_engine.vllm_config.use_v2_model_runner
+        return harness.generate(llm, asked["prompts"], asked["max_tokens"])
+
+    on_host = worker.make_translator
+    for name, arguments in asked["engines"].items():
+        tiered = arguments.pop("tiered")
+        translator: Any = as_on_a_gpu if name == "swapping" else on_host
+        worker.make_translator = translator
+        found = harness.run(asked["model"], [], tiered, drive=drive, **arguments)
+        print(json.dumps({"name": name, **asdict(found)}), flush=True)
+
+
+def as_on_a_gpu(pages: Any, names: list[str], block_tokens: int, device: Any) -> Any:
+    """Block tables are translated by the kernel."""
+    from vllm_tiered.adapter.device_translation import DeviceTranslator
+    from vllm_tiered.kernels.kv_pages import api
+
+    return DeviceTranslator(pages, names, block_tokens, device, api.translate)
+
+
+if __name__ == "__main__":
+    main()
