@@ -85,9 +85,13 @@ def tuned(out: Path) -> Path | None:
     source = out / "gpu_link.json"
     if not source.is_file():
         return None
+    from vllm_tiered.kernels import tuned as known
+
     result: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     target = out / f"{result['device']['name'].replace(' ', '_')}.json"
-    target.write_text(json.dumps(result["tuned"]) + "\n", encoding="utf-8")
+    # What is not measured here stays as it is.
+    parameters = {**known.parameters("kv_pages"), **result["tuned"]}
+    target.write_text(json.dumps(parameters) + "\n", encoding="utf-8")
     print(f"candidate for triton_kernels/kv_pages/tuned/: {target}", flush=True)
     return target
 

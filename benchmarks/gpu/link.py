@@ -244,6 +244,7 @@ def summarise(
             "block_words": block_words,
             "num_programs": num_programs,
             "num_warps": num_warps,
+            "engine_run_bytes": _engine_from(by_page, tuned),
         },
         "target_share": worst,
         "target_is_met": worst >= TARGET_SHARE,
@@ -261,6 +262,21 @@ def _tuned(kernels: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
     }
     good = [way for way, score in scores.items() if score >= NEARLY * max(scores.values())]
     return min(good, key=lambda way: (int(way.split("x")[0]), -scores[way]))
+
+
+def _engine_from(by_page: Mapping[str, Mapping[str, Any]], way: str) -> int:
+    """Bytes in one piece from which on the copy engine is nearly as good as the kernel, or better.
+
+    Twice the largest measured if it never is.
+    """
+    sizes = sorted(map(int, by_page), reverse=True)
+    found = 2 * sizes[0]
+    for size in sizes:
+        entry = by_page[str(size)]
+        if any(entry["dma"][d] < NEARLY * entry["kernel"][way][d] for d in (READ, WRITE)):
+            break
+        found = size
+    return found
 
 
 def table(result: Mapping[str, Any]) -> str:
