@@ -21,11 +21,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.kernels.dequant_linear.kernel import VARIANTS as DEQUANT_LINEAR
 from vllm_tiered.kernels.kv_pages.kernel import VARIANTS as KV_PAGES
 from vllm_tiered.kernels.l2_prefetch.kernel import VARIANTS as L2_PREFETCH
+from vllm_tiered.kernels.neuron_ffn.batch_kernel import VARIANTS as NEURON_FFN_BATCH
+from vllm_tiered.kernels.neuron_ffn.kernel import VARIANTS as NEURON_FFN
+from vllm_tiered.kernels.select_neurons.kernel import VARIANTS as SELECT_NEURONS
 from vllm_tiered.kernels.variants import Variant
 
-VARIANTS: tuple[Variant, ...] = (*KV_PAGES, *L2_PREFETCH)
+VARIANTS: tuple[Variant, ...] = (
+    *DEQUANT_LINEAR,
+    *KV_PAGES,
+    *L2_PREFETCH,
+    *NEURON_FFN,
+    *NEURON_FFN_BATCH,
+    *SELECT_NEURONS,
+)
 
 ARCHITECTURES = (80, 90, 100)
 """A100; H100, H200 and GH200; B200."""
@@ -84,10 +95,11 @@ def resources(kernel: Any) -> Resources:
     found = _USAGE.search(done.stdout)
     if found is None:
         raise UnsupportedError(f"cuobjdump says nothing of registers: {done.stdout}{done.stderr}")
-    registers, _, static_shared_bytes, spilled_bytes = map(int, found.groups())
+    registers, stack_bytes, static_shared_bytes, local_bytes = map(int, found.groups())
     return Resources(
         registers=registers,
-        spilled_bytes=spilled_bytes,
+        # What ptxas spills it puts on a stack, in local memory; LOCAL is what is declared there.
+        spilled_bytes=stack_bytes + local_bytes,
         # Triton's shared memory is asked for at the launch: the cubin does not know of it.
         shared_bytes=max(static_shared_bytes, int(kernel.metadata.shared)),
     )

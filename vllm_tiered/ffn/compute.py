@@ -7,9 +7,13 @@
 B tokens, H hidden, n neurons: rows 0 .. n-1 of a region. What lies behind them is never read.
 Sums are in float32 whatever the weights are, and do not depend on the threads' speed, only on their
 number.
+
+Regions on a GPU are the Triton kernels' (``vllm_tiered.kernels.neuron_ffn``), all others the C++
+library's, or plain torch's where there is none.
 """
 
 import ctypes
+from types import ModuleType
 
 import torch
 
@@ -32,8 +36,13 @@ def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: s
     Raises:
         UnsupportedError: no such activation.
     """
-    a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
     _check(x_BH, region, num_rows, activation)
+    if (kernels := gpu_kernels(region)) is not None:
+        found: torch.Tensor = kernels.activations(
+            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=_device_name(region)
+        )
+        return found
+    a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
     x_BH = _dense(x_BH)
     if not _run(region, num_rows, activation, x_BH, a_Bn, None):
         reference.activations(x_BH, region, a_Bn, activation)
@@ -47,6 +56,15 @@ def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, region: Region, num_rows:
     """
     assert a_Bn.shape == (len(out_BH), num_rows) and out_BH.shape[1] == region.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
+    if (kernels := gpu_kernels(region)) is not None:
+        kernels.add_down(
+            out_BH,
+            _in_rows(a_Bn.to(torch.float32)),
+            _bundles(region),
+            num_rows,
+            device_name=_device_name(region),
+        )
+        return
     a_Bn = _dense(a_Bn)
     if not _run(region, num_rows, "relu", None, a_Bn, out_BH):
         reference.add_down(out_BH, a_Bn, region)
@@ -59,6 +77,11 @@ def product(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) 
         UnsupportedError: no such activation.
     """
     _check(x_BH, region, num_rows, activation)
+    if (kernels := gpu_kernels(region)) is not None:
+        found: torch.Tensor = kernels.product(
+            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=_device_name(region)
+        )
+        return found
     x_BH = _dense(x_BH)
     out_BH = torch.zeros((len(x_BH), region.shape.hidden), dtype=torch.float32)
     a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
@@ -66,6 +89,52 @@ def product(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) 
         reference.activations(x_BH, region, a_Bn, activation)
         reference.add_down(out_BH, a_Bn, region)
     return out_BH
+
+
+def gpu_kernels(region: Region) -> ModuleType | None:
+    """The launchers of the kernels that a region is for; None if it is the processor's.
+
+    Imported here: without a GPU nothing needs Triton.
+    """
+    if region.rows.device.type != "cuda":
+        return None
+    from vllm_tiered.kernels.neuron_ffn import api
+
+    kernels: ModuleType = api
+    return kernels
+
+
+def _bundles(region: Region) -> object:
+    """A region as the kernels take it."""
+    from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
+
+    return Bundles(
+        rows=region.rows,
+        scales=region.scales,
+        up_bias=region.up_bias,
+        hidden=region.shape.hidden,
+        gated=region.shape.gated,
+        codec=_codec(region),
+    )
+
+
+def _codec(region: Region) -> str:
+    """One of ``native.CODECS``."""
+    if region.precision is Precision.FULL:
+        return str(region.dtype).removeprefix("torch.")
+    codec: str = region.precision.value
+    return codec
+
+
+def _device_name(region: Region) -> str | None:
+    if region.rows.device.type != "cuda":
+        return None
+    return torch.cuda.get_device_name(region.rows.device)
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows of contiguous numbers."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _check(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> None:
@@ -93,7 +162,6 @@ def _run(
     if not a_Bn.numel():
         return True
     scales, bias = region.scales, region.up_bias
-    is_full = region.precision is Precision.FULL
     call = native.Call(
         rows=region.rows.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
@@ -107,9 +175,7 @@ def _run(
         num_matrices=region.shape.num_matrices,
         num_groups=0 if scales is None else scales.shape[2],
         num_tokens=len(a_Bn),
-        codec=native.CODECS.index(
-            str(region.dtype).removeprefix("torch.") if is_full else region.precision.value
-        ),
+        codec=native.CODECS.index(_codec(region)),
         activation=ACTIVATIONS.index(activation),
         num_threads=torch.get_num_threads(),
     )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ffn/compute.py with the GPU's kernels gives what it gives with the processor's."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn import compute, native
+from vllm_tiered.ffn.region import Region
+from vllm_tiered.kernels.neuron_ffn import api, bundles
+
+HIDDEN, NUM_ROWS = 128, 9
+
+
+def a_region(precision, *, gated, device):
+    """With NaN behind its rows."""
+    torch.manual_seed(0)
+    matrices = 3 if gated else 2
+    shape = FfnShape(num_layers=1, hidden=HIDDEN, neurons=20, gated=gated, dtype_bytes=2)
+    capacity = NUM_ROWS + 2
+    rows = torch.full((capacity, bundle_stride(shape, precision)), 0xFF, dtype=torch.uint8)
+    num_bytes = bundle_bytes(shape, precision)
+    scales = None
+    if precision is Precision.FULL:
+        numbers = torch.randn(NUM_ROWS, num_bytes // 2).bfloat16()
+        rows[:NUM_ROWS, :num_bytes] = numbers.view(torch.uint8)
+    else:
+        rows[:NUM_ROWS, :num_bytes] = torch.randint(0, 256, (NUM_ROWS, num_bytes))
+        scales = torch.full((capacity, matrices, 2), torch.nan, dtype=torch.float16)
+        scales[:NUM_ROWS] = torch.rand(NUM_ROWS, matrices, 2) / 64
+        scales = scales.to(device)
+    return Region(
+        rows=rows.to(device),
+        scales=scales,
+        up_bias=None if gated else torch.randn(capacity).to(device),
+        shape=shape,
+        precision=precision,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
+@pytest.mark.parametrize("num_tokens", [2, 6], ids=lambda count: f"{count}tokens")
+def test_products_are_those_of_the_processor(monkeypatch, precision, num_tokens, device):
+    gated = num_tokens == 2
+    activation = "silu" if gated else "gelu"
+    x_BH = torch.randn(num_tokens, 2 * HIDDEN).bfloat16()[:, ::2]
+    region = a_region(precision, gated=gated, device=torch.device("cpu"))
+    before = torch.randn(num_tokens, HIDDEN)
+    a_Bn = compute.activations(x_BH, region, NUM_ROWS, activation)
+    out_BH = before.clone()
+    compute.add_down(out_BH, a_Bn, region, NUM_ROWS)
+    product_BH = compute.product(x_BH, region, NUM_ROWS, activation)
+
+    # The region's device chooses; here the processor stands in for it.
+    monkeypatch.setattr(compute, "gpu_kernels", lambda region: api)
+    monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
+    region, x_BH = a_region(precision, gated=gated, device=device), x_BH.to(device)
+    found_Bn = compute.activations(x_BH, region, NUM_ROWS, activation)
+    found_BH = before.to(device)
+    compute.add_down(found_BH, found_Bn, region, NUM_ROWS)
+    assert found_Bn.device == found_BH.device == region.rows.device
+    close(found_Bn, a_Bn)
+    close(found_BH, out_BH)
+    close(compute.product(x_BH, region, NUM_ROWS, activation), product_BH)
+
+
+def close(found, expected):
+    """As far as an activation in two bfloat16 numbers is the one in float32."""
+    atol = 2.0**-14 * float(expected.abs().max())
+    torch.testing.assert_close(found.cpu(), expected, atol=atol, rtol=2.0**-14)
+
+
+def test_names_are_the_same_on_both_sides():
+    assert bundles.CODECS == native.CODECS
+    assert bundles.ACTIVATIONS == native.ACTIVATIONS
+
+
+def test_the_processors_regions_are_not_the_kernels():
+    region = a_region(Precision.INT8, gated=True, device=torch.device("cpu"))
+    assert compute.gpu_kernels(region) is None
+
+
+def test_without_a_gpu_triton_is_not_imported():
+    """What imports it is the choice, not the module. Torch imports it by itself in places."""
+    probe = (
+        "import sys, vllm_tiered.ffn.layer;"
+        "print([m for m in sys.modules if m.startswith('vllm_tiered.kernels')])"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for few tokens read weights 16 bytes a thread and load, and all they copy ahead."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own: in this one the kernels may be the interpreter's.
+_PROBE = """
+import json, re
+from vllm_tiered.kernels import resources
+from vllm_tiered.kernels.dequant_linear.kernel import VARIANTS as LINEAR
+from vllm_tiered.kernels.neuron_ffn.kernel import VARIANTS as FFN
+
+found = {}
+for variant in (*FFN, *LINEAR):
+    if "few_tokens" in variant.name:
+        ptx = resources.compiled(variant, 90).asm["ptx"]
+        constants = dict(variant.constants)
+        found[variant.name] = {
+            "copied": re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global[^;]*?, (0x[0-9a-f]+)", ptx),
+            "loaded": re.findall(r"ld\\.global([.\\w:]*)", ptx),
+            "num_warps": variant.num_warps,
+            "constants": {k: v for k, v in constants.items() if isinstance(v, (int, str))},
+        }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    compiles = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _PROBE]
+    done = subprocess.run(command, capture_output=True, check=True, text=True, env=compiles)
+    return json.loads(done.stdout)
+
+
+def weight_bytes_of_a_tile(constants):
+    if "COLUMNS" in constants:
+        return constants["ROWS"] * constants["GROUPS"] * 32
+    code_bits = {"bfloat16": 16, "int8": 8, "int4": 4}[constants["CODEC"]]
+    activating = constants["ACTIVATES"] * (2 if constants["GATED"] else 1)
+    matrices = activating + constants["MULTIPLIES"]
+    return constants["ROWS"] * matrices * constants["HIDDEN"] * code_bits // 8
+
+
+def test_weights_come_in_16_bytes(found):
+    assert len(found) > 10
+    for name, kernel in found.items():
+        constants = kernel["constants"]
+        wide = kernel["copied"].count("0x10")
+        threads = 32 * kernel["num_warps"]
+        tiles = constants["STAGES"]  # one in the loop, the others before it
+        needed = tiles * weight_bytes_of_a_tile(constants) // (16 * threads)
+        if "COLUMNS" in constants:  # x comes with the weights
+            x_bytes = constants["TOKENS"] * constants["GROUPS"] * 64 * 4
+            needed += tiles * x_bytes // (16 * threads)
+        assert wide == needed > 0, (name, wide, needed)
+        # Scales, zeros, biases, activations, lists: a few of each a tile.
+        narrow = [size for size in kernel["copied"] if size != "0x10"]
+        assert len(narrow) <= 16 * tiles, (name, len(narrow))
+
+
+def test_nothing_else_is_loaded_in_pieces(found):
+    for name, kernel in found.items():
+        # x comes before the loop, counts of missing rows, a bias: not codes.
+        pieces = [kind for kind in kernel["loaded"] if ".v4.b32" not in kind]
+        assert len(pieces) <= 4, (name, pieces)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FFN's kernels against float64: products of what rows hold, and caches filled on the way."""
+
+import dataclasses
+import mmap
+
+import pytest
+import torch
+
+from vllm_tiered.kernels import tuned
+from vllm_tiered.kernels.neuron_ffn import api, reference
+from vllm_tiered.kernels.neuron_ffn.bundles import ACTIVATIONS, Bundles, Missing
+from vllm_tiered.kernels.neuron_ffn.few import Launch
+from vllm_tiered.kernels.neuron_ffn.kernel import VARIANTS
+
+EPS = torch.finfo(torch.float32).eps
+PAIR_EPS = 2.0**-16
+"""Of an activation in two bfloat16 numbers."""
+
+# Codec, hidden, rows, tokens, groups, gated.
+FEW = [
+    ("float32", 576, 7, 1, 0, True),
+    ("bfloat16", 96, 130, 3, 0, False),
+    ("bfloat16", 2560, 1, 4, 0, True),
+    ("float16", 90, 5, 2, 0, True),
+    ("int8", 576, 7, 1, 1, True),
+    ("int8", 96, 13, 2, 3, False),
+    ("int4", 576, 7, 2, 9, True),
+    ("int4", 2560, 1, 1, 40, False),
+    ("int4", 90, 5, 6, 5, True),
+]
+BATCH = [
+    ("float32", 96, 7, 17, 0, False),
+    ("bfloat16", 192, 130, 17, 0, True),
+    ("float16", 96, 70, 17, 0, False),
+    ("int8", 576, 7, 17, 1, False),
+    ("int8", 96, 7, 70, 3, True),
+    ("int4", 576, 7, 17, 9, True),
+    ("int4", 192, 130, 5, 3, False),
+]
+
+
+def readable(case):
+    codec, hidden, rows, tokens, groups, gated = case
+    kind = "gated" if gated else "plain"
+    return f"{codec}-{kind}-hidden{hidden}-{rows}rows-{tokens}tokens-{groups}groups"
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Each with several tiles, of more rows than on a GPU: the interpreter counts calls."""
+    own = dict(tuned.parameters("neuron_ffn"))
+    own |= {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
+    own["add_up_block"] = 4096
+    monkeypatch.setattr(tuned, "parameters", lambda *_: own)
+
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def matrix_bytes(hidden, codec):
+    return hidden * 4 // {"float32": 1, "bfloat16": 2, "float16": 2, "int8": 4, "int4": 8}[codec]
+
+
+def random_codes(shape, codec):
+    """uint8 [n, bytes of a bundle]: any integers, or numbers."""
+    num_rows, matrices, hidden = shape
+    if codec in ("int8", "int4"):
+        num_bytes = matrices * matrix_bytes(hidden, codec)
+        return torch.randint(0, 256, (num_rows, num_bytes), dtype=torch.uint8)
+    numbers = torch.randn(num_rows, matrices * hidden).to(getattr(torch, codec))
+    return numbers.view(torch.uint8)
+
+
+def bundles_of(hidden, num_rows, groups, *, gated, codec, device, rows=None):
+    """With NaN behind the rows, and behind each row."""
+    torch.manual_seed(hidden + num_rows)
+    matrices = 3 if gated else 2
+    codes = random_codes((num_rows, matrices, hidden), codec)
+    if rows is None:
+        rows = torch.full((num_rows + 3, codes.shape[1] + 16), 0xFF, dtype=torch.uint8)
+    rows[:num_rows, : codes.shape[1]] = codes
+    scales = up_bias = None
+    if codec in ("int8", "int4"):
+        scales = torch.full((len(rows), matrices, groups), torch.nan, dtype=torch.float16)
+        scales[:num_rows] = (torch.rand(num_rows, matrices, groups) - 0.3) / 16
+        scales = scales.to(device)
+    if not gated:
+        up_bias = torch.full((len(rows),), torch.nan)
+        up_bias[:num_rows] = torch.randn(num_rows)
+        up_bias = up_bias.to(device)
+    return Bundles(
+        rows=rows.to(device),
+        scales=scales,
+        up_bias=up_bias,
+        hidden=hidden,
+        gated=gated,
+        codec=codec,
+    )
+
+
+def inputs(num_tokens, hidden, dtype, device):
+    """With rows farther from each other than they are long."""
+    wide = torch.full((num_tokens, hidden + 8), torch.nan, dtype=dtype)
+    wide[:, :hidden] = torch.randn(num_tokens, hidden)
+    return wide.to(device)[:, :hidden]
+
+
+def close(found, expected, terms, eps):
+    """Within the rounding of a sum of terms whose magnitudes sum to ``terms``."""
+    assert found.dtype == torch.float32
+    error = (found.double() - expected).abs()
+    assert (error <= 8 * eps * terms + 1e-30).all(), (error / terms).max() / eps
+
+
+def check(bundles, num_rows, x_BH, activation, eps):
+    rows = torch.arange(num_rows, device=x_BH.device)
+    a_Bn = api.activations(x_BH, bundles, num_rows, activation)
+    expected = reference.activations(x_BH, bundles, rows, activation, torch.float64)
+    w_nMH = reference.weights(bundles, rows, torch.float64).abs()
+    x = x_BH.double().abs()
+    terms = x @ w_nMH[:, -2].T + 10
+    if bundles.gated:
+        terms *= x @ w_nMH[:, 0].T
+    close(a_Bn, expected, terms, EPS)
+
+    before = torch.randn(x_BH.shape, device=x_BH.device)
+    out = before.clone()
+    api.add_down(out, a_Bn, bundles, num_rows)
+    terms = before.abs() + a_Bn.double().abs() @ w_nMH[:, -1]
+    down = reference.down(a_Bn.double(), bundles, rows, torch.float64)
+    close(out, before + down, terms, eps)
+    found = api.product(x_BH, bundles, num_rows, activation)
+    close(found, down, terms, eps)
+    assert torch.equal(found, api.product(x_BH, bundles, num_rows, activation))
+
+
+@pytest.mark.parametrize("case", FEW, ids=readable)
+@pytest.mark.usefixtures("few_programs")
+def test_a_few_tokens(case, device):
+    codec, hidden, num_rows, num_tokens, groups, gated = case
+    bundles = bundles_of(hidden, num_rows, groups, gated=gated, codec=codec, device=device)
+    x_BH = inputs(num_tokens, hidden, torch.bfloat16, device)
+    check(bundles, num_rows, x_BH, ACTIVATIONS[(num_tokens + gated) % 4], EPS)
+
+
+@pytest.mark.parametrize("case", BATCH, ids=readable)
+@pytest.mark.usefixtures("few_programs")
+def test_a_batch(case, device):
+    codec, hidden, num_rows, num_tokens, groups, gated = case
+    bundles = bundles_of(hidden, num_rows, groups, gated=gated, codec=codec, device=device)
+    dtype = getattr(torch, codec) if codec.startswith("bf") else torch.float16
+    x_BH = inputs(num_tokens, hidden, dtype, device)
+    eps = EPS if codec.startswith("float") else PAIR_EPS
+    check(bundles, num_rows, x_BH, "silu" if gated else "relu", eps)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 17], ids=lambda count: f"{count}tokens")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.usefixtures("few_programs")
+def test_activations_of_large_and_small_sums(activation, num_tokens, device):
+    """Where exponentials overflow, and where tanh would lose digits."""
+    bundles = bundles_of(64, 64, 0, gated=False, codec="float32", device=device)
+    bundles.codes.view(torch.float32)[:64, :64] = torch.eye(64, device=device)
+    bundles.up_bias.zero_()
+    sums = torch.cat([torch.linspace(-12, 12, 44), torch.tensor([-3e3, -1e2, 1e-6, 0, 1e2, 3e3])])
+    x_BH = torch.zeros(num_tokens, 64)
+    x_BH[:, :50] = sums
+    x_BH = x_BH.to(device)
+    found = api.activations(x_BH, bundles, 64, activation)
+    rows = torch.arange(64, device=device)
+    expected = reference.activations(x_BH, bundles, rows, activation, torch.float64)
+    torch.testing.assert_close(found.double(), expected, atol=4 * EPS, rtol=4 * EPS)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17], ids=lambda count: f"{count}tokens")
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
+@pytest.mark.usefixtures("few_programs")
+def test_rows_without_activation_add_nothing_whatever_they_hold(codec, num_tokens, device):
+    bundles = bundles_of(96, 40, 3, gated=False, codec=codec, device=device)
+    bundles.up_bias[:40:3] = -1e30
+    x_BH = inputs(num_tokens, 96, torch.float32, device)
+    kept = [row for row in range(40) if row % 3]
+    expected = reference.product(x_BH, bundles, torch.tensor(kept, device=device), "relu")
+    down = slice(matrix_bytes(96, codec), 2 * matrix_bytes(96, codec))
+    bundles.rows[:40:3, down] = 0xFF
+    if bundles.scales is not None:
+        bundles.scales[:40:3, 1] = torch.nan
+    found = api.product(x_BH, bundles, 40, "relu")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_what_is_no_number_stays_none(device):
+    bundles = bundles_of(96, 40, 3, gated=False, codec="int8", device=device)
+    for num_tokens in (1, 17):
+        x_BH = torch.full((num_tokens, 96), torch.nan, device=device)
+        assert api.product(x_BH, bundles, 40, "relu").isnan().all()
+
+
+def test_no_rows_and_no_tokens(device):
+    bundles = bundles_of(64, 5, 1, gated=True, codec="int8", device=device)
+    x_BH = torch.randn(2, 64, device=device)
+    assert api.activations(x_BH, bundles, 0, "silu").shape == (2, 0)
+    assert torch.equal(api.product(x_BH, bundles, 0, "silu"), torch.zeros_like(x_BH))
+    assert api.product(x_BH[:0], bundles, 5, "silu").shape == (0, 64)
+
+
+FILLS = [("int8", 576, 1, True), ("int4", 576, 3, True), ("bfloat16", 96, 1, False)]
+FILLS += [("int4", 96, 5, False), ("float16", 90, 1, True), ("int8", 6, 1, False)]
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    ("codec", "hidden", "num_tokens", "gated"),
+    FILLS,
+    ids=[f"{codec}-hidden{hidden}-{tokens}tokens" for codec, hidden, tokens, _ in FILLS],
+)
+def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_tokens, gated, device):
+    groups = 3 if hidden < 576 else 9
+    # Any bits, so that NaN must come as it is; only what is multiplied is made of numbers.
+    near = bundles_of(hidden, 30, groups, gated=gated, codec=codec, device=device)
+    far = bundles_of(hidden, 23, groups, gated=gated, codec=codec, device=torch.device("cpu"))
+    order = torch.randperm(30)
+    near_ids, present_ids = order[:7].to(device), order[7:20].to(device)
+    far_rows = far.rows.pin_memory() if device.type == "cuda" else far.rows
+    missing = Missing(
+        rows=far_rows,
+        far_ids=torch.randperm(23)[:7].to(device),
+        near_ids=near_ids,
+        neuron_ids=torch.randperm(23)[:7].to(device),
+        scales=None if far.scales is None else far.scales.to(device),
+        up_bias=None if far.up_bias is None else far.up_bias.to(device),
+    )
+    x_BH = inputs(num_tokens, hidden, torch.bfloat16, device)
+    counts = torch.tensor([5, 11], dtype=torch.int32, device=device)  # the lists have room for more
+    brought = dataclasses.replace(
+        missing,
+        far_ids=missing.far_ids[:5],
+        near_ids=missing.near_ids[:5],
+        neuron_ids=missing.neuron_ids[:5],
+    )
+    copy = dataclasses.replace(
+        near,
+        rows=near.rows.clone(),
+        scales=None if near.scales is None else near.scales.clone(),
+        up_bias=None if near.up_bias is None else near.up_bias.clone(),
+    )
+    reference.fill(copy, brought)
+    found = api.fill_and_multiply(x_BH, near, missing, present_ids, counts, "silu")
+    for name in ("rows", "scales", "up_bias"):
+        if (mine := getattr(near, name)) is not None:
+            other = getattr(copy, name)
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), name
+
+    rows = torch.cat([near_ids[:5], present_ids[:11]])
+    a_Bn = reference.activations(x_BH, copy, rows, "silu", torch.float64)
+    terms = a_Bn.abs() @ reference.weights(copy, rows, torch.float64)[:, -1].abs()
+    error = (found - reference.down(a_Bn, copy, rows, torch.float64)).abs()
+    assert (error <= 1e-4 * terms + 1e-4).all()
+    # The same rows in the same order, all of them near: equal bit by bit.
+    nobody = torch.tensor([0, 16], dtype=torch.int32, device=device)
+    again = api.fill_and_multiply(x_BH, near, missing, rows, nobody, "silu")
+    assert torch.equal(found, again)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the memory is the host's")
+@pytest.mark.parametrize("num_tokens", [1, 5], ids=lambda count: f"{count}tokens")
+@pytest.mark.parametrize("codec", ["int8", "bfloat16"])
+def test_rows_beyond_what_32_bits_count(codec, num_tokens, device):
+    """Rows 3 GiB from each other, of memory that is never touched between them."""
+    stride, num_rows = 3 << 30, 4
+    no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python 3.11 lacks
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    memory = mmap.mmap(-1, (num_rows - 1) * stride + 4096, flags=flags)
+    rows = torch.frombuffer(memory, dtype=torch.uint8).as_strided((num_rows, 1024), (stride, 1))
+    bundles = bundles_of(96, num_rows, 1, gated=True, codec=codec, device=device, rows=rows)
+    x_BH = inputs(num_tokens, 96, torch.bfloat16, device)
+    check(bundles, num_rows, x_BH, "silu", PAIR_EPS)
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if "few_tokens" in v.name], ids=lambda v: v.name
+)
+def test_variants_are_what_is_launched(variant, device):
+    wanted = variant.constants
+    codec, gated, fills = wanted["CODEC"], wanted["GATED"], wanted["FILLS"]
+    bundles = bundles_of(4096, 1, wanted["NUM_GROUPS"], gated=gated, codec=codec, device=device)
+    missing = None
+    if fills:
+        ids = torch.zeros(1, dtype=torch.int64, device=device)
+        missing = Missing(
+            rows=bundles.rows, far_ids=ids, near_ids=ids, neuron_ids=ids, scales=None, up_bias=None
+        )
+    parameters = tuned.parameters("neuron_ffn")
+    launch = Launch(bundles, 1, wanted["TOKENS"], wanted["ACTIVATION"], parameters, missing)
+    found = dict(launch.constants)
+    assert found.pop("num_warps") == variant.num_warps
+    assert found.pop("num_stages") == variant.num_stages
+    assert found == {name: wanted[name] for name in found}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with 4-bit weights as they lie; the packing is drawn in ``reference.py``.
+
+    few tokens    a program: R rows of w, all of K in steps of some groups; no sums between programs
+    more          a program: N rows, M tokens, a group at a time on tensor cores
+
+    y_BN = sum over G of  scale_NG * (q - 8) x   +   zero_NG * sum x        x and q of the group
+
+For few tokens the words of 4 bytes have one layout with x, which is arranged for it: the codes in
+one place of all words are multiplied with what lies together. The next step's words come to shared
+memory meanwhile. On tensor cores the codes are whole numbers, which bfloat16 and float16 have
+exactly; scales and zeros come in with a group's sums, in float32.
+
+Expected, by reasoning and not measured: a weight is 0.5625 bytes, so that a 4096 x 4096 matrix is
+9.4 MB, 2 us of an H200's memory: the launch is as long. For one token a weight takes 6.3
+instructions (the loop's, counted in sm_90's code), and 3.5 can be issued while its bytes come: 55 %
+of the bandwidth at most. Many tokens are bound by tensor cores, and by the sums of groups, of which
+there is one operation for 64 of theirs.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_tiered.kernels.products import add_product
+from vllm_tiered.kernels.variants import Variant
+
+
+@triton.jit
+def _nibbles(words, shift):
+    """Less 8, as float32: 2^23 + nibble has the nibble for its mantissa."""
+    bits = (words >> shift) & 15 | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - 8388616.0
+
+
+@triton.jit
+def few_tokens_kernel(
+    x_BHPW,
+    words_NW,
+    scale_NG,
+    zero_NG,
+    bias_N,
+    out_BN,
+    num_rows,
+    num_tokens,
+    out_stride,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``x_BHPW`` float32 [B, half of a byte, byte of a word, words of a row]."""
+    NUM_GROUPS: tl.constexpr = COLUMNS // 64
+    WORDS: tl.constexpr = COLUMNS // 8
+    token = tl.arange(0, TOKENS)[:, None, None, None, None, None]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :, None, None, None, None]
+    half = tl.arange(0, 2)[None, None, :, None, None, None]
+    place = tl.arange(0, 4)[None, None, None, :, None, None]
+    in_groups = tl.arange(0, GROUPS)[None, None, None, None, :, None]
+    word = tl.arange(0, 8)[None, None, None, None, None, :]
+    is_row = row < num_rows
+    is_token = token < num_tokens
+    row = row.to(tl.int64)
+    total = tl.zeros((TOKENS, ROWS, 1, 1, GROUPS, 1), tl.float32)
+    for first in tl.range(0, NUM_GROUPS, GROUPS, num_stages=STAGES):
+        group = first + in_groups
+        is_read = is_row & (group < NUM_GROUPS)
+        at = group * 8 + word
+        words = tl.load(words_NW + row * WORDS + at, mask=is_read, other=0)
+        x = tl.load(
+            x_BHPW + ((token * 2 + half) * 4 + place) * WORDS + at,
+            mask=is_token & (group < NUM_GROUPS),
+            other=0.0,
+        )
+        scale = tl.load(scale_NG + row * NUM_GROUPS + group, mask=is_read, other=0.0)
+        zero = tl.load(zero_NG + row * NUM_GROUPS + group, mask=is_read, other=0.0)
+        found = tl.sum(_nibbles(words, 8 * place + 4 * half) * x, axis=3, keep_dims=True)
+        found = tl.sum(tl.sum(found, axis=2, keep_dims=True), axis=5, keep_dims=True)
+        x_sum = tl.sum(tl.sum(x, axis=3, keep_dims=True), axis=2, keep_dims=True)
+        x_sum = tl.sum(x_sum, axis=5, keep_dims=True)
+        total += scale.to(tl.float32) * found + zero.to(tl.float32) * x_sum
+    out = tl.sum(total, axis=4, keep_dims=True)
+    if bias_N is not None:
+        out += tl.load(bias_N + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out_BN + token.to(tl.int64) * out_stride + row, out, mask=is_token & is_row)
+
+
+@triton.jit
+def batch_kernel(
+    x_BK,
+    codes_NK,
+    scale_NG,
+    zero_NG,
+    bias_N,
+    out_BN,
+    num_rows,
+    num_tokens,
+    x_stride,
+    out_stride,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    NUM_GROUPS: tl.constexpr = COLUMNS // 64
+    DOT: tl.constexpr = x_BK.dtype.element_ty
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    is_row = row < num_rows
+    is_token = token < num_tokens
+    byte = tl.arange(0, 32)[None, :]
+    codes = codes_NK + (row * (COLUMNS // 2))[:, None] + byte
+    x = x_BK + (token * x_stride)[:, None] + byte
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for group in range(NUM_GROUPS):
+        pairs = tl.load(codes + group * 32, mask=is_row[:, None], other=0)
+        low_x = tl.load(x + group * 64, mask=is_token[:, None], other=0.0)
+        high_x = tl.load(x + group * 64 + 32, mask=is_token[:, None], other=0.0)
+        scale = tl.load(scale_NG + row * NUM_GROUPS + group, mask=is_row, other=0.0).to(tl.float32)
+        zero = tl.load(zero_NG + row * NUM_GROUPS + group, mask=is_row, other=0.0).to(tl.float32)
+        low = _nibbles(pairs.to(tl.int32), 0).to(DOT)
+        high = _nibbles(pairs.to(tl.int32), 4).to(DOT)
+        found = add_product(low, low_x.T, tl.zeros_like(total), "ieee")
+        found = add_product(high, high_x.T, found, "ieee")
+        x_sum = tl.sum(low_x.to(tl.float32) + high_x.to(tl.float32), axis=1)
+        total += scale[:, None] * found + zero[:, None] * x_sum[None, :]
+    if bias_N is not None:
+        total += tl.load(bias_N + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    out = out_BN + (token * out_stride)[None, :] + row[:, None]
+    tl.store(out, total.to(DOT), mask=is_row[:, None] & is_token[None, :])
+
+
+def _variant(name: str, kernel: object, *, tokens: int, bias: bool = False) -> Variant:
+    """A launch for a 4096 x 4096 matrix, as ``api.py`` makes it."""
+    few = kernel is few_tokens_kernel
+    pointers = {
+        "x_BHPW" if few else "x_BK": "*fp32" if few else "*bf16",
+        "words_NW" if few else "codes_NK": "*i32" if few else "*u8",
+        "scale_NG": "*bf16",
+        "zero_NG": "*bf16",
+        **({"bias_N": "*bf16"} if bias else {}),
+        "out_BN": "*bf16",
+    }
+    numbers = ("num_rows", "num_tokens", *(() if few else ("x_stride",)), "out_stride")
+    own = {"ROWS": 4, "GROUPS": 16, "STAGES": 4} if few else {"ROWS": 64}
+    return Variant(
+        name=f"dequant_linear.{name}",
+        kernel=kernel,
+        signature=pointers | dict.fromkeys(numbers, "i32"),
+        constants={"COLUMNS": 4096, "TOKENS": tokens, **own} | ({} if bias else {"bias_N": None}),
+        aligned=(*pointers, "num_rows", *numbers[2:]),
+        num_warps=1 if few else 4,
+    )
+
+
+VARIANTS = (
+    _variant("few_tokens", few_tokens_kernel, tokens=1),
+    _variant("few_tokens.4tokens.bias", few_tokens_kernel, tokens=4, bias=True),
+    _variant("batch.16tokens", batch_kernel, tokens=16),
+    _variant("batch.64tokens.bias", batch_kernel, tokens=64, bias=True),
+)

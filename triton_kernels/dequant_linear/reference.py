@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packing, and the product in plain torch, float32 first: what the kernels are held against.
+
+    w_NK  is about  (q_NK - 8) * scale_NG + zero_NG,    q from 0 to 15,    G groups of 64 along K
+
+N out features, K in features, B tokens. A compressed matrix is one row of bytes, as many as
+``weights/int4.py`` takes, whose order is that of a processor's kernels:
+
+    codes    [N, G, 32]   byte j of a group has weight j in its lower half, j + 32 in its upper one
+    scales   [N, G]       in the activations' dtype
+    zeros    [N, G]       likewise
+
+So a thread's 16 bytes are 32 weights of one group, both halves of them in order with one operation
+each, and a row's bytes follow each other.
+"""
+
+import torch
+
+GROUP = 64
+"""Weights of a row, one after the other, that share a scale and a zero."""
+
+_LEVELS = 15
+_MIDDLE = 8
+
+
+def pack(weight_NK: torch.Tensor) -> torch.Tensor:
+    """Round each weight to the nearest of 16 values between its group's minimum and maximum.
+
+    Args:
+        weight_NK: in float32, bfloat16 or float16; K is made of whole groups.
+
+    Returns:
+        uint8.
+    """
+    dtype, num_rows = weight_NK.dtype, len(weight_NK)
+    groups_NGg = weight_NK.float().reshape(num_rows, -1, GROUP)
+    low_NG = groups_NGg.amin(dim=2)
+    # Rounded as they will be used, so that the codes fit them.
+    scale_NG = ((groups_NGg.amax(dim=2) - low_NG) / _LEVELS).to(dtype)
+    zero_NG = (low_NG + _MIDDLE * scale_NG.float()).to(dtype)
+    scale_NG1, zero_NG1 = scale_NG.float()[..., None], zero_NG.float()[..., None]
+    codes_NGg = torch.where(scale_NG1 > 0, (groups_NGg - zero_NG1) / scale_NG1, 0) + _MIDDLE
+    low, high = codes_NGg.round().clamp(0, _LEVELS).to(torch.uint8).chunk(2, dim=2)
+    codes = low | high << 4
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in (codes, scale_NG, zero_NG)])
+
+
+def parts(
+    packed: torch.Tensor, num_rows: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views: codes uint8 [N, K / 2], scales and zeros [N, G] in the activations' dtype."""
+    per_group = GROUP // 2 + 2 * dtype.itemsize
+    num_groups = packed.numel() // (num_rows * per_group)
+    num_code_bytes = num_rows * num_groups * GROUP // 2
+    figures = packed[num_code_bytes:].view(dtype).view(2, num_rows, num_groups)
+    return packed[:num_code_bytes].view(num_rows, -1), figures[0], figures[1]
+
+
+def unpack(packed: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [N, K]; ``dtype`` is the activations'."""
+    codes, scale_NG, zero_NG = parts(packed, num_rows, dtype)
+    bytes_NGb = codes.view(*scale_NG.shape, GROUP // 2)
+    q_NGg = torch.cat([bytes_NGb & 15, bytes_NGb >> 4], dim=2).float() - _MIDDLE
+    return (q_NGg * scale_NG.float()[..., None] + zero_NG.float()[..., None]).view(num_rows, -1)
+
+
+def linear(
+    x_BK: torch.Tensor, packed: torch.Tensor, num_rows: int, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ w.T + bias`` in float32, [B, N], rounded once to x's dtype."""
+    out_BN = x_BK.float() @ unpack(packed, num_rows, x_BK.dtype).T
+    if bias_N is not None:
+        out_BN += bias_N.float()
+    return out_BN.to(x_BK.dtype)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers: check shapes and types, then the launches of one product.
+
+few tokens     x in the words' order ─► few_tokens_kernel ─► add_up_kernel
+more           batch_activations_kernel ─► batch_down_kernel ─► add_up_kernel
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from vllm_tiered.kernels import tuned
+from vllm_tiered.kernels.neuron_ffn import batch, few
+from vllm_tiered.kernels.neuron_ffn.bundles import ACTIVATIONS, Bundles, Missing
+
+
+def activations(
+    x_BH: torch.Tensor,
+    bundles: Bundles,
+    num_rows: int,
+    activation: str,
+    *,
+    device_name: str | None = None,
+) -> torch.Tensor:
+    """Of rows 0 .. num_rows - 1, float32 [B, n].
+
+    Args:
+        x_BH: of any float type; rows of contiguous numbers.
+        activation: one of ``ACTIVATIONS``.
+        device_name: whose launch parameters to take.
+    """
+    _check(x_BH, bundles, num_rows, activation)
+    a_Bn = x_BH.new_empty((len(x_BH), num_rows), dtype=torch.float32)
+    if not a_Bn.numel():
+        return a_Bn
+    parameters = tuned.parameters("neuron_ffn", device_name)
+    if _is_batch(bundles, len(x_BH), parameters):
+        batch.activations(x_BH, bundles, a_Bn, activation, parameters)
+        return a_Bn
+    for tokens in _few(len(x_BH), few.most_tokens(bundles, parameters)):
+        launch = few.Launch(bundles, num_rows, len(a_Bn[tokens]), activation, parameters)
+        launch.run(x_BH[tokens], a_Bn[tokens], None)
+    return a_Bn
+
+
+def add_down(
+    out_BH: torch.Tensor,
+    a_Bn: torch.Tensor,
+    bundles: Bundles,
+    num_rows: int,
+    *,
+    device_name: str | None = None,
+) -> None:
+    """Add the down product of rows 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
+
+    Rows whose activations are all 0 add nothing, whatever they hold; of a few tokens' they are not
+    read.
+
+    Args:
+        a_Bn: float32; rows of contiguous numbers.
+    """
+    assert out_BH.dtype == a_Bn.dtype == torch.float32, (out_BH.dtype, a_Bn.dtype)
+    assert out_BH.is_contiguous() and out_BH.shape == (len(a_Bn), bundles.hidden)
+    assert a_Bn.shape[1] == num_rows <= len(bundles.rows) and a_Bn.stride(1) == 1
+    if not a_Bn.numel():
+        return
+    parameters = tuned.parameters("neuron_ffn", device_name)
+    if _is_batch(bundles, len(a_Bn), parameters):
+        batch.add_down(out_BH, a_Bn, bundles, parameters, adds=True)
+        return
+    for tokens in _few(len(a_Bn), few.most_tokens(bundles, parameters)):
+        launch = few.Launch(bundles, num_rows, len(a_Bn[tokens]), "relu", parameters)
+        launch.multiply(None, a_Bn[tokens], out_BH[tokens], adds=True)
+
+
+def product(
+    x_BH: torch.Tensor,
+    bundles: Bundles,
+    num_rows: int,
+    activation: str,
+    *,
+    device_name: str | None = None,
+) -> torch.Tensor:
+    """Both at once, float32 [B, H]; arguments as of :func:`activations`."""
+    _check(x_BH, bundles, num_rows, activation)
+    out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
+    if not len(x_BH) or not num_rows:
+        return out_BH
+    parameters = tuned.parameters("neuron_ffn", device_name)
+    if _is_batch(bundles, len(x_BH), parameters):
+        a_Bn = activations(x_BH, bundles, num_rows, activation, device_name=device_name)
+        batch.add_down(out_BH, a_Bn, bundles, parameters, adds=False)
+        return out_BH
+    for tokens in _few(len(x_BH), few.most_tokens(bundles, parameters)):
+        launch = few.Launch(bundles, num_rows, len(out_BH[tokens]), activation, parameters)
+        launch.multiply(x_BH[tokens], None, out_BH[tokens], adds=False)
+    return out_BH
+
+
+def fill_and_multiply(
+    x_BH: torch.Tensor,
+    bundles: Bundles,
+    missing: Missing,
+    present_ids: torch.Tensor,
+    counts: torch.Tensor,
+    activation: str,
+    *,
+    device_name: str | None = None,
+) -> torch.Tensor:
+    """The product over missing and present neurons, while the missing ones come to their rows.
+
+    For a few tokens: of more, each few read the present rows again.
+
+    Args:
+        x_BH: of any float type; rows of contiguous numbers.
+        missing: their near rows are each once among theirs and the present ones.
+        present_ids: int64, rows of ``bundles``.
+        counts: int32 [2], how many of ``missing`` and of ``present_ids`` there are, from the first;
+            read on the device.
+        activation: one of ``ACTIVATIONS``.
+
+    Returns:
+        float32 [B, H]. Sums are in the order of the two lists.
+    """
+    _check(x_BH, bundles, 0, activation)
+    assert counts.dtype == torch.int32 and counts.shape == (2,) and counts.is_contiguous()
+    assert present_ids.dtype == torch.int64 and present_ids.is_contiguous()
+    assert (missing.scales is None) == (bundles.scales is None)
+    assert (missing.up_bias is None) == (bundles.up_bias is None)
+    out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
+    parameters = tuned.parameters("neuron_ffn", device_name)
+    most_rows = max(1, len(missing.near_ids) + len(present_ids))
+    for tokens in _few(len(x_BH), few.most_tokens(bundles, parameters)):
+        launch = few.Launch(
+            bundles, most_rows, len(out_BH[tokens]), activation, parameters, missing
+        )
+        launch.multiply(
+            x_BH[tokens],
+            None,
+            out_BH[tokens],
+            adds=False,
+            is_filled=int(tokens.start > 0),
+            present_ids=present_ids,
+            counts=counts,
+        )
+    return out_BH
+
+
+def _check(x_BH: torch.Tensor, bundles: Bundles, num_rows: int, activation: str) -> None:
+    assert x_BH.ndim == 2 and x_BH.shape[1] == bundles.hidden and x_BH.stride(1) == 1
+    assert x_BH.is_floating_point() and num_rows <= len(bundles.rows)
+    assert activation in ACTIVATIONS, activation
+
+
+def _is_batch(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> bool:
+    """Whether tensor cores compute it: they take 16 codes with one scale or more."""
+    most: int = few.most_tokens(bundles, parameters)
+    return num_tokens > most and bundles.segment >= 16
+
+
+def _few(num_tokens: int, most: int) -> list[slice]:
+    return [slice(i, min(i + most, num_tokens)) for i in range(0, num_tokens, most)]

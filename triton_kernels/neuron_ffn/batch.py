@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches for more tokens than a few."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from vllm_tiered.kernels.neuron_ffn.batch_kernel import batch_activations_kernel, batch_down_kernel
+from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
+from vllm_tiered.kernels.neuron_ffn.few import add_up, power_of_two
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def activations(
+    x_BH: torch.Tensor,
+    bundles: Bundles,
+    a_Bn: torch.Tensor,
+    activation: str,
+    parameters: Mapping[str, int],
+) -> None:
+    """Write ``a_Bn``, of the first n rows. Weights and x are multiplied in x's dtype, which has 8-
+    and 4-bit codes exactly, or in float32."""
+    constants = _constants(bundles, len(x_BH), parameters)
+    dtype = _FLOATS.get(bundles.codec, x_BH.dtype)
+    grid = (-(-a_Bn.shape[1] // constants["ROWS"]), -(-len(x_BH) // constants["TOKENS"]))
+    codes = bundles.codes
+    batch_activations_kernel[grid](
+        x_BH,
+        codes,
+        bundles.scales,
+        bundles.up_bias,
+        a_Bn,
+        a_Bn.shape[1],
+        len(x_BH),
+        x_BH.stride(0),
+        codes.stride(0),
+        a_Bn.stride(0),
+        HAS_BIAS=bundles.up_bias is not None and not bundles.gated,
+        ACTIVATION=activation,
+        DOT=_DTYPES[x_BH.dtype if x_BH.dtype == dtype else torch.float32],
+        **constants,
+    )
+
+
+def add_down(
+    out_BH: torch.Tensor,
+    a_Bn: torch.Tensor,
+    bundles: Bundles,
+    parameters: Mapping[str, int],
+    *,
+    adds: bool,
+) -> None:
+    """``out_BH``, or what is added to it: the down product of the first n rows."""
+    constants = _constants(bundles, len(a_Bn), parameters)
+    num_blocks = -(-a_Bn.shape[1] // constants["ROWS"])
+    num_columns = bundles.width // constants["CODES"]
+    num_tiles = -(-len(a_Bn) // constants["TOKENS"])
+    wanted = -(-parameters["batch_programs"] // (num_columns * num_tiles))
+    num_parts = min(wanted, num_blocks)
+    parts_PBH = out_BH.new_empty((num_parts, *out_BH.shape))
+    codes = bundles.codes
+    # float16 has no room for an activation with its scale: the 11 bits of its significand are
+    # those of tf32, which has.
+    is_float = bundles.codec in ("float16", "float32")
+    batch_down_kernel[(num_columns, num_parts, num_tiles)](
+        a_Bn,
+        codes,
+        bundles.scales,
+        parts_PBH,
+        a_Bn.shape[1],
+        len(a_Bn),
+        codes.stride(0),
+        a_Bn.stride(0),
+        DOT=tl.float32 if is_float else tl.bfloat16,
+        PRECISION="tf32x3" if bundles.codec == "float16" else "ieee",
+        **constants,
+    )
+    add_up(parts_PBH, out_BH, parameters["add_up_block"], adds=adds, halves=1, places=1)
+
+
+def _constants(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> dict[str, Any]:
+    # Both halves of 4-bit codes have sums of their own, and they share the registers.
+    most_tokens = parameters["batch_tokens"] * bundles.width // bundles.hidden
+    return dict(
+        HIDDEN=bundles.hidden,
+        WIDTH=bundles.width,
+        NUM_GROUPS=bundles.num_groups,
+        GATED=bundles.gated,
+        CODEC=bundles.codec,
+        TOKENS=max(16, min(power_of_two(num_tokens), most_tokens)),
+        ROWS=parameters["batch_rows"],
+        CODES=bundles.segment,
+        num_warps=parameters["batch_num_warps"],
+        num_stages=parameters["batch_num_stages"],
+    )

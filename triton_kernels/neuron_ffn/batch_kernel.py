@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More tokens' FFN over a region's neurons, on tensor cores.
+
+    batch_activations    a_Bn               a program: N neurons, M tokens; all of gate and up
+    batch_down           parts_PBH          a program: C codes of down, M tokens; a P-th of the rows
+    add_up (codecs.py)   out_BH
+
+Codes of 8 and 4 bit are whole numbers that bfloat16 and float16 have exactly: they are multiplied
+as they are, and scales with the sums of a group. Activations are in two bfloat16 numbers, which
+have 16 bits of their significand together, at the cost of a second product: one alone would lose
+more than what the dense layer of a 16-bit model loses, as scales are in it.
+
+Expected, by reasoning and not measured: an H200 has some 200 operations of bfloat16 for a byte of
+memory. M tokens are 2 M operations a weight for gate and up, 4 M for down: 64 tokens of gated 8-bit
+neurons are 171 a byte, near the balance; 4-bit ones are bound by tensor cores from about 40 tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_tiered.kernels.neuron_ffn.codecs import activated, expanded
+from vllm_tiered.kernels.products import add_product
+from vllm_tiered.kernels.variants import Variant
+
+
+@triton.jit
+def _operand(codes, is_high: tl.constexpr, CODEC: tl.constexpr, DOT: tl.constexpr):
+    """Codes as what a product takes."""
+    if CODEC == "bfloat16":
+        found = codes.to(tl.bfloat16, bitcast=True).to(DOT)
+    elif CODEC == "float16":
+        found = codes.to(tl.float16, bitcast=True).to(DOT)
+    elif CODEC == "int4":
+        found = ((codes >> 4 if is_high else codes & 15).to(tl.float32) - 8).to(DOT)
+    else:
+        found = expanded(codes, 0, is_high, CODEC).to(DOT)
+    return found
+
+
+@triton.jit
+def _add_product(
+    sums,
+    codes,
+    x_MK,
+    scales,
+    feature,
+    is_row,
+    is_high: tl.constexpr,
+    CODEC: tl.constexpr,
+    DOT: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    """Rows as the first operand: their weights come from registers, where they are expanded."""
+    w_NK = _operand(codes, is_high, CODEC, DOT)
+    if NUM_GROUPS > 1:
+        group = feature // (HIDDEN // NUM_GROUPS)
+        scale_N = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
+        zeros = tl.zeros_like(sums)
+        sums += scale_N[:, None] * add_product(w_NK, x_MK.T, zeros, "ieee")
+    else:
+        sums = add_product(w_NK, x_MK.T, sums, "ieee")
+    return sums
+
+
+@triton.jit
+def batch_activations_kernel(
+    x_BH,
+    rows,
+    scales_nMG,
+    up_bias_n,
+    a_Bn,
+    num_rows,
+    num_tokens,
+    x_stride,
+    row_stride,
+    a_stride,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GATED: tl.constexpr,
+    CODEC: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DOT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """CODES divides WIDTH, and lies in one group. ``row_stride`` in codes."""
+    NUM_MATRICES: tl.constexpr = 3 if GATED else 2
+    UP: tl.constexpr = NUM_MATRICES - 2
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    is_row = row < num_rows
+    is_token = token < num_tokens
+    in_rows = rows + (row * row_stride)[:, None] + tl.arange(0, CODES)[None, :]
+    in_x = x_BH + (token * x_stride)[:, None] + tl.arange(0, CODES)[None, :]
+    scales = None
+    gate_scales = None
+    if NUM_GROUPS:
+        gate_scales = scales_nMG + row * (NUM_MATRICES * NUM_GROUPS)
+        scales = gate_scales + UP * NUM_GROUPS
+    up = tl.zeros((ROWS, TOKENS), tl.float32)
+    gate = tl.zeros((ROWS, TOKENS), tl.float32)
+    for first in range(0, WIDTH, CODES):
+        up_codes = tl.load(in_rows + UP * WIDTH + first, mask=is_row[:, None], other=0)
+        if GATED:
+            gate_codes = tl.load(in_rows + first, mask=is_row[:, None], other=0)
+        for half in tl.static_range(HIDDEN // WIDTH):
+            x_MK = tl.load(in_x + half * WIDTH + first, mask=is_token[:, None], other=0.0).to(DOT)
+            feature = half * WIDTH + first
+            up = _add_product(
+                up, up_codes, x_MK, scales, feature, is_row,
+                half, CODEC, DOT, NUM_GROUPS, HIDDEN,
+            )  # fmt: skip
+            if GATED:
+                gate = _add_product(
+                    gate, gate_codes, x_MK, gate_scales, feature, is_row,
+                    half, CODEC, DOT, NUM_GROUPS, HIDDEN,
+                )  # fmt: skip
+    if NUM_GROUPS == 1:
+        up *= tl.load(scales, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            gate *= tl.load(gate_scales, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        a = activated(gate, ACTIVATION) * up
+    else:
+        if HAS_BIAS:
+            up += tl.load(up_bias_n + row, mask=is_row, other=0.0)[:, None]
+        a = activated(up, ACTIVATION)
+    tl.store(
+        a_Bn + (token * a_stride)[None, :] + row[:, None], a, mask=is_row[:, None] & is_token[None]
+    )
+
+
+@triton.jit
+def _add_weighted(sums, a_MN, w_NC, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    if tl.float32 == DOT:
+        sums = add_product(a_MN, w_NC, sums, PRECISION)
+    else:
+        upper_MN = a_MN.to(DOT)
+        lower_MN = (a_MN - upper_MN.to(tl.float32)).to(DOT)
+        sums = add_product(upper_MN, w_NC, sums, PRECISION)
+        sums = add_product(lower_MN, w_NC, sums, PRECISION)
+    return sums
+
+
+@triton.jit
+def batch_down_kernel(
+    a_Bn,
+    rows,
+    scales_nMG,
+    parts_PBH,
+    num_rows,
+    num_tokens,
+    row_stride,
+    a_stride,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GATED: tl.constexpr,
+    CODEC: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """CODES divides WIDTH, and lies in one group. ``row_stride`` in codes."""
+    NUM_MATRICES: tl.constexpr = 3 if GATED else 2
+    DOWN: tl.constexpr = NUM_MATRICES - 1
+    first = tl.program_id(0) * CODES
+    code = first + tl.arange(0, CODES)
+    token = (tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    is_token = token < num_tokens
+    low = tl.zeros((TOKENS, CODES), tl.float32)
+    high = tl.zeros((TOKENS, CODES), tl.float32)
+    for block in range(tl.program_id(1), tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = row < num_rows
+        a = tl.load(
+            a_Bn + (token * a_stride)[:, None] + row[None, :],
+            mask=is_token[:, None] & is_row[None, :],
+            other=0.0,
+        )
+        codes = tl.load(
+            rows + (row * row_stride)[:, None] + DOWN * WIDTH + code[None, :],
+            mask=is_row[:, None],
+            other=0,
+        )
+        # Rows that add nothing may hold anything.
+        adds = tl.max((a != 0).to(tl.int32), axis=0) > 0
+        scales = scales_nMG
+        if NUM_GROUPS:
+            scales = scales_nMG + (row * NUM_MATRICES + DOWN) * NUM_GROUPS
+        for half in tl.static_range(HIDDEN // WIDTH):
+            scaled = a
+            if NUM_GROUPS:
+                group = (half * WIDTH + first) // (HIDDEN // NUM_GROUPS)
+                scale_N = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
+                scaled = a * tl.where(adds, scale_N, 0.0)[None, :]
+            w_NC = tl.where(adds[:, None], _operand(codes, half, CODEC, DOT), 0.0).to(DOT)
+            if half:
+                high = _add_weighted(high, scaled, w_NC, DOT, PRECISION)
+            else:
+                low = _add_weighted(low, scaled, w_NC, DOT, PRECISION)
+    part = tl.program_id(1).to(tl.int64) * num_tokens + token
+    parts = parts_PBH + (part * HIDDEN)[:, None] + code[None, :]
+    tl.store(parts, low, mask=is_token[:, None])
+    if HIDDEN > WIDTH:
+        tl.store(parts + WIDTH, high, mask=is_token[:, None])
+
+
+def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant]:
+    """Launches for 4096 features, as ``batch.py`` makes them; 4 bit in groups of 64."""
+    groups = {"int8": 1, "int4": 64}.get(codec, 0)
+    shape = {
+        "HIDDEN": 4096,
+        "WIDTH": 2048 if codec == "int4" else 4096,
+        "NUM_GROUPS": groups,
+        "GATED": gated,
+        "CODEC": codec,
+        "DOT": tl.bfloat16,
+        "TOKENS": tokens,
+        "ROWS": 64,
+        "CODES": 64,
+    }
+    codes = {"bfloat16": "*i16", "int8": "*i8", "int4": "*u8"}[codec]
+    rows = {"rows": codes, "scales_nMG": "*fp16"} if groups else {"rows": codes}
+    numbers = dict.fromkeys(("num_rows", "num_tokens", "row_stride", "a_stride"), "i32")
+    name = f"{codec}{'' if gated else '.plain'}.{tokens}tokens"
+    bias = {} if gated else {"up_bias_n": "*fp32"}
+    activations = {"x_BH": "*bf16", **rows, **bias, "a_Bn": "*fp32", **numbers, "x_stride": "i32"}
+    down = {"a_Bn": "*fp32", **rows, "parts_PBH": "*fp32", **numbers}
+    missing = {} if groups else {"scales_nMG": None}
+    return (
+        Variant(
+            name=f"neuron_ffn.batch_activations.{name}",
+            kernel=batch_activations_kernel,
+            signature=activations,
+            constants=shape
+            | missing
+            | ({"up_bias_n": None} if gated else {})
+            | {"HAS_BIAS": not gated, "ACTIVATION": "silu" if gated else "relu"},
+            aligned=(*(activations.keys() - numbers.keys()), "row_stride"),
+            num_warps=8,
+        ),
+        Variant(
+            name=f"neuron_ffn.batch_down.{name}",
+            kernel=batch_down_kernel,
+            signature=down,
+            constants=shape | missing | {"PRECISION": "ieee"},
+            aligned=(*(down.keys() - numbers.keys()), "row_stride"),
+            num_warps=8,
+        ),
+    )
+
+
+VARIANTS = (
+    *_variants("bfloat16", gated=True, tokens=64),
+    *_variants("bfloat16", gated=False, tokens=16),
+    *_variants("int8", gated=True, tokens=64),
+    *_variants("int4", gated=True, tokens=32),
+)

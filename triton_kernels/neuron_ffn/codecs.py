@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kernel of the FFN does to codes and sums."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expanded(words, place, is_high, CODEC: tl.constexpr):
+    """Weights as float32, exactly; of 4-bit codes in units of :func:`unit`.
+
+    Args:
+        words: int32 of as many codes as there are places, or a code each, of its own size.
+        place: of the code in its word.
+        is_high: of 4-bit codes the upper half of a byte, 1, or the lower one, 0.
+    """
+    words = words.to(tl.int32)
+    if CODEC == "int4":
+        # 2^23 + (code << shift), of which the latter are the lowest bits of the mantissa. One
+        # operation and a subtraction: to shift each code down or to convert it takes more.
+        shift = 8 * place + 4 * is_high
+        codes = (words >> (shift // 16 * 16)) & (15 << (shift % 16))
+        weights = (codes | 0x4B000000).to(tl.float32, bitcast=True)
+        weights -= 8388608.0 + (8 << (shift % 16)).to(tl.float32)
+    elif CODEC == "int8":
+        weights = ((words << (24 - 8 * place)) >> 24).to(tl.float32)
+    elif CODEC == "bfloat16":
+        weights = ((words >> (16 * place)) << 16).to(tl.float32, bitcast=True)
+    elif CODEC == "float16":
+        halves = (words >> (16 * place)).to(tl.int16)
+        weights = halves.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        tl.static_assert(CODEC == "float32")
+        weights = words.to(tl.float32, bitcast=True)
+    return weights
+
+
+@triton.jit
+def unit(place, is_high, CODEC: tl.constexpr):
+    """Of expanded weights: a power of two, so that what is multiplied with it stays exact."""
+    found = 1.0
+    if CODEC == "int4":
+        found = 1.0 / (1 << ((8 * place + 4 * is_high) % 16)).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1 + small)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """What is no number stays none."""
+    if ACTIVATION == "relu":
+        found = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "silu":
+        found = x * _sigmoid(x)
+    elif ACTIVATION == "gelu":
+        found = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        # x / 2 (1 + tanh y) = x sigmoid 2y
+        found = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return found
+
+
+@triton.jit
+def add_up_kernel(
+    parts_PBHPW,
+    out_BH,
+    num_parts,
+    num_tokens,
+    out_stride,
+    HALVES: tl.constexpr,
+    PLACES: tl.constexpr,
+    WORDS: tl.constexpr,
+    ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``out_BH (+)= sum of the parts``, in an order that depends on nothing.
+
+    Parts are [P, B, HALVES, PLACES, WORDS], and out [B, HALVES, WORDS, PLACES].
+    """
+    HIDDEN: tl.constexpr = HALVES * PLACES * WORDS
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS)[:, None]
+    is_number = number < num_tokens * HIDDEN
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for first in range(0, num_parts, PARTS):
+        offset = (first + part).to(tl.int64) * (num_tokens * HIDDEN) + number[None, :]
+        is_within = (first + part < num_parts) & is_number[None, :]
+        total += tl.load(parts_PBHPW + offset, mask=is_within, other=0.0)
+    found = tl.sum(total, axis=0)
+    feature = number % HIDDEN
+    half_place = feature // WORDS
+    feature = (half_place // PLACES * WORDS + feature % WORDS) * PLACES + half_place % PLACES
+    out = out_BH + (number // HIDDEN).to(tl.int64) * out_stride + feature
+    if ADDS:
+        found += tl.load(out, mask=is_number, other=0.0)
+    tl.store(out, found, mask=is_number)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same in plain torch, in float32 or what is asked for: what the kernels are held against.
+
+a_Bn    = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T + bias_n)
+out_BH  = a_Bn down_nH
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing
+
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def weights(bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n, M, H] of the rows given, int64 [n]."""
+    codes = bundles.codes[rows].view(len(rows), bundles.num_matrices, bundles.width)
+    if bundles.codec in _FLOATS:
+        numbers: torch.Tensor = codes.view(_FLOATS[bundles.codec]).to(dtype)
+        return numbers
+    if bundles.codec == "int4":
+        codes = torch.cat((codes & 15, codes >> 4), dim=2).to(torch.int8) - 8
+    assert bundles.scales is not None
+    scales = bundles.scales[rows].to(dtype)
+    scales_nMH = scales.repeat_interleave(bundles.hidden // bundles.num_groups, dim=2)
+    found: torch.Tensor = codes.to(dtype) * scales_nMH
+    return found
+
+
+def activations(
+    x_BH: torch.Tensor,
+    bundles: Bundles,
+    rows: torch.Tensor,
+    activation: str,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """[B, n] of the rows given."""
+    w_nMH, x_BH = weights(bundles, rows, dtype), x_BH.to(dtype)
+    act, up_Bn = _ACTIVATIONS[activation], x_BH @ w_nMH[:, -2].T
+    if bundles.gated:
+        return act(x_BH @ w_nMH[:, 0].T) * up_Bn
+    return act(up_Bn if bundles.up_bias is None else up_Bn + bundles.up_bias[rows].to(dtype))
+
+
+def down(
+    a_Bn: torch.Tensor, bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[B, H]. Rows whose activations are all 0 add nothing, whatever they hold."""
+    adds = (a_Bn != 0).any(dim=0)
+    return a_Bn[:, adds].to(dtype) @ weights(bundles, rows[adds], dtype)[:, -1]
+
+
+def product(
+    x_BH: torch.Tensor,
+    bundles: Bundles,
+    rows: torch.Tensor,
+    activation: str,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Both at once, [B, H]."""
+    return down(activations(x_BH, bundles, rows, activation, dtype), bundles, rows, dtype)
+
+
+def fill(bundles: Bundles, missing: Missing) -> None:
+    """Missing neurons come to their rows: bundles, and what the tables have beside them."""
+    bundles.codes[missing.near_ids] = bundles.view(missing.rows, bundles.code_dtype)[
+        missing.far_ids
+    ]
+    if bundles.scales is not None and missing.scales is not None:
+        bundles.scales[missing.near_ids] = missing.scales[missing.neuron_ids]
+    if bundles.up_bias is not None and missing.up_bias is not None:
+        bundles.up_bias[missing.near_ids] = missing.up_bias[missing.neuron_ids]
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+}

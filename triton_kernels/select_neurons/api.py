@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers: check shapes and types, then one launch to rank and one to collect."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_tiered.kernels import tuned
+from vllm_tiered.kernels.select_neurons.kernel import collect_kernel, rank_kernel
+
+MOST_NEURONS = 1 << 19
+"""Of a layer: counts of three cuts are in one sum. Registers hold some 65,000."""
+
+
+def edges_of(shares: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Where the precisions' ranks end, float64 [3], from [full, int8, int4]; made once."""
+    edges = [sum(shares[: i + 1]) for i in range(3)]
+    return torch.tensor(edges, dtype=torch.float64, device=device)
+
+
+def rank(
+    scores_BN: torch.Tensor,
+    edges: torch.Tensor,
+    threshold: float | None = None,
+    *,
+    device_name: str | None = None,
+) -> torch.Tensor:
+    """What each token gives each neuron: uint8 [B, N], bit 0 for full precision, 1 for 8 bit at
+    least, 2 for 4 bit at least.
+
+    Args:
+        scores_BN: float32, larger = matters more; rows of contiguous numbers.
+        edges: of :func:`edges_of`.
+        threshold: neurons with lower scores are left out, and shares are of the others; None: all
+            are ranked.
+        device_name: whose launch parameters to take.
+    """
+    assert scores_BN.dtype == torch.float32 and scores_BN.ndim == 2 and scores_BN.stride(1) == 1
+    assert edges.dtype == torch.float64 and edges.shape == (3,) and edges.is_contiguous()
+    num_tokens, num_neurons = scores_BN.shape
+    assert 0 < num_neurons < MOST_NEURONS
+    parameters = tuned.parameters("select_neurons", device_name)
+    reached_BN = scores_BN.new_empty((num_tokens, num_neurons), dtype=torch.uint8)
+    if num_tokens:
+        rank_kernel[(num_tokens,)](
+            scores_BN,
+            edges,
+            reached_BN,
+            num_neurons,
+            scores_BN.stride(0),
+            0.0 if threshold is None else threshold,
+            HAS_THRESHOLD=threshold is not None,
+            BLOCK=1 << (num_neurons - 1).bit_length(),
+            PART=parameters["part"],
+            num_warps=parameters["num_warps"],
+        )
+    return reached_BN
+
+
+def select(
+    scores_BN: torch.Tensor,
+    edges: torch.Tensor,
+    threshold: float | None = None,
+    *,
+    device_name: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step's neurons: the union of what tokens chose, each in the best precision one gave it.
+
+    Arguments as of :func:`rank`.
+
+    Returns:
+        ids int64 [3, N] by precision, ascending, undefined behind so many as counts, int32 [3],
+        says. Both stay on the device, and nothing waits for it.
+    """
+    reached_BN = rank(scores_BN, edges, threshold, device_name=device_name)
+    num_tokens, num_neurons = reached_BN.shape
+    ids_3N = scores_BN.new_empty((3, num_neurons), dtype=torch.int64)
+    counts_3 = scores_BN.new_empty(3, dtype=torch.int32)
+    parameters = tuned.parameters("select_neurons", device_name)
+    collect_kernel[(1,)](
+        reached_BN,
+        ids_3N,
+        counts_3,
+        num_neurons,
+        num_tokens,
+        BLOCK=parameters["part"],
+        num_warps=parameters["num_warps"],
+    )
+    return ids_3N, counts_3

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same in plain torch, by sorting: what the kernels are held against.
+
+B tokens, N neurons of a layer, three precisions. ``edges`` are the shares of the ranks that end in
+full precision, in 8 bit at least, and in 4 bit at least: running sums of a mix's shares.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def reached(
+    scores_BN: torch.Tensor, edges: Sequence[float], threshold: float | None = None
+) -> torch.Tensor:
+    """Whether each token gives each neuron at least a precision: bool [3, B, N].
+
+    NaN ranks before all numbers and is never chosen; of equal scores the lower neuron is first.
+    """
+    found = torch.zeros((3, *scores_BN.shape), dtype=torch.bool, device=scores_BN.device)
+    for token, scores_N in enumerate(scores_BN):
+        is_active = None if threshold is None else scores_N >= threshold
+        num_ranked = len(scores_N) if is_active is None else int(is_active.sum())
+        is_nan = scores_N.isnan()
+        key = torch.where(is_nan, torch.inf, scores_N.double())
+        # Numbers behind all NaN, also behind infinity's equals.
+        order = torch.sort(key, descending=True, stable=True).indices
+        order = torch.cat([order[is_nan[order]], order[~is_nan[order]]])
+        for edge, share in enumerate(edges):
+            count = round(share * num_ranked)
+            if is_active is not None and count == num_ranked:
+                found[edge, token] = is_active
+            elif count > 0:
+                found[edge, token] = _top(scores_N, is_nan, order, count)
+    return found
+
+
+def _top(
+    scores_N: torch.Tensor, is_nan: torch.Tensor, order: torch.Tensor, count: int
+) -> torch.Tensor:
+    """The highest scores: down to that of rank ``count`` among numbers and NaN, and as many of its
+    equals as there is room for, NaN not counted."""
+    if count >= len(order):
+        return ~is_nan
+    if is_nan[order[count - 1]]:
+        return torch.zeros_like(is_nan)
+    lowest = scores_N[order[count - 1]]
+    numbers = order[~is_nan[order]]
+    chosen = numbers[scores_N[numbers] >= lowest][:count]
+    top = torch.zeros_like(is_nan)
+    top[chosen] = True
+    return top
+
+
+def select(
+    scores_BN: torch.Tensor, edges: Sequence[float], threshold: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Neurons in full, 8 and 4 bit, ascending: the union, each in the best that a token gave it."""
+    full, int8, int4 = reached(scores_BN, edges, threshold).any(dim=1)
+    return full.nonzero()[:, 0], (int8 & ~full).nonzero()[:, 0], (int4 & ~int8).nonzero()[:, 0]
