@@ -44,7 +44,7 @@ class EngineSpec:
     weights_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
     threads: int = 0
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a dict has none
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""
