@@ -31,6 +31,7 @@ def main() -> None:
 
     def drive(llm: Any) -> list[list[int]]:
         assert llm.llm_engine.vllm_config.use_v2_model_runner
+        compute_nothing(llm)
         return harness.generate(llm, asked["prompts"], asked["max_tokens"])
 
     on_host = worker.make_translator
@@ -40,6 +41,17 @@ def main() -> None:
         worker.make_translator = translator
         found = harness.run(asked["model"], [], tiered, drive=drive, **arguments)
         print(json.dumps({"name": name, **asdict(found)}), flush=True)
+
+
+def compute_nothing(llm: Any) -> None:
+    """A step in which there is only an abort to hear of, for which V2 has no forward context."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    engine.add_request("aborted", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=9))
+    engine.step()
+    engine.abort_request(["aborted"], internal=False)
+    engine.engine_core.get_output()
 
 
 def as_on_a_gpu(pages: Any, names: list[str], block_tokens: int, device: Any) -> Any:

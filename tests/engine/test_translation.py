@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_tiered.adapter.device_translation import DeviceTranslator
+from vllm_tiered.adapter.device_translation import DeviceTranslator, FollowedTable
 from vllm_tiered.adapter.translation import Translator
 from vllm_tiered.kernels.kv_pages import reference
 
@@ -137,3 +137,39 @@ def test_a_page_that_moved_is_followed_at_once():
         context = batch.step(shuffle=True, padding=0)
         translator.translate(context)
         assert all((meta.block_table == at + 1).all() for meta in context.attn_metadata.values())
+
+
+class LateDevice:
+    """Copies arrive when their event is waited for; then what the host memory holds is taken."""
+
+    def __init__(self) -> None:
+        self.arrived: list[int] = []
+        self._under_way: list[torch.Tensor] = []
+
+    def copy_(self, host: torch.Tensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+        self._under_way.append(host)
+
+    def deliver(self, count: int) -> None:
+        while len(self.arrived) < count:
+            self.arrived.append(int(self._under_way[len(self.arrived)][0]))
+
+    def make_event(self) -> Any:
+        recorded = 0
+
+        def record() -> None:
+            nonlocal recorded
+            recorded = len(self._under_way)
+
+        return SimpleNamespace(record=record, synchronize=lambda: self.deliver(recorded))
+
+
+def test_a_late_table_arrives_as_it_was_when_it_was_sent(monkeypatch):
+    source, late = np.zeros(4, dtype=np.int32), LateDevice()
+    table = FollowedTable(source, torch.device("cpu"), late.make_event)
+    monkeypatch.setattr(table, "on_device", late)
+    for at in range(6):
+        source[:] = at
+        table.follow()
+    late.deliver(6)
+    assert late.arrived == list(range(6))

@@ -89,7 +89,11 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("KVConnectorPromMetrics", "KVConnectorStats"),
         "the vllm:tiered_* metrics",
     ),
-    ("vllm.forward_context", ("get_forward_context",), "translating block tables"),
+    (
+        "vllm.forward_context",
+        ("get_forward_context", "is_forward_context_available"),
+        "translating block tables",
+    ),
     ("vllm.model_executor.models.utils", ("extract_layer_index",), "the order of the layers"),
     (
         "vllm.v1.core.kv_cache_manager.KVCacheManager",

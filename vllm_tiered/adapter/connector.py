@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_tiered.adapter import l2_hooks
 from vllm_tiered.adapter.energy import EngineEnergy, open_energy
@@ -177,7 +177,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker:
-            self._worker.translate(get_forward_context())
+            # Model runner V2 has none in a step that computes nothing.
+            self._worker.translate(
+                get_forward_context() if is_forward_context_available() else None
+            )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         return

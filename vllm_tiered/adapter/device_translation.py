@@ -47,7 +47,7 @@ class DeviceTranslator:
         device: torch.device,
         translate: Translate | None = None,
     ) -> None:
-        self._pages = _FollowedTable(pages, device)
+        self._pages = FollowedTable(pages, device)
         self._layer_names = layer_names
         self._block_tokens = block_tokens
         self._translate = _kernel(device) if translate is None else translate
@@ -112,20 +112,31 @@ class DeviceTranslator:
         self._own_slots = self._slots_LT[:, :own_tokens].unbind()
 
 
-class _FollowedTable:
+class FollowedTable:
     """A copy of a host array on the device, brought up to date on the current stream.
 
     Two host copies take turns, so that one may still be on its way while the next step is prepared.
+
+    Args:
+        source: followed as it changes.
+        make_event: on a CPU, for tests that make copies arrive late; a GPU has its own.
     """
 
-    def __init__(self, source: npt.NDArray[np.int32], device: torch.device) -> None:
+    def __init__(
+        self,
+        source: npt.NDArray[np.int32],
+        device: torch.device,
+        make_event: Callable[[], Any] | None = None,
+    ) -> None:
         self.on_device = torch.empty(source.shape, dtype=torch.int32, device=device)
         self._source = torch.from_numpy(source)
-        self._is_cuda = device.type == "cuda"
+        is_cuda = device.type == "cuda"
+        if is_cuda:
+            make_event = torch.cuda.Event
         self._turns = [
             (
-                torch.empty(source.shape, dtype=torch.int32, pin_memory=self._is_cuda),
-                torch.cuda.Event() if self._is_cuda else None,
+                torch.empty(source.shape, dtype=torch.int32, pin_memory=is_cuda),
+                make_event() if make_event else None,
             )
             for _ in range(2)
         ]

@@ -57,6 +57,7 @@ class TieredWorker:
         self.swapper: Swapper
         self._translator: Translator | DeviceTranslator | None = None
         self._translates = False
+        self._is_translated = False  # the step before, or this one
         self._layer_of: dict[str, int] = {}  # layers that may be far
         self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
         self._rotating: dict[str, int] = {}
@@ -167,11 +168,16 @@ class TieredWorker:
         self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
-        if forward_context.attn_metadata is None or not self._translates:
+        """Give the layers their block tables. No ``forward_context``: nothing is computed."""
+        was_translated, self._is_translated = self._is_translated, False
+        if forward_context is None or forward_context.attn_metadata is None or not self._translates:
             return
         assert self._translator is not None
         start = time.perf_counter()
-        self._translator.translate(forward_context, keeps_pages=self.swapper.keeps_pages)
+        # What the translator has is of the last step that it saw.
+        keeps_pages = was_translated and self.swapper.keeps_pages
+        self._translator.translate(forward_context, keeps_pages=keeps_pages)
+        self._is_translated = True
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
