@@ -4,11 +4,15 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from vllm_tiered.adapter import kv_plan
 from vllm_tiered.cost.kv import KvLevels
+
+CPUS = os.sched_getaffinity(0)
+"""Of this process, before vLLM bound its threads."""
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +23,18 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     process beside the tests made some of them take four times as long.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(min(os.sched_getaffinity(0))))
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Arguments of an engine in this process with two ranks, processes with a core each."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(CPUS)[:2])))
+    os.sched_setaffinity(0, CPUS)  # ranks inherit it, and an engine before has left one
+    return {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "async_scheduling": False,
+    }
 
 
 @pytest.fixture

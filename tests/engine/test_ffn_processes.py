@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.engine.harness import model_path, vllm_tokens
-from tests.engine.test_processes import OWN_PROCESS, PROMPTS, on_two_ranks, run_script
-from vllm_tiered.cost.ffn import Precision, bundle_stride
+from tests.engine.test_processes import OWN_PROCESS, PROMPTS, run_script
+from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store import NeuronStore
 
@@ -41,23 +40,6 @@ def test_an_unchanged_script(tmp_path) -> None:
     assert result["metrics"]["vllm:tiered_ffn_dense_steps"] > 0
     assert result["metrics"]["vllm:tiered_ffn_storage_bytes"] > 0
     assert result["metrics"]["vllm:tiered_ffn_far_bytes"] > 0
-
-
-@pytest.mark.ranks
-def test_tensor_parallel(tmp_path) -> None:
-    """Each rank opens its shard of the neurons, and brings no other."""
-    store = prepared(Path(model_path("opt")), tmp_path / "store")
-    store.close()
-    ffn = {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0}
-    result = on_two_ranks(tmp_path, {"kv": {"expansion": 1.0}, "ffn": ffn}, model="opt")
-    assert result["tokens"] == vllm_tokens("opt", PROMPTS, max_tokens=24)
-    metrics = result["metrics"]
-    shard_bytes = store.shape.neurons // 2 * bundle_stride(store.shape, Precision.FULL)
-    layers = metrics["vllm:tiered_ffn_dense_steps"]  # of both ranks
-    assert layers >= 2 * 23 * store.shape.num_layers
-    ahead = 2 * store.shape.num_layers * shard_bytes
-    read = metrics["vllm:tiered_ffn_storage_bytes"]
-    assert layers * shard_bytes <= read <= layers * shard_bytes + ahead
 
 
 # What is never in memory ----------------------------------------------------------------

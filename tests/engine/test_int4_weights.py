@@ -23,8 +23,6 @@ from tests.engine.harness import (
     run,
     vllm_tokens,
 )
-from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
-from tests.engine.test_processes import on_two_ranks
 from tests.engine.test_weights import layers
 from tests.weights.rounding import rounded
 from vllm_tiered.adapter import int4_layers, manifest, offloader
@@ -220,11 +218,11 @@ def test_compiled(plain) -> None:
 
 
 @pytest.mark.ranks
-def test_tensor_parallel(plain, tmp_path) -> None:
+def test_two_ranks(plain, two_ranks) -> None:
     """A shard's groups are those of the whole matrix."""
     weights = {"placement": "helm", "compress": "int4"}
-    result = on_two_ranks(tmp_path, {"kv": KV_OFF, "weights": weights})
-    assert result["tokens"] == vllm_tokens(plain("qwen2"), SCRIPT_PROMPTS, max_tokens=24)
+    expected = vllm_tokens(plain("qwen2"), PROMPTS)
+    assert run("qwen2", PROMPTS, KV_OFF, weights=weights, **two_ranks).tokens == expected
 
 
 def test_the_op_is_fit_for_compilers() -> None:

@@ -28,7 +28,7 @@ def on_two_ranks(cache: Path, tiered: dict[str, Any], max_tokens: int) -> tuple[
     """What the script found, and what it logged; compiled graphs are kept in ``cache``."""
     environment = {
         **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_PLUGINS": "tiered",
         "VLLM_CACHE_ROOT": str(cache),
         "VLLM_LOGGING_LEVEL": "INFO",

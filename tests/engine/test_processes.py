@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine.harness import model_path, random_prompts, vllm_tokens
 
 PROMPTS = random_prompts(8, seed=40)
@@ -41,41 +39,6 @@ def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
     assert result["tokens"] == vllm_tokens("demo", PROMPTS, max_tokens=24)
     assert result["metrics"]["vllm:tiered_kv_expansion"] == 2.5
     assert result["metrics"]["vllm:tiered_kv_read_bytes"] > 0
-
-
-def on_two_ranks(
-    folder: Path, sections: dict[str, Any], model: str = "qwen2", **llm_arguments: Any
-) -> dict[str, Any]:
-    """The script with the plugin on and configured by a file, two ranks with a core each."""
-    config = folder / "tiered.json"
-    config.write_text(json.dumps(sections))
-    variables = {
-        "VLLM_PLUGINS": "tiered",
-        "VLLM_TIERED_CONFIG": str(config),
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    }
-    return run_script(
-        OWN_PROCESS | variables,
-        model=model,
-        **{
-            "tensor_parallel_size": 2,
-            "distributed_executor_backend": "mp",
-            "async_scheduling": False,
-            **llm_arguments,
-        },
-    )
-
-
-@pytest.mark.ranks
-def test_tensor_parallel(tmp_path) -> None:
-    """Two ranks, each with its KV head, its near pages and its far tier, steps in turn; and with
-    its shard of every matrix, which it brings itself."""
-    sections = {"kv": {"expansion": 1.3}, "weights": {"placement": "helm"}}
-    result = on_two_ranks(tmp_path, sections, kv_cache_memory_bytes=4 << 20)
-    assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
-    assert result["metrics"]["vllm:tiered_kv_near_bytes"] == 2 * (4 << 20)
-    assert result["metrics"]["vllm:tiered_kv_read_bytes"] > 0
-    assert result["metrics"]["vllm:tiered_weights_read_bytes"] > 0
 
 
 def test_installed_but_not_asked_for_changes_no_output() -> None:

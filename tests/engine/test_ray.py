@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -11,20 +12,25 @@ from tests.engine.harness import model_path, vllm_tokens
 from tests.engine.test_ffn_processes import prepared
 from tests.engine.test_kill import OWN_PROCESSES, wait_for
 from tests.engine.test_kill import start as start  # the fixture
-from tests.engine.test_processes import PROMPTS, on_two_ranks
+from tests.engine.test_processes import OWN_PROCESS, PROMPTS, run_script
 
 
 @pytest.mark.ranks
-def test_tensor_parallel_with_every_part(tmp_path) -> None:
-    """KV cache swapped, attention weights far, each rank's neurons from its shard of the store."""
+def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) -> None:
+    """KV cache swapped, attention weights far, each rank's neurons from its shard of the store: an
+    unchanged script, with the engine in a process of its own."""
     prepared(Path(model_path("qwen2")), tmp_path / "store").close()
     sections = {
         "kv": {"expansion": 1.3},
         "weights": {"placement": "all_far"},
         "ffn": {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0},
     }
-    result = on_two_ranks(
-        tmp_path, sections, distributed_executor_backend="ray", kv_cache_memory_bytes=4 << 20
+    config = tmp_path / "tiered.json"
+    config.write_text(json.dumps(sections))
+    result = run_script(
+        OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)},
+        model="qwen2",
+        **{**two_ranks, "distributed_executor_backend": "ray", "kv_cache_memory_bytes": 4 << 20},
     )
     assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
     metrics = result["metrics"]

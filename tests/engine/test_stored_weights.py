@@ -21,8 +21,6 @@ from tests.engine.harness import (
     run,
     vllm_tokens,
 )
-from tests.engine.test_processes import PROMPTS as SCRIPT_PROMPTS
-from tests.engine.test_processes import on_two_ranks
 from vllm_tiered.adapter import offloader, weights_engine
 from vllm_tiered.cost.weights import SLOT_ALIGNMENT
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
@@ -97,28 +95,6 @@ def test_another_load_is_planned_anew(tmp_path) -> None:
     result = run("opt", PROMPTS, KV_OFF, max_num_seqs=8, **args)
     assert result.tokens == vllm_tokens("opt", PROMPTS)
     assert the_file(tmp_path).stat().st_mtime_ns != before
-
-
-@pytest.mark.ranks
-def test_tensor_parallel(tmp_path) -> None:
-    """Each rank measures for itself, all come to one plan, and each has a file of its shards. What
-    a plan is made from, they agree on: none may be without it."""
-    store = tmp_path / "store"
-    weights = stored(store, {**SHARED, "near_gib": 0.006, "far_gib": 0.0005})
-
-    def start() -> list[int]:
-        result = on_two_ranks(
-            tmp_path, {"kv": KV_OFF, "weights": weights}, kv_cache_memory_bytes=None
-        )
-        assert result["tokens"] == vllm_tokens("qwen2", SCRIPT_PROMPTS, max_tokens=24)
-        files = sorted(store.iterdir())
-        assert [file.name for file in files] == ["rank0of2.weights", "rank1of2.weights"]
-        return [file.stat().st_mtime_ns for file in files]
-
-    written = start()
-    assert start() == written, "they were read only"
-    (store / "rank1of2.weights").unlink()
-    assert start()[0] != written[0]
 
 
 # What is not read -----------------------------------------------------------------------
