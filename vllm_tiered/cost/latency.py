@@ -45,6 +45,9 @@ _MOST_STORED_MODULES = 4
 """Of more modules in a sublayer (experts) the largest are chosen singly, the others together.
 Three tiers to choose from allow fewer than two."""
 
+SOLVED = 1e-4
+"""How far from the program's best, in parts of it, counts as the best."""
+
 _ATTEMPTS = 3
 """The number of far sublayers decides about a third slot, which no program knows beforehand."""
 
@@ -75,6 +78,8 @@ def place_for_latency(
     near_bytes: int,
     far_bytes: int | None = None,
     storage: Link | None = None,
+    *,
+    gap: float = SOLVED,
 ) -> Placement:
     """The placement with the shortest step that fits near memory, and far memory where it can.
 
@@ -86,6 +91,7 @@ def place_for_latency(
         near_bytes: for parameters and slots.
         far_bytes: None for as much as it takes.
         storage: storage to near, if weights may be stored.
+        gap: how far from the program's best, in parts of it, is near enough.
 
     Raises:
         BudgetError: even the largest sublayer's slots do not fit.
@@ -100,7 +106,7 @@ def place_for_latency(
     for may_stay in (False, True):
         budget = near_bytes
         for _ in range(_ATTEMPTS):
-            solved = _solve(sublayers, times, links, budget, far_bytes, may_stay=may_stay)
+            solved = _solve(sublayers, times, links, budget, far_bytes, gap, may_stay=may_stay)
             if solved is None:
                 break
             candidates.append(solved)
@@ -133,6 +139,7 @@ def _solve(
     links: Links,
     near_bytes: int,
     far_bytes: int | None,
+    gap: float = SOLVED,
     *,
     may_stay: bool,
 ) -> Placement | None:
@@ -153,6 +160,7 @@ def _solve(
         slots=[[0, 1] if may_stay else [list(Kind).index(kind)] for kind in kinds],
         near_bytes=near_bytes,
         far_bytes=far_bytes if links.storage else None,
+        gap=gap,
     )
     if counts is None:
         return None
@@ -238,6 +246,7 @@ def _counts(
     slots: Sequence[Sequence[int]],
     near_bytes: int,
     far_bytes: int | None,
+    gap: float,
 ) -> list[list[int]] | None:
     """How often each choice is taken; None if nothing fits.
 
@@ -297,7 +306,7 @@ def _counts(
         constraints=LinearConstraint(np.array(rows), low, high),
         bounds=Bounds(0, upper),
         integrality=integrality,
-        options={"time_limit": 10.0, "mip_rel_gap": 1e-4},
+        options={"time_limit": 10.0, "mip_rel_gap": gap},
     )
     if solution.x is None:
         return None

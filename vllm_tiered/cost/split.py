@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from vllm_tiered.cost.latency import place_for_latency
+from vllm_tiered.cost.latency import SOLVED, place_for_latency
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.pipeline import StepTimes
@@ -132,14 +132,25 @@ def near_sets(
 
 
 def near_set(
-    shape: ModelShape, machine: Machine, times: StepTimes, room: Room, kv_bytes: int
+    shape: ModelShape,
+    machine: Machine,
+    times: StepTimes,
+    room: Room,
+    kv_bytes: int,
+    gap: float = SOLVED,
 ) -> Placement | None:
-    """What the integer program keeps near beside so much KV cache; None if nothing fits."""
+    """What the integer program keeps near beside so much KV cache; None if nothing fits.
+
+    Args:
+        gap: as for :func:`~vllm_tiered.cost.latency.place_for_latency`.
+    """
     budget = room.near_bytes - kv_bytes
     link = far_link(machine)
     storage = storage_link(machine) if room.has_storage else None
     try:
-        return place_for_latency(shape.sublayers, times, link, budget, room.far_bytes, storage)
+        return place_for_latency(
+            shape.sublayers, times, link, budget, room.far_bytes, storage, gap=gap
+        )
     except BudgetError:
         return None
 
