@@ -50,7 +50,10 @@ def engine(
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.model_executor.models import registry
 
+    # Of each architecture's class vLLM asks a process of its own, which takes 12 s to import it.
+    registry._run_in_subprocess = lambda inspect: inspect()
     # What lives before an engine outlives it. vLLM collects garbage nine times in an engine's life,
     # and going through all of its and torch's modules each time took half of a test.
     gc.freeze()
