@@ -84,6 +84,21 @@ def test_low_rank(model, text, tmp_path):
     assert not prepare(model, out, group=16, predictor="low_rank", calibration=calibration(text))
 
 
+def test_a_model_of_few_positions(text, tmp_path):
+    """Fewer than a text has tokens otherwise: OPT's table of positions would end before it."""
+    tiny_model("opt", tmp_path / "model", max_position_embeddings=100)
+    tiny_tokenizer(tmp_path / "model")
+    texts = calibration_texts(tmp_path / "model", 1200, text)
+    assert {len(one.token_ids) for one in texts} == {100}
+    assert prepare(
+        tmp_path / "model",
+        tmp_path / "store",
+        group=16,
+        predictor="low_rank",
+        calibration=calibration(text),
+    )
+
+
 @pytest.mark.parametrize("step", ["recording", "low_rank", "statistics", "mix"])
 def test_goes_on_where_it_was_killed(model, text, tmp_path, step):
     out = tmp_path / "store"

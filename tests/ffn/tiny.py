@@ -45,12 +45,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(kind: str, folder: Path, seed: int = 0) -> Any:
+def tiny_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
     """Save a model of a kind, float32, and return it as transformers has it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **KINDS[kind], dtype=torch.float32)
+    config = AutoConfig.for_model(kind, **{**KINDS[kind], **changes}, dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         # Larger than usual, so that layers matter and biases are not zero.

