@@ -268,7 +268,7 @@ def test_moving_rows_moves_all_of_them(precision):
     x = torch.randn(2, 96)
     before = activations(x, region, 6, "relu")
     src, dst = torch.tensor([4, 5]).numpy(), torch.tensor([1, 0]).numpy()
-    region.move(src, dst)
+    region.move(*map(torch.from_numpy, (src, dst)))
     after = activations(x, region, 6, "relu")
     torch.testing.assert_close(after, before[:, [5, 4, 2, 3, 4, 5]], atol=1e-5, rtol=1e-5)
 
@@ -279,7 +279,7 @@ def test_filling_rows_brings_scales_and_biases():
     )
     scales, bias = torch.rand(20, 2, 2).half(), torch.rand(20)
     rows, neurons = torch.tensor([5, 2]).numpy(), torch.tensor([11, 19]).numpy()
-    region.fill(rows, neurons, scales, bias)
+    region.fill(*map(torch.from_numpy, (rows, neurons)), scales, bias)
     assert region.scales is not None and region.up_bias is not None
     assert torch.equal(region.scales[[5, 2]], scales[[11, 19]])
     assert torch.equal(region.up_bias[[5, 2]], bias[[11, 19]])

@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.ffn.arrival import settle
 from vllm_tiered.ffn.cache.base import NO_IDS, Ids
 from vllm_tiered.ffn.plan import AHEAD
 from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.tiers.base import PageBuffer
-from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.tiers.base import Device, Event, PageBuffer
 from vllm_tiered.tiers.slot_read import SlotRead
 
 
@@ -31,11 +29,13 @@ class _Part:
     Attributes:
         neurons: sorted, in rows 0, 1, ... of ``pages``.
         arrival: None once it has been waited for.
+        copied: the last copy out of ``pages``; None once it is known to be done.
     """
 
     pages: PageBuffer
     neurons: Ids
     arrival: SlotRead | None
+    copied: Event | None = None
 
 
 class DynamicArea:
@@ -44,17 +44,17 @@ class DynamicArea:
     Args:
         store: of this rank's neurons.
         rows: of a slot, by precision.
+        device: whose far memory it is.
 
     Attributes:
         hits: neurons that were there when they were wanted.
         read_bytes: of neurons that were read ahead.
     """
 
-    def __init__(self, store: NeuronStore, rows: Mapping[Precision, int]) -> None:
+    def __init__(self, store: NeuronStore, rows: Mapping[Precision, int], device: Device) -> None:
         self._store = store
-        host = torch.device("cpu")
         self._slots = [
-            {p: self._part(p, count, host) for p, count in rows.items()} for _ in range(AHEAD + 1)
+            {p: self._part(p, count, device) for p, count in rows.items()} for _ in range(AHEAD + 1)
         ]
         self._slot_of: dict[int, int] = {}
         self.num_bytes = sum(
@@ -104,6 +104,10 @@ class DynamicArea:
         self.hits += len(found)
         return part.pages, found, rows[found]
 
+    def is_copied(self, layer: int, precision: Precision, copied: Event) -> None:
+        """What :meth:`find` named is on its way out: not to be written over before."""
+        self._slots[layer % len(self._slots)][precision].copied = copied
+
     def _forget(self, index: int) -> None:
         for layer, slot in list(self._slot_of.items()):
             if slot == index:
@@ -111,11 +115,13 @@ class DynamicArea:
         for part in self._slots[index].values():
             _settle(part)
             part.neurons = NO_IDS
+            if part.copied is not None:  # three layers ago: nobody stands still for it
+                part.copied.wait()
+                part.copied = None
 
-    def _part(self, precision: Precision, count: int, host: torch.device) -> _Part:
+    def _part(self, precision: Precision, count: int, device: Device) -> _Part:
         stride = bundle_stride(self._store.shape, precision)
-        pages = PageBuffer(aligned_pages(count, stride, host))
-        return _Part(pages, NO_IDS, None)
+        return _Part(device.far_buffer(count, stride), NO_IDS, None)
 
 
 def _settle(part: _Part) -> bool:

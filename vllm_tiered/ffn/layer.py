@@ -9,20 +9,25 @@
 B tokens, H hidden, N neurons of the layer, n of them in a region.
 """
 
-import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.ffn.arrival import Arrival, settle
 from vllm_tiered.ffn.cache.layer import LayerCache, LayerPlan
+from vllm_tiered.ffn.choice import Choice
 from vllm_tiered.ffn.compute import Region, activations, add_down
+from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.selection import Mix, Selection, select
+from vllm_tiered.ffn.selection import Mix, Selection
 from vllm_tiered.ffn.source import NeuronSource
+from vllm_tiered.ffn.step_clock import Moment, StepClock
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
 from vllm_tiered.ffn.switch_over import SwitchOver
@@ -51,17 +56,18 @@ class Tables:
 
     Args:
         store: of this rank's neurons.
+        near: torch's device.
     """
 
-    def __init__(self, store: NeuronStore, layer: int) -> None:
+    def __init__(self, store: NeuronStore, layer: int, near: torch.device) -> None:
         self.scales: dict[Precision, torch.Tensor] = {
-            p: store.scales(layer, p) for p in store.precisions if p != Precision.FULL
+            p: store.scales(layer, p).to(near) for p in store.precisions if p != Precision.FULL
         }
-        up_bias = store.up_bias(layer)
+        up_bias, down_bias = store.up_bias(layer), store.down_bias(layer)
         # As regions have it: kernels add in float32 whatever the weights are.
-        self.up_bias = None if up_bias is None else up_bias.float()
-        self.down_bias = store.down_bias(layer)
-        self.down_norms = store.down_norms(layer)
+        self.up_bias = None if up_bias is None else up_bias.float().to(near)
+        self.down_bias = None if down_bias is None else down_bias.to(near)
+        self.down_norms = store.down_norms(layer).to(near)
 
     def of(self, precision: Precision, first: int, count: int) -> dict[str, torch.Tensor | None]:
         """For neurons in a row, views."""
@@ -96,6 +102,8 @@ class FfnLayer:
         source: NeuronSource,
         stream: NeuronStream,
         switch: SwitchOver,
+        clock: StepClock,
+        link: HostLink,
         *,
         streamed: Precision,
         regions: Mapping[Precision, Region],
@@ -111,13 +119,15 @@ class FfnLayer:
         self._source = source
         self._stream = stream
         self._switch = switch
+        self._clock = clock
+        self._link = link
         self._streamed = streamed
         self.regions = dict(regions)
         self._pages = {p: PageBuffer(region.rows) for p, region in regions.items()}
         self.cache = cache
         self._num_resident = num_resident
         self._predictor = predictor
-        self._mix = mix
+        self._choice = None if mix is None else Choice(mix, _threshold(store, predictor))
         self._base = self.regions[Precision.INT4] if has_base else None
         self.later: FfnLayer | None = None
         self.use = LayerUse()
@@ -138,38 +148,51 @@ class FfnLayer:
             only_decodes: each row is a request's newest token; else the layer is computed with all
                 neurons, as a prompt's tokens together want most of them.
         """
-        begin = time.perf_counter()
-        if self._mix is None or not only_decodes:
+        begin = self._clock.now()
+        if self._choice is None or not only_decodes:
             return self._dense(x_BH, begin).to(x_BH.dtype)
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
-        selection = self._selected(x_BH, base_BN)
+        selection, of_later = self._selected(x_BH, base_BN)
         if not self._fits(selection):
-            return self._dense(x_BH, time.perf_counter()).to(x_BH.dtype)
+            return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)
         assert self.cache is not None
         plan = self.cache.plan({p: selection.of(p) for p in self.cache.caches})
         missing, multiplied = self._bytes_of(plan)
         if self._switch.prefers_dense(missing, multiplied, len(x_BH)):
-            return self._dense(x_BH, time.perf_counter()).to(x_BH.dtype)
-        self._carry_out(plan)
-        if self.later is not None:
-            self.later.anticipate(x_BH)
-        out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
+            return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)
+        is_unused_N = self._carry_out(plan, selection)
+        if self.later is not None and of_later is not None:
+            self.later.expect(of_later)
+        out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
         for precision, num_rows in self.cache.num_rows.items():
             self._add(out_BH, x_BH, self.regions[precision], num_rows)
-        if self._base is not None and base_BN is not None:
-            self._mask(base_BN, selection)
+        if self._base is not None and base_BN is not None and is_unused_N is not None:
+            base_BN.masked_fill_(is_unused_N, 0)
             add_down(out_BH, base_BN, self._base, self._base.capacity)
-        self._switch.add_sparse(time.perf_counter() - begin, missing, multiplied, len(x_BH))
+        num_tokens = len(x_BH)
+        self._clock.tell(
+            begin,
+            lambda seconds: self._switch.add_sparse(seconds, missing, multiplied, num_tokens),
+        )
         return out_BH.to(x_BH.dtype)
 
-    def anticipate(self, x_BH: torch.Tensor) -> None:
-        """Read ahead what the layer will want, if its input will be like an earlier layer's.
+    def foreseen(self, x_BH: torch.Tensor) -> torch.Tensor | None:
+        """What the layer will want, for :meth:`told`, if its input will be like an earlier layer's.
 
         Layers change the hidden state little (Deja Vu, 4.3), and what they change is normalised.
         """
-        if self._predictor is None or self.cache is None:
-            return
-        selection = self._selected(x_BH, None)
+        if self._predictor is None or self._choice is None:
+            return None
+        return self._choice.begin(self._predictor.scores(x_BH))
+
+    def told(self, scores: torch.Tensor) -> Selection:
+        """What that was, on the host."""
+        assert self._choice is not None
+        return self._choice.finish(scores)
+
+    def expect(self, selection: Selection) -> None:
+        """Read ahead what the layer will want."""
+        assert self.cache is not None
         self._source.expect(
             self._index,
             {p: one.missing(selection.of(p)) for p, one in self.cache.caches.items()},
@@ -180,15 +203,21 @@ class FfnLayer:
         if self.cache is not None:
             self.cache.check_integrity()
 
-    def _selected(self, x_BH: torch.Tensor, base_BN: torch.Tensor | None) -> Selection:
-        assert self._mix is not None
+    def _selected(
+        self, x_BH: torch.Tensor, base_BN: torch.Tensor | None
+    ) -> tuple[Selection, Selection | None]:
+        """The layer's, and what is to be read ahead for a later one; both heard of at once."""
+        assert self._choice is not None
         if base_BN is not None:
-            scores_BN = base_BN.abs() * self._tables.down_norms
-            # ReLU leaves nothing of inactive neurons: they score 0 exactly.
-            is_relu = self._store.activation == "relu"
-            return select(scores_BN, self._mix, _LEAST if is_relu else None)
-        assert self._predictor is not None
-        return select(self._predictor.scores(x_BH), self._mix, self._predictor.threshold)
+            asked = [self._choice.begin(base_BN.abs() * self._tables.down_norms)]
+        else:
+            assert self._predictor is not None
+            asked = [self._choice.begin(self._predictor.scores(x_BH))]
+        of_later = None if self.later is None else self.later.foreseen(x_BH)
+        if self.later is None or of_later is None:
+            return self._choice.finish(self._link.fetch(asked)[0]), None
+        own, later = self._link.fetch([*asked, of_later])
+        return self._choice.finish(own), self.later.told(later)
 
     def _fits(self, selection: Selection) -> bool:
         return all(
@@ -196,20 +225,31 @@ class FfnLayer:
             for p in Precision
         )
 
-    def _carry_out(self, plan: LayerPlan) -> None:
-        """Enter a plan into the books, and bring what it asks for."""
+    def _carry_out(self, plan: LayerPlan, selection: Selection) -> torch.Tensor | None:
+        """Enter a plan into the books, and bring what it asks for.
+
+        Returns:
+            Over a base, bool [N], near: whose 4-bit activations are not used.
+        """
         assert self.cache is not None
         self.use.sparse_steps += 1
         self.use.hits += plan.hits
         self.use.misses += plan.num_loads
         self.cache.commit(plan)
         arrivals: list[Arrival] = []
+        lists: list[npt.NDArray[Any]] = []
+        for part in plan.plans.values():
+            lists += (part.src_rows, part.dst_rows, part.load_neurons, part.load_rows)
+        if self._base is not None:
+            lists.append(self._unused(selection))
         try:
+            near = deque(self._link.send(lists))
             for precision, part in plan.plans.items():
-                self.regions[precision].move(part.src_rows, part.dst_rows)
+                src, dst, neurons, rows = (near.popleft() for _ in range(4))
+                self.regions[precision].move(src, dst)
                 if len(part.load_neurons):
-                    arrival = self._begin(precision, part.load_neurons, part.load_rows)
-                    arrivals.append(arrival)
+                    self._fill(precision, neurons, rows)
+                    arrivals.append(self._begin(precision, part.load_neurons, part.load_rows))
             self._source.wait(arrivals)
         except BaseException:
             # Rows are where the books say only after all of a plan: forget them, however far it
@@ -218,17 +258,18 @@ class FfnLayer:
             for one in self.cache.caches.values():
                 one.forget(one.resident())
             raise
+        return near[0] if near else None
 
-    def _mask(self, base_BN: torch.Tensor, selection: Selection) -> None:
-        """Leave of the 4-bit activations those that nothing else stands for, and that the mix asks
-        for."""
+    def _unused(self, selection: Selection) -> npt.NDArray[np.bool_]:
+        """Of the 4-bit activations: what something else stands for, or the mix does not ask for."""
         assert self.cache is not None
-        if selection.num_neurons < base_BN.shape[1]:
-            is_wanted = torch.zeros(base_BN.shape[1], dtype=torch.bool)
-            is_wanted[torch.from_numpy(selection.int4)] = True
-            base_BN[:, ~is_wanted] = 0
+        is_unused = np.zeros(self._store.shape.neurons, dtype=np.bool_)
+        if selection.num_neurons < len(is_unused):
+            is_unused[:] = True
+            is_unused[selection.int4] = False
         for cache in self.cache.caches.values():
-            base_BN[:, torch.from_numpy(cache.resident())] = 0
+            is_unused[cache.resident()] = True
+        return is_unused
 
     def _bytes_of(self, plan: LayerPlan) -> tuple[int, int]:
         """Of the neurons that it brings, and of those that will be multiplied."""
@@ -239,12 +280,12 @@ class FfnLayer:
             multiplied += part.num_rows * stride
         return missing, multiplied
 
-    def _dense(self, x_BH: torch.Tensor, begin: float) -> torch.Tensor:
+    def _dense(self, x_BH: torch.Tensor, begin: Moment) -> torch.Tensor:
         self.use.dense_steps += 1
-        out_BH = torch.zeros(x_BH.shape, dtype=torch.float32)
+        out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
         if self._num_resident:
             self._add(out_BH, x_BH, self.regions[Precision.FULL], self._num_resident)
-        for chunk in self._stream.chunks(self._index, wraps=self._mix is None):
+        for chunk in self._stream.chunks(self._index, wraps=self._choice is None):
             region = Region(
                 rows=self._stream.slots[chunk.slot].data[: chunk.num_neurons],
                 shape=self._store.shape,
@@ -253,7 +294,8 @@ class FfnLayer:
                 **self._tables.of(self._streamed, chunk.first, chunk.num_neurons),
             )
             self._add(out_BH, x_BH, region, chunk.num_neurons)
-        self._switch.add_dense(time.perf_counter() - begin, len(x_BH))
+        num_tokens = len(x_BH)
+        self._clock.tell(begin, lambda seconds: self._switch.add_dense(seconds, num_tokens))
         return out_BH
 
     def _add(self, out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, num_rows: int) -> None:
@@ -266,10 +308,22 @@ class FfnLayer:
 
     def _bring(self, precision: Precision, neurons: np.ndarray) -> None:
         """The first neurons, each to its own row, for good."""
+        (everyone,) = self._link.send([neurons])
+        self._fill(precision, everyone, everyone)
         self._source.wait([self._begin(precision, neurons, neurons)])
 
-    def _begin(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> Arrival:
+    def _fill(self, precision: Precision, neurons: torch.Tensor, rows: torch.Tensor) -> None:
         tables = self._tables
         self.regions[precision].fill(rows, neurons, tables.scales.get(precision), tables.up_bias)
+
+    def _begin(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> Arrival:
         pages = self._pages[precision]
         return self._source.bring(self._index, precision, neurons, pages, rows)
+
+
+def _threshold(store: NeuronStore, predictor: Predictor | None) -> float | None:
+    """Below which neurons are inactive; None if there is no such thing."""
+    if predictor is not None:
+        return predictor.threshold
+    # ReLU leaves nothing of inactive neurons: over a base they score 0 exactly.
+    return _LEAST if store.activation == "relu" else None

@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from vllm_tiered.config import FfnConfig
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
@@ -24,7 +26,12 @@ DEFAULT_MIX = Mix(full=0.25, int8=0.25, int4=0.5)
 
 
 def open_runtime(
-    config: FfnConfig, store: NeuronStore, device: Device, *, num_ranks: int = 1
+    config: FfnConfig,
+    store: NeuronStore,
+    device: Device,
+    *,
+    num_ranks: int = 1,
+    near_device: torch.device | None = None,
 ) -> FfnRuntime:
     """Lay out near and far memory as configured, and fill far memory.
 
@@ -32,6 +39,7 @@ def open_runtime(
         config: of the ``ffn`` section.
         store: of the rank's neurons; closed with the runtime.
         num_ranks: that share the host's memory.
+        near_device: torch's; None for the host.
 
     Raises:
         BudgetError: a tier does not have the memory.
@@ -39,7 +47,15 @@ def open_runtime(
     """
     predictors = [] if config.exact else load_predictors(store)
     plan = make_plan(config, store, predictors, num_ranks=num_ranks)
-    return FfnRuntime(store, plan, device, predictors, policy=config.cache, window=config.window)
+    return FfnRuntime(
+        store,
+        plan,
+        device,
+        predictors,
+        policy=config.cache,
+        window=config.window,
+        near_device=near_device,
+    )
 
 
 def make_plan(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
-from vllm_tiered.tiers.base import PageIds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,31 +50,33 @@ class Region:
         """Rows."""
         return len(self.rows)
 
-    def move(self, src_rows: PageIds, dst_rows: PageIds) -> None:
-        """Bundles, scales and biases of rows to others; no row is in both."""
+    def move(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
+        """Bundles, scales and biases of rows to others; no row is in both.
+
+        Args:
+            src_rows, dst_rows: int64, near.
+        """
         if len(src_rows):
-            src, dst = torch.from_numpy(src_rows), torch.from_numpy(dst_rows)
             for table in (self.rows, self.scales, self.up_bias):
                 if table is not None:
-                    table[dst] = table[src]
+                    table[dst_rows] = table[src_rows]
 
     def fill(
         self,
-        rows: PageIds,
-        neurons: PageIds,
+        rows: torch.Tensor,
+        neurons: torch.Tensor,
         scales: torch.Tensor | None,
         up_bias: torch.Tensor | None,
     ) -> None:
         """What comes with neurons beside their bundles, from the layer's tables.
 
         Args:
-            rows, neurons: where each neuron has come to.
+            rows, neurons: int64, near: where each neuron has come to.
             scales: float16 [N, M, G], of this precision.
             up_bias: [N].
         """
         if len(rows):
-            into, ids = torch.from_numpy(rows), torch.from_numpy(neurons)
             if self.scales is not None and scales is not None:
-                self.scales[into] = scales[ids]
+                self.scales[rows] = scales[neurons]
             if self.up_bias is not None and up_bias is not None:
-                self.up_bias[into] = up_bias[ids]
+                self.up_bias[rows] = up_bias[neurons]

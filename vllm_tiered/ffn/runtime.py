@@ -15,10 +15,12 @@ from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.compute import Region
 from vllm_tiered.ffn.dynamic import DynamicArea
+from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.layer import FfnLayer, LayerUse, Tables
 from vllm_tiered.ffn.plan import AHEAD, NUM_CHUNKS, FfnPlan
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.source import NeuronSource
+from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
 from vllm_tiered.ffn.switch_over import SwitchOver
@@ -65,16 +67,19 @@ class FfnRuntime:
     ) -> None:
         self._store = store
         self._device = device
-        self._near_device = near_device or torch.device("cpu")
+        self._near_device = near = near_device or torch.device("cpu")
         self.plan = plan
         self.predictor = predictors[0].name if predictors else BASE if plan.has_base else None
-        self.dynamic = DynamicArea(store, plan.dynamic_rows) if plan.dynamic_rows else None
+        self.dynamic = DynamicArea(store, plan.dynamic_rows, device) if plan.dynamic_rows else None
         self.source = NeuronSource(
             store,
             device,
             far_layers=plan.far_layers,
             precisions=plan.far_precisions,
             dynamic=self.dynamic,
+            rows=plan.rows,
+            chunks=(plan.chunk_rows, NUM_CHUNKS),
+            streamed=plan.streamed,
         )
         num_resident = plan.rows[Precision.FULL] if plan.mix is None else 0
         stream = NeuronStream(
@@ -84,18 +89,22 @@ class FfnRuntime:
             chunk_rows=plan.chunk_rows,
             num_chunks=NUM_CHUNKS,
             firsts=[num_resident] * plan.shape.num_layers,
-            device=self._near_device,
+            device=near,
         )
         self.switch = SwitchOver()
+        clock, link = StepClock(device), HostLink(device, near)
+        predictors = [predictor.to(near) for predictor in predictors]
         new_cache = _new_cache(policy, window, plan.shape.neurons)
         self.layers = [
             FfnLayer(
                 index,
                 store,
-                tables := Tables(store, index),
+                tables := Tables(store, index, near),
                 self.source,
                 stream,
                 self.switch,
+                clock,
+                link,
                 streamed=plan.streamed,
                 regions={p: self._region(p, rows, tables) for p, rows in plan.rows.items() if rows},
                 cache=None

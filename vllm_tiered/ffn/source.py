@@ -8,6 +8,7 @@ layer        0 ────── far layers ───────────�
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,8 +16,14 @@ from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.ffn.arrival import Arrival, settle
 from vllm_tiered.ffn.cache.base import NO_IDS
 from vllm_tiered.ffn.dynamic import DynamicArea
+from vllm_tiered.ffn.passage import Passage
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.tiers.base import Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.units import MIB
+
+_ROOM_BYTES = 4 * MIB
+_NUM_ROOMS = 8
+"""A precision's rooms: what a disk needs to be busy, while what it has read is copied on."""
 
 
 @dataclass(slots=True)
@@ -33,26 +40,41 @@ class SourceUse:
     wait_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Copied:
     device: Device
     event: Event
+    standstill_seconds: float = 0.0
 
     def wait(self) -> None:
-        self.device.wait(self.event)
+        self.standstill_seconds += self.device.wait(self.event)
 
 
 @dataclass(frozen=True, slots=True)
 class _All:
     arrivals: Sequence[Arrival]
 
+    @property
+    def standstill_seconds(self) -> float:
+        return sum(_standstill(arrival) for arrival in self.arrivals)
+
     def wait(self) -> None:
         if errors := settle(self.arrivals):
             raise errors[0]
 
 
+def _standstill(arrival: Arrival) -> float:
+    """Of compute, beside the time for which the host was held."""
+    seconds: float = getattr(arrival, "standstill_seconds", 0.0)
+    return seconds
+
+
 class NeuronSource:
     """Brings bundles near.
+
+    What is copied to rows waits for compute that was submitted before: it may still read them. On a
+    device that is apart from the host, the store's bundles pass through registered memory, of which
+    chunks and cached rows have rooms of their own.
 
     Args:
         store: of this rank's neurons.
@@ -60,6 +82,10 @@ class NeuronSource:
         far_layers: that far memory has, the first ones.
         precisions: that far memory has of them.
         dynamic: what was read ahead for other layers, if anything is.
+        rows: of a region, by precision.
+        chunks: rows of what is brought without being waited for at once, and how many may be on
+            their way.
+        streamed: the precision of chunks.
 
     Attributes:
         use: what has been brought.
@@ -77,6 +103,9 @@ class NeuronSource:
         far_layers: int = 0,
         precisions: Sequence[Precision] = (),
         dynamic: DynamicArea | None = None,
+        rows: Mapping[Precision, int] = MappingProxyType({}),
+        chunks: tuple[int, int] = (0, 0),
+        streamed: Precision = Precision.FULL,
     ) -> None:
         self._store = store
         self._device = device
@@ -84,6 +113,14 @@ class NeuronSource:
         self._dynamic = dynamic
         self.use = SourceUse()
         self._far = {p: self._fill(p) for p in precisions} if far_layers else {}
+        self._passages: dict[tuple[Precision, bool], Passage] = {}
+        if device.is_apart:
+            for precision in (p for p, count in rows.items() if count and self._stores(p)):
+                self._passages[precision, True] = self._passage(precision, rows[precision])
+            if self._stores(streamed):
+                self._passages[streamed, False] = Passage(
+                    store, device, streamed, room_rows=chunks[0], num_rooms=chunks[1]
+                )
 
     def bring(
         self,
@@ -106,10 +143,11 @@ class NeuronSource:
                 read ahead is not used: its memory may be given to another layer before it has been
                 copied.
         """
+        before = self._device.compute_event()
         far = self._far.get(precision)
         if far is not None and layer < self._far_layers:
             first = layer * self._store.shape.neurons
-            return self._copy(far, first + neurons, into, rows)
+            return self._copy(far, first + neurons, into, rows, before)
         held, there, from_rows = None, NO_IDS, NO_IDS
         if is_waited_for and self._dynamic is not None and self._dynamic.holds(precision):
             held, there, from_rows = self._dynamic.find(layer, precision, neurons)
@@ -119,11 +157,17 @@ class NeuronSource:
         if is_missing.any():
             missing = neurons[is_missing]
             self.use.storage_bytes += len(missing) * into.page_bytes
-            arrivals.append(
-                self._store.submit(layer, precision, missing, into.data, rows[is_missing])
-            )
+            to_rows = rows[is_missing]
+            if self._device.is_apart:
+                passage = self._passages[precision, is_waited_for]
+                arrivals.append(passage.bring(layer, missing, into, to_rows, before))
+            else:
+                arrivals.append(self._store.submit(layer, precision, missing, into.data, to_rows))
         if held is not None and len(there):
-            arrivals.append(self._copy(held, from_rows, into, rows[there]))
+            assert self._dynamic is not None
+            copied = self._copy(held, from_rows, into, rows[there], before)
+            self._dynamic.is_copied(layer, precision, copied.event)
+            arrivals.append(copied)
         return arrivals[0] if len(arrivals) == 1 else _All(arrivals)
 
     def expect(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
@@ -142,14 +186,29 @@ class NeuronSource:
         begin = time.perf_counter()
         errors = settle(arrivals)
         self.use.wait_seconds += time.perf_counter() - begin
+        if self._device.is_apart:  # else that is the same time
+            self.use.wait_seconds += sum(map(_standstill, arrivals))
         if errors:
             raise errors[0]
 
-    def _copy(self, far: PageBuffer, ids: PageIds, into: PageBuffer, rows: PageIds) -> Arrival:
+    def _copy(
+        self, far: PageBuffer, ids: PageIds, into: PageBuffer, rows: PageIds, after: Event
+    ) -> _Copied:
         self.use.far_bytes += len(ids) * into.page_bytes
         pages = Pages(ids, ascending=True)
-        return _Copied(
-            self._device, self._device.copy(Direction.READ, far, pages, into, Pages(rows))
+        event = self._device.copy(Direction.READ, far, pages, into, Pages(rows), (after,))
+        return _Copied(self._device, event)
+
+    def _stores(self, precision: Precision) -> bool:
+        """Whether bundles of a precision come from the store, at the start or later."""
+        return self._far_layers < self._store.shape.num_layers or precision not in self._far
+
+    def _passage(self, precision: Precision, rows: int) -> Passage:
+        stride = bundle_stride(self._store.shape, precision)
+        room_rows = min(rows, max(1, _ROOM_BYTES // stride))
+        num_rooms = min(_NUM_ROOMS, -(-rows // room_rows))
+        return Passage(
+            self._store, self._device, precision, room_rows=room_rows, num_rooms=num_rooms
         )
 
     def _fill(self, precision: Precision) -> PageBuffer:

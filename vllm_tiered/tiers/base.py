@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -203,7 +203,22 @@ class Copy(Protocol):
 
 
 class Device(ABC):
-    """Copies pages between a near and a far tier behind the computation."""
+    """Copies pages between a near and a far tier behind the computation.
+
+    Attributes:
+        is_apart: near memory is an accelerator's own, which the host reaches through copies only,
+            and compute runs after it was submitted.
+    """
+
+    is_apart: ClassVar[bool] = False
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Host memory, uint8, to and from which near tensors are copied without holding the host.
+
+        Raises:
+            BudgetError: the system does not have it.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     @abstractmethod
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
@@ -295,6 +310,10 @@ class Device(ABC):
     @abstractmethod
     def compute_event(self) -> Event:
         """An event that is done when all compute submitted so far is done."""
+
+    def seconds_between(self, begin: Event, end: Event) -> float | None:
+        """That compute took between two compute events; None if it is not known, or not yet."""
+        return None
 
     @abstractmethod
     def milestones(self, count: int) -> Sequence[Event]:

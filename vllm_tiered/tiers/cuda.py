@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -67,6 +68,8 @@ class CudaDevice(Device):
         num_ids: page ids that a direction's ring holds before it has to grow.
     """
 
+    is_apart: ClassVar[bool] = True
+
     def __init__(self, runtime: Runtime, *, engine_run_bytes: int, num_ids: int = RING_IDS) -> None:
         self._runtime = runtime
         self._engine_run_bytes = engine_run_bytes
@@ -82,6 +85,9 @@ class CudaDevice(Device):
         self._milestones: list[CudaEvent] = []
         self._waits: deque[tuple[Mark, CudaEvent]] = deque()
         self._is_closed = False
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._registered(num_bytes)
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         if verify != "off":  # the CPU carries its pages, and looks at them
@@ -151,6 +157,12 @@ class CudaDevice(Device):
             event = self._new_event()
             event.record(self._runtime.compute_stream())
             return event
+
+    def seconds_between(self, begin: Event, end: Event) -> float | None:
+        assert isinstance(begin, CudaEvent) and isinstance(end, CudaEvent)
+        if not (begin.done() and end.done()):
+            return None
+        return max(0.0, self._runtime.seconds_between(begin.mark, end.mark))
 
     def milestones(self, count: int) -> list[CudaEvent]:
         with self._changed:

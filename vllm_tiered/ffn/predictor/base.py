@@ -39,6 +39,10 @@ class Predictor(ABC):
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a file needs to hold of it; nothing for one that is made from the neuron store."""
 
+    def to(self, near: torch.device) -> "Predictor":
+        """The same, with its tensors on torch's device ``near``."""
+        return self
+
     @property
     def num_bytes(self) -> int:
         """What it takes of near memory."""

@@ -69,6 +69,16 @@ class LowRank(Predictor):
         tensors = {"a": self.a_RH, "b": self.b_NR, "bias": self.bias}
         return tensors if self.norms_N is None else {**tensors, "norms": self.norms_N}
 
+    def to(self, near: torch.device) -> "LowRank":
+        return LowRank(
+            self.a_RH.to(near),
+            self.b_NR.to(near),
+            self.bias.to(near),
+            norms_N=None if self.norms_N is None else self.norms_N.to(near),
+            activation=self.activation,
+            threshold=self.threshold,
+        )
+
     def shard(self, first_neuron: int, num_neurons: int) -> "LowRank":
         """Of so many neurons only; shares memory where it can."""
         chosen = slice(first_neuron, first_neuron + num_neurons)
