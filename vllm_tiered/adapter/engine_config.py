@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter import endpoint, refusals, weights_plan
 from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
+from vllm_tiered.adapter.ffn_graphs import split_at_ffn
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
@@ -131,6 +132,7 @@ def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
         refusals.check_weights_config(vllm_config)
     if config.ffn.is_used:
         refusals.check_ffn_config(vllm_config)
+        split_at_ffn(vllm_config)
     if config.l2.prefetch == "on":
         refusals.check_l2_config(vllm_config, device_type())
     if config.weights.shares_with_kv:

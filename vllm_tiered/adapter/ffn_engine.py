@@ -31,6 +31,7 @@ from vllm_tiered.ffn.layer import FfnLayer
 from vllm_tiered.ffn.open import open_runtime
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.tiers.base import Device
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -57,6 +58,7 @@ class FfnEngine:
         self._modules: list[tuple[SparseFfn, FfnEnd]] = []
         self._before: dict[str, float] = {}
         self._failure: Exception | None = None
+        self._rehearsed_tokens = 0
         self.runtime: FfnRuntime | None = None
         register_op()
 
@@ -81,8 +83,11 @@ class FfnEngine:
             self._modules.append((start, end))
             yield layer
 
-    def start(self) -> None:
+    def start(self, near_device: torch.device) -> None:
         """Open the store; the model can compute from now on.
+
+        Args:
+            near_device: torch's, which the model is on.
 
         Raises:
             ConfigError: it is of another model.
@@ -103,8 +108,11 @@ class FfnEngine:
         )
         device = make_device()
         try:
+            _check_device(device, near_device)
             _check(store, sizes, len(self._modules))
-            self.runtime = open_runtime(self._config, store, device, num_ranks=ranks)
+            self.runtime = open_runtime(
+                self._config, store, device, num_ranks=ranks, near_device=near_device
+            )
         except BaseException:
             device.close()
             store.close()
@@ -112,6 +120,8 @@ class FfnEngine:
         for (start, end), layer in zip(self._modules, self.runtime.layers, strict=True):
             start.compute = partial(self._compute, layer)
             end.bias_H = layer.down_bias
+        if device.is_apart:
+            self._modules[0][0].rehearse = self._rehearse
         stated = manifest.FfnManifest.of(self.runtime, self._config)
         manifest.publish_ffn(stated)
         if rank == 0:
@@ -137,13 +147,20 @@ class FfnEngine:
     def close(self) -> None:
         """Give memory and files back. Idempotent."""
         for start, _ in self._modules:
-            start.compute = None
+            start.compute = start.rehearse = None
         # vLLM's offloader outlives the engine, and knows this; the context has its KV cache.
         self._modules, self._context = [], {}
         if self.runtime is not None:
             self.runtime.close()
         self.runtime = None
         manifest.publish_ffn(None)
+
+    def _rehearse(self, x_BH: torch.Tensor) -> None:
+        """In the first dummy steps, which are vLLM's largest: it gives the KV cache what they leave
+        of a GPU's memory, so what a layer takes for a prompt has to be among it."""
+        if self.runtime is not None and len(x_BH) > self._rehearsed_tokens:
+            self._rehearsed_tokens = len(x_BH)
+            self.runtime.layers[0].compute(x_BH, only_decodes=False)
 
     def _compute(self, layer: FfnLayer, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
         """A layer's step, after a failed one never again.
@@ -161,6 +178,14 @@ class FfnEngine:
         except Exception as error:
             self._failure = error
             raise
+
+
+def _check_device(device: Device, near_device: torch.device) -> None:
+    if near_device.type != "cpu" and not device.is_apart:
+        raise UnsupportedError(
+            f"the model is on {near_device}, to which {type(device).__name__} does not copy: "
+            "FFNs from a neuron store are for vLLM's CPU backend and for NVIDIA GPUs"
+        )
 
 
 def _check(store: NeuronStore, sizes: FfnSizes, num_layers: int) -> None:

@@ -10,6 +10,7 @@ weights are never read.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
+from vllm_tiered.adapter.ffn_graphs import OP
 from vllm_tiered.adapter.layer_weights import skip_loading
 from vllm_tiered.errors import IntegrityError, UnsupportedError
 
@@ -29,6 +31,7 @@ _PLACES = (
 """First matrix, activation, second matrix of a layer: Llama and its kin, Falcon, OPT."""
 
 _library: torch.library.Library | None = None
+_captures = False
 
 Compute = Callable[[torch.Tensor, bool], torch.Tensor]
 """Hidden states [B, H] of a step, and whether each is of a request of its own that decodes; the
@@ -59,6 +62,7 @@ class SparseFfn(nn.Module):
 
     Attributes:
         compute: set when the store is open.
+        rehearse: called in dummy steps, if anything.
     """
 
     def __init__(self, name: str, sizes: FfnSizes) -> None:
@@ -66,10 +70,14 @@ class SparseFfn(nn.Module):
         self.name = name
         self.sizes = sizes
         self.compute: Compute | None = None
+        self.rehearse: Callable[[torch.Tensor], None] | None = None
         _leave_names(self, sizes.first_bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.ops.tiered.sparse_ffn(x, self.name), None
+        # Made here: between pieces of CUDA graphs a tensor has to be where it was at the capture.
+        out = torch.empty_like(x)
+        torch.ops.tiered.sparse_ffn(x, out, self.name)
+        return out, None
 
 
 class FfnEnd(nn.Module):
@@ -129,28 +137,50 @@ def register_op() -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("tiered", "FRAGMENT")
-        _library.define("sparse_ffn(Tensor x, str name) -> Tensor")
+        _library.define("sparse_ffn(Tensor x, Tensor(a!) out, str name) -> ()")
         _library.impl("sparse_ffn", _sparse_ffn, "CompositeExplicitAutograd")
-        _library._register_fake("sparse_ffn", lambda x, name: torch.empty_like(x))
+        _library._register_fake("sparse_ffn", lambda x, out, name: None)
 
 
-def _sparse_ffn(x: torch.Tensor, name: str) -> torch.Tensor:
+@contextmanager
+def capture() -> Iterator[None]:
+    """CUDA graphs are captured: steps are dummies, though they have an attention's metadata."""
+    global _captures
+    before, _captures = _captures, True
+    try:
+        yield
+    finally:
+        _captures = before
+
+
+def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{OP} was about to be captured in a CUDA graph, which would repeat the neurons of one "
+            "step for ever: give --enforce-eager, or leave tiered.ffn.store out"
+        )
     context = get_forward_context()
     module = context.no_compile_layers[name]
-    metadata = context.attn_metadata
-    if metadata is None:
-        return torch.zeros_like(x)  # a dummy step, of which nothing is used
+    of_one = _of_one_layer(context.attn_metadata)
+    if of_one is None or _captures:
+        out.zero_()  # a dummy step, of which nothing is used
+        if module.rehearse is not None and not _captures:
+            module.rehearse(x.reshape(-1, x.shape[-1]))
+        return
     if module.compute is None:
         raise IntegrityError(f"{name} has no neurons: its engine is closed, or was not started")
-    flat_BH = x.reshape(-1, x.shape[-1])
-    output: torch.Tensor = module.compute(flat_BH, _only_decodes(metadata)).view_as(x)
-    return output
+    flat_BH, out_BH = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+    # Behind the tokens is what fills a CUDA graph's batch: it would choose neurons too.
+    num_tokens = min(len(flat_BH), getattr(of_one, "num_actual_tokens", len(flat_BH)))
+    only_decodes = getattr(of_one, "max_query_len", 0) == 1
+    out_BH[:num_tokens].copy_(module.compute(flat_BH[:num_tokens], only_decodes))
+    out_BH[num_tokens:].zero_()
 
 
-def _only_decodes(metadata: Any) -> bool:
+def _of_one_layer(metadata: Any) -> Any:
+    """What vLLM says of a step's attention; None of a dummy step's."""
     of_layers = metadata[0] if isinstance(metadata, list) else metadata
-    of_one: Any = next(iter(of_layers.values()), None)
-    return getattr(of_one, "max_query_len", 0) == 1
+    return None if of_layers is None else next(iter(of_layers.values()), None)
 
 
 def _leave_names(module: nn.Module, has_bias: bool) -> None:

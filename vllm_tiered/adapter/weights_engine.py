@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.model_executor.offloader.base import BaseOffloader
 
-from vllm_tiered.adapter import compat, l2_hooks
+from vllm_tiered.adapter import compat, ffn_modules, l2_hooks
 from vllm_tiered.adapter.checkpoint import check_stored, checkpoint_fingerprint, describe_checkpoint
 from vllm_tiered.adapter.ffn_engine import FfnEngine
 from vllm_tiered.adapter.layer_weights import cpu_linear
@@ -69,16 +69,23 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
 def _wrap_runners(*, is_second: bool) -> None:
     """Those of vLLM's model runner V1, or V2: each takes seconds to import."""
     if is_second:
-        from vllm.v1.worker.gpu import model_runner
+        from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
         compat.wrap_once(model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(model_runner.GPUModelRunner, "load_model", _load_model)
+        compat.wrap_once(cudagraph_utils.CudaGraphManager, "capture", _capture)
     else:
         from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
         compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(gpu_model_runner.GPUModelRunner, "load_model", _load_model)
         compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
+
+
+def _capture(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Steps that are captured look like others to what is between the graphs."""
+    with ffn_modules.capture():
+        return original(*args, **kwargs)
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +243,7 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     with freed_at_once(), _not_yet(offloader):
         original(runner, *args, **kwargs)
     if ffn is not None:
-        ffn.start()
+        ffn.start(runner.device)
     if not isinstance(offloader, TieredOffloader):
         offloader.post_init()
         return

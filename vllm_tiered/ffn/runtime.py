@@ -16,7 +16,7 @@ from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.compute import Region
 from vllm_tiered.ffn.dynamic import DynamicArea
 from vllm_tiered.ffn.host_link import HostLink
-from vllm_tiered.ffn.layer import FfnLayer, LayerUse, Tables
+from vllm_tiered.ffn.layer import FfnLayer, LayerUse
 from vllm_tiered.ffn.plan import AHEAD, NUM_CHUNKS, FfnPlan
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.source import NeuronSource
@@ -24,6 +24,7 @@ from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
 from vllm_tiered.ffn.switch_over import SwitchOver
+from vllm_tiered.ffn.tables import Tables
 from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.published import aligned_pages
 

@@ -100,10 +100,10 @@ _FFN_WITHOUT = "leave tiered.ffn.store out"
 def check_ffn_args(engine_args: "EngineArgs", device_type: str) -> None:
     """The same for FFNs that are computed from a neuron store, and for their device."""
     check(ENGINE_ARGS, engine_args, "compute the FFN from a neuron store", _FFN_WITHOUT)
-    if device_type != "cpu":
+    if device_type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"vllm-tiered computes FFNs from a neuron store on vLLM's CPU backend only so far, and "
-            f'this engine\'s device is "{device_type}": {_FFN_WITHOUT}'
+            "vllm-tiered computes FFNs from a neuron store on vLLM's CPU backend and on NVIDIA "
+            f'GPUs, and this engine\'s device is "{device_type}": {_FFN_WITHOUT}'
         )
 
 

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU's device under the layers, on a double: compute and copies run late, in any order.
+
+What a layer gives is compared when everything has run: its steps overlap as far as they may.
+"""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda_double import SimulatedCudaDevice
+from tests.ffn.late_torch import NEAR, LateTorch, now
+from tests.ffn.models import Ffn, random_ffn
+from tests.ffn.test_runtime import (
+    Scripted,
+    base_scores,
+    check_bytes,
+    close,
+    exact,
+    least,
+    mixed,
+)
+from vllm_tiered.cost.ffn import Precision, bundle_bytes
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.ffn import dynamic, host_link
+from vllm_tiered.ffn import layer as layers
+from vllm_tiered.ffn import passage as passages
+from vllm_tiered.ffn import plan as planning
+from vllm_tiered.ffn import source as sources
+from vllm_tiered.ffn.runtime import FfnRuntime
+from vllm_tiered.ffn.selection import Mix, select
+from vllm_tiered.tiers.base import Direction, PageBuffer, Pages
+
+Due = list[tuple[torch.Tensor, torch.Tensor]]
+"""What was found, when it is computed, and what is expected."""
+
+
+class ScriptedNear(Scripted):
+    """Scores on the GPU."""
+
+    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
+        return self.next_BN.to(NEAR)
+
+
+class Rig:
+    """A runtime on the double."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ffn: Ffn, seed: int, haste: float) -> None:
+        print(f"seed {seed}, haste {haste}")
+        self.rng = random.Random(seed)
+        self.ffn = ffn
+        self.device = SimulatedCudaDevice(self.rng, haste=haste)
+        self.torch = LateTorch(self.device)
+        self.due: Due = []
+        for name in ("activations", "add_down"):
+            monkeypatch.setattr(layers, name, self.torch.late(getattr(layers, name)))
+
+    def runtime(self, plan, predictors=(), **kwargs) -> FfnRuntime:
+        return FfnRuntime(
+            self.ffn.open(), plan, self.device, predictors, near_device=NEAR, **kwargs
+        )
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(NEAR)
+
+    def settle(self) -> None:
+        with now():
+            self.device.cuda.run_all()
+            for found, expected in self.due:
+                assert close(found, expected)
+        self.due.clear()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
+def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ffn:
+    return random_ffn(tmp_path_factory.mktemp("store") / "ffn", gated=request.param)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few neurons, and rooms of fewer: all are used again and again."""
+    monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
+    monkeypatch.setattr(sources, "_ROOM_BYTES", 3 * 1024)
+    monkeypatch.setattr(sources, "_NUM_ROOMS", 2)
+
+
+HASTES = pytest.mark.parametrize("haste", [0.0, 0.6, 0.95])
+
+
+@HASTES
+@pytest.mark.parametrize("near_rows", [0, 50])
+@pytest.mark.parametrize("far_layers", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_neuron(monkeypatch, ffn, near_rows, far_layers, seed, haste):
+    rig = Rig(monkeypatch, ffn, seed, haste)
+    with rig.torch:
+        runtime = rig.runtime(exact(ffn, near_rows=near_rows, far_layers=far_layers))
+        for layer in (0, 1, 2, 0, 1, 2, 2, 1, 1, 0):
+            with now():
+                x_BH = torch.randn(3, 64)
+                expected = ffn.dense(layer, x_BH)
+            rig.due.append((runtime.layers[layer].compute(rig.near(x_BH), False), expected))
+        rig.settle()
+        runtime.close()
+    assert rig.torch.num_late > 100
+
+
+@HASTES
+@pytest.mark.parametrize("policy", ["atu", "window"])
+@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0, 0)])
+@pytest.mark.parametrize("seed", range(4))
+def test_chosen_neurons(monkeypatch, ffn, policy, mix, seed, haste):
+    rig = Rig(monkeypatch, ffn, seed, haste)
+    chosen_neurons(rig, policy, mix, seed)
+
+
+def chosen_neurons(rig: Rig, policy: str, mix: tuple[float, float, float], seed: int) -> None:
+    """Nothing far, what is read ahead, and a layer too; prompts between them."""
+    ffn, shape = rig.ffn, rig.ffn.shape
+    plan = replace(mixed(ffn, mix), reads_ahead=seed > 0, far_layers=seed // 2)
+    predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
+    rng = np.random.default_rng(seed)
+    scores = {layer: rng.random((3, shape.neurons)) for layer in range(shape.num_layers)}
+    with rig.torch:
+        runtime = rig.runtime(plan, predictors, policy=policy, window=3)
+        for step in range(24):
+            layer, batch = step % 3, int(rng.integers(1, 4))
+            is_prompt = step % 7 == 6
+            with now():
+                scores[layer] = 0.8 * scores[layer] + 0.2 * rng.random((3, shape.neurons))
+                scores_BN = torch.from_numpy(scores[layer][:batch]).float()
+                predictors[layer].next_BN = scores_BN
+                x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
+            before = runtime.use.sparse_steps
+            found = runtime.layers[layer].compute(rig.near(x_BH), not is_prompt)
+            runtime.layers[layer].check_integrity()
+            with now():
+                near = residents(runtime, layer)
+                if runtime.use.sparse_steps == before:
+                    rig.due.append((found, ffn.dense(layer, x_BH)))
+                    continue
+                better: set[int] = set()
+                for precision in (p for p in Precision if p in near):
+                    better |= set(near[precision].tolist())
+                    assert set(select(scores_BN, Mix.of(mix)).of(precision).tolist()) <= better
+                rig.due.append((found, ffn.product(layer, x_BH, near)))
+            if rig.rng.random() < 0.2:
+                rig.settle()
+        rig.settle()
+        with now():
+            for layer in range(3):
+                for precision in residents(runtime, layer):
+                    check_bytes(ffn, runtime, layer, precision)
+        assert runtime.use.sparse_steps >= 6 and runtime.use.misses > 60
+        assert runtime.dynamic is None or runtime.dynamic.hits > 0
+        assert runtime.source.use.wait_seconds > 0
+        runtime.close()
+
+
+@HASTES
+@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0.25, 0.5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_top_ranks_over_a_base_in_4_bit(monkeypatch, ffn, mix, seed, haste):
+    rig = Rig(monkeypatch, ffn, seed, haste)
+    ranks_over_a_base(rig, mix, seed)
+
+
+def ranks_over_a_base(rig: Rig, mix: tuple[float, float, float], seed: int) -> None:
+    ffn, everyone = rig.ffn, torch.arange(rig.ffn.shape.neurons)
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(64)
+    with rig.torch:
+        runtime = rig.runtime(replace(mixed(ffn, mix, has_base=True), far_layers=seed))
+        for step in range(24):
+            layer = step % 3
+            x = 0.7 * x + 0.5 * rng.standard_normal(64)
+            with now():
+                x_BH = torch.from_numpy(x[None]).float()
+                scores_BN, lowest = base_scores(ffn, layer, x_BH), least(ffn)
+                wanted = select(scores_BN, Mix.of(mix), lowest)
+            found = runtime.layers[layer].compute(rig.near(x_BH), True)
+            with now():
+                near = residents(runtime, layer)
+                better = torch.cat(list(near.values()))
+                is_all = sum(mix) == 1 and ffn.shape.gated
+                rest = everyone if is_all else torch.from_numpy(wanted.int4)
+                chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
+                rig.due.append((found, ffn.product(layer, x_BH, chosen)))
+        rig.settle()
+        assert runtime.use.sparse_steps == 24
+        runtime.close()
+
+
+def residents(runtime: FfnRuntime, layer: int) -> dict[Precision, torch.Tensor]:
+    cache = runtime.layers[layer].cache
+    assert cache is not None
+    return {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
+
+
+def rows_are_not_waited_for(monkeypatch):
+    """Copies overwrite rows that compute still reads."""
+    bring = sources.NeuronSource._copy
+
+    def careless(self, far, ids, into, rows, after):
+        return bring(self, far, ids, into, rows, at_once(self._device))
+
+    monkeypatch.setattr(sources.NeuronSource, "_copy", careless)
+    passing = passages.Passage.bring
+
+    def hasty(self, layer, neurons, into, rows, after):
+        return passing(self, layer, neurons, into, rows, at_once(self.device))
+
+    monkeypatch.setattr(passages.Passage, "bring", hasty)
+
+
+def at_once(device):
+    """An event of which nothing was recorded: a stream does not wait for it."""
+    event = device._new_event()
+    event.is_recorded = event._is_done = True
+    return event
+
+
+def compute_is_not_held(monkeypatch):
+    monkeypatch.setattr(SimulatedCudaDevice, "wait", lambda self, event: 0.0)
+
+
+def rooms_are_read_to_at_once(monkeypatch):
+    """A disk writes to memory that is still being copied."""
+    read_on = passages.Passing._read_on
+
+    def careless(self):
+        free = self._passage.free
+        for index, (room, _) in enumerate(free):
+            free[index] = (room, None)
+        read_on(self)
+
+    monkeypatch.setattr(passages.Passing, "_read_on", careless)
+
+
+def scores_are_read_early(monkeypatch):
+    fetch = host_link.HostLink.fetch
+
+    def hasty(self, tensors):
+        with monkeypatch.context() as patched:
+            patched.setattr(self._device, "compute_event", lambda: at_once(self._device))
+            return fetch(self, tensors)
+
+    monkeypatch.setattr(host_link.HostLink, "fetch", hasty)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        rows_are_not_waited_for,
+        compute_is_not_held,
+        rooms_are_read_to_at_once,
+        scores_are_read_early,
+    ],
+)
+def test_what_is_broken_on_purpose_is_found(monkeypatch, ffn, mutate):
+    """At the latest in one of a few runs."""
+    mutate(monkeypatch)
+    for seed, haste in product((1, 2, 3, 4), (0.0, 0.6, 0.9)):
+        try:
+            with monkeypatch.context() as patched:
+                rig = Rig(patched, ffn, seed, haste)
+                chosen_neurons(rig, "atu", (0.1, 0.2, 0.3), seed % 4)
+                ranks_over_a_base(Rig(patched, ffn, seed, haste), (0.1, 0.2, 0.3), seed % 3)
+        except (AssertionError, IntegrityError, IndexError):
+            return
+    pytest.fail(f"{mutate.__name__} was not noticed")
+
+
+# What steps alone do not show, as each waits for the scores of the one before -------------------
+
+
+def test_lists_are_not_changed_while_they_are_on_their_way(monkeypatch, ffn):
+    """More of them than there are places."""
+    rig = Rig(monkeypatch, ffn, seed=0, haste=0.0)
+    link = host_link.HostLink(rig.device, NEAR)
+    with rig.torch:
+        sent = [link.send([np.full(n, n), np.full(3, n % 2 == 0)]) for n in range(1, 20)]
+        with now():
+            rig.device.cuda.run_all()
+            for n, (numbers, flags) in enumerate(sent, 1):
+                assert numbers.tolist() == [n] * n and flags.tolist() == [n % 2 == 0] * 3
+
+
+def test_what_was_read_ahead_is_not_written_over_before_it_is_copied(monkeypatch, ffn):
+    rig = Rig(monkeypatch, ffn, seed=0, haste=0.0)
+    neurons = np.arange(4)
+    with ffn.open() as store, rig.torch:
+        area = dynamic.DynamicArea(store, {Precision.FULL: 4}, rig.device)
+        area.expect(0, {Precision.FULL: neurons})
+        held, found, rows = area.find(0, Precision.FULL, neurons)
+        assert len(found) == 4
+        with now():
+            near = PageBuffer(torch.zeros(4, held.page_bytes, dtype=torch.uint8))
+            pages = Pages(rows)
+            copied = rig.device.copy(Direction.READ, held, pages, near, Pages(neurons))
+        area.is_copied(0, Precision.FULL, copied)
+        area.expect(0, {Precision.FULL: neurons + 20})
+        area.find(0, Precision.FULL, neurons + 20)
+        copied.wait()
+        num_bytes = bundle_bytes(ffn.shape, Precision.FULL)
+        for row, neuron in enumerate(neurons.tolist()):
+            found_bytes = near.data[row, :num_bytes].numpy().tobytes()
+            assert found_bytes == ffn.bundle(0, Precision.FULL, neuron)
+        rig.device.close()
