@@ -9,6 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.choice import Choice
 from vllm_tiered.ffn.selection import Mix, select, select_each
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.select_neurons import api, reference
@@ -28,7 +30,9 @@ def cases(draw):
     if not cuts[2]:
         shares = draw(st.sampled_from([[0, 0, 1], [1 / 3, 1 / 3, 1 / 3], [0.5, 0.5, 0.00005]]))
     threshold = draw(st.sampled_from([None, None, -2.0, 0.0, 1.0, 9.0]))
-    return torch.tensor(scores).view(batch, neurons), shares, threshold
+    limit = st.integers(0, neurons)
+    limits = draw(st.one_of(st.none(), st.tuples(limit, limit, limit)))
+    return torch.tensor(scores).view(batch, neurons), shares, threshold, limits
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +42,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
 
 
-def check(scores_BN, shares, threshold, device):
+def check(scores_BN, shares, threshold, device, limits=None):
     mix = Mix.of(shares)
     edges = api.edges_of(shares, device)
-    ids_3N, counts_3 = api.select(scores_BN.to(device), edges, threshold)
+    ids_3N, counts_3 = api.select(scores_BN.to(device), edges, threshold, limits=limits)
     assert ids_3N.device == counts_3.device == edges.device
-    expected = select(scores_BN, mix, threshold)
-    by_sorting = reference.select(scores_BN, edges.tolist(), threshold)
+    expected = select(scores_BN, mix, threshold, limits)
+    by_sorting = reference.select(scores_BN, edges.tolist(), threshold, limits)
     for ids_N, count, wanted, sorted_ in zip(
         ids_3N,
         counts_3.tolist(),
@@ -62,8 +66,8 @@ def check(scores_BN, shares, threshold, device):
 )
 @given(case=cases())
 def test_it_is_the_choice_of_the_cpu(case, device):
-    scores_BN, shares, threshold = case
-    check(scores_BN, shares, threshold, device)
+    scores_BN, shares, threshold, limits = case
+    check(scores_BN, shares, threshold, device, limits)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,8 @@ def test_awkward_sizes(num_neurons, num_tokens, threshold, device):
     wide_BN[:, :num_neurons] = torch.randn(num_tokens, num_neurons)
     shares = [0.25, 0.25, 0.5] if num_tokens == 3 else [0.1, 0.0, 0.3]
     check(wide_BN[:, :num_neurons], shares, threshold, device)
+    limits = (num_neurons // 8, num_neurons // 6, num_neurons // 4)
+    check(wide_BN[:, :num_neurons], shares, threshold, device, limits)
 
 
 def test_each_token_by_itself(device):
@@ -109,3 +115,19 @@ def test_two_runs_are_equal(device):
     edges = api.edges_of([0.25, 0.25, 0.25], device)
     first, second = (api.rank(scores_BN.to(device), edges) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+def test_a_layer_hears_a_byte_a_neuron(num_tokens, threshold, device):
+    """What ffn/choice.py makes of that is the choice of the CPU."""
+    torch.manual_seed(num_tokens)
+    mix = Mix.of([0.2, 0.3, 0.1])
+    scores_BN = torch.randn(num_tokens, 300)
+    scores_BN[:, ::11] = torch.nan
+    choice = Choice(mix, threshold)
+    told_N = choice.ranked(scores_BN.to(device))
+    assert told_N.dtype == torch.uint8 and told_N.shape == (300,)
+    found, expected = choice.finish(told_N.cpu()), select(scores_BN, mix, threshold)
+    for precision in Precision:
+        assert found.of(precision).tolist() == expected.of(precision).tolist()

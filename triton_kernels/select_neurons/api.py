@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers: check shapes and types, then one launch to rank and one to collect."""
+"""Launchers: check shapes and types, then one launch to rank and one to collect; where room is
+limited, one for each precision between them."""
 
 from collections.abc import Sequence
 
 import torch
 
 from vllm_tiered.kernels import tuned
-from vllm_tiered.kernels.select_neurons.kernel import collect_kernel, rank_kernel
+from vllm_tiered.kernels.select_neurons.kernel import (
+    collect_kernel,
+    demote_kernel,
+    rank_kernel,
+)
 
 MOST_NEURONS = 1 << 19
 """Of a layer: counts of three cuts are in one sum. Registers hold some 65,000."""
+
+
+_REACHED = (7, 6, 4, 0)
+"""Bits of what is in full precision, in 8 bit, in 4 bit and left out."""
 
 
 def edges_of(shares: Sequence[float], device: torch.device) -> torch.Tensor:
@@ -57,22 +66,63 @@ def rank(
     return reached_BN
 
 
+def demoted(
+    scores_BN: torch.Tensor,
+    reached_BN: torch.Tensor,
+    limits: Sequence[int],
+    *,
+    device_name: str | None = None,
+) -> torch.Tensor:
+    """What a step gives each neuron where precisions have no room for more: uint8 [N], bits as of
+    :func:`rank`.
+
+    The lowest of what is too much, by their best score in the batch, fall to the next precision,
+    and from the last out.
+
+    Args:
+        reached_BN: of :func:`rank`; at least one token.
+        limits: how many of [full, int8, int4] there is room for.
+    """
+    assert len(limits) == 3 and reached_BN.shape == scores_BN.shape and len(scores_BN)
+    num_neurons = scores_BN.shape[1]
+    parameters = tuned.parameters("select_neurons", device_name)
+    best_N = scores_BN.amax(dim=0)
+    # What has a bit has those above it too: the greatest of the tokens' has all of theirs.
+    reached_N = reached_BN.amax(dim=0)
+    for limit, here, below in zip(limits, _REACHED[:3], _REACHED[1:], strict=True):
+        demote_kernel[(1,)](
+            best_N,
+            reached_N,
+            limit,
+            num_neurons,
+            HERE=here,
+            BELOW=below,
+            BLOCK=1 << (num_neurons - 1).bit_length(),
+            PART=parameters["part"],
+            num_warps=parameters["num_warps"],
+        )
+    return reached_N
+
+
 def select(
     scores_BN: torch.Tensor,
     edges: torch.Tensor,
     threshold: float | None = None,
     *,
+    limits: Sequence[int] | None = None,
     device_name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A step's neurons: the union of what tokens chose, each in the best precision one gave it.
 
-    Arguments as of :func:`rank`.
+    Arguments as of :func:`rank`, and of :func:`demoted`.
 
     Returns:
         ids int64 [3, N] by precision, ascending, undefined behind so many as counts, int32 [3],
         says. Both stay on the device, and nothing waits for it.
     """
     reached_BN = rank(scores_BN, edges, threshold, device_name=device_name)
+    if limits is not None and len(scores_BN):
+        reached_BN = demoted(scores_BN, reached_BN, limits, device_name=device_name)[None]
     num_tokens, num_neurons = reached_BN.shape
     ids_3N = scores_BN.new_empty((3, num_neurons), dtype=torch.int64)
     counts_3 = scores_BN.new_empty(3, dtype=torch.int32)

@@ -2,6 +2,7 @@
 """Ranks cut into precisions, exactly, and lists of what was chosen.
 
     rank_kernel       a program: a token     scores ─► a bit for each precision reached
+    demote_kernel     one program            what a precision has no room for falls to the next one
     collect_kernel    one program            all tokens' bits ─► three ascending lists
 
 Scores are compared as unsigned numbers of the same order, in which 0 and -0 are one and NaN is the
@@ -129,6 +130,49 @@ def rank_kernel(
 
 
 @triton.jit
+def demote_kernel(
+    best_N,
+    reached_N,
+    limit,
+    num_neurons,
+    HERE: tl.constexpr,
+    BELOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Of the neurons whose ``reached_N`` is ``HERE``, all but the ``limit`` best get ``BELOW``.
+
+    ``best_N`` float32, over the tokens; ``reached_N`` uint8.
+    """
+    neuron = tl.arange(0, BLOCK) + tl.program_id(0)  # 0: there is one program
+    is_neuron = neuron < num_neurons
+    is_here = tl.load(reached_N + neuron, mask=is_neuron, other=0) == HERE
+    best = tl.load(best_N + neuron, mask=is_neuron & is_here, other=float("-inf"))
+    ordered = tl.where(is_neuron, _ordered(best), 0)
+    if tl.sum((is_neuron & is_here).to(tl.int32)) > limit:
+        zero = num_neurons.to(tl.uint32) * 0
+        cut = zero
+        for place in range(32):
+            bit = (zero + 1) << (31 - place)
+            total = tl.sum((ordered >= (cut | bit)).to(tl.int32))
+            cut = tl.where(total >= limit, cut | bit, cut)
+        room = _room(ordered, cut, limit)
+        used = limit * 0
+        for first in range(0, num_neurons, PART):
+            one = first + tl.arange(0, PART)
+            is_one = one < num_neurons
+            reached = tl.load(reached_N + one, mask=is_one, other=0)
+            own = tl.load(best_N + one, mask=is_one & (reached == HERE), other=float("-inf"))
+            is_number = is_one & (own == own)
+            top, used = _top(
+                _ordered(own), is_number, is_number, cut, limit, room, used, num_neurons,
+                num_neurons, False,
+            )  # fmt: skip
+            falls = (reached == HERE) & (top == 0)
+            tl.store(reached_N + one, tl.where(falls, BELOW, reached), mask=is_one)
+
+
+@triton.jit
 def _append(ids, count, neuron, is_chosen):
     """Return the new count."""
     place = count + tl.cumsum(is_chosen.to(tl.int32)) - 1
@@ -184,6 +228,19 @@ VARIANTS = (
             num_warps=16,
         )
         for has_threshold in (False, True)
+    ),
+    Variant(
+        name="select_neurons.demote",
+        kernel=demote_kernel,
+        signature={
+            "best_N": "*fp32",
+            "reached_N": "*u8",
+            "limit": "i32",
+            "num_neurons": "i32",
+        },
+        constants={"BLOCK": 16384, "PART": 4096, "HERE": 7, "BELOW": 6},
+        aligned=("best_N", "reached_N", "num_neurons"),
+        num_warps=16,
     ),
     Variant(
         name="select_neurons.collect",

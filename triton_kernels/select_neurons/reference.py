@@ -53,8 +53,30 @@ def _top(
 
 
 def select(
-    scores_BN: torch.Tensor, edges: Sequence[float], threshold: float | None = None
+    scores_BN: torch.Tensor,
+    edges: Sequence[float],
+    threshold: float | None = None,
+    limits: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Neurons in full, 8 and 4 bit, ascending: the union, each in the best that a token gave it."""
+    """Neurons in full, 8 and 4 bit, ascending: the union, each in the best that a token gave it.
+
+    Of more than ``limits`` in a precision the lowest, by their best score in the batch, are taken
+    to the next one, or left out.
+    """
     full, int8, int4 = reached(scores_BN, edges, threshold).any(dim=1)
-    return full.nonzero()[:, 0], (int8 & ~full).nonzero()[:, 0], (int4 & ~int8).nonzero()[:, 0]
+    chosen = [full, int8 & ~full, int4 & ~int8]
+    for place, limit in enumerate(limits or ()):
+        if int(chosen[place].sum()) <= limit:
+            continue
+        best_N = torch.where(chosen[place], scores_BN.amax(dim=0), -torch.inf)
+        is_nan = best_N.isnan()
+        order = torch.sort(best_N, descending=True, stable=True).indices
+        order = torch.cat([order[is_nan[order]], order[~is_nan[order]]])
+        kept = torch.zeros_like(is_nan)
+        if limit > 0:
+            kept = _top(best_N, is_nan, order, limit) & chosen[place]
+        if place < 2:
+            chosen[place + 1] |= chosen[place] & ~kept
+        chosen[place] = kept
+    first, second, third = (one.nonzero()[:, 0] for one in chosen)
+    return first, second, third
