@@ -24,7 +24,10 @@ from triton.backends import backends
 
 def main() -> None:
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    import pytest
+
     from tests.engine import harness
+    from tests.engine.late_ffn import compute_late
     from vllm_tiered.adapter import worker
 
     asked = json.load(sys.stdin)
@@ -39,7 +42,10 @@ def main() -> None:
         tiered = arguments.pop("tiered")
         translator: Any = as_on_a_gpu if name == "swapping" else on_host
         worker.make_translator = translator
-        found = harness.run(asked["model"], [], tiered, drive=drive, **arguments)
+        with pytest.MonkeyPatch.context() as patched:
+            if name == "ffn on a double":
+                compute_late(patched, haste=0.6)
+            found = harness.run(asked["model"], [], tiered, drive=drive, **arguments)
         print(json.dumps({"name": name, **asdict(found)}), flush=True)
 
 

@@ -5,7 +5,6 @@ On the double vLLM is the CPU backend's, and each layer's FFN runs late: its cop
 in the double's streams, in random orders over poisoned memory, until vLLM has the layer's output.
 """
 
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda_double import SimulatedCudaDevice
 from tests.engine.harness import (
     engine,
     generate,
@@ -22,10 +20,9 @@ from tests.engine.harness import (
     random_prompts,
     vllm_tokens,
 )
-from tests.ffn.late_torch import NEAR, LateTorch
-from vllm_tiered.adapter import ffn_engine, weights_engine
-from vllm_tiered.ffn import layer as layers
-from vllm_tiered.ffn.layer import FfnLayer
+from tests.engine.late_ffn import compute_late
+from tests.ffn.late_torch import LateTorch
+from vllm_tiered.adapter import weights_engine
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.switch_over import SwitchOver
 
@@ -61,31 +58,7 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM takes
 @pytest.fixture(params=[0.0, 0.7])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateTorch:
     """FFNs are computed on the double."""
-    device = SimulatedCudaDevice(random.Random(3), haste=request.param)
-    late = LateTorch(device)
-    for name in ("activations", "add_down"):
-        monkeypatch.setattr(layers, name, late.late(getattr(layers, name)))
-    monkeypatch.setattr(ffn_engine, "make_device", lambda: device)
-    start, compute = ffn_engine.FfnEngine.start, FfnLayer.compute
-
-    def start_near(self: Any, near_device: torch.device) -> None:
-        with late:
-            start(self, NEAR)
-        device.cuda.run_all()
-        late.keep()
-
-    def compute_near(self: Any, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
-        with late:
-            found = compute(self, x_BH, only_decodes)
-            device.compute_event().wait()
-        late.forget()
-        return found
-
-    monkeypatch.setattr(ffn_engine.FfnEngine, "start", start_near)
-    monkeypatch.setattr(FfnLayer, "compute", compute_near)
-    # So small a model is computed faster densely.
-    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
-    return late
+    return compute_late(monkeypatch, request.param)
 
 
 @without_a_gpu

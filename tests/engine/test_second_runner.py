@@ -23,15 +23,13 @@ def found(tmp_path_factory) -> dict[str, Any]:
     prepared(Path(model_path(MODEL)), folder / "store").close()
     short = {"max_num_seqs": 4, "max_model_len": 128}
     swapping = short | {"kv_cache_memory_bytes": 3 << 18, "max_num_batched_tokens": 48}
+    near = {"store": str(folder / "store"), "exact": True, "near_gib": 0.01}
     engines = {
         "swapping": swapping | {"tiered": {"expansion": 1.3}, "enable_prefix_caching": True},
         "by itself": swapping | {"tiered": {"expansion": "auto"}},
         "weights": short | {"tiered": {"expansion": 1.0}, "weights": {"placement": "all_far"}},
-        "ffn": short
-        | {
-            "tiered": {"expansion": 1.0},
-            "ffn": {"store": str(folder / "store"), "exact": True, "near_gib": 0.01},
-        },
+        "ffn": short | {"tiered": {"expansion": 1.0}, "ffn": near},
+        "ffn on a double": short | {"tiered": {"expansion": 1.0}, "ffn": near | {"far_gib": 0.003}},
     }
     asked = {"model": MODEL, "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "engines": engines}
     command = [sys.executable, "-m", "tests.engine.second_runner_script"]
@@ -43,7 +41,7 @@ def found(tmp_path_factory) -> dict[str, Any]:
     return {answer["name"]: answer for answer in answers}
 
 
-@pytest.mark.parametrize("engine", ["swapping", "by itself", "weights", "ffn"])
+@pytest.mark.parametrize("engine", ["swapping", "by itself", "weights", "ffn", "ffn on a double"])
 def test_tokens_are_those_of_v1_without_the_plugin(found, engine):
     assert found[engine]["tokens"] == vllm_tokens(MODEL, PROMPTS, MAX_TOKENS)
 
@@ -54,3 +52,5 @@ def test_each_part_was_on(found):
     assert found["by itself"]["manifest"]["kv"]["active"]
     assert found["weights"]["manifest"]["weights"]["far_bytes"] > 0
     assert found["ffn"]["manifest"]["ffn"]["dense_bytes"] > 0
+    on_a_double = found["ffn on a double"]["metrics"]
+    assert on_a_double["tiered_ffn_storage_bytes"] > 0 and on_a_double["tiered_ffn_far_bytes"] > 0
