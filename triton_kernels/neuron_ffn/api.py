@@ -97,6 +97,12 @@ def product(
     return out_BH
 
 
+def fills(bundles: Bundles, num_tokens: int, *, device_name: str | None = None) -> bool:
+    """Whether :func:`fill_and_multiply` takes so many tokens at a time."""
+    most: int = few.most_tokens(bundles, tuned.parameters("neuron_ffn", device_name))
+    return num_tokens <= most
+
+
 def fill_and_multiply(
     x_BH: torch.Tensor,
     bundles: Bundles,

@@ -13,6 +13,7 @@ library's, or plain torch's where there is none.
 """
 
 import ctypes
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -23,7 +24,16 @@ from vllm_tiered.ffn import native, reference
 from vllm_tiered.ffn.native import ACTIVATIONS
 from vllm_tiered.ffn.region import Region
 
-__all__ = ["ACTIVATIONS", "Region", "activations", "add_down", "product"]
+__all__ = [
+    "ACTIVATIONS",
+    "Missing",
+    "Region",
+    "activations",
+    "add_down",
+    "fill_and_add",
+    "fills",
+    "product",
+]
 
 
 def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> torch.Tensor:
@@ -68,6 +78,64 @@ def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, region: Region, num_rows:
     a_Bn = _dense(a_Bn)
     if not _run(region, num_rows, "relu", None, a_Bn, out_BH):
         reference.add_down(out_BH, a_Bn, region)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Missing:
+    """Neurons that come to a region while it is multiplied.
+
+    Attributes:
+        far_rows: uint8 [far rows, stride], registered host memory.
+        far_ids, near_ids, neuron_ids: int64 [m], near: from which row each comes, to which, and
+            which one it is in the layer's tables.
+        present_ids: int64, near, the region's other rows that count.
+        counts: int32 [2], near, of missing and of present ones.
+        scales, up_bias: of all of the layer's neurons, as a region has them.
+    """
+
+    far_rows: torch.Tensor
+    far_ids: torch.Tensor
+    near_ids: torch.Tensor
+    neuron_ids: torch.Tensor
+    present_ids: torch.Tensor
+    counts: torch.Tensor
+    scales: torch.Tensor | None
+    up_bias: torch.Tensor | None
+
+
+def fills(region: Region, num_tokens: int) -> bool:
+    """Whether missing neurons can be brought by the kernels that multiply them."""
+    kernels = gpu_kernels(region)
+    return kernels is not None and bool(
+        kernels.fills(_bundles(region), num_tokens, device_name=_device_name(region))
+    )
+
+
+def fill_and_add(
+    out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, missing: Missing, activation: str
+) -> None:
+    """Add the output of missing and present neurons to ``out_BH``; the former are in their rows
+    for compute that comes later. Where :func:`fills` says so."""
+    kernels = gpu_kernels(region)
+    assert kernels is not None
+    from vllm_tiered.kernels.neuron_ffn import bundles
+
+    out_BH += kernels.fill_and_multiply(
+        _in_rows(x_BH),
+        _bundles(region),
+        bundles.Missing(
+            rows=missing.far_rows,
+            far_ids=missing.far_ids,
+            near_ids=missing.near_ids,
+            neuron_ids=missing.neuron_ids,
+            scales=missing.scales,
+            up_bias=missing.up_bias,
+        ),
+        missing.present_ids,
+        missing.counts,
+        activation,
+        device_name=_device_name(region),
+    )
 
 
 def product(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> torch.Tensor:

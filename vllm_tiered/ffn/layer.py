@@ -9,20 +9,22 @@
 B tokens, H hidden, N neurons of the layer, n of them in a region.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm_tiered.cost.ffn import Precision
-from vllm_tiered.ffn.arrival import Arrival, settle
 from vllm_tiered.ffn.cache.layer import LayerCache, LayerPlan
 from vllm_tiered.ffn.choice import Choice
-from vllm_tiered.ffn.compute import Region, activations, add_down
+from vllm_tiered.ffn.compute import (
+    Region,
+    activations,
+    add_down,
+    fill_and_add,
+)
 from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection
@@ -30,9 +32,9 @@ from vllm_tiered.ffn.source import NeuronSource
 from vllm_tiered.ffn.step_clock import Moment, StepClock
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
+from vllm_tiered.ffn.supply import Supply
 from vllm_tiered.ffn.switch_over import SwitchOver
 from vllm_tiered.ffn.tables import Tables
-from vllm_tiered.tiers.base import PageBuffer
 
 _LEAST = float(torch.finfo(torch.float32).tiny)
 
@@ -97,7 +99,7 @@ class FfnLayer:
         self._link = link
         self._streamed = streamed
         self.regions = dict(regions)
-        self._pages = {p: PageBuffer(region.rows) for p, region in regions.items()}
+        self._supply = Supply(index, self.regions, tables, source, link)
         self.cache = cache
         self._num_resident = num_resident
         self._predictor = predictor
@@ -106,9 +108,9 @@ class FfnLayer:
         self.later: FfnLayer | None = None
         self.use = LayerUse()
         if num_resident:
-            self._bring(Precision.FULL, np.arange(num_resident))
+            self._supply.bring(Precision.FULL, np.arange(num_resident))
         if has_base:
-            self._bring(Precision.INT4, np.arange(store.shape.neurons))
+            self._supply.bring(Precision.INT4, np.arange(store.shape.neurons))
 
     @property
     def down_bias(self) -> torch.Tensor | None:
@@ -131,15 +133,30 @@ class FfnLayer:
             return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)
         assert self.cache is not None
         plan = self.cache.plan({p: selection.of(p) for p in self.cache.caches})
-        missing, multiplied = self._bytes_of(plan)
+        missing, multiplied = self._supply.bytes_of(plan)
         if self._switch.prefers_dense(missing, multiplied, len(x_BH)):
             return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)
-        is_unused_N = self._carry_out(plan, selection)
-        if self.later is not None and of_later is not None:
-            self.later.expect(of_later)
         out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
-        for precision, num_rows in self.cache.num_rows.items():
-            self._add(out_BH, x_BH, self.regions[precision], num_rows)
+        self._enter(plan)
+        try:
+            is_unused_N, on_the_way = self._supply.carry_out(
+                plan, len(x_BH), None if self._base is None else self._unused(selection)
+            )
+            if self.later is not None and of_later is not None:
+                self.later.expect(of_later)
+            for precision, num_rows in self.cache.num_rows.items():
+                region = self.regions[precision]
+                if precision in on_the_way:
+                    activation = self._store.activation
+                    fill_and_add(out_BH, x_BH, region, on_the_way[precision], activation)
+                else:
+                    self._add(out_BH, x_BH, region, num_rows)
+        except BaseException:
+            # Rows are where the books say only after all of a plan: forget them, however far it
+            # came.
+            for one in self.cache.caches.values():
+                one.forget(one.resident())
+            raise
         if self._base is not None and base_BN is not None and is_unused_N is not None:
             base_BN.masked_fill_(is_unused_N, 0)
             add_down(out_BH, base_BN, self._base, self._base.capacity)
@@ -199,40 +216,12 @@ class FfnLayer:
             for p in Precision
         )
 
-    def _carry_out(self, plan: LayerPlan, selection: Selection) -> torch.Tensor | None:
-        """Enter a plan into the books, and bring what it asks for.
-
-        Returns:
-            Over a base, bool [N], near: whose 4-bit activations are not used.
-        """
+    def _enter(self, plan: LayerPlan) -> None:
         assert self.cache is not None
         self.use.sparse_steps += 1
         self.use.hits += plan.hits
         self.use.misses += plan.num_loads
         self.cache.commit(plan)
-        arrivals: list[Arrival] = []
-        lists: list[npt.NDArray[Any]] = []
-        for part in plan.plans.values():
-            lists += (part.src_rows, part.dst_rows, part.load_neurons, part.load_rows)
-        if self._base is not None:
-            lists.append(self._unused(selection))
-        try:
-            near = deque(self._link.send(lists))
-            for precision, part in plan.plans.items():
-                src, dst, neurons, rows = (near.popleft() for _ in range(4))
-                self.regions[precision].move(src, dst)
-                if len(part.load_neurons):
-                    self._fill(precision, neurons, rows)
-                    arrivals.append(self._begin(precision, part.load_neurons, part.load_rows))
-            self._source.wait(arrivals)
-        except BaseException:
-            # Rows are where the books say only after all of a plan: forget them, however far it
-            # came, and leave them alone until nothing is on its way to them.
-            settle(arrivals)
-            for one in self.cache.caches.values():
-                one.forget(one.resident())
-            raise
-        return near[0] if near else None
 
     def _unused(self, selection: Selection) -> npt.NDArray[np.bool_]:
         """Of the 4-bit activations: what something else stands for, or the mix does not ask for."""
@@ -244,15 +233,6 @@ class FfnLayer:
         for cache in self.cache.caches.values():
             is_unused[cache.resident()] = True
         return is_unused
-
-    def _bytes_of(self, plan: LayerPlan) -> tuple[int, int]:
-        """Of the neurons that it brings, and of those that will be multiplied."""
-        missing = multiplied = 0
-        for precision, part in plan.plans.items():
-            stride = self._pages[precision].page_bytes
-            missing += len(part.load_neurons) * stride
-            multiplied += part.num_rows * stride
-        return missing, multiplied
 
     def _dense(self, x_BH: torch.Tensor, begin: Moment) -> torch.Tensor:
         self.use.dense_steps += 1
@@ -279,20 +259,6 @@ class FfnLayer:
 
     def _activations(self, x_BH: torch.Tensor, region: Region) -> torch.Tensor:
         return activations(x_BH, region, region.capacity, self._store.activation)
-
-    def _bring(self, precision: Precision, neurons: np.ndarray) -> None:
-        """The first neurons, each to its own row, for good."""
-        (everyone,) = self._link.send([neurons])
-        self._fill(precision, everyone, everyone)
-        self._source.wait([self._begin(precision, neurons, neurons)])
-
-    def _fill(self, precision: Precision, neurons: torch.Tensor, rows: torch.Tensor) -> None:
-        tables = self._tables
-        self.regions[precision].fill(rows, neurons, tables.scales.get(precision), tables.up_bias)
-
-    def _begin(self, precision: Precision, neurons: np.ndarray, rows: np.ndarray) -> Arrival:
-        pages = self._pages[precision]
-        return self._source.bring(self._index, precision, neurons, pages, rows)
 
 
 def _threshold(store: NeuronStore, predictor: Predictor | None) -> float | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.ffn.arrival import Arrival, settle
@@ -169,6 +170,16 @@ class NeuronSource:
             self._dynamic.is_copied(layer, precision, copied.event)
             arrivals.append(copied)
         return arrivals[0] if len(arrivals) == 1 else _All(arrivals)
+
+    def far_rows(self, layer: int, precision: Precision) -> tuple[torch.Tensor, int] | None:
+        """Where far memory has a layer's bundles, and in which row the first; None if it does not.
+
+        Whoever reads them there tells ``use``.
+        """
+        far = self._far.get(precision)
+        if far is None or layer >= self._far_layers:
+            return None
+        return far.data, layer * self._store.shape.neurons
 
     def expect(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
         """A layer will want these: read them ahead, if there is room to."""
