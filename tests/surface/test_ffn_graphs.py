@@ -12,17 +12,22 @@ from torch import nn
 from vllm_tiered.adapter.ffn_graphs import OP, split_at_ffn
 from vllm_tiered.errors import UnsupportedError
 
-ATTENTION = ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]
+
+def attention_ops() -> list[str]:
+    """That vLLM splits graphs at."""
+    from vllm.config import CompilationConfig
+
+    return list(CompilationConfig._attention_ops)
 
 
 def config_of(mode: str, *, compiled: bool = True, ops: list[str] | None = None) -> Any:
     """As vLLM leaves it when the configuration is made."""
-    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
-    compilation: Any = SimpleNamespace(
+    compilation = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE,
         cudagraph_mode=CUDAGraphMode[mode],
-        splitting_ops=list(ATTENTION) if ops is None else ops,
+        splitting_ops=attention_ops() if ops is None else ops,
         cudagraph_capture_sizes=[1, 2, 4],
         max_cudagraph_capture_size=4,
     )
@@ -47,15 +52,15 @@ def test_graphs_end_before_it(caplog, mode, expected):
     compilation = config.compilation_config
     assert compilation.cudagraph_mode.name == expected
     assert compilation.cudagraph_capture_sizes == [1, 2, 4]
-    assert compilation.splitting_ops == ATTENTION + [OP] * (expected == "PIECEWISE")
+    assert compilation.splitting_ops == attention_ops() + [OP] * (expected == "PIECEWISE")
     assert caplog.text.count("tiered ffn: CUDA graphs are") == (mode != expected)
 
 
-@pytest.mark.parametrize("why", ["not compiled", "not split", "breakable"])
+@pytest.mark.parametrize("why", ["not compiled", "not split", "split elsewhere", "breakable"])
 def test_where_nothing_can_be_split_there_are_none(monkeypatch, caplog, why):
     if why == "breakable":
         monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    ops: list[str] | None = [] if why == "not split" else None
+    ops = {"not split": [], "split elsewhere": ["vllm::moe_forward"]}.get(why)
     config = config_of("FULL", compiled=why != "not compiled", ops=ops)
     split_at_ffn(config)
     compilation = config.compilation_config

@@ -32,7 +32,11 @@ def split_at_ffn(vllm_config: "VllmConfig") -> None:
     mode = compilation.cudagraph_mode
     if mode is None or mode == CUDAGraphMode.NONE:
         return
-    splits = compilation.mode == CompilationMode.VLLM_COMPILE and bool(compilation.splitting_ops)
+    # Not where attention is captured too, which needs graphs of whole steps.
+    splits = (
+        compilation.mode == CompilationMode.VLLM_COMPILE
+        and compilation.splitting_ops_contain_attention()
+    )
     if not splits or envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.max_cudagraph_capture_size = 0
