@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.tiered")
 
 
 def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> None:
-    """One group of plain full attention, in one allocation; on the CPU backend.
+    """One group of plain full attention, in one allocation; on the CPU backend or on CUDA.
 
     Raises:
         UnsupportedError: naming what the model has instead.
@@ -45,9 +45,9 @@ def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> Non
                 "supported yet): switch it off with kv.enabled=false"
             )
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"KV swapping runs on vLLM's CPU backend only so far, this engine's device is "
+            "KV swapping runs on vLLM's CPU backend and on CUDA, this engine's device is "
             f"{device}: switch it off with kv.enabled=false"
         )
 

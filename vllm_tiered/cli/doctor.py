@@ -186,11 +186,18 @@ def check_device() -> Check:
     device = compat.device_type()
     if device == "cpu":
         return Check(name="device", status=Status.OK, found="cpu (vLLM's CPU backend)")
+    if device == "cuda":
+        return Check(
+            name="device",
+            status=Status.WARN,
+            found="cuda",
+            advice="none of the GPU's parts has run on one yet: compare outputs with vLLM's first",
+        )
     return Check(
         name="device",
         status=Status.WARN,
         found=device or "none that vLLM recognises",
-        advice="this version swaps the KV cache on vLLM's CPU backend only",
+        advice="use vLLM's CPU backend or its build for CUDA",
     )
 
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache swapped on a GPU: vLLM's tokens, eager and between pieces of CUDA graphs."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.engine.harness import engine, generate, metric, random_prompts, run
+from vllm_tiered.adapter import kv_config
+from vllm_tiered.errors import UnsupportedError
+
+PROMPTS = random_prompts(8, seed=40)
+NEAR = 48 << 20
+TRITON = {"attention_backend": "TRITON_ATTN"}  # knows float32
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@dataclass
+class DeviceConfig:
+    device_type: str
+
+
+@dataclass
+class EngineConfig:
+    device_config: DeviceConfig
+
+
+def test_devices_that_are_known() -> None:
+    for device in ("cpu", "cuda"):
+        kv_config.check_supported_groups(EngineConfig(DeviceConfig(device)), [])
+    with pytest.raises(UnsupportedError, match=r"device is xpu: .* kv\.enabled=false"):
+        kv_config.check_supported_groups(EngineConfig(DeviceConfig("xpu")), [])
+
+
+@on_a_gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("policy", ["interleave", "fifo"])
+def test_tokens_equal(policy: str, eager: bool) -> None:
+    arguments = {**TRITON, "enforce_eager": eager}
+    expected = run("demo", PROMPTS, **arguments).tokens
+    kv = {"expansion": 2.5, "policy": policy}
+    with engine("demo", kv, kv_cache_memory_bytes=NEAR, **arguments) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert metric("tiered_kv_read_bytes") > 0
+
+
+@on_a_gpu
+def test_the_level_follows_the_load() -> None:
+    prompts = random_prompts(24, seed=41)
+    expected = run("demo", prompts, max_tokens=120, **TRITON).tokens
+    near_bytes = NEAR // 2
+    with engine("demo", {"expansion": "auto"}, kv_cache_memory_bytes=near_bytes, **TRITON) as llm:
+        assert generate(llm, prompts, 120) == expected
+        assert metric("tiered_kv_expansion") > 1
