@@ -39,6 +39,6 @@ def _case(torch: Any, page_kib: int) -> Case:
         name=f"{count} pages of {page_kib} KiB",
         num_bytes=2 * count * (page_kib << 10),
         run=copy,
-        torch_run=copy_in_torch,
+        torch_runs={"indexed": copy_in_torch},
         is_right=lambda: bool(torch.equal(target[targets], source[sources])),
     )

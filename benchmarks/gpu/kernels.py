@@ -9,7 +9,7 @@ their own, named in `KERNELS`; results are compared with torch's before anything
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +18,14 @@ from benchmarks.progress import Step
 from benchmarks.runner import MeasurementError
 from benchmarks.tables import markdown, number
 
-RESULT_KEYS = ("device", "hbm_gb_per_s", "by_kernel")
+RESULT_KEYS = ("device", "hbm_gb_per_s", "by_kernel", "targets")
 
 KERNELS: Mapping[str, str] = {
     "kv_pages": "benchmarks.gpu.kernel_kv_pages",
     "l2_prefetch": "benchmarks.gpu.kernel_l2_prefetch",
+    "neuron_ffn": "benchmarks.gpu.kernel_neuron_ffn",
+    "select_neurons": "benchmarks.gpu.kernel_select_neurons",
+    "dequant_linear": "benchmarks.gpu.kernel_dequant_linear",
 }
 """By the folder in `triton_kernels/`: a module with `cases(torch) -> Iterator[Case]`."""
 
@@ -34,7 +37,7 @@ class Case:
     Attributes:
         num_bytes: that have to pass between memory and GPU at least.
         run: the launch.
-        torch_run: the same in torch; None where it has no such thing.
+        torch_runs: the same in torch, by what it does there; none where it has no such thing.
         is_right: compares what `run` gave with a reference; None where nothing is computed.
         target_share: of the bandwidth; None if there is no target.
     """
@@ -42,7 +45,7 @@ class Case:
     name: str
     num_bytes: int
     run: Callable[[], object]
-    torch_run: Callable[[], object] | None = None
+    torch_runs: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     is_right: Callable[[], bool] | None = None
     target_share: float | None = None
 
@@ -78,7 +81,30 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         cases: Iterator[Case] = import_module(KERNELS[name]).cases(torch)
         by_kernel[name] = [measure(case, clock, peak) for case in cases]
         step(name)
-    return {"device": gpu_stamp(torch), "hbm_gb_per_s": peak / 1e9, "by_kernel": by_kernel}
+    return {
+        "device": gpu_stamp(torch),
+        "hbm_gb_per_s": peak / 1e9,
+        "by_kernel": by_kernel,
+        "targets": targets(by_kernel),
+    }
+
+
+def targets(by_kernel: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """By kernel that has a target: the share of the bandwidth where it is furthest from it."""
+    found = {}
+    for name, measured in by_kernel.items():
+        with_target = [case for case in measured if case["target_share"] is not None]
+        if with_target:
+            worst = min(
+                with_target, key=lambda case: case["share_of_bandwidth"] / case["target_share"]
+            )
+            found[name] = {
+                "target": worst["target_share"],
+                "found": worst["share_of_bandwidth"],
+                "is_met": worst["target_is_met"],
+                "case": worst["case"],
+            }
+    return found
 
 
 def measure(case: Case, clock: Clock, peak_bytes_per_s: float) -> dict[str, Any]:
@@ -87,15 +113,15 @@ def measure(case: Case, clock: Clock, peak_bytes_per_s: float) -> dict[str, Any]
     if case.is_right is not None and not case.is_right():
         raise MeasurementError(f"{case.name} gives another result than its reference")
     seconds = clock.seconds(case.run, before=clock.flush)
-    by_torch = None
-    if case.torch_run is not None:
-        by_torch = clock.seconds(case.torch_run, before=clock.flush)
+    by_torch = {
+        name: 1e6 * clock.seconds(run, before=clock.flush) for name, run in case.torch_runs.items()
+    }
     share = case.num_bytes / seconds / peak_bytes_per_s
     return {
         "case": case.name,
         "num_bytes": case.num_bytes,
         "us": 1e6 * seconds,
-        "torch_us": None if by_torch is None else 1e6 * by_torch,
+        "torch_us": by_torch,
         "gb_per_s": case.num_bytes / seconds / 1e9,
         "share_of_bandwidth": share,
         "target_share": case.target_share,
@@ -109,7 +135,7 @@ def table(result: Mapping[str, Any]) -> str:
         [
             f"{name}: {found['case']}",
             number(found["us"], 1),
-            number(found["torch_us"], 1),
+            ", ".join(f"{number(us, 1)} {way}" for way, us in found["torch_us"].items()) or "-",
             number(found["gb_per_s"]),
             number(100 * found["share_of_bandwidth"]),
         ]

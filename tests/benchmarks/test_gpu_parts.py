@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from tests.benchmarks.engines import FakeEngines, answer_in
 from tests.benchmarks.rounds import make_round
 from vllm_tiered.cost.model import model_shape
 from vllm_tiered.kernels import tuned
+
+LAUNCHERS = list(Path(tuned.__file__).parent.glob("*/api.py"))
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -137,10 +140,15 @@ CLOCK: Any = FakeClock()
 
 def test_a_kernels_share_of_the_bandwidth():
     case = kernels.Case(
-        name="c", num_bytes=10**9, run=timed(0.5), torch_run=timed(1.0), target_share=0.7
+        name="c",
+        num_bytes=10**9,
+        run=timed(0.5),
+        torch_runs={"dense": timed(1.0), "slow": timed(2.0)},
+        target_share=0.7,
     )
     found = kernels.measure(case, CLOCK, 2.5e9)
-    assert found["gb_per_s"] == pytest.approx(2) and found["torch_us"] == pytest.approx(1e6)
+    assert found["gb_per_s"] == pytest.approx(2)
+    assert found["torch_us"] == {"dense": pytest.approx(1e6), "slow": pytest.approx(2e6)}
     assert found["share_of_bandwidth"] == pytest.approx(0.8) and found["target_is_met"]
     assert not kernels.measure(case, CLOCK, 4e9)["target_is_met"]
     with pytest.raises(MeasurementError, match="another result than its reference"):
@@ -148,7 +156,28 @@ def test_a_kernels_share_of_the_bandwidth():
     assert len(kernels.table({"by_kernel": {"k": [found]}}).splitlines()) == 3
 
 
-def test_every_named_kernel_has_cases():
+def test_a_kernel_meets_its_target_where_it_is_furthest_from_it():
+    def case(name, share, target=0.7):
+        return {
+            "case": name,
+            "share_of_bandwidth": share,
+            "target_share": target,
+            "target_is_met": target is not None and share >= target,
+        }
+
+    by_kernel = {
+        "a": [case("x", 0.8), case("y", 0.75), case("z", 0.1, None)],
+        "b": [case("u", 0.9), case("v", 0.45), case("w", 0.44, 0.5)],
+        "c": [case("t", 0.3, None)],
+    }
+    assert kernels.targets(by_kernel) == {
+        "a": {"target": 0.7, "found": 0.75, "is_met": True, "case": "y"},
+        "b": {"target": 0.7, "found": 0.45, "is_met": False, "case": "v"},
+    }
+
+
+def test_every_kernel_is_measured():
+    assert kernels.KERNELS.keys() == {path.parent.name for path in LAUNCHERS}
     for name, module in kernels.KERNELS.items():
         assert callable(__import__(module, fromlist=["cases"]).cases), name
 

@@ -7,6 +7,7 @@ Tensors for the GPU are made on the CPU, streams and events do nothing, kernels 
 import json
 import time
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu import device as gpu_device
-from benchmarks.gpu import kernel_kv_pages, kernels, l2, link
+from benchmarks.gpu import (
+    kernel_dequant_linear,
+    kernel_kv_pages,
+    kernel_neuron_ffn,
+    kernel_select_neurons,
+    kernels,
+    l2,
+    link,
+)
 from benchmarks.runner import MeasurementError
+from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.kv_pages import kernel as kv_pages_kernel
 from vllm_tiered.kernels.l2_prefetch import api as l2_api
 
@@ -123,9 +133,126 @@ def test_kernels_are_compared_with_torch_before_they_are_timed(device, monkeypat
     asked = []
     for name in ("prefetch", "prefetch_kv"):
         monkeypatch.setattr(l2_api, name, lambda *arguments, **options: asked.append(options))
-    result = checked(kernels, kernels.Settings(repeats=1))
+    result = checked(kernels, kernels.Settings(kernels=("kv_pages", "l2_prefetch"), repeats=1))
     assert len(result["by_kernel"]["kv_pages"]) == 4
+    assert not result["targets"]
     assert asked and asked[0]["architecture"] == 90
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Shapes of the kernels' products, and a bandwidth."""
+    monkeypatch.setattr(kernels, "copy_peak", lambda torch, clock: 1e9)
+    shapes = {"Llama-13B": (128, 40, True), "OPT-13B": (128, 50, False)}
+    monkeypatch.setattr(kernel_neuron_ffn, "_SHAPES", shapes)
+    monkeypatch.setattr(kernel_select_neurons, "_NEURONS", {"Llama-13B": 300, "OPT-13B": 512})
+    monkeypatch.setattr(kernel_select_neurons, "_TOKENS", (1, 4))
+    matrices = {"up": (70, 128), "down": (128, 192)}
+    monkeypatch.setattr(kernel_dequant_linear, "_MATRICES", matrices)
+    # The interpreter counts calls: few programs, each with much to do.
+    own = {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
+    parameters = {
+        **tuned.parameters("neuron_ffn"),
+        **own,
+        "add_up_block": 4096,
+    }
+    found = tuned.parameters
+
+    def fewer(kernel, device_name=None):
+        return parameters if kernel == "neuron_ffn" else found(kernel, device_name)
+
+    monkeypatch.setattr(tuned, "parameters", fewer)
+
+
+def test_the_ffn_is_measured_in_each_codec_and_for_each_number_of_tokens(device, small):
+    result = checked(kernels, kernels.Settings(kernels=("neuron_ffn",), repeats=1))
+    found = result["by_kernel"]["neuron_ffn"]
+    assert len(found) == 2 * 3 * (4 + 1)
+    assert sum(case["target_share"] == 0.7 for case in found) == 2 * 3 * 3
+    target = result["targets"]["neuron_ffn"]
+    assert target["found"] == min(
+        case["share_of_bandwidth"] for case in found if case["target_share"]
+    )
+    by_name = {case["case"]: case for case in found}
+    dense = by_name["Llama-13B bfloat16, 40 neurons, 4 tokens"]
+    assert dense["num_bytes"] == 40 * 3 * 128 * 2 + 4 * 128 * (2 + 4)
+    assert dense["torch_us"].keys() == {"dense in 16 bit"}
+    int4 = by_name["OPT-13B int4, 50 neurons, 16 tokens"]
+    assert int4["num_bytes"] == 50 * (128 + 2 * 2 * 2 + 4) + 16 * 128 * (2 + 4)
+    assert int4["torch_us"].keys() == {"dense in 16 bit", "made 16-bit, dense"}
+
+
+def test_selection_is_measured_with_and_without_a_threshold(device, small):
+    result = checked(kernels, kernels.Settings(kernels=("select_neurons",), repeats=1))
+    found = result["by_kernel"]["select_neurons"]
+    assert [case["torch_us"].keys() for case in found] == [{"topk"}, set()] * 4
+    assert not result["targets"]
+
+
+def test_products_with_4_bit_matrices_are_measured(device, small):
+    result = checked(kernels, kernels.Settings(kernels=("dequant_linear",), repeats=1))
+    found = result["by_kernel"]["dequant_linear"]
+    assert len(found) == 2 * 4
+    assert found[0]["num_bytes"] == 70 * (64 + 2 * 2 * 2) + 2 * (128 + 70)
+    assert found[0]["torch_us"].keys() == {"in 16 bit", "made 16-bit"}
+
+
+def one_neuron_less(run):
+    return lambda x_BH, bundles, num_rows, *given, **options: run(
+        x_BH, bundles, num_rows - 1, *given, **options
+    )
+
+
+def one_present_less(run):
+    def changed(x_BH, bundles, missing, present_ids, counts, *given, **options):
+        counts = torch.stack([counts[0], counts[1] - 1])
+        return run(x_BH, bundles, missing, present_ids, counts, *given, **options)
+
+    return changed
+
+
+def none_brought(run):
+    def changed(x_BH, bundles, missing, *given, **options):
+        before = bundles.rows[missing.near_ids]
+        found = run(x_BH, bundles, missing, *given, **options)
+        bundles.rows[missing.near_ids] = before
+        return found
+
+    return changed
+
+
+def one_chosen_less(run):
+    def changed(*given, **options):
+        ids_3N, counts_3 = run(*given, **options)
+        return ids_3N, counts_3 - 1
+
+    return changed
+
+
+def one_feature_less(run):
+    def changed(x_BK, *given, **options):
+        x_BK = x_BK.clone()
+        x_BK[:, -1] = 0
+        return run(x_BK, *given, **options)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "change"),
+    [
+        ("neuron_ffn", "product", one_neuron_less),
+        ("neuron_ffn", "fill_and_multiply", one_present_less),
+        ("neuron_ffn", "fill_and_multiply", none_brought),
+        ("select_neurons", "select", one_chosen_less),
+        ("dequant_linear", "linear", one_feature_less),
+    ],
+)
+def test_a_wrong_product_is_not_measured(name, launcher, change, device, small, monkeypatch):
+    api = import_module(f"vllm_tiered.kernels.{name}.api")
+    monkeypatch.setattr(api, launcher, change(getattr(api, launcher)))
+    with pytest.raises(MeasurementError, match="another result than its reference"):
+        kernels.run(kernels.Settings(kernels=(name,), repeats=1), lambda text: None)
 
 
 def test_a_copy_from_device_to_device_gives_the_bandwidth():

@@ -11,11 +11,13 @@ from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.driver import Driver, Setup, run_schedule
 from tests.kv.test_late_compute import SETUPS as LATE_SETUPS
 from tests.kv.test_mutations import Mutation, mutation_id
-from tests.kv.worker_model import WrongKv
+from tests.kv.worker_model import WorkerModel, WrongKv
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.tiers import cuda_stored
 from vllm_tiered.tiers.base import PageBuffer
 from vllm_tiered.tiers.cuda import CudaDevice
+from vllm_tiered.tiers.cuda_event import CudaEvent
 from vllm_tiered.tiers.cuda_queue import CopyQueue
 from vllm_tiered.tiers.cuda_stored import Carrier
 from vllm_tiered.tiers.id_ring import IdRing
@@ -133,7 +135,7 @@ MUTATIONS = (
     (Mutation(CudaDevice, "wait", compute_does_not_wait, WrongKv),),
     (Mutation(CudaDevice, "compute_event", compute_events_are_not_recorded, WrongKv),),
     (Mutation(IdRing, "_take", ids_where_the_last_ones_are, AssertionError),),
-    (Mutation(IdRing, "_room", take_places_that_are_not_free, WrongKv),),
+    (Mutation(IdRing, "_room", take_places_that_are_not_free, AssertionError),),
 )
 
 
@@ -148,6 +150,33 @@ def test_broken_fails(mutations, monkeypatch):
         mutation.apply(monkeypatch)
     with pytest.raises(mutations[0].kind):
         run_all()
+
+
+def test_the_host_never_waits_for_the_gpu(monkeypatch):
+    """Until the end; pages that drain are handed over behind their writes, to all owners."""
+    handed_over = dict.fromkeys(Owner, 0)
+    allocate, wait, close = PagePool.allocate, CudaEvent.wait, WorkerModel.close
+
+    def counted(self, num_pages, owner):
+        pages, after = allocate(self, num_pages, owner)
+        handed_over[owner] += bool(after)
+        return pages, after
+
+    def never(self):
+        raise AssertionError("the host waits")
+
+    def closed(self):
+        with monkeypatch.context() as at_the_end:
+            at_the_end.setattr(CudaEvent, "wait", wait)
+            close(self)
+
+    monkeypatch.setattr(PagePool, "allocate", counted)
+    monkeypatch.setattr(CudaEvent, "wait", never)
+    monkeypatch.setattr(WorkerModel, "close", closed)
+    run_all()
+    # Of the rare ones test_drains.py has each.
+    assert handed_over[Owner.STAGING] > 100 and handed_over[Owner.TAIL] > 10, handed_over
+    assert handed_over[Owner.PINNED] > 0, handed_over
 
 
 class CheckedDevice(SimulatedCudaDevice):

@@ -167,6 +167,17 @@ def free_instead_of_drain(original):
     return drain
 
 
+def hand_over_as_if_free(original):
+    def allocate(self, num_pages, owner):
+        return original(self, num_pages, owner)[0], ()
+
+    return allocate
+
+
+def compute_does_not_wait_for_drains(original):
+    return lambda self, num_pages, owner: self.pool.allocate(num_pages, owner)[0]
+
+
 def settle_without_looking(original):
     def settle(self):
         while self._draining:
@@ -221,14 +232,15 @@ def withhold_nothing_in_the_worker(original):
 def move_without_what_was_filled_since(original):
     def move(self, order, granted, tails):
         self.write_out_one = lambda: [self.leaving.pop()][:0]
-        original(self, order, granted, tails)
+        seconds = original(self, order, granted, tails)
         del self.write_out_one
+        return seconds
 
     return move
 
 
 def return_without_reading(original):
-    def read(self, layer, block_ids, pages):
+    def read(self, layer, block_ids, pages, drained):
         return self._device.compute_event()
 
     return read
@@ -312,6 +324,8 @@ MUTATIONS = (
     Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
     Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
     Mutation(PagePool, "settle", settle_without_looking, WrongKv),
+    Mutation(PagePool, "allocate", hand_over_as_if_free, WrongKv),
+    Mutation(Swapper, "_take", compute_does_not_wait_for_drains, WrongKv),
     Mutation(StepPlanner, "_unique", read_nothing, WrongKv),
     Mutation(StepPlanner, "_unique", read_what_is_written, IntegrityError),
     Mutation(StepPlanner, "_forget", forget_released_tails, IntegrityError),

@@ -237,7 +237,7 @@ def test_areas_with_new_blocks_go():
 
 def test_more_areas_are_taken_when_pages_have_drained():
     swapper, _ = make_swapper(near_pages=28, max_areas=3)
-    tails = swapper.pool.allocate(6, Owner.TAIL)  # 16 pages are pinned: two areas of 3 are left
+    tails, _ = swapper.pool.allocate(6, Owner.TAIL)  # 16 pages are pinned: two areas of 3 are left
     blocks = {"read": [2, 5, 7]}
     swapper.begin_step(plan_of(**blocks))
     assert swapper.pool.count(Owner.STAGING) == 2 * 3
@@ -292,7 +292,7 @@ def test_the_time_that_compute_waits_is_counted():
 
 def test_a_plan_that_does_not_fit_is_refused():
     swapper, _ = make_swapper(near_pages=19)
-    with pytest.raises(IntegrityError, match="4 pages asked for STAGING, 3 of 19 free"):
+    with pytest.raises(IntegrityError, match="4 pages asked for STAGING, 3 of 19 available"):
         swapper.begin_step(plan_of(read=[1, 2, 3, 4]))
 
 

@@ -168,6 +168,8 @@ class WorkerModel:
 
     def close(self) -> None:
         """Finish all copies and compare what was copied with what had to be."""
+        if isinstance(self.device.inner, SimulatedCudaDevice):
+            self.device.inner.cuda.run_all()  # what late kernels find is told before the end
         self.device.close()
         if self._check_bytes:
             for direction, num_bytes in self._expected.items():
@@ -267,6 +269,7 @@ class WorkerModel:
         if self._check_bytes:
             assert self.device.submitted == self._expected
         if self._poison_freed:
-            free = pool.allocate(pool.num_free, Owner.STAGING)
+            free, after = pool.allocate(pool.num_free, Owner.STAGING)
+            assert not after
             self.words[free] = FREED
             pool.free(free, Owner.STAGING)

@@ -149,6 +149,7 @@ def _variant(name: str, kernel: object, *, tokens: int, bias: bool = False) -> V
         constants={"COLUMNS": 4096, "TOKENS": tokens, **own} | ({} if bias else {"bias_N": None}),
         aligned=(*pointers, "num_rows", *numbers[2:]),
         num_warps=1 if few else 4,
+        num_stages=1 if few else 3,
     )
 
 

@@ -259,7 +259,9 @@ def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant
 
 VARIANTS = (
     *_variants("bfloat16", gated=True, tokens=64),
-    *_variants("bfloat16", gated=False, tokens=16),
+    *_variants("bfloat16", gated=False, tokens=64),
     *_variants("int8", gated=True, tokens=64),
+    *_variants("int8", gated=False, tokens=64),
     *_variants("int4", gated=True, tokens=32),
+    *_variants("int4", gated=False, tokens=32),
 )

@@ -280,7 +280,7 @@ def _variant(
             "GATED": gated,
             "CODEC": codec,
             "HAS_BIAS": not gated,
-            "ACTIVATION": "silu" if gated else "relu",
+            "ACTIVATION": "silu" if gated and activates else "relu",
             "ACTIVATES": activates,
             "MULTIPLIES": multiplies,
             "FILLS": fills,
@@ -299,19 +299,10 @@ def _variant(
     )
 
 
-VARIANTS = (
-    _variant("few_tokens.bf16", "bfloat16", stages=3),
-    _variant("few_tokens.bf16.plain", "bfloat16", stages=4, gated=False),
-    _variant("few_tokens.bf16.4tokens", "bfloat16", stages=3, tokens=4),
-    _variant("few_tokens.int8", "int8", rows=2, stages=3),
-    _variant("few_tokens.int8.4tokens", "int8", stages=5, tokens=4),
-    _variant("few_tokens.int8.fills", "int8", rows=2, stages=3, fills=True),
-    _variant("few_tokens.int4", "int4", stages=8, num_warps=4),
-    _variant("few_tokens.int4.2tokens", "int4", stages=8, num_warps=4, tokens=2),
-    _variant("few_tokens.int4.fills", "int4", stages=8, num_warps=4, fills=True),
-    _variant("few_tokens.int4.down", "int4", stages=8, num_warps=4, activates=False),
-    Variant(
-        name="neuron_ffn.add_up",
+def _add_up(name: str, *, halves: int, places: int, adds: bool = False) -> Variant:
+    """A launch for 4096 features, as ``few.py`` makes it."""
+    return Variant(
+        name=f"neuron_ffn.add_up.{name}",
         kernel=add_up_kernel,
         signature={
             "parts_PBHPW": "*fp32",
@@ -319,13 +310,37 @@ VARIANTS = (
             **dict.fromkeys(("num_parts", "num_tokens", "out_stride"), "i32"),
         },
         constants={
-            "HALVES": 1,
-            "PLACES": 4,
-            "WORDS": 1024,
-            "ADDS": False,
+            "HALVES": halves,
+            "PLACES": places,
+            "WORDS": 4096 // halves // places,
+            "ADDS": adds,
             "PARTS": 64,
             "BLOCK": 32,
         },
         aligned=("parts_PBHPW", "out_BH", "out_stride"),
-    ),
+    )
+
+
+VARIANTS = (
+    _variant("few_tokens.bf16", "bfloat16", stages=3),
+    _variant("few_tokens.bf16.4tokens", "bfloat16", stages=3, tokens=4),
+    _variant("few_tokens.bf16.plain", "bfloat16", stages=4, gated=False),
+    _variant("few_tokens.bf16.plain.4tokens", "bfloat16", stages=4, gated=False, tokens=4),
+    _variant("few_tokens.int8", "int8", rows=2, stages=3),
+    _variant("few_tokens.int8.4tokens", "int8", stages=5, tokens=4),
+    _variant("few_tokens.int8.plain", "int8", rows=2, stages=4, gated=False),
+    _variant("few_tokens.int8.plain.4tokens", "int8", stages=7, gated=False, tokens=4),
+    _variant("few_tokens.int8.fills", "int8", rows=2, stages=3, fills=True),
+    _variant("few_tokens.int4", "int4", stages=8, num_warps=4),
+    _variant("few_tokens.int4.2tokens", "int4", stages=8, num_warps=4, tokens=2),
+    _variant("few_tokens.int4.plain", "int4", stages=8, num_warps=4, gated=False),
+    _variant("few_tokens.int4.plain.2tokens", "int4", stages=8, num_warps=4, gated=False, tokens=2),
+    _variant("few_tokens.int4.fills", "int4", stages=8, num_warps=4, fills=True),
+    _variant("few_tokens.int4.activations", "int4", stages=8, num_warps=4, multiplies=False),
+    _variant("few_tokens.int4.down", "int4", stages=8, num_warps=4, activates=False),
+    _add_up("bf16", halves=1, places=2),
+    _add_up("int8", halves=1, places=4),
+    _add_up("int4", halves=2, places=4),
+    _add_up("int4.adds", halves=2, places=4, adds=True),
+    _add_up("batch", halves=1, places=1),
 )

@@ -123,12 +123,16 @@ class FarTier:
         self._reads += events
         return events
 
-    def read(self, layer: int, block_ids: PageIds, pages: PageIds) -> Event:
-        """Read blocks of a layer into near ``pages`` that nothing submitted later uses before."""
+    def read(
+        self, layer: int, block_ids: PageIds, pages: PageIds, drained: tuple[Event, ...]
+    ) -> Event:
+        """Read blocks of a layer into near ``pages`` that nothing submitted later uses before, when
+        the pages have ``drained``."""
         copy = self._device.prepare(
             Direction.READ, self.slab(layer), Pages(block_ids), self._near, Pages(pages)
         )
-        return self.submit_reads([(copy, (self._device.compute_event(), *self.last_write))])[0]
+        after = (self._device.compute_event(), *self.last_write, *drained)
+        return self.submit_reads([(copy, after)])[0]
 
     @property
     def is_quiet(self) -> bool:
@@ -136,7 +140,7 @@ class FarTier:
         return all(event.done() for event in (*self.last_write, *self._reads))
 
     def wait(self, event: Event) -> float:
-        """Hold compute until a read has arrived; seconds of standstill."""
+        """Hold compute until a copy is done; seconds of standstill."""
         return self._device.wait(event)
 
     def take_lost(self) -> set[int]:

@@ -23,7 +23,8 @@ class Owner(IntEnum):
 class PagePool:
     """Page ids 0 .. num_pages - 1. Long-lived pages come from the low end, staging from the high.
 
-    A page that a copy still reads is *draining*: it becomes free when the copy's event is done.
+    A page that a copy still reads is *draining*: it becomes free when the copy's event is done. It
+    may have a new owner before that, who writes to it behind the event; nobody waits for it here.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -39,34 +40,38 @@ class PagePool:
     def num_free(self) -> int:
         return self.count(Owner.FREE)
 
-    def free_at_least(self, num_pages: int) -> int:
-        """Free pages; waits for draining ones while there are fewer than ``num_pages``."""
-        self.settle()
-        while (num_free := self.num_free) < num_pages and self._draining:
-            self._draining[0][0].wait()
-            self.settle()
-        return num_free
+    @property
+    def num_available(self) -> int:
+        """Pages that are free, or become it: as many can be allocated."""
+        return self.num_free + self.count(Owner.DRAINING)
 
-    def allocate(self, num_pages: int, owner: Owner) -> PageIds:
-        """Take ``num_pages`` free pages (int64 [num_pages]); waits for draining ones if it must.
+    def allocate(self, num_pages: int, owner: Owner) -> tuple[PageIds, tuple[Event, ...]]:
+        """Take ``num_pages`` pages: free ones, and the longest draining if these are too few.
+
+        Returns:
+            int64 [num_pages], and what must be done before anything is written to them: a copy
+            waits for it (``Device.submit``), or compute (``Device.wait``).
 
         Raises:
-            IntegrityError: fewer are free even then. No state changes.
+            IntegrityError: fewer are available. No state changes.
         """
-        free = self._free_pages()
-        if len(free) < num_pages:
-            self.free_at_least(num_pages)
-            free = self._free_pages()
-        if len(free) < num_pages:
+        self.settle()
+        pages = self._free_pages()
+        num_drains = 0
+        while len(pages) < num_pages and num_drains < len(self._draining):
+            pages = np.concatenate([pages, self._draining[num_drains][1]])
+            num_drains += 1
+        if len(pages) < num_pages:
             raise IntegrityError(
-                f"{num_pages} pages asked for {owner.name}, {len(free)} of {self.num_pages} free "
-                f"({self.describe()})"
+                f"{num_pages} pages asked for {owner.name}, {len(pages)} of {self.num_pages} "
+                f"available ({self.describe()})"
             )
-        pages = free[:num_pages]
-        if owner is Owner.STAGING:
-            pages = free[len(free) - num_pages :]
+        if num_drains:
+            pages.sort()
+        pages = pages[len(pages) - num_pages :] if owner is Owner.STAGING else pages[:num_pages]
+        after = self._hand_over(pages, num_drains)
         self._owner[pages] = int(owner)
-        return pages
+        return pages, after
 
     def claim(self, pages: PageIds, owner: Owner) -> None:
         """Take exactly these free pages.
@@ -116,6 +121,20 @@ class PagePool:
             raise IntegrityError(f"{len(queued)} pages queued to drain; {self.describe()}")
         if not np.isin(self._owner, [int(owner) for owner in Owner]).all():
             raise IntegrityError("a page has an unknown owner")
+
+    def _hand_over(self, pages: PageIds, num_drains: int) -> tuple[Event, ...]:
+        """Take pages out of the first drains; the events of those that had some of them."""
+        after: list[Event] = []
+        left: list[tuple[Event, PageIds]] = []
+        for _ in range(num_drains):
+            done, draining = self._draining.popleft()
+            stays = ~np.isin(draining, pages)
+            if not stays.all():
+                after.append(done)
+            if stays.any():
+                left.append((done, draining[stays]))
+        self._draining.extendleft(reversed(left))
+        return tuple(after)
 
     def _free_pages(self) -> PageIds:
         return np.flatnonzero(self._owner == int(Owner.FREE))

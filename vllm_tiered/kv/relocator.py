@@ -92,8 +92,8 @@ class Relocator:
         pages = self._table.pages[layer, block_ids].astype(np.int64)
         return [self._far.prepare_write(layer, block_ids, pages)]
 
-    def move(self, order: SwapOrder, granted: Iterable[int], tails: Iterable[int]) -> None:
-        """Change the layers' homes to those under ``order``.
+    def move(self, order: SwapOrder, granted: Iterable[int], tails: Iterable[int]) -> float:
+        """Change the layers' homes to those under ``order``; seconds of standstill.
 
         Raises:
             IntegrityError: the pages do not suffice; the scheduler's limit is wrong.
@@ -106,11 +106,13 @@ class Relocator:
         for layer in _added(order.rotating, before):
             self._leave(layer, inner_ids, tail_ids)
             self._is_idle = False
+        seconds = 0.0
         for layer in _added(before, order.rotating):
-            self._return(layer, inner_ids, tail_ids)
+            seconds += self._return(layer, inner_ids, tail_ids)
         self._table.follow(order)
         self._is_rotating[:] = False
         self._is_rotating[list(order.rotating)] = True
+        return seconds
 
     def wait(self, layer: int) -> float:
         """Hold compute until a layer that returns is near; seconds of standstill."""
@@ -143,14 +145,18 @@ class Relocator:
         tail_pages = self._table.pages[layer, tail_ids].astype(np.int64)
         self._pool.transfer(tail_pages, Owner.PINNED, Owner.TAIL)
 
-    def _return(self, layer: int, inner_ids: PageIds, tail_ids: PageIds) -> None:
+    def _return(self, layer: int, inner_ids: PageIds, tail_ids: PageIds) -> float:
         tail_pages = self._table.pages[layer, tail_ids].astype(np.int64)
         self._pool.transfer(tail_pages, Owner.TAIL, Owner.PINNED)
-        self._table.pages[layer, inner_ids] = self._pool.allocate(len(inner_ids), Owner.PINNED)
+        inner_pages, drained = self._pool.allocate(len(inner_ids), Owner.PINNED)
+        self._table.pages[layer, inner_ids] = inner_pages
         block_ids = np.flatnonzero(self._holds & self._is_far[layer])
         if len(block_ids):
+            # Compute waits for it before it writes to any page of the layer.
             pages = self._table.pages[layer, block_ids].astype(np.int64)
-            self.returning[layer] = self._far.read(layer, block_ids, pages)
+            self.returning[layer] = self._far.read(layer, block_ids, pages, drained)
+            return 0.0
+        return sum(self._far.wait(event) for event in drained)
 
 
 def _added(layers: Iterable[int], before: Iterable[int]) -> list[int]:

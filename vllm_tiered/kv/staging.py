@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered.cost.kv import STAGING_AREAS
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
@@ -26,7 +25,7 @@ class Staging:
     """Areas for one step's blocks, in turn for the rotating layers.
 
     Args:
-        pool: whose free pages the areas take.
+        pool: whose pages the areas take, of those that are free or drain.
         near: those pages.
         device: prepares the copies.
         max_areas: take at most this many (or what the policy asks for), pages permitting.
@@ -72,7 +71,7 @@ class Staging:
     def open(
         self, plan: StepPlan, order: SwapOrder, slabs: Sequence[PageBuffer], table: MappingTable
     ) -> None:
-        """Take areas for a step that reads or writes blocks, as many as free pages give.
+        """Take areas for a step that reads or writes blocks, as many as pages give.
 
         An area holds the blocks read, by id, and then those that are new.
 
@@ -90,14 +89,14 @@ class Staging:
         if not pages_per_area:
             return
         self._wanted = wanted = min(len(slabs), max(self._max_areas, order.areas))
-        # Two areas are worth a wait: the step's reads wait for the same writes anyway.
-        num_free = self._pool.free_at_least(min(wanted, STAGING_AREAS) * pages_per_area)
-        count = max(1, min(wanted, num_free // pages_per_area))
-        pages = self._pool.allocate(count * pages_per_area, Owner.STAGING)
+        # Pages that drain are as good as free ones: reads are behind the writes before them anyway.
+        count = max(1, min(wanted, self._pool.num_available // pages_per_area))
+        pages, drained = self._pool.allocate(count * pages_per_area, Owner.STAGING)
         self.pages = pages.reshape(count, pages_per_area)
         self._read, self._extend, self._has_ring = plan.read, plan.extend, len(plan.ring) > 0
-        # On a device whose compute runs later, the step before may still use these pages.
-        self.vacated = [(self._device.compute_event(),)] * count
+        # On a device whose compute runs later, the step before may still use these pages. Compute
+        # writes new blocks to them when it has waited for the area's read, which all layers have.
+        self.vacated = [(self._device.compute_event(), *drained)] * count
         self.reads = self._prepare_reads(read_ids, slabs)
         extended = np.searchsorted(read_ids, plan.extend)
         written = np.concatenate([extended, np.arange(num_read, pages_per_area)])
@@ -118,9 +117,9 @@ class Staging:
         self.pages, self.vacated, self.reads, self.writes = _NO_PAGES, [], [], []
 
     def _has_pages_for_more(self) -> bool:
-        """Pages that drained when the areas were opened are free a step later."""
+        """Tails that have left since the areas were opened gave their pages back."""
         pages_per_area: int = self.pages.shape[1]
-        return self._pool.free_at_least(0) >= pages_per_area
+        return self._pool.num_available >= pages_per_area
 
     def _prepare_reads(self, block_ids: BlockIds, slabs: Sequence[PageBuffer]) -> list[Copy]:
         blocks = Pages(block_ids, ascending=True)

@@ -27,7 +27,7 @@ from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Copy, Device, Event, PageBuffer
+from vllm_tiered.tiers.base import Copy, Device, Event, PageBuffer, PageIds
 
 _NOTHING = StepPlan()
 
@@ -264,7 +264,7 @@ class Swapper:
 
     def _move_to(self, order: SwapOrder) -> None:
         self._as_vllm = False
-        self._relocator.move(order, self._granted, self._tails)
+        self.stall_seconds += self._relocator.move(order, self._granted, self._tails)
         self._follow_order()
 
     def _lay_out_as_vllm(self, granted: int) -> None:
@@ -276,11 +276,18 @@ class Swapper:
         self.table.set_pinned(block_ids, pages)
         self._granted.update(block_ids.tolist())
 
+    def _take(self, num_pages: int, owner: Owner) -> PageIds:
+        """Pages for what compute writes, which is held until they have drained."""
+        pages, drained = self.pool.allocate(num_pages, owner)
+        for event in drained:
+            self.stall_seconds += self._device.wait(event)
+        return pages
+
     def _grant(self, block_ids: BlockIds) -> None:
         if len(block_ids):
             self._as_vllm = False
             shape = (len(self.order.pinned), len(block_ids))
-            pages = self.pool.allocate(shape[0] * shape[1], Owner.PINNED)
+            pages = self._take(shape[0] * shape[1], Owner.PINNED)
             self.table.set_pinned(block_ids, pages.reshape(shape))
             self._granted.update(block_ids.tolist())
 
@@ -294,7 +301,7 @@ class Swapper:
     def _acquire_tails(self, block_ids: BlockIds) -> None:
         if len(block_ids):
             shape = (len(self.order.rotating), len(block_ids))
-            pages = self.pool.allocate(shape[0] * shape[1], Owner.TAIL)
+            pages = self._take(shape[0] * shape[1], Owner.TAIL)
             self.table.set_rotating(block_ids, pages.reshape(shape))
             self._tails.update(block_ids.tolist())
 
