@@ -2,6 +2,7 @@
 """The KV cache swapped on a GPU: vLLM's tokens, eager and between pieces of CUDA graphs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from vllm_tiered.errors import UnsupportedError
 
 PROMPTS = random_prompts(8, seed=40)
 NEAR = 48 << 20
-TRITON = {"attention_backend": "TRITON_ATTN"}  # knows float32
+TRITON: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}  # knows float32
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
