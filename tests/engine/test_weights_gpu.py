@@ -67,18 +67,6 @@ def test_stored_weights_with_the_first_start_and_the_second(alone, tmp_path) -> 
             assert not llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
 
 
-def test_together_with_swapped_kv(alone) -> None:
-    result = run(
-        "opt",
-        PROMPTS,
-        {"expansion": 2.0},
-        weights={"placement": "all_far"},
-        kv_cache_memory_bytes=16 << 20,
-        **FLOAT32,
-    )
-    assert result.tokens == alone("opt", True)
-
-
 def check_on_gpu(tiered: Any) -> None:
     """Slots and near weights on the GPU, and what passed through came from host memory."""
     for _, _, parameter in tiered._far:

@@ -7,6 +7,7 @@ as the device lets them be. What only CUDA's runners do is shown to vLLM as far 
 
 import contextlib
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,19 @@ from vllm.model_executor.offloader import get_offloader
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.engine.harness import engine, generate, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import engine_config, int4_layers, offloader, weights_graphs
+from vllm_tiered.adapter import (
+    engine_config,
+    int4_layers,
+    offloader,
+    weights_graphs,
+    weights_times,
+)
+from vllm_tiered.config import WeightsConfig
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kernels.dequant_linear import reference
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.cuda import CudaDevice
+from vllm_tiered.tiers.probe import published_read
 from vllm_tiered.weights import far_weights, packing
 
 PROMPTS = random_prompts(4, seed=6, longest=40)
@@ -117,6 +126,37 @@ def test_vllm_moves_no_far_layer_to_the_gpu_and_back(compress, monkeypatch) -> N
     assert far and moved and not moved & (far | compressed)
 
 
+def test_memory_is_where_it_belongs_while_torch_builds_on_the_gpu(monkeypatch, tmp_path) -> None:
+    """As vLLM builds models: with the GPU as default. What says nothing else would be "meta"."""
+    monkeypatch.setattr(
+        offloader, "make_device", lambda: SimulatedCudaDevice(random.Random(1), haste=1.0)
+    )
+    monkeypatch.setattr(weights_times, "published_read", partial(published_read, num_bytes=1 << 20))
+    built = [torch.nn.Module() for _ in range(4)]
+    for layer in built:
+        layer.fc1, layer.fc2 = torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)
+    expected = [p.detach().clone() for layer in built for p in layer.parameters()]
+    config = WeightsConfig(
+        placement="latency", near_gib=3e-3, far_gib=1e-3, storage_path=str(tmp_path)
+    )
+    about = {"name": "model", "fingerprint": "0", "changed": "0"}
+    with torch.device("meta"):
+        tiered = offloader.TieredOffloader(config, model=lambda: about)
+        tiered.wrap_modules(one for one in built)
+        assert tiered.placement is not None and tiered.placement.stored
+        parameters = [p for layer in built for p in layer.parameters()]
+        assert {parameter.device.type for parameter in parameters} == {"cpu"}
+        with torch.no_grad():
+            for parameter, value in zip(parameters, expected, strict=True):
+                parameter.copy_(value)
+        tiered.post_init()
+        assert tiered.ring is not None
+    for position in range(len(tiered.ring._slot_of)):
+        tiered.ring.enter(position)
+        tiered.ring.leave(position)
+    tiered.close()
+
+
 # Graphs ---------------------------------------------------------------------------------
 
 capturing = False
@@ -144,16 +184,21 @@ class CapturedPiece:
 @pytest.fixture
 def captured_pieces(monkeypatch, tmp_path):
     """What vLLM compiles on a GPU, cut as there; each piece runs as if it were captured."""
-    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config import CompilationMode, CUDAGraphMode, PassConfig
     from vllm.platforms import current_platform
 
     check = engine_config._check_weights
 
     def as_on_a_gpu(config: Any, vllm_config: Any) -> None:
         check(config, vllm_config)
+        if vllm_config.model_config.enforce_eager:
+            return
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.VLLM_COMPILE
-        compilation.backend = "eager"
+        compilation.backend, compilation.compile_sizes = "eager", []
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 4], 4
+        compilation.post_init_cudagraph_sizes()
+        compilation.pass_config = PassConfig()  # passes of CUDA's own kernels
         compilation.splitting_ops = None
         compilation.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
         compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -162,7 +207,7 @@ def captured_pieces(monkeypatch, tmp_path):
 
     monkeypatch.setattr(engine_config, "_check_weights", as_on_a_gpu)
     name = f"{__name__}.CapturedPiece"
-    monkeypatch.setattr(type(current_platform), "get_static_graph_wrapper_cls", lambda: name)
+    monkeypatch.setattr(type(current_platform), "get_static_graph_wrapper_cls", lambda *_: name)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
 

@@ -253,7 +253,8 @@ def _compressed_seconds(
     """Products with a matrix in 4 bit that is in no cache; near or far, they are the same."""
     out_features, in_features = matrix.shape
     packing = packing_for(near_device)
-    first = packing.compress(torch.randn(matrix.shape).to(matrix.dtype), None).to(near_device)
+    weight = torch.randn(matrix.shape, device=near_device).to(matrix.dtype)
+    first = packing.compress(weight, None)
     count = min(max(2, -(-64 * MIB // first.nbytes)), 16)
     weights = [first, *(first.clone() for _ in range(count - 1))]
     found = []

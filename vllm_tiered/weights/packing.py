@@ -2,7 +2,7 @@
 """How weights in 4 bit lie, by the device that multiplies with them: the same values and bytes.
 
 A CPU's kernels want an order of their own (``int4.py``); a GPU's are ours, and want another one
-(``kernels/dequant_linear``). Both are made on the host, when a weight is loaded.
+(``kernels/dequant_linear``). Both are made when a weight is loaded, on the host.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class Packing(NamedTuple):
     """An order of bytes.
 
     Attributes:
-        compress: a weight [N, K] on the host to ``out``, uint8 of ``compressed_bytes``; new memory
-            if that is None.
+        compress: a weight [N, K] to ``out``, uint8 of ``compressed_bytes``; new memory beside the
+            weight if that is None.
         linear: the product with it.
         layout: names the order.
     """
@@ -56,7 +56,8 @@ def compress_for_kernels(weight_NK: torch.Tensor, out: torch.Tensor | None = Non
     rows, columns = weight_NK.shape
     dtype = weight_NK.dtype
     if out is None:
-        out = torch.empty(compressed_bytes(rows, columns, dtype.itemsize), dtype=torch.uint8)
+        num_bytes = compressed_bytes(rows, columns, dtype.itemsize)
+        out = torch.empty(num_bytes, dtype=torch.uint8, device=weight_NK.device)
     of_all = reference.parts(out, rows, dtype)
     step = max(1, _CHUNK_WEIGHTS // columns)
     for first in range(0, rows, step):
