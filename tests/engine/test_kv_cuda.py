@@ -55,3 +55,13 @@ def test_the_level_follows_the_load() -> None:
     with engine("demo", {"expansion": "auto"}, kv_cache_memory_bytes=near_bytes, **TRITON) as llm:
         assert generate(llm, prompts, 120) == expected
         assert metric("tiered_kv_expansion") > 1
+
+
+@on_a_gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_with_far_weights(eager: bool) -> None:
+    expected = run("demo", PROMPTS, **TRITON).tokens
+    arguments = {**TRITON, "kv_cache_memory_bytes": NEAR, "enforce_eager": eager}
+    with engine("demo", {"expansion": 2.5}, weights={"placement": "helm"}, **arguments) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert metric("tiered_kv_read_bytes") > 0 and metric("tiered_weights_read_bytes") > 0

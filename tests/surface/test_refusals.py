@@ -144,9 +144,10 @@ def test_a_dense_decoders_weights_are_placed():
     config = config_of({"quantization": None, "is_moe": False})
     config.compilation_config = SimpleNamespace(inductor_compile_config={})
     refusals.check_weights_config(config)
-    refusals.check_weights_device("cpu")
-    with pytest.raises(UnsupportedError, match=r'device is "cuda": set tiered\.weights\.placement'):
-        refusals.check_weights_device("cuda")
+    for device_type in ("cpu", "cuda"):
+        refusals.check_weights_device(device_type)
+    with pytest.raises(UnsupportedError, match=r'device is "xpu": set tiered\.weights\.placement'):
+        refusals.check_weights_device("xpu")
 
 
 def test_all_that_placed_weights_refuse_is_tested():

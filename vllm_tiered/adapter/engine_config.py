@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered.adapter import endpoint, refusals, weights_plan
+from vllm_tiered.adapter import endpoint, refusals, weights_graphs, weights_plan
 from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
 from vllm_tiered.adapter.ffn_graphs import split_at_ffn
 from vllm_tiered.config import ROOT_KEY, TieredConfig
@@ -130,6 +130,8 @@ def _create_engine_config(
 def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     if config.weights.places:
         refusals.check_weights_config(vllm_config)
+        if device_type() == "cuda":
+            weights_graphs.cut_graphs(config.weights, vllm_config)
     if config.ffn.is_used:
         refusals.check_ffn_config(vllm_config)
         split_at_ffn(vllm_config)

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-from vllm_tiered.adapter.layer_weights import movable
+from vllm_tiered.adapter.layer_weights import movable, stay_unprocessed
 from vllm_tiered.cost.compress import BLOCK, GROUP
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.weights import int4
+from vllm_tiered.weights.packing import packing_for
 
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Apply = Callable[[nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def compressible(layers: Sequence[nn.Module]) -> list[set[str]]:
@@ -54,7 +55,7 @@ class CompressedLinear:
     """A linear layer whose weight is kept in 4 bit.
 
     Args:
-        module: of vLLM, not loaded yet; it will not be packed.
+        module: of vLLM, not loaded yet; it will not be packed, nor moved.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,7 +63,7 @@ class CompressedLinear:
         self.weight = module.weight
         self._module = module
         self._rows = len(module.weight)
-        module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+        stay_unprocessed(module)
 
     def multiply_compressed(self) -> None:
         """From now on; the weight is compressed.
@@ -75,22 +76,32 @@ class CompressedLinear:
                 "a weight was replaced by another tensor while the model was loaded (packed, or "
                 'quantized), so it cannot be compressed: set weights.compress to "none"'
             )
-        setattr(self._module, "cpu_linear", _linear(self._rows))  # noqa: B010 (its types are its own)
+        # Each layer has a method of its own.
+        setattr(self._module.quant_method, "apply", _apply(self._rows))  # noqa: B010 (its types)
 
     def compress(self, near_device: torch.device) -> None:
         """Into near memory; the memory that it was loaded into is freed."""
-        self.weight.data = int4.compress(self.weight.data).to(near_device)
+        compress = packing_for(near_device).compress
+        self.weight.data = compress(self.weight.data.cpu(), None).to(near_device)
 
 
-def _linear(rows: int) -> Linear:
+def _apply(rows: int) -> Apply:
+    """What multiplies for a linear layer with so many rows."""
     op = _op()
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return op(x, weight, rows, bias)
-        return int4.linear(x, weight, rows, bias)
+            return op(x, layer.weight, rows, bias)
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        return _product(x, weight, rows, bias)
 
-    return linear
+    return apply
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, rows: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return packing_for(x.device).linear(x, weight, rows, bias)
 
 
 @cache
@@ -98,7 +109,8 @@ def _op() -> Callable[..., torch.Tensor]:
     """``tiered::int4_linear``, registered when it is first asked for."""
     library = torch.library.Library("tiered", "FRAGMENT")
     library.define("int4_linear(Tensor x, Tensor weight, int rows, Tensor? bias) -> Tensor")
-    library.impl("int4_linear", int4.linear, "CPU")
+    for backend in ("CPU", "CUDA"):
+        library.impl("int4_linear", _product, backend)
     library._register_fake("int4_linear", _shape_of_product)
     _libraries.append(library)  # an op goes away with its library
     op: Callable[..., torch.Tensor] = torch.ops.tiered.int4_linear.default

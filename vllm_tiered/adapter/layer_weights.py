@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from vllm_tiered.cost.compress import compressed_bytes
 from vllm_tiered.errors import UnsupportedError
@@ -55,6 +55,19 @@ def return_near(layer: nn.Module, far_names: Collection[str], near_device: torch
     for name, parameter in layer.named_parameters():
         if name not in far_names:
             parameter.data = parameter.data.to(near_device)
+
+
+def stay_unprocessed(module: nn.Module) -> None:
+    """Let vLLM leave the layer's weight as it was loaded, and where.
+
+    Its CPU backend would keep a packed copy near. On a GPU, where an unquantized weight is not
+    processed, it would move it to the GPU and back, to other memory: pinned, and a second time as
+    much as all that is far.
+    """
+    module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, UnquantizedLinearMethod):
+        method.requires_device_loading = False
 
 
 def skip_loading(parameter: nn.Parameter) -> None:

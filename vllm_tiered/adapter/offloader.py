@@ -36,6 +36,7 @@ from vllm_tiered.adapter.layer_weights import (
     skip_loading,
 )
 from vllm_tiered.adapter.weight_hooks import watch
+from vllm_tiered.adapter.weights_graphs import check_not_captured, remember_placement
 from vllm_tiered.adapter.weights_plan import (
     have_all_ranks,
     leave_rest,
@@ -59,8 +60,8 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.host import FAR_SHARE, host_memory
 from vllm_tiered.units import GIB
-from vllm_tiered.weights import int4
 from vllm_tiered.weights.far_weights import FarWeights, Group, Staged
+from vllm_tiered.weights.packing import packing_for
 from vllm_tiered.weights.ring import WeightRing
 from vllm_tiered.weights.store import WeightStore
 
@@ -100,6 +101,7 @@ class TieredOffloader(BaseOffloader):
         self._near_device = torch.device("cpu")
         self.placement: Placement | None = None
         self.ring: WeightRing | None = None
+        self._is_on_gpu = False
         self.is_used = False
         self._use_before: dict[str, float] = {}
 
@@ -139,6 +141,7 @@ class TieredOffloader(BaseOffloader):
         if store is not None:
             store.keep(placement)
         self._give_homes(layers, compressed, placement, near_device, store)
+        remember_placement(placement)
         self._announce(placement)
         return layers
 
@@ -190,6 +193,7 @@ class TieredOffloader(BaseOffloader):
         for layer, away in zip(layers, stay_away, strict=True):
             return_near(layer, away, near_device)
         self._near_device = near_device
+        self._is_on_gpu = near_device.type == "cuda"
 
     @property
     def stores(self) -> bool:
@@ -251,10 +255,14 @@ class TieredOffloader(BaseOffloader):
 
     def _wait_for_layer(self, layer_idx: int) -> None:
         assert self.ring is not None, "the model runs before its weights are loaded"
+        if self._is_on_gpu:
+            check_not_captured()
         self.ring.enter(layer_idx)
 
     def _start_prefetch(self, layer_idx: int) -> None:
         assert self.ring is not None
+        if self._is_on_gpu:
+            check_not_captured()
         self.ring.leave(layer_idx)
 
     def _place(
@@ -278,7 +286,7 @@ class TieredOffloader(BaseOffloader):
                 # what it leaves to far memory is there at all.
                 at_most = host_memory().usable_bytes // self._num_ranks
                 far_bytes = int(FAR_SHARE * at_most)
-            self._store = self._open_store(config.storage_path, layers)
+            self._store = self._open_store(config.storage_path, layers, near_device)
             placement = self._recorded(self._store, sublayers, at_most)
             if placement is not None:
                 far_bytes = at_most
@@ -341,20 +349,23 @@ class TieredOffloader(BaseOffloader):
             sublayers, measured.times, measured.link, near_bytes, far_bytes, measured.storage
         )
 
-    def _open_store(self, folder: str, layers: Sequence[nn.Module]) -> WeightStore:
+    def _open_store(
+        self, folder: str, layers: Sequence[nn.Module], near_device: torch.device
+    ) -> WeightStore:
         """What the stored bytes and their placement depend on is what a file must agree in."""
         config = self._config
         shapes = [
             [(name, str(p.dtype), list(p.shape)) for name, p in layer.named_parameters()]
             for layer in layers
         ]
+        is_compressed = config.compress == "int4"
         settings = {
             "placement": config.placement,
             "percents": None if config.percents is None else list(config.percents),
             "near_gib": config.near_gib,
             "far_gib": config.far_gib,
             "alignment": [SLOT_ALIGNMENT, PARAMETER_ALIGNMENT],
-            "compress": int4.layout() if config.compress == "int4" else config.compress,
+            "compress": packing_for(near_device).layout() if is_compressed else config.compress,
             "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
             **(planned_for() if config.shares_with_kv else {}),
         }

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from vllm.model_executor.offloader.base import BaseOffloader
 
+from vllm_tiered.adapter.layer_weights import stay_unprocessed
+
 
 def watch(layer: nn.Module, names: Sequence[str], position: int, offloader: BaseOffloader) -> None:
     """Let each module that has far parameters itself wait for them.
@@ -18,8 +20,7 @@ def watch(layer: nn.Module, names: Sequence[str], position: int, offloader: Base
     """
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = layer.get_submodule(path)
-        # vLLM's CPU linear layers keep a packed copy of their weights near otherwise.
-        module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+        stay_unprocessed(module)
         module.register_forward_pre_hook(_before(position, offloader), with_kwargs=True)
         module.register_forward_hook(_after(position, offloader))
 

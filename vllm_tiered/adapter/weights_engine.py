@@ -75,11 +75,14 @@ def _wrap_runners(*, is_second: bool) -> None:
         compat.wrap_once(model_runner.GPUModelRunner, "load_model", _load_model)
         compat.wrap_once(cudagraph_utils.CudaGraphManager, "capture", _capture)
     else:
-        from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+        from vllm.v1.worker import gpu_model_runner
 
         compat.wrap_once(gpu_model_runner, "create_offloader", _create_offloader)
         compat.wrap_once(gpu_model_runner.GPUModelRunner, "load_model", _load_model)
-        compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
+        if compat.device_type() == "cpu":
+            from vllm.v1.worker import cpu_model_runner
+
+            compat.wrap_once(cpu_model_runner.CPUModelRunner, "load_model", _load_model)
 
 
 def _capture(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -213,7 +213,7 @@ def _worst_of_ranks(costs: list[float]) -> list[float]:
     group = get_tp_group()
     if group.world_size == 1:
         return costs
-    worst = torch.tensor(costs, dtype=torch.float64)
+    worst = torch.tensor(costs, dtype=torch.float64, device="cpu")  # built with the GPU as default
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
     found: list[float] = worst.tolist()
     return found

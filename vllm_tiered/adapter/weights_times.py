@@ -30,10 +30,11 @@ from vllm_tiered.tiers.probe import (
     median_seconds,
     product_rows,
     published_read,
+    synchronizer,
 )
 from vllm_tiered.tiers.products import far_product, near_product
 from vllm_tiered.units import MIB
-from vllm_tiered.weights import int4
+from vllm_tiered.weights.packing import packing_for
 from vllm_tiered.weights.store import KNOB
 
 ROWS = (1, 4, 16, 64, 256)
@@ -251,7 +252,9 @@ def _compressed_seconds(
 ) -> list[float]:
     """Products with a matrix in 4 bit that is in no cache; near or far, they are the same."""
     out_features, in_features = matrix.shape
-    first = int4.compress(torch.randn(matrix.shape).to(matrix.dtype)).to(near_device)
+    packing = packing_for(near_device)
+    weight = torch.randn(matrix.shape, device=near_device).to(matrix.dtype)
+    first = packing.compress(weight, None)
     count = min(max(2, -(-64 * MIB // first.nbytes)), 16)
     weights = [first, *(first.clone() for _ in range(count - 1))]
     found = []
@@ -259,9 +262,9 @@ def _compressed_seconds(
         x = torch.randn((num_tokens, in_features), device=near_device).to(matrix.dtype)
 
         def product(turn: int, x: torch.Tensor = x) -> None:
-            int4.linear(x, weights[turn % count], out_features)
+            packing.linear(x, weights[turn % count], out_features)
 
-        found.append(median_seconds(product, seconds))
+        found.append(median_seconds(product, seconds, synchronizer(near_device)))
     return found
 
 

@@ -40,7 +40,7 @@ class IdRing:
         self.num_ids = num_ids
         self._allocate = allocate
         # No memory for a direction that is never used.
-        self._ids = torch.empty(0, dtype=torch.int64)
+        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._values: PageIds = self._ids.numpy()
         self._entries: deque[_Entry] = deque()
         self._next = 0

@@ -164,7 +164,8 @@ def product_rows(
     samples = []
     for num_tokens in rows:
         x = torch.randn((num_tokens, in_features), device=near_device).to(dtype)
-        samples.append(Sample(size, median_seconds(_in_turn(products, x), seconds)))
+        run = _in_turn(products, x)
+        samples.append(Sample(size, median_seconds(run, seconds, synchronizer(near_device))))
     return samples
 
 
@@ -179,32 +180,38 @@ def _weights(
 
 
 def _in_turn(products: Sequence[Product], x: torch.Tensor) -> Callable[[int], None]:
-    synchronize = _synchronizer(x.device)
-
     def run(turn: int) -> None:
         products[turn % len(products)](x)
-        synchronize()
 
     return run
 
 
-def _synchronizer(near_device: torch.device) -> Callable[[], None]:
+def synchronizer(near_device: torch.device) -> Callable[[], None]:
     """What waits for the compute submitted so far."""
     if near_device.type == "cpu":
         return lambda: None
     return lambda: torch.accelerator.synchronize(near_device)
 
 
-def median_seconds(run: Callable[[int], None], seconds: float = SECONDS) -> float:
+def median_seconds(
+    run: Callable[[int], None],
+    seconds: float = SECONDS,
+    finish: Callable[[], None] = lambda: None,
+) -> float:
     """Of one call; ``run`` gets the number of the call.
+
+    Where calls only submit work ``finish`` waits for it: once for many calls, as a product may take
+    less than waiting for it.
 
     Takes about ``seconds``, at most six times that or three calls: one that is not counted, one
     that says for how many there is time, and one that counts.
     """
     begin = time.perf_counter()
     run(0)
+    finish()
     start = time.perf_counter()
     run(1)
+    finish()
     once = time.perf_counter() - start
     calls = max(1, round(seconds / _REPEATS / max(once, 1e-7)))
     samples: list[float] = []
@@ -212,6 +219,7 @@ def median_seconds(run: Callable[[int], None], seconds: float = SECONDS) -> floa
         start = time.perf_counter()
         for turn in range(calls):
             run(turn)
+        finish()
         now = time.perf_counter()
         samples.append((now - start) / calls)
         if now - begin > 5 * seconds:

@@ -9,7 +9,7 @@ import torch
 from vllm_tiered.cost.weights import PARAMETER_ALIGNMENT, SLOT_ALIGNMENT, align, extent_bytes
 from vllm_tiered.tiers.base import Device, PageBuffer
 from vllm_tiered.tiers.published import aligned_pages
-from vllm_tiered.weights import int4
+from vllm_tiered.weights.packing import packing_for
 from vllm_tiered.weights.ring import WeightRing, lay_out
 from vllm_tiered.weights.store import WeightStore
 
@@ -19,8 +19,8 @@ class Staged(NamedTuple):
 
     Attributes:
         num_bytes: in its home, and in the slot.
-        is_compressed: there it is bytes of :mod:`int4`; it is loaded into memory of its own, which
-            it keeps until it is staged.
+        is_compressed: there it is in 4 bit (:mod:`packing`); it is loaded into memory of its own,
+            which it keeps until it is staged.
     """
 
     parameter: torch.nn.Parameter
@@ -79,6 +79,7 @@ class FarWeights:
         self._far = device.far_buffer(self.far_bytes // SLOT_ALIGNMENT, SLOT_ALIGNMENT)
         slot_pages = max((e.slot_page + e.num_pages for e in self._extents), default=0)
         self.ring_bytes = slot_pages * SLOT_ALIGNMENT
+        self._packing = packing_for(near_device)
         self._near = PageBuffer(aligned_pages(slot_pages, SLOT_ALIGNMENT, near_device))
         stored_bytes = sum(stored for _, stored in sizes)
         drafted = store.memory(stored_bytes // SLOT_ALIGNMENT) if store else None
@@ -115,7 +116,7 @@ class FarWeights:
         for (parameter, _, is_compressed), home, slot in self._homes:
             if home is not slot:
                 if is_compressed:
-                    int4.compress(parameter.data, out=home)
+                    self._packing.compress(parameter.data, home)
                 elif parameter.data_ptr() != home.data_ptr():
                     home.copy_(parameter.data)  # vLLM moves what it processes after loading
             parameter.data = slot

@@ -45,7 +45,8 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
     rows, columns = weight_NK.shape
     dtype = weight_NK.dtype
     if out is None:
-        out = torch.empty(compressed_bytes(rows, columns, dtype.itemsize), dtype=torch.uint8)
+        num_bytes = compressed_bytes(rows, columns, dtype.itemsize)
+        out = torch.empty(num_bytes, dtype=torch.uint8, device=weight_NK.device)
     codes, figures_GN2 = parts(out, rows, dtype)
     # A few rows at a time: rounding takes several times their size in float32.
     step = _chunk_rows(columns)
@@ -168,7 +169,7 @@ def _half_block() -> int | None:
     Found by packing each row's number: torch's order is not documented, 64 rows with AVX512 and 32
     with AVX2.
     """
-    rows = torch.arange(BLOCK, dtype=torch.int32)
+    rows = torch.arange(BLOCK, dtype=torch.int32, device="cpu")
     for half in (32, 16):
         blocks = rows.view(-1, 2, half)
         is_this = True

@@ -3,6 +3,10 @@
 
 enter(k)     compute of sublayer k is next: wait until it has arrived
              the slot of k - 1 is free when its compute is over: k + 1 is queued for it
+leave(k)     compute submitted so far is all that uses the slot of k
+
+Where compute runs after it is submitted, as on a GPU, neither call waits for it: what is queued for
+a slot waits for events of its users, and compute for the event of what it needs.
 """
 
 from collections.abc import Sequence
@@ -13,6 +17,9 @@ import numpy as np
 from vllm_tiered.cost.weights import SLOT_ALIGNMENT, slot_bytes, slot_of
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, Pages
+
+_MANY_USES = 16
+"""Of a slot that keeps its sublayer for long: those that are over are let go."""
 
 
 class Extent(NamedTuple):
@@ -54,15 +61,22 @@ def lay_out(sizes: Sequence[tuple[int, int]]) -> list[Extent]:
 
 
 class _Slot:
-    """What is in a slot or on its way, what comes next, and how many modules use it."""
+    """What is in a slot or on its way, what comes next, and who uses it.
 
-    __slots__ = ("arrival", "next", "num_users", "resident")
+    Attributes:
+        num_users: modules between ``enter`` and ``leave``.
+        uses: done when compute does not need what is in it; of each module, as they may compute in
+            streams of their own.
+    """
+
+    __slots__ = ("arrival", "next", "num_users", "resident", "uses")
 
     def __init__(self) -> None:
         self.resident: int | None = None
         self.next: int | None = None
         self.arrival: Event | None = None
         self.num_users = 0
+        self.uses: list[Event] = []
 
 
 class WeightRing:
@@ -101,7 +115,12 @@ class WeightRing:
         self.num_misses = 0
 
     def start(self) -> None:
-        """Queue the first sublayer, which the first step would come to in vain."""
+        """Queue the first sublayer, which the first step would come to in vain.
+
+        A loader that wrote to the slots did so by compute that was submitted before.
+        """
+        for slot in self._slots:
+            slot.uses.append(self._device.compute_event())
         if self._copies:
             self._queue(0)
 
@@ -136,6 +155,9 @@ class WeightRing:
         if slot.resident != position or not slot.num_users:
             raise IntegrityError(f"sublayer {position} is done, but it was not computing")
         slot.num_users -= 1
+        if len(slot.uses) >= _MANY_USES:
+            slot.uses = [use for use in slot.uses if not use.done()]
+        slot.uses.append(self._device.compute_event())
         self._fill(slot)
 
     def check_integrity(self) -> None:
@@ -158,8 +180,7 @@ class WeightRing:
 
     def _queue(self, position: int) -> None:
         slot = self._slot_of[position]
-        # What is in the slot may be used by all compute that was submitted before.
-        after = (self._device.compute_event(),)
+        after, slot.uses = tuple(slot.uses), []
         events = self._device.submit_together([(copy, after) for copy in self._copies[position]])
         slot.arrival = events[-1]  # copies of a direction run in order
         slot.resident, slot.next = position, None

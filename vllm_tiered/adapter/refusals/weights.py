@@ -114,9 +114,9 @@ def check_weights_config(vllm_config: "VllmConfig") -> None:
 
 
 def check_weights_device(device_type: str) -> None:
-    """Raise UnsupportedError on a device on which weights cannot be staged yet."""
-    if device_type != "cpu":
+    """Raise UnsupportedError on a device on which weights cannot be staged."""
+    if device_type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"vllm-tiered places weights on vLLM's CPU backend only so far, and this engine's "
+            "vllm-tiered places weights on vLLM's CPU backend and on CUDA, and this engine's "
             f'device is "{device_type}": set tiered.weights.placement to off'
         )
