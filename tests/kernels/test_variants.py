@@ -165,6 +165,7 @@ def select_calls() -> Iterator[Callable[[], object]]:
     edges = select_neurons.edges_of((0.1, 0.2, 0.3), scores_BN.device)
     for threshold in (None, 0.5):
         yield partial(select_neurons.select, scores_BN, edges, threshold)
+    yield partial(select_neurons.select, scores_BN, edges, limits=(512, 1024, 2048))
 
 
 def page_calls() -> Iterator[Callable[[], object]]:

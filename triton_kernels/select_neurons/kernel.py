@@ -229,18 +229,21 @@ VARIANTS = (
         )
         for has_threshold in (False, True)
     ),
-    Variant(
-        name="select_neurons.demote",
-        kernel=demote_kernel,
-        signature={
-            "best_N": "*fp32",
-            "reached_N": "*u8",
-            "limit": "i32",
-            "num_neurons": "i32",
-        },
-        constants={"BLOCK": 16384, "PART": 4096, "HERE": 7, "BELOW": 6},
-        aligned=("best_N", "reached_N", "num_neurons"),
-        num_warps=16,
+    *(
+        Variant(
+            name=f"select_neurons.demote.{precision}",
+            kernel=demote_kernel,
+            signature={
+                "best_N": "*fp32",
+                "reached_N": "*u8",
+                "limit": "i32",
+                "num_neurons": "i32",
+            },
+            constants={"BLOCK": 16384, "PART": 4096, "HERE": here, "BELOW": below},
+            aligned=("best_N", "reached_N", "num_neurons"),
+            num_warps=16,
+        )
+        for precision, here, below in (("full", 7, 6), ("int8", 6, 4), ("int4", 4, 0))
     ),
     Variant(
         name="select_neurons.collect",
