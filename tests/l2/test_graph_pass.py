@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor.utils import fresh_cache
 
 from tests.l2.models import (
     ATTENTION_BYTES,
@@ -184,6 +186,33 @@ def test_results_stay_the_same_through_the_compiler(recorder) -> None:
         ("weights", addresses[7:9]),
         ("join",),
     ]
+
+
+def test_a_second_start_finds_the_compiled_graph(recorder) -> None:
+    """In inductor's cache, prefetches and all; with another budget it is compiled anew."""
+    arguments = inputs()
+
+    def start(budget_bytes: int) -> tuple[PrefetchPass, int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        prefetches = PrefetchPass(NAMES, budget_bytes)
+        options = {"post_grad_custom_post_pass": prefetches, "fx_graph_cache": True}
+        compiled = torch.compile(products, fullgraph=True, dynamic=False, options=options)
+        with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+            compiled(*arguments)
+        found = counters["inductor"]
+        return prefetches, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+
+    with fresh_cache():
+        first, *hits_and_misses = start(AMPLE)
+        assert first.inserted is not None and hits_and_misses == [0, 1]
+        events = recorder.events[:]
+        recorder.events.clear()
+        second, *hits_and_misses = start(AMPLE)
+        assert second.inserted is None and hits_and_misses == [1, 0]
+        assert recorder.events == events
+        _, *hits_and_misses = start(0)
+        assert hits_and_misses == [0, 1]
 
 
 def test_nothing_happens_without_a_runtime() -> None:
