@@ -196,7 +196,10 @@ def test_a_second_start_finds_the_compiled_graph(recorder) -> None:
         torch._dynamo.reset()
         counters.clear()
         prefetches = PrefetchPass(NAMES, budget_bytes)
-        options = {"post_grad_custom_post_pass": prefetches, "fx_graph_cache": True}
+        options: dict[str, Any] = {
+            "post_grad_custom_post_pass": prefetches,
+            "fx_graph_cache": True,
+        }
         compiled = torch.compile(products, fullgraph=True, dynamic=False, options=options)
         with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
             compiled(*arguments)
