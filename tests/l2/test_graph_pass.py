@@ -160,6 +160,17 @@ def test_devices(device, architecture, problem) -> None:
     assert found is None if problem is None else problem in (found or "")
 
 
+def run_compiled(prefetches: PrefetchPass, arguments: Any, *, fx_graph_cache: bool) -> Any:
+    """What inductor's code of the products gives, with the pass."""
+    options: dict[str, Any] = {
+        "post_grad_custom_post_pass": prefetches,
+        "fx_graph_cache": fx_graph_cache,
+    }
+    compiled = torch.compile(products, fullgraph=True, dynamic=False, options=options)
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+        return compiled(*arguments)
+
+
 def test_results_stay_the_same_through_the_compiler(recorder) -> None:
     """Inductor keeps every operator, in its place between producer and consumers.
 
@@ -168,13 +179,8 @@ def test_results_stay_the_same_through_the_compiler(recorder) -> None:
     arguments = inputs()
     expected = products(*arguments)
     prefetches = PrefetchPass(NAMES, AMPLE)
-    options: dict[str, Any] = {
-        "post_grad_custom_post_pass": prefetches,
-        "fx_graph_cache": False,
-    }
-    compiled = torch.compile(products, fullgraph=True, dynamic=False, options=options)
-    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-        torch.testing.assert_close(compiled(*arguments), expected)
+    found = run_compiled(prefetches, arguments, fx_graph_cache=False)
+    torch.testing.assert_close(found, expected)
     assert prefetches.inserted is not None and prefetches.inserted.num_prefetches == 7
     addresses = [argument.data_ptr() for argument in arguments]
     assert recorder.events == [
@@ -196,13 +202,7 @@ def test_a_second_start_finds_the_compiled_graph(recorder) -> None:
         torch._dynamo.reset()
         counters.clear()
         prefetches = PrefetchPass(NAMES, budget_bytes)
-        options: dict[str, Any] = {
-            "post_grad_custom_post_pass": prefetches,
-            "fx_graph_cache": True,
-        }
-        compiled = torch.compile(products, fullgraph=True, dynamic=False, options=options)
-        with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-            compiled(*arguments)
+        run_compiled(prefetches, arguments, fx_graph_cache=True)
         found = counters["inductor"]
         return prefetches, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 

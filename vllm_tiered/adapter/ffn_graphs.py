@@ -12,6 +12,8 @@ What cannot be split there is run without graphs.
 import logging
 from typing import TYPE_CHECKING
 
+from vllm_tiered.adapter import cuda_graphs
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -25,31 +27,20 @@ def split_at_ffn(vllm_config: "VllmConfig") -> None:
 
     Changes ``vllm_config``; with a notice where that is another mode than asked for.
     """
-    import vllm.envs as envs
-    from vllm.config import CompilationMode, CUDAGraphMode
-
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    if mode is None or mode == CUDAGraphMode.NONE:
+    if not mode:
         return
-    # Not where attention is captured too, which needs graphs of whole steps.
-    splits = (
-        compilation.mode == CompilationMode.VLLM_COMPILE
-        and compilation.splitting_ops_contain_attention()
-    )
-    if not splits or envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
-        compilation.max_cudagraph_capture_size = 0
-        compilation.cudagraph_capture_sizes = []
+    reason = cuda_graphs.why_uncut(compilation)
+    if reason is None:
+        cuda_graphs.cut_at([OP], compilation)
     else:
-        assert compilation.splitting_ops is not None
-        if OP not in compilation.splitting_ops:
-            compilation.splitting_ops = [*compilation.splitting_ops, OP]
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        cuda_graphs.leave_out(compilation)
     if compilation.cudagraph_mode != mode:
         logger.warning(
             "tiered ffn: CUDA graphs are %s instead of %s: the host chooses a layer's neurons in "
-            "each step, which no graph can repeat",
+            "each step, which no graph can repeat%s",
             compilation.cudagraph_mode.name,
             mode.name,
+            "" if reason is None else f" ({reason})",
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
+from vllm_tiered.adapter import cuda_graphs
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.cost.weights import Placement
 from vllm_tiered.errors import IntegrityError
@@ -38,21 +39,16 @@ def cut_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
 
     Only pieces are captured: no graph of a whole step, as vLLM would have for decode steps.
     """
-    from vllm.config import CUDAGraphMode
-
     compilation = vllm_config.compilation_config
     before = compilation.cudagraph_mode
     if not before:
         return
     reason = _why_none(config, compilation)
     if reason is not None:
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
-        compilation.max_cudagraph_capture_size = 0
-        compilation.cudagraph_capture_sizes = []
+        cuda_graphs.leave_out(compilation)
         logger.warning("tiered weights: no CUDA graphs (%s would be captured): %s", before, reason)
         return
-    compilation.splitting_ops = list(dict.fromkeys((*compilation.splitting_ops, *CUTS)))
-    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    cuda_graphs.cut_at(CUTS, compilation)
     logger.info(
         "tiered weights: CUDA graphs are PIECEWISE (%s without far weights), cut where sublayers "
         "wait for their weights",
@@ -62,26 +58,14 @@ def cut_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
 
 def _why_none(config: WeightsConfig, compilation: Any) -> str | None:
     """Why no graph can be captured, and what would change that; None if pieces can be."""
-    from vllm import envs
-    from vllm.config import CompilationMode
-
     if config.storage_path is not None:
         return (
             "threads read weights.storage_path while the model runs, and CUDA lets no other thread "
             "wait for the GPU during a capture; leave weights.storage_path out"
         )
-    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
-        return (
-            "VLLM_USE_BREAKABLE_CUDAGRAPH captures what is not compiled, the waits for weights "
-            "included; set it to 0"
-        )
-    if compilation.mode != CompilationMode.VLLM_COMPILE:
-        return f"graphs are cut in what vLLM compiles, and its mode is {compilation.mode.name}"
     if compilation.use_inductor_graph_partition:
         return "graphs are cut before Inductor only; leave use_inductor_graph_partition out"
-    if not compilation.splitting_ops_contain_attention():
-        return "splitting_ops leaves attention in the graphs; leave it out"
-    return None
+    return cuda_graphs.why_uncut(compilation)
 
 
 def check_not_captured() -> None:
