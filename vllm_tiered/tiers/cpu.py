@@ -239,8 +239,8 @@ class CpuDevice(Device):
         except (OSError, OverflowError) as error:
             raise BudgetError(
                 f"the far tier could not get {num_bytes / 2**30:.2f} GiB "
-                f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib or kv.expansion, or "
-                "keep more weights near"
+                f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib, kv.expansion or "
+                "ffn.far_gib, or keep more weights near"
             ) from error
         data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
         numa.bind(data.data_ptr(), num_bytes, self._cpus)

@@ -19,6 +19,9 @@ from vllm_tiered.units import format_bytes
 
 logger = logging.getLogger("vllm.tiered")
 
+_KNOBS = "lower kv.far_gib, kv.expansion or ffn.far_gib, or keep more weights near"
+"""What takes host memory; this knows pages alone."""
+
 
 class RegisteredMemory(mmap.mmap):
     """Anonymous memory that is registered for as long as somebody holds a tensor of it.
@@ -64,8 +67,7 @@ def host_memory_near(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory
         memory = RegisteredMemory(-1, max(1, num_bytes), flags=flags)
     except (OSError, OverflowError) as error:
         raise BudgetError(
-            f"the far tier could not get {format_bytes(num_bytes)} of host memory: lower "
-            "kv.far_gib or kv.expansion, or keep more weights near"
+            f"the far tier could not get {format_bytes(num_bytes)} of host memory: {_KNOBS}"
         ) from error
     data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
     if num_bytes and (node := runtime.numa_node()) is not None:
@@ -92,8 +94,7 @@ def registered_memory(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemor
     except RuntimeError as error:
         raise BudgetError(
             f"CUDA could not register {format_bytes(num_bytes)} of host memory as far tier "
-            f"({error}): lower kv.far_gib or kv.expansion, or keep more weights near"
-            f"{_locked_limit(num_bytes)}"
+            f"({error}): {_KNOBS}{_locked_limit(num_bytes)}"
         ) from error
     return memory, data
 
