@@ -160,6 +160,17 @@ def test_what_fills_a_graphs_batch_chooses_no_neurons(monkeypatch):
     assert seen == [(3, True)] and out_BH.sum(dim=1).tolist() == [16, 16, 16, 0]
 
 
+def test_a_step_of_which_vllm_says_nothing_is_computed(monkeypatch):
+    """Only one without any metadata is a dummy: zeros for another would be wrong, and silent."""
+    from vllm_tiered.adapter import ffn_modules
+
+    module = SimpleNamespace(compute=lambda x_BH, only_decodes: x_BH + 1, rehearse=None)
+    out_BH = torch.full((4, 8), torch.nan)
+    of_step(monkeypatch, module, {})
+    ffn_modules._sparse_ffn(torch.ones(4, 8), out_BH, "a layer")
+    assert bool((out_BH == 2).all())
+
+
 def test_steps_of_a_capture_choose_none_either(monkeypatch):
     """Though vLLM gives them an attention's metadata; nor are they rehearsals."""
     from vllm_tiered.adapter import ffn_modules

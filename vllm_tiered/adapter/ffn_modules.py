@@ -161,8 +161,9 @@ def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
         )
     context = get_forward_context()
     module = context.no_compile_layers[name]
-    of_one = _of_one_layer(context.attn_metadata)
-    if of_one is None or _captures:
+    metadata = context.attn_metadata
+    of_layers = metadata[0] if isinstance(metadata, list) else metadata
+    if of_layers is None or _captures:
         out.zero_()  # a dummy step, of which nothing is used
         if module.rehearse is not None and not _captures:
             module.rehearse(x.reshape(-1, x.shape[-1]))
@@ -170,17 +171,12 @@ def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
     if module.compute is None:
         raise IntegrityError(f"{name} has no neurons: its engine is closed, or was not started")
     flat_BH, out_BH = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+    of_one: Any = next(iter(of_layers.values()), None)
     # Behind the tokens is what fills a CUDA graph's batch: it would choose neurons too.
     num_tokens = min(len(flat_BH), getattr(of_one, "num_actual_tokens", len(flat_BH)))
     only_decodes = getattr(of_one, "max_query_len", 0) == 1
     out_BH[:num_tokens].copy_(module.compute(flat_BH[:num_tokens], only_decodes))
     out_BH[num_tokens:].zero_()
-
-
-def _of_one_layer(metadata: Any) -> Any:
-    """What vLLM says of a step's attention; None of a dummy step's."""
-    of_layers = metadata[0] if isinstance(metadata, list) else metadata
-    return None if of_layers is None else next(iter(of_layers.values()), None)
 
 
 def _leave_names(module: nn.Module, has_bias: bool) -> None:
