@@ -11,9 +11,10 @@
 | llama3 | 3      | MQA, 4 heads on 1               | an odd number of layers, one KV head  |
 | phi3   | 4      | MHA, 4 heads                    | gate and up in one, in the checkpoint too |
 | falcon | 4      | MQA, 4 heads on 1               | attention and FFN from the same input |
+| deep   | 30     | GQA, 6 heads on 3               | the demo model's KV cache, a tenth of its work |
 
-Head size 64, hidden size 256, stored in bfloat16 (load them with `dtype="float32"` for exact
-comparisons). Greedy text varies and depends on the whole context, so wrong KV shows up in it.
+Head size 64, hidden size 256 (deep: 192), stored in bfloat16 (load them with `dtype="float32"` for
+exact comparisons). Greedy text varies and depends on the whole context, so wrong KV shows up in it.
 """
 
 from __future__ import annotations
@@ -74,6 +75,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "bias": False,
         "alibi": False,
         "new_decoder_architecture": False,
+    },
+    "deep": {
+        **_LLAMA,
+        "num_hidden_layers": 30,
+        "hidden_size": 192,
+        "head_dim": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "intermediate_size": 256,
     },
 }
 

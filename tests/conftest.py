@@ -13,7 +13,13 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 import pytest
 from hypothesis import settings
 
+from tests.quick_start import sitecustomize
+
+# Of this process, and by the variable of those that tests start.
+QUICK_START = os.path.dirname(sitecustomize.__file__)
+
 os.environ |= {
+    "PYTHONPATH": os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH")))),
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -3,19 +3,27 @@
 
 import contextlib
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from prometheus_client import REGISTRY
 
 from benchmarks.model import demo_model_dir
 from benchmarks.shapes import random_model_dir
 from vllm_tiered.adapter import manifest
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.prepare.pipeline import prepare
+from vllm_tiered.ffn.store import NeuronStore
 
 Tokens = list[list[int]]
+
+_engines = itertools.count()
 
 
 PATHS: dict[str, str] = {}
@@ -27,6 +35,13 @@ def model_path(model: str) -> str:
     if model in PATHS:
         return PATHS[model]
     return str(demo_model_dir() if model == "demo" else random_model_dir(model))
+
+
+def prepared(model: Path, folder: Path) -> NeuronStore:
+    """A store of all neurons in float32, without a predictor, in a new folder."""
+    precisions = (Precision.FULL,)
+    prepare(model, folder, dtype=torch.float32, precisions=precisions, predictor="none")
+    return NeuronStore.open(folder)
 
 
 def random_prompts(count: int, *, seed: int = 0, longest: int = 80) -> Tokens:
@@ -54,9 +69,7 @@ def engine(
 
     # Of each architecture's class vLLM asks a process of its own, which takes 12 s to import it.
     registry._run_in_subprocess = lambda inspect: inspect()
-    # What lives before an engine outlives it. vLLM collects garbage nine times in an engine's life,
-    # and going through all of its and torch's modules each time took half of a test.
-    gc.freeze()
+    keep_kernels()
     manifest.publish(None)
     manifest.publish_weights(None)
     manifest.publish_ffn(None)
@@ -67,7 +80,7 @@ def engine(
         "max_model_len": 512,
         "max_num_seqs": 16,
         "block_size": 32,
-        "kv_cache_memory_bytes": 1 << 28,
+        "kv_cache_memory_bytes": 1 << (27 if model in ("demo", "deep") else 26),
         "enable_prefix_caching": False,
         "disable_log_stats": False,
         "skip_tokenizer_init": True,  # an eighth of a test; its requests are tokens
@@ -77,11 +90,11 @@ def engine(
         sections = {"kv": tiered, "weights": weights or {}, "ffn": ffn or {}}
         arguments["additional_config"] = {"tiered": sections}
     llm = None
-    try:
-        llm = LLM(model=model_path(model), **arguments)
-        yield llm
-    finally:
-        with one_collection():
+    with young_garbage():
+        try:
+            llm = LLM(model=model_path(model), **arguments)
+            yield llm
+        finally:
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
             del llm
@@ -93,15 +106,34 @@ def engine(
 
 
 @contextlib.contextmanager
-def one_collection() -> Iterator[None]:
-    """Garbage is collected once, at the end: vLLM thaws what was frozen as an engine ends."""
-    collect = gc.collect
+def young_garbage() -> Iterator[None]:
+    """What lives before an engine outlives it, and is left alone by the garbage collector.
+
+    vLLM collects nine times in an engine's life, thaws what was frozen as it ends, and going
+    through all of its and torch's modules each time took half of a test.
+    """
+    if next(_engines) % 4 == 0:
+        gc.unfreeze()
+        gc.collect()
+    collect, freeze, unfreeze = gc.collect, gc.freeze, gc.unfreeze
+    gc.freeze()
     gc.collect = lambda generation=2: 0
+    gc.freeze = gc.unfreeze = lambda: None
     try:
         yield
     finally:
-        gc.collect = collect
+        gc.collect, gc.freeze, gc.unfreeze = collect, freeze, unfreeze
         gc.collect()
+
+
+@cache
+def keep_kernels() -> None:
+    """Without Triton vLLM puts functions in its kernels' place whenever an engine starts, and looks
+    for them in all modules: half a second. A process needs that once."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
 
 
 def generate(llm: Any, prompts: Tokens, max_tokens: int = 40) -> Tokens:

@@ -1,36 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a few tokens and prints them with the process's peak of resident memory, as JSON.
+"""Serves a few tokens with each of some configurations, one engine after the other, and prints the
+tokens and by how much resident memory rose at most, as JSON.
 
-Usage: memory_script.py MODEL_DIR PROMPTS_JSON LLM_ARGUMENTS_JSON
+Usage: python -m tests.engine.memory_script MODEL_DIR PROMPTS_JSON CONFIGURATIONS_JSON
+
+What is freed may not be given back, and a later engine takes it up unseen: the one that is to need
+less comes first. Nothing of the first is an import, as a small engine runs before it.
 """
 
 import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from vllm import LLM, SamplingParams
+from tests.engine.harness import PATHS, Tokens, engine, generate
+
+STATUS = Path("/proc/self/status")
+
+
+def kib(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def served(model: str, prompts: Tokens, sections: dict[str, Any]) -> dict[str, Any]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = kib("VmRSS")
+    arguments = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
+    with engine(model, additional_config={"tiered": sections}, **arguments) as llm:
+        tokens = generate(llm, prompts, 8)
+    return {"tokens": tokens, "rise_bytes": (kib("VmHWM") - before) * 1024}
 
 
 def main() -> None:
-    llm = LLM(
-        model=sys.argv[1],
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=16 << 20,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        **json.loads(sys.argv[3]),
-    )
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(sys.argv[2])]
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak is not None
-    print(json.dumps({"tokens": tokens, "peak_bytes": int(peak[1]) * 1024}))
+    PATHS["given"] = sys.argv[1]
+    prompts, configurations = map(json.loads, sys.argv[2:4])
+    served("llama1", prompts, {})
+    print(json.dumps([served("given", prompts, each) for each in configurations]))
 
 
 if __name__ == "__main__":

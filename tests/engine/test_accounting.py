@@ -25,7 +25,7 @@ def test_bytes_are_exactly_the_full_blocks(policy, rotating) -> None:
     prompt, output_tokens = random_prompts(1, longest=5)[0] * 30, 60
     near = 40 * 30 * PAGE_BYTES
     result = run(
-        "demo",
+        "deep",
         [prompt],
         {"expansion": 2.0, "policy": policy},
         max_tokens=output_tokens,
@@ -62,7 +62,7 @@ def test_shared_prefix_is_staged_once() -> None:
     """Two requests with the same first blocks: a block is one page, read once a step."""
     prompt = random_prompts(1, seed=2, longest=5)[0] * 40
     full = len(prompt) // BLOCK_TOKENS
-    with engine("demo", {"expansion": 2.0}, enable_prefix_caching=True,
+    with engine("deep", {"expansion": 2.0}, enable_prefix_caching=True,
                 kv_cache_memory_bytes=40 * 30 * PAGE_BYTES) as llm:  # fmt: skip
         generate(llm, [prompt], 2)
         before = metric("tiered_kv_read_bytes")
@@ -72,7 +72,7 @@ def test_shared_prefix_is_staged_once() -> None:
 
 
 def test_stepping_aside_is_said_and_does_nothing() -> None:
-    with engine("demo", {"expansion": 1.0}, kv_cache_memory_bytes=40 * 30 * PAGE_BYTES) as llm:
+    with engine("deep", {"expansion": 1.0}, kv_cache_memory_bytes=40 * 30 * PAGE_BYTES) as llm:
         generate(llm, random_prompts(2), 24)
         current = manifest.current()
         assert metric("tiered_energy_joules") > 0  # counted all the same
@@ -90,7 +90,7 @@ def test_kv_disabled_is_vllm() -> None:
 
 def test_gauges() -> None:
     near = 40 * 30 * PAGE_BYTES
-    with engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=near) as llm:
+    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=near) as llm:
         generate(llm, random_prompts(3), 4)
         blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
         assert metric("tiered_kv_expansion") == 2.0
@@ -105,7 +105,7 @@ def test_gauges() -> None:
 @pytest.mark.parametrize("kv", [{}, {"expansion": 2.0}], ids=["auto", "fixed"])
 def test_withheld_blocks_are_not_in_use(kv) -> None:
     near = 40 * 30 * PAGE_BYTES
-    with engine("demo", kv, kv_cache_memory_bytes=near, watermark=0.25) as llm:
+    with engine("deep", kv, kv_cache_memory_bytes=near, watermark=0.25) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         elastic = scheduler.connector._scheduler.elastic
         manager = scheduler.kv_cache_manager

@@ -23,11 +23,11 @@ def drive(llm) -> tuple[list[list[int]], float]:
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_walk_over_all_levels(monkeypatch, caching) -> None:
     walk(monkeypatch, seed=1)
-    with engine("demo", {}, enable_prefix_caching=caching, **TIGHT) as llm:
+    with engine("deep", {}, enable_prefix_caching=caching, **TIGHT) as llm:
         tokens, num_changes = drive(llm)
         again, _ = drive(llm)
     assert num_changes > 5
-    assert tokens == vllm_tokens("demo", PROMPTS) == again
+    assert tokens == vllm_tokens("deep", PROMPTS) == again
 
 
 def test_another_model(monkeypatch, force_levels) -> None:
@@ -41,24 +41,24 @@ def test_another_model(monkeypatch, force_levels) -> None:
 def test_delayed_copies_and_poisoned_staging(monkeypatch) -> None:
     walk(monkeypatch, seed=0, steps_per_level=2)
     monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(0, 2e-3))
-    result = run("demo", PROMPTS, {}, enable_prefix_caching=True, **TIGHT)
-    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    result = run("deep", PROMPTS, {}, enable_prefix_caching=True, **TIGHT)
+    assert result.tokens == vllm_tokens("deep", PROMPTS)
 
 
 def test_grows_when_requests_wait() -> None:
-    with engine("demo", {}, **TIGHT) as llm:
+    with engine("deep", {}, **TIGHT) as llm:
         tokens, num_changes = drive(llm)
         read_bytes = metric("tiered_kv_read_bytes")
     assert num_changes >= 1 and read_bytes > 0
-    assert tokens == vllm_tokens("demo", PROMPTS)
+    assert tokens == vllm_tokens("deep", PROMPTS)
 
 
 def test_steps_aside_when_nothing_waits() -> None:
-    with engine("demo", {}) as llm:
+    with engine("deep", {}) as llm:
         tokens, num_changes = drive(llm)
         assert num_changes == 0 and metric("tiered_kv_expansion") == 1.0
         assert metric("tiered_kv_read_bytes") == metric("tiered_kv_write_bytes") == 0
-    assert tokens == vllm_tokens("demo", PROMPTS)
+    assert tokens == vllm_tokens("deep", PROMPTS)
 
 
 def test_a_request_larger_than_the_near_tier() -> None:
@@ -67,13 +67,13 @@ def test_a_request_larger_than_the_near_tier() -> None:
     prompts[1] = prompts[1][:400]
     with (
         pytest.raises(ValueError, match="max seq len"),
-        engine("demo", kv_cache_memory_bytes=12 * MIB, max_model_len=448),
+        engine("deep", kv_cache_memory_bytes=12 * MIB, max_model_len=448),
     ):
         pass
-    with engine("demo", {}, kv_cache_memory_bytes=12 * MIB, max_model_len=448) as llm:
+    with engine("deep", {}, kv_cache_memory_bytes=12 * MIB, max_model_len=448) as llm:
         tokens = generate(llm, prompts)
         assert metric("tiered_kv_expansion") > 1.0
-    assert tokens == vllm_tokens("demo", prompts)
+    assert tokens == vllm_tokens("deep", prompts)
 
 
 def test_such_a_request_alone_in_an_idle_engine(tmp_path: Path) -> None:
@@ -84,22 +84,22 @@ def test_such_a_request_alone_in_an_idle_engine(tmp_path: Path) -> None:
     prompts = [(random_prompts(1, seed=4)[0] * 30)[:400]]
     report = {"path": str(tmp_path / "timeline.jsonl")}
     with engine(
-        "demo",
+        "deep",
         additional_config={"tiered": {"report": report}},
         kv_cache_memory_bytes=12 * MIB,
         max_model_len=448,
     ) as llm:
         tokens = generate(llm, prompts)
         assert metric("tiered_kv_expansion") > 1.0
-    assert tokens == vllm_tokens("demo", prompts)
+    assert tokens == vllm_tokens("deep", prompts)
 
 
 def test_prefix_cache_reset_keeps_the_level(monkeypatch) -> None:
     walk(monkeypatch, seed=5, steps_per_level=4)
-    with engine("demo", {}, enable_prefix_caching=True, **TIGHT) as llm:
+    with engine("deep", {}, enable_prefix_caching=True, **TIGHT) as llm:
         first, _ = drive(llm)
         assert llm.reset_prefix_cache()
         second, _ = drive(llm)
         granted = metric("tiered_kv_blocks_granted") + metric("tiered_kv_blocks_withheld")
         assert granted == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
-    assert first == second == vllm_tokens("demo", PROMPTS)
+    assert first == second == vllm_tokens("deep", PROMPTS)

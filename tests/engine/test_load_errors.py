@@ -26,29 +26,29 @@ TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 48 * MIB, "max_model_len": 256
 def test_a_flipped_bit_in_far_memory(monkeypatch, caching) -> None:
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device({300}))
     with engine(
-        "demo", {"expansion": 2.0, "verify": "full"}, enable_prefix_caching=caching, **TIGHT
+        "deep", {"expansion": 2.0, "verify": "full"}, enable_prefix_caching=caching, **TIGHT
     ) as llm:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_lost_blocks") >= 1
         assert metric("tiered_kv_recomputed_requests") == 1  # exactly the one that was hit
         again = generate(llm, PROMPTS)
-    assert tokens == again == vllm_tokens("demo", PROMPTS)
+    assert tokens == again == vllm_tokens("deep", PROMPTS)
 
 
 def test_unverified_damage_changes_tokens(monkeypatch) -> None:
     """What the test above rests on: the damage is where attention sees it."""
     reads = set(range(100, 9999, 10))
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device(reads, whole_pages=True))
-    result = run("demo", PROMPTS, {"expansion": 2.0}, **TIGHT)
-    assert result.tokens != vllm_tokens("demo", PROMPTS)
+    result = run("deep", PROMPTS, {"expansion": 2.0}, **TIGHT)
+    assert result.tokens != vllm_tokens("deep", PROMPTS)
 
 
 def test_many_flipped_bits(monkeypatch) -> None:
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device(set(range(50, 4000, 120))))
-    with engine("demo", {"expansion": 2.0, "verify": "full"}, **TIGHT) as llm:
+    with engine("deep", {"expansion": 2.0, "verify": "full"}, **TIGHT) as llm:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_recomputed_requests") >= 3
-    assert tokens == vllm_tokens("demo", PROMPTS)
+    assert tokens == vllm_tokens("deep", PROMPTS)
 
 
 def test_nothing_is_hit_that_may_come_from_a_page_that_is_looked_at_now_and_then() -> None:
@@ -65,10 +65,10 @@ def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
     """
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device({1}, whole_pages=True))
     prompts = [[token for prompt in random_prompts(12, seed=3) for token in prompt][:200]]
-    expected = vllm_tokens("demo", prompts, max_tokens=8)
+    expected = vllm_tokens("deep", prompts, max_tokens=8)
     longer = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     with engine(
-        "demo",
+        "deep",
         {"expansion": 2.0, "verify": "full"},
         enable_prefix_caching=True,
         max_num_batched_tokens=64,
@@ -77,7 +77,7 @@ def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
         assert generate(llm, prompts, 8) == expected
         assert metric("tiered_kv_recomputed_requests") == 1
         again = generate(llm, longer, 8)
-    return again, vllm_tokens("demo", longer, max_tokens=8)
+    return again, vllm_tokens("deep", longer, max_tokens=8)
 
 
 def test_what_was_computed_from_a_lost_page_is_not_hit(monkeypatch) -> None:
@@ -103,19 +103,19 @@ def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion, monkeypatch) ->
         "far_gib": far_gib,
         "expansion": expansion,
     }
-    result = run("demo", PROMPTS, config, **TIGHT | {"kv_cache_memory_bytes": 28 * MIB})
+    result = run("deep", PROMPTS, config, **TIGHT | {"kv_cache_memory_bytes": 28 * MIB})
     assert result.metrics["tiered_kv_read_bytes"] > 0
     stated = result.manifest["kv"]
     assert stated["storage_bytes"] > 0 and (stated["far_bytes"] > 0) == (far_gib > 0)
     for home in ("far_bytes", "storage_bytes"):
         assert result.metrics[f"tiered_kv_{home}"] == stated[home]
-    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    assert result.tokens == vllm_tokens("deep", PROMPTS)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_file_that_is_not_needed_is_said(tmp_path: Path, caplog_vllm) -> None:
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 1.0, "expansion": 2.0}
-    result = run("demo", PROMPTS[:2], config, max_tokens=2, **TIGHT)
+    result = run("deep", PROMPTS[:2], config, max_tokens=2, **TIGHT)
     assert result.manifest["kv"]["storage_bytes"] == 0 < result.manifest["kv"]["far_bytes"]
     assert "far memory (kv.far_gib holds all far pages: no file in kv.path)" in caplog_vllm.text
 
@@ -125,11 +125,11 @@ def test_flipped_bits_while_the_level_changes(monkeypatch, seed) -> None:
     """Layers that are on their way, to the far tier or back, lose pages too."""
     walk(monkeypatch, seed=seed, steps_per_level=2)
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device(set(range(20, 4000, 250))))
-    with engine("demo", {"verify": "full"}, enable_prefix_caching=True, **TIGHT) as llm:
+    with engine("deep", {"verify": "full"}, enable_prefix_caching=True, **TIGHT) as llm:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_level_changes") > 5
         assert metric("tiered_kv_recomputed_requests") >= 2
-    assert tokens == vllm_tokens("demo", PROMPTS)
+    assert tokens == vllm_tokens("deep", PROMPTS)
 
 
 def eio(moved: int) -> int:
@@ -168,11 +168,11 @@ def test_a_disk_that_fails_now_and_then(
     if levels == "changing":
         walk(monkeypatch, seed=3)
         config["expansion"] = "auto"
-    with engine("demo", config, **TIGHT) as llm:
+    with engine("deep", config, **TIGHT) as llm:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_recomputed_requests") >= 1
         assert metric(f"tiered_kv_page_errors_{kind}") >= 1
-    assert tokens == vllm_tokens("demo", PROMPTS)
+    assert tokens == vllm_tokens("deep", PROMPTS)
 
 
 def test_a_disk_that_is_silent_for_half_a_minute(monkeypatch, tmp_path: Path) -> None:
@@ -188,14 +188,14 @@ def test_a_disk_that_is_silent_for_half_a_minute(monkeypatch, tmp_path: Path) ->
 
     monkeypatch.setattr(os, "preadv", preadv)
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
-    with engine("demo", config, **TIGHT) as llm:
+    with engine("deep", config, **TIGHT) as llm:
         begin = time.monotonic()
         tokens = generate(llm, PROMPTS)
         assert 10 < time.monotonic() - begin < 30
         answers.set()
         assert metric("tiered_kv_page_errors_late") >= 1
         again = generate(llm, PROMPTS)
-    assert tokens == again == vllm_tokens("demo", PROMPTS)
+    assert tokens == again == vllm_tokens("deep", PROMPTS)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
@@ -210,7 +210,7 @@ def test_what_goes_wrong_in_the_model_is_what_is_raised(monkeypatch, error) -> N
         layer_done(self, layer_name)
 
     monkeypatch.setattr(worker.TieredWorker, "layer_done", fail)
-    with engine("demo", {"expansion": 2.0}, **TIGHT) as llm:
+    with engine("deep", {"expansion": 2.0}, **TIGHT) as llm:
         with pytest.raises(error):
             generate(llm, PROMPTS)
         with pytest.raises(IntegrityError, match="not computed to its end"):
@@ -225,7 +225,7 @@ def test_a_device_that_never_works_stops_the_engine(monkeypatch, tmp_path: Path)
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
     with (
         pytest.raises(Exception, match=r"lost KV blocks \d+ times.*kv\.path"),
-        engine("demo", config, **TIGHT) as llm,
+        engine("deep", config, **TIGHT) as llm,
     ):
         generate(llm, PROMPTS)
 
@@ -236,5 +236,5 @@ def test_a_full_disk_is_refused_at_start(monkeypatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
-    with pytest.raises(BudgetError, match=r"kv\.path"), engine("demo", config, **TIGHT):
+    with pytest.raises(BudgetError, match=r"kv\.path"), engine("deep", config, **TIGHT):
         pass

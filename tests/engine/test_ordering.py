@@ -75,4 +75,4 @@ def test_failed_copy_stops_the_engine(monkeypatch) -> None:
 
     monkeypatch.setattr(worker, "make_device", FailingDevice)
     with pytest.raises(Exception, match="link down"):
-        run("demo", PROMPTS, {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20)
+        run("deep", PROMPTS, {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20)

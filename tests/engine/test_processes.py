@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engine.harness import model_path, random_prompts, vllm_tokens
+from tests.engine.harness import model_path, prepared, random_prompts, vllm_tokens
 
 PROMPTS = random_prompts(8, seed=40)
 SCRIPT = Path(__file__).with_name("unchanged_script.py")
@@ -17,7 +17,7 @@ OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def run_script(
-    variables: dict[str, str], model: str = "demo", **llm_arguments: Any
+    variables: dict[str, str], model: str = "deep", **llm_arguments: Any
 ) -> dict[str, Any]:
     environment = {**os.environ, **variables}
     arguments = {"kv_cache_memory_bytes": NEAR, **llm_arguments}
@@ -33,12 +33,21 @@ def run_script(
 
 
 def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
+    """The KV cache swapped, and the FFN from a neuron store."""
+    prepared(Path(model_path("deep")), tmp_path / "store").close()
     config = tmp_path / "tiered.toml"
-    config.write_text("[kv]\nexpansion = 2.5\n")
+    config.write_text(
+        "[kv]\nexpansion = 2.5\n"
+        f"[ffn]\nstore = '{tmp_path / 'store'}'\nexact = true\nnear_gib = 0.01\nfar_gib = 0.003\n"
+    )
     result = run_script(OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)})
-    assert result["tokens"] == vllm_tokens("demo", PROMPTS, max_tokens=24)
-    assert result["metrics"]["vllm:tiered_kv_expansion"] == 2.5
-    assert result["metrics"]["vllm:tiered_kv_read_bytes"] > 0
+    assert result["tokens"] == vllm_tokens("deep", PROMPTS, max_tokens=24)
+    metrics = result["metrics"]
+    assert metrics["vllm:tiered_kv_expansion"] == 2.5
+    assert metrics["vllm:tiered_kv_read_bytes"] > 0
+    assert metrics["vllm:tiered_ffn_dense_steps"] > 0
+    assert metrics["vllm:tiered_ffn_storage_bytes"] > 0
+    assert metrics["vllm:tiered_ffn_far_bytes"] > 0
 
 
 def test_installed_but_not_asked_for_changes_no_output() -> None:

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import engine, generate, metric, model_path, random_prompts, vllm_tokens
-from tests.engine.test_ffn_processes import prepared
+from tests.engine.harness import (
+    engine,
+    generate,
+    metric,
+    model_path,
+    prepared,
+    random_prompts,
+    vllm_tokens,
+)
 from vllm_tiered.cost.ffn import Precision, bundle_stride
 
 PROMPTS = random_prompts(8, seed=40)

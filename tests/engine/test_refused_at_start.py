@@ -20,27 +20,27 @@ MIB = 1 << 20
 def test_one_request_does_not_fit() -> None:
     with (
         pytest.raises(BudgetError, match=r"max_model_len=512 .* holds (\d+) tokens") as refusal,
-        engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB),
+        engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB),
     ):
         pass
     match = re.search(r"set --max-model-len (\d+)", str(refusal.value))
     assert match, refusal.value
     fits = int(match[1])
     assert 0 < fits < 512 and fits % 32 == 0
-    with engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB, max_model_len=fits):
+    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB, max_model_len=fits):
         pass  # what the message says would fit does
 
 
 def test_far_budget_too_small() -> None:
     with (
         pytest.raises(BudgetError, match=r"kv\.far_gib gives 10\.\d+ MiB .*raise kv\.far_gib"),
-        engine("demo", {"expansion": 2.0, "far_gib": 0.01}, kv_cache_memory_bytes=64 * MIB),
+        engine("deep", {"expansion": 2.0, "far_gib": 0.01}, kv_cache_memory_bytes=64 * MIB),
     ):
         pass
 
 
 def test_far_budget_is_a_hard_cap() -> None:
-    with engine("demo", {"expansion": 2.0, "far_gib": 0.2}, kv_cache_memory_bytes=64 * MIB):
+    with engine("deep", {"expansion": 2.0, "far_gib": 0.2}, kv_cache_memory_bytes=64 * MIB):
         current = manifest.current()
         assert current is not None
         assert 0.05 * 2**30 < current["kv"]["far_bytes"] <= 0.2 * 2**30

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.model import demo_model_dir
-from tests.engine.harness import engine, generate, metric, random_prompts
+from tests.engine.harness import engine, generate, metric, model_path, random_prompts
 from vllm_tiered.cli import main as cli
 from vllm_tiered.report.reader import read_timeline
 
@@ -16,7 +15,7 @@ PROMPTS = random_prompts(10, longest=100)
 def test_a_report_of_an_engine_that_grows(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     with engine(
-        "demo",
+        "deep",
         additional_config={"tiered": {"report": {"path": str(path), "carbon_intensity": 400}}},
         kv_cache_memory_bytes=28 << 20,
         max_model_len=256,
@@ -28,7 +27,7 @@ def test_a_report_of_an_engine_that_grows(tmp_path: Path) -> None:
         grams = metric("tiered_co2e_grams")
         seconds = metric("tiered_kv_step_seconds")
     timeline = read_timeline(path)
-    assert timeline.header.model == str(demo_model_dir())
+    assert timeline.header.model == model_path("deep")
     last = timeline.windows[-1]
     assert last.expansion == expansion
     told = sum(window.read_bytes for window in timeline.windows)

@@ -34,9 +34,9 @@ def test_conversation_reuses_its_prefix(policy) -> None:
         cached.append(metric("prefix_cache_hits"))
         return answers
 
-    alone = run("demo", [], drive=drive, enable_prefix_caching=True)
+    alone = run("deep", [], drive=drive, enable_prefix_caching=True)
     tiered = run(
-        "demo",
+        "deep",
         [],
         {"expansion": 2.0, "policy": policy},
         drive=drive,
@@ -53,19 +53,19 @@ def test_prefix_computed_and_hit_in_one_step() -> None:
     prompt = random_prompts(1, seed=3, longest=5)[0] * 40
     prompts = [prompt, [*prompt, 5], [*prompt, 6], prompt]
     tiered = run(
-        "demo",
+        "deep",
         prompts,
         {"expansion": 2.0},
         enable_prefix_caching=True,
         kv_cache_memory_bytes=NEAR,
     )
-    assert tiered.tokens == vllm_tokens("demo", prompts)
+    assert tiered.tokens == vllm_tokens("deep", prompts)
 
 
 def test_prefix_cache_under_preemption() -> None:
     prompts = random_prompts(12, seed=4)
     tiered = run(
-        "demo",
+        "deep",
         prompts,
         {"expansion": 1.5},
         enable_prefix_caching=True,
@@ -74,7 +74,7 @@ def test_prefix_cache_under_preemption() -> None:
         max_model_len=256,
     )
     assert tiered.metrics["num_preemptions"] > 0
-    assert tiered.tokens == vllm_tokens("demo", prompts, max_tokens=100)
+    assert tiered.tokens == vllm_tokens("deep", prompts, max_tokens=100)
 
 
 def test_abort_in_the_middle() -> None:
@@ -82,9 +82,9 @@ def test_abort_in_the_middle() -> None:
     from vllm import SamplingParams
 
     prompts = random_prompts(10, seed=5)
-    expected = vllm_tokens("demo", prompts)  # first: one process holds one engine at a time
+    expected = vllm_tokens("deep", prompts)  # first: one process holds one engine at a time
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=NEAR) as llm:
+    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=NEAR) as llm:
         core = llm.llm_engine
         for number, prompt in enumerate(prompts):
             core.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
@@ -108,7 +108,7 @@ def test_all_blocks_return_when_idle() -> None:
     """Many short requests: tails take blocks from the pool while they run, and give them back."""
     prompts = random_prompts(16, seed=6, longest=12)
     with engine(
-        "demo", {"expansion": 3.0}, kv_cache_memory_bytes=40 << 20, max_model_len=128
+        "deep", {"expansion": 3.0}, kv_cache_memory_bytes=40 << 20, max_model_len=128
     ) as llm:
         withheld: list[float] = []
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -138,10 +138,10 @@ def test_prefix_cache_reset_under_load() -> None:
     from vllm import SamplingParams
 
     prompts = random_prompts(8, seed=9)
-    expected = vllm_tokens("demo", prompts)
+    expected = vllm_tokens("deep", prompts)
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with engine(
-        "demo",
+        "deep",
         {"expansion": 3.0},
         enable_prefix_caching=True,
         kv_cache_memory_bytes=48 << 20,
@@ -176,7 +176,7 @@ def test_streamed_sessions_are_aborted_when_scheduled_ahead() -> None:
         request = SimpleNamespace(request_id="a", resumable=True, abort_immediately=False)
         connector.on_new_request(request)
         assert not request.abort_immediately  # the plugin stepped aside
-    with engine("demo", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20) as llm:
+    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20) as llm:
         connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
         assert not connector._schedules_ahead  # vLLM never does on CPUs
         for ahead in (False, True):

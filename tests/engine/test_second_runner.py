@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import model_path, random_prompts, vllm_tokens
-from tests.engine.test_ffn_processes import prepared
+from tests.engine.harness import model_path, prepared, random_prompts, vllm_tokens
 
 MODEL = "qwen2"
 PROMPTS = random_prompts(4, seed=3, longest=60)

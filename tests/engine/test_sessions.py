@@ -64,7 +64,7 @@ def session_beside_another(turns: Turns, before: Callable[[], None]) -> Iterator
 
 def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
     """It does not read the page now, but will, or will find it gone when its layer returns."""
-    with engine("demo", **SESSIONS) as llm:
+    with engine("deep", **SESSIONS) as llm:
         expected = list(session_beside_another(Turns(llm), lambda: None))
     device = flipping_device(set())
     thread: Any = device.thread_class
@@ -74,7 +74,7 @@ def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
         thread.flips = frozenset({thread.num_reads + 5})
 
     with engine(
-        "demo", {"expansion": 2.0, "verify": "full"}, kv_cache_memory_bytes=48 * MIB, **SESSIONS
+        "deep", {"expansion": 2.0, "verify": "full"}, kv_cache_memory_bytes=48 * MIB, **SESSIONS
     ) as llm:
         turns = Turns(llm)
         recomputes = turns.scheduler.connector.recomputes
@@ -125,9 +125,9 @@ def turn_by_turn(llm: Any, turns: list[tuple[str, list[int]]]) -> Tokens:
 )
 def test_the_level_grows_for_the_next_turn(near_mib, turns) -> None:
     """Nothing runs, so nothing but the turn itself says that blocks are short."""
-    with engine("demo", **SESSIONS) as llm:
+    with engine("deep", **SESSIONS) as llm:
         expected = turn_by_turn(llm, turns)
     with engine(
-        "demo", {}, kv_cache_memory_bytes=near_mib * MIB, max_model_len=448, **SESSIONS
+        "deep", {}, kv_cache_memory_bytes=near_mib * MIB, max_model_len=448, **SESSIONS
     ) as llm:
         assert turn_by_turn(llm, turns) == expected

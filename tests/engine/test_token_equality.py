@@ -15,7 +15,7 @@ def pages(model_kv_heads: int, blocks: int, layers: int, block_tokens: int = 32)
     return blocks * layers * model_kv_heads * block_tokens * 2 * 64 * 4
 
 
-KV_HEADS = {"opt": 4, "qwen2": 2, "llama1": 2, "llama3": 1, "demo": 3}
+KV_HEADS = {"opt": 4, "qwen2": 2, "llama1": 2, "llama3": 1, "deep": 3, "demo": 3}
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,16 @@ def test_every_number_of_far_layers(model, far_layers, policy, force_far_layers)
 
 
 @pytest.mark.parametrize(
-    ("far_layers", "policy"),
-    [(m, "interleave") for m in (1, 2, 9, 17, 24, 29)] + [(m, "fifo") for m in (1, 17, 29)],
+    ("model", "far_layers", "policy"),
+    [("deep", m, "interleave") for m in (1, 2, 9, 17, 24, 29)]
+    + [("deep", m, "fifo") for m in (1, 17, 29)]
+    + [("demo", 17, "interleave"), ("demo", 29, "fifo")],
 )
-def test_demo_model(far_layers, policy, force_far_layers) -> None:
+def test_thirty_layers(model, far_layers, policy, force_far_layers) -> None:
     force_far_layers(far_layers)
-    near = pages(KV_HEADS["demo"], blocks=40, layers=30)
-    result = run("demo", PROMPTS, {"policy": policy}, kv_cache_memory_bytes=near)
-    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    near = pages(KV_HEADS[model], blocks=40, layers=30)
+    result = run(model, PROMPTS, {"policy": policy}, kv_cache_memory_bytes=near)
+    assert result.tokens == vllm_tokens(model, PROMPTS)
     assert result.manifest["kv"]["far_layers"] == far_layers
     assert len(result.manifest["kv"]["rotating_layers"]) == (30 if policy == "fifo" else far_layers)
 
@@ -50,16 +52,16 @@ def test_demo_model(far_layers, policy, force_far_layers) -> None:
 @pytest.mark.parametrize("block_size", [32, 64, 96, 128])
 def test_block_sizes(block_size) -> None:
     """All that vLLM's CPU attention takes up to 128: multiples of 32."""
-    near = pages(KV_HEADS["demo"], blocks=80, layers=30)
+    near = pages(KV_HEADS["deep"], blocks=80, layers=30)
     result = run(
-        "demo",
+        "deep",
         PROMPTS,
         {"expansion": 2.0},
         kv_cache_memory_bytes=near,
         block_size=block_size,
         max_model_len=256,
     )
-    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    assert result.tokens == vllm_tokens("deep", PROMPTS)
     assert result.manifest["kv"]["block_tokens"] == block_size
 
 
@@ -67,22 +69,22 @@ def test_block_sizes(block_size) -> None:
 def test_chunked_prefill(tokens_per_step) -> None:
     prompts = random_prompts(8, seed=1, longest=200)
     result = run(
-        "demo",
+        "deep",
         prompts,
         {"expansion": 2.0},
         kv_cache_memory_bytes=60 << 20,
         max_num_batched_tokens=tokens_per_step,
         max_num_seqs=8,
     )
-    assert result.tokens == vllm_tokens("demo", prompts)
+    assert result.tokens == vllm_tokens("deep", prompts)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_preemption(policy) -> None:
     """So little memory that requests are preempted and recomputed; more of it than vLLM's."""
-    near = pages(KV_HEADS["demo"], blocks=20, layers=30)
+    near = pages(KV_HEADS["deep"], blocks=20, layers=30)
     result = run(
-        "demo",
+        "deep",
         PROMPTS,
         {"expansion": 1.5, "policy": policy},
         kv_cache_memory_bytes=near,
@@ -90,11 +92,11 @@ def test_preemption(policy) -> None:
         max_model_len=256,
     )
     assert result.metrics["num_preemptions"] > 0
-    assert result.tokens == vllm_tokens("demo", PROMPTS, max_tokens=120)
+    assert result.tokens == vllm_tokens("deep", PROMPTS, max_tokens=120)
 
 
 def test_auto_expansion_is_the_default() -> None:
-    result = run("demo", PROMPTS, {}, kv_cache_memory_bytes=64 << 20)
-    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    result = run("deep", PROMPTS, {}, kv_cache_memory_bytes=64 << 20)
+    assert result.tokens == vllm_tokens("deep", PROMPTS)
     assert result.manifest["kv"]["expansion"] == 1.0
     assert result.manifest["kv"]["max_far_layers"] == 24

@@ -34,7 +34,8 @@ def make_engine_args(model_dir):
 def clean_env(tmp_path_factory):
     """`clean_env(NAME=value, ...)`: an environment for subprocesses, without warnings as errors."""
     root = tmp_path_factory.mktemp("environment")
-    search_path = [str(Path(__file__).parents[2])]
+    tests = Path(__file__).parents[1]
+    search_path = [str(tests.parent), str(tests / "quick_start")]
     if compat.is_vllm_command_broken():
         # What the CPU distribution leaves out; vLLM tells its CPU build by "cpu" in the version.
         record = root / f"vllm-{compat.vllm_version()}+cpu.dist-info"
