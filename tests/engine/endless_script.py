@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 
+from tests.engine import script_start
 from tests.engine.harness import random_prompts
 from vllm_tiered.adapter import adaptive
 from vllm_tiered.kv.controller import Decision
@@ -52,4 +53,5 @@ if sys.argv[3] == "auto":  # in the engine's process too, which imports this ane
     up_and_down()
 
 if __name__ == "__main__":
+    script_start.quicken()
     main()

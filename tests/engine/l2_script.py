@@ -9,6 +9,8 @@ import sys
 
 from vllm import LLM, SamplingParams
 
+from tests.engine import script_start
+
 
 def main() -> None:
     model, prompts, max_tokens, tiered = sys.argv[1:5]
@@ -38,4 +40,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    script_start.quicken()
     main()

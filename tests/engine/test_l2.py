@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import engine, model_path, random_prompts, vllm_tokens
+from tests.engine.script_start import FORK
 from vllm_tiered.adapter import manifest
 from vllm_tiered.errors import UnsupportedError
 
 PROMPTS = random_prompts(4, seed=50)
-SCRIPT = Path(__file__).with_name("l2_script.py")
+ROOT = Path(__file__).parents[2]
 LAYERS = 4
 # qwen2 of benchmarks.shapes on two ranks, float32: qkv, out, gate and up, down.
 LAYER_WEIGHTS = (256 * 256, 256 * 128, 256 * 512, 256 * 256)
@@ -33,11 +34,12 @@ def on_two_ranks(cache: Path, tiered: dict[str, Any], max_tokens: int) -> tuple[
         "VLLM_CACHE_ROOT": str(cache),
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        **FORK,
     }
     finished = subprocess.run(
-        [sys.executable, str(SCRIPT), model_path("qwen2"), json.dumps(PROMPTS), str(max_tokens),
-         json.dumps(tiered)],
-        env=environment, capture_output=True, text=True, timeout=280, check=False,
+        [sys.executable, "-m", "tests.engine.l2_script", model_path("qwen2"),
+         json.dumps(PROMPTS), str(max_tokens), json.dumps(tiered)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     log = finished.stdout + finished.stderr
     assert finished.returncode == 0, log[-4000:]

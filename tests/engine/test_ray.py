@@ -2,6 +2,7 @@
 """Ranks as Ray actors: the same tokens with every part on, and nothing left when one is killed."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from tests.engine.harness import model_path, prepared, vllm_tokens
+from tests.engine.script_start import FORK
 from tests.engine.test_kill import OWN_PROCESSES, wait_for
 from tests.engine.test_kill import start as start  # the fixture
 from tests.engine.test_processes import OWN_PROCESS, PROMPTS, run_script
@@ -41,21 +43,25 @@ def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) ->
 
 
 def not_ended(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Without those that only wait for a parent to ask: orphans may do so for ever in a container
-    whose first process asks for none."""
+    """Those that ought to have: not Ray's agents, which look for their raylet once a minute."""
     return [each for each in processes if is_at_work(each)]
 
 
 def is_at_work(process: psutil.Process) -> bool:
+    """A zombie is not: orphans may wait for a parent to ask for them for ever, in a container whose
+    first process asks for none."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        is_agent = re.match(r"ray::\w+Agent", " ".join(process.cmdline()))
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE and not is_agent
     except psutil.NoSuchProcess:  # since it was found running
         return False
 
 
 @pytest.mark.ranks
 def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
-    process = start("2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES)
+    process = start(
+        "2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES, **FORK
+    )
     wait_for(process, "generated")
     children = not_ended(psutil.Process(process.pid).children(recursive=True))
     ranks = [child for child in children if "CpuRayWorkerProc" in " ".join(child.cmdline())]
@@ -63,7 +69,7 @@ def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> N
     ranks[0].kill()
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0 and "EngineDeadError" in errors, errors[-3000:]
-    deadline = time.monotonic() + 60  # Ray's own agents look up now and then
+    deadline = time.monotonic() + 60
     while (alive := not_ended(children)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not alive
