@@ -11,7 +11,7 @@
 | llama3 | 3      | MQA, 4 heads on 1               | an odd number of layers, one KV head  |
 | phi3   | 4      | MHA, 4 heads                    | gate and up in one, in the checkpoint too |
 | falcon | 4      | MQA, 4 heads on 1               | attention and FFN from the same input |
-| deep   | 30     | GQA, 6 heads on 3               | the demo model's KV cache, a tenth of its work |
+| deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
 Head size 64, hidden size 256 (deep: 192), stored in bfloat16 (load them with `dtype="float32"` for
 exact comparisons). Greedy text varies and depends on the whole context, so wrong KV shows up in it.

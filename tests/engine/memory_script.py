@@ -28,7 +28,11 @@ def kib(name: str) -> int:
 def served(model: str, prompts: Tokens, sections: dict[str, Any]) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = kib("VmRSS")
-    arguments = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
+    arguments: dict[str, Any] = {
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 16 << 20,
+    }
     with engine(model, additional_config={"tiered": sections}, **arguments) as llm:
         tokens = generate(llm, prompts, 8)
     return {"tokens": tokens, "rise_bytes": (kib("VmHWM") - before) * 1024}

@@ -59,7 +59,7 @@ class Region:
         if len(src_rows):
             for table in (self.rows, self.scales, self.up_bias):
                 if table is not None:
-                    table[dst_rows] = table[src_rows]
+                    _copy_rows(table, dst_rows, table, src_rows)
 
     def fill(
         self,
@@ -77,6 +77,17 @@ class Region:
         """
         if len(rows):
             if self.scales is not None and scales is not None:
-                self.scales[rows] = scales[neurons]
+                _copy_rows(self.scales, rows, scales, neurons)
             if self.up_bias is not None and up_bias is not None:
-                self.up_bias[rows] = up_bias[neurons]
+                _copy_rows(self.up_bias, rows, up_bias, neurons)
+
+
+def _copy_rows(
+    into: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, from_rows: torch.Tensor
+) -> None:
+    """On the host by numpy, which copies a row as one: 40 bundles of 8 KiB in 21 us, where torch
+    takes 350 (2 threads of an EPYC with AVX-512, 2026-11-23)."""
+    if into.device.type == "cpu":
+        into.numpy()[rows.numpy()] = table.numpy()[from_rows.numpy()]
+    else:
+        into[rows] = table[from_rows]
