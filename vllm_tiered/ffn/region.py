@@ -12,6 +12,8 @@ import torch
 
 from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
 
+_WORD = torch.int64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Region:
@@ -85,9 +87,8 @@ class Region:
 def _copy_rows(
     into: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, from_rows: torch.Tensor
 ) -> None:
-    """On the host by numpy, which copies a row as one: 40 bundles of 8 KiB in 21 us, where torch
-    takes 350 (2 threads of an EPYC with AVX-512, 2026-11-23)."""
-    if into.device.type == "cpu":
-        into.numpy()[rows.numpy()] = table.numpy()[from_rows.numpy()]
-    else:
-        into[rows] = table[from_rows]
+    """In words where rows are bytes: 40 bundles of 8 KiB take 42 us, by indexing bytes 350 (2
+    threads of an EPYC with AVX-512, 2026-11-23)."""
+    if table.dtype == torch.uint8 and table.shape[1] % _WORD.itemsize == 0:
+        into, table = into.view(_WORD), table.view(_WORD)
+    into.index_copy_(0, rows, table.index_select(0, from_rows))
