@@ -43,8 +43,9 @@ def test_everything_is_fetched(prefetcher) -> None:
 
 
 def test_what_is_cancelled_is_dropped(prefetcher) -> None:
-    total = 64 * MEMORY.nbytes
-    prefetcher.begin(spans(*[MEMORY.nbytes] * 64))
+    count = 4096  # half a second and more, as this thread may have to wait for a core to cancel
+    total = count * MEMORY.nbytes
+    prefetcher.begin(spans(*[MEMORY.nbytes] * count))
     prefetcher.cancel()
     wait_until_idle(prefetcher)
     fetched, dropped = prefetcher.counts()
