@@ -16,7 +16,11 @@ from tests.engine.harness import model_path
 from tests.engine.script_start import FORK
 
 ROOT = Path(__file__).parents[2]
-OWN_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+OWN_PROCESSES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    **FORK,
+}
 
 
 @pytest.fixture
@@ -64,18 +68,16 @@ def test_sigterm_to_an_engine_in_the_scripts_process(start, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("moment", "started_by"), [("growing", {}), ("shrinking", FORK)], ids=["growing", "shrinking"]
-)
-def test_sigterm_while_the_level_changes(start, tmp_path: Path, moment, started_by) -> None:
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_sigterm_while_the_level_changes(start, tmp_path: Path, moment) -> None:
     """As a service manager stops a server: all processes at once, in the middle of a forward.
 
     vLLM's workers turn the signal into an exit, and that must not become an error of ours.
     """
-    process = start("auto", WORKERS, **OWN_PROCESSES, **started_by)
+    process = start("auto", WORKERS, **OWN_PROCESSES)
     wait_for(process, "generated")
     children = psutil.Process(process.pid).children(recursive=True)
-    wait_for(process, *MOMENTS[moment])
+    wait_for(process, *moment)
     for child in children:
         child.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
@@ -85,7 +87,7 @@ def test_sigterm_while_the_level_changes(start, tmp_path: Path, moment, started_
 
 
 def test_a_killed_worker_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
-    process = start("2.0", WORKERS, **OWN_PROCESSES, **FORK)
+    process = start("2.0", WORKERS, **OWN_PROCESSES)
     wait_for(process, "generated")
     children = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in children if "Worker" in " ".join(child.cmdline())]

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from tests.engine.harness import model_path, prepared, vllm_tokens
-from tests.engine.script_start import FORK
 from tests.engine.test_kill import OWN_PROCESSES, wait_for
 from tests.engine.test_kill import start as start  # the fixture
 from tests.engine.test_processes import OWN_PROCESS, PROMPTS, run_script
@@ -59,9 +58,7 @@ def is_at_work(process: psutil.Process) -> bool:
 
 @pytest.mark.ranks
 def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
-    process = start(
-        "2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES, **FORK
-    )
+    process = start("2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES)
     wait_for(process, "generated")
     children = not_ended(psutil.Process(process.pid).children(recursive=True))
     ranks = [child for child in children if "CpuRayWorkerProc" in " ".join(child.cmdline())]
