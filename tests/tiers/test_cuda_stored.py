@@ -100,6 +100,27 @@ def test_a_launch_that_fails_in_the_thread(device, far):
     assert not device.cuda.registered
 
 
+def test_a_copy_whose_end_cannot_be_recorded(device, far, monkeypatch):
+    """The thread has carried it; whoever waits, and the device's end, learn that it failed."""
+    record = device.cuda.record
+    (milestone,) = device.milestones(1)
+    written = copy(device, WRITE, make_buffer(20), PAGES, far, PAGES, [milestone])
+    behind = copy(device, WRITE, make_buffer(20), PAGES, far, PAGES)
+
+    def failing(mark, stream):
+        if mark is written.mark:
+            raise OSError("link down")
+        record(mark, stream)
+
+    monkeypatch.setattr(device.cuda, "record", failing)
+    device.reach(milestone)
+    for event in (written, behind):
+        with pytest.raises(OSError, match="link down"):
+            event.wait()
+    device.close()
+    assert not device.cuda.registered
+
+
 def test_close_finishes_what_is_carried(device, far):
     near, back = make_buffer(20), make_buffer(20, value=-1)
     written = copy(device, WRITE, near, PAGES, far, PAGES)

@@ -131,8 +131,12 @@ class CopyQueue:
         self._carried = None
         self._under_way.append(job)
         if error is None:
-            job.done.record(self._stream)
-        else:
+            try:
+                job.done.record(self._stream)
+            except BaseException as in_recording:
+                error = in_recording
+        if error is not None:
+            # The thread goes on: what waits for this copy, or for the device's end, has to hear it.
             self._failure = error
             job.done.fail(error)
         self._on_carried()
