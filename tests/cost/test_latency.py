@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from tests.cost.test_weights import model, opt_layer
 from vllm_tiered.cost import latency
 from vllm_tiered.cost.latency import place_for_latency
-from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.cost.pipeline import (
+    ALONE,
+    Link,
+    Slowdown,
+    StepTimes,
+    step_time,
+    transfer_seconds,
+)
 from vllm_tiered.cost.weights import (
     SLOT_ALIGNMENT,
     Kind,
@@ -55,10 +62,15 @@ def by_kind(sublayers, attention, ffn):
     return StepTimes(compute=tuple(seconds[part.kind] for part in sublayers))
 
 
-def balance(placement, times):
+def balance(placement, times, slower=ALONE):
     """The program's objective: each transfer beside the compute before it."""
     transfers = transfer_seconds(placement, LINK, STORAGE)
-    return sum(max(times.compute[i - 1], transfers[i]) for i in range(len(transfers)))
+    total = 0.0
+    for position, transfer in enumerate(transfers):
+        compute = times.compute[position - 1]
+        both = min(compute * slower.compute, transfer * slower.link)
+        total += both + max(compute - both / slower.compute, transfer - both / slower.link)
+    return total
 
 
 def every_placement(sublayers, tiers):
@@ -74,37 +86,40 @@ def every_placement(sublayers, tiers):
         yield Placement(policy="brute", sublayers=tuple(sublayers), far=far, stored=stored)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     attention=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     ffn=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     compute=st.tuples(st.integers(0, 8), st.integers(0, 8)),
     budget=st.integers(4, 40),
-    far_budget=st.none() | st.integers(0, 20),
+    far_budget=st.integers(0, 30),
+    has_storage=st.booleans(),
+    slower=st.sampled_from([ALONE, Slowdown(1.25, 1.5), Slowdown(2.0, 2.0)]),
 )
-def test_the_program_finds_what_brute_force_finds(attention, ffn, compute, budget, far_budget):
+def test_the_program_finds_what_brute_force_finds(
+    attention, ffn, compute, budget, far_budget, has_storage, slower
+):
     """Where something of every sublayer is far, its constraints are those of the slots exactly."""
-    sublayers = small_model(2 if far_budget is None else 1, attention, ffn)
+    sublayers = small_model(1 if has_storage else 2, attention, ffn)
     times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
-    has_storage = far_budget is not None
     tiers = ("near", "far", "stored") if has_storage else ("near", "far")
     fitting = [
-        balance(placement, times)
+        balance(placement, times, slower)
         for placement in every_placement(sublayers, tiers)
         if all(far or stored for far, stored in placement.staged)
         and placement.near_bytes <= budget * PAGE
-        and (not has_storage or placement.far_bytes <= far_budget * PAGE)
+        and placement.far_bytes <= far_budget * PAGE
     ]
-    links = latency.Links(LINK, STORAGE if has_storage else None)
-    far_bytes = far_budget * PAGE if has_storage else None
+    links = latency.Links(LINK, STORAGE if has_storage else None, slower)
+    far_bytes = far_budget * PAGE
     solved = latency._solve(sublayers, times, links, budget * PAGE, far_bytes, may_stay=False)
     if not fitting:
         assert solved is None
         return
     assert solved is not None and all(far or stored for far, stored in solved.staged)
     assert solved.near_bytes <= budget * PAGE
-    assert far_bytes is None or solved.far_bytes <= far_bytes
-    assert balance(solved, times) == pytest.approx(min(fitting), rel=2e-4)
+    assert solved.far_bytes <= far_bytes
+    assert balance(solved, times, slower) == pytest.approx(min(fitting), rel=2e-4)
 
 
 @settings(max_examples=25, deadline=None)

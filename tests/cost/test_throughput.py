@@ -5,7 +5,7 @@ import dataclasses
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from tests.cost.test_latency import PAGE, every_placement, small_model
 from tests.cost.test_model import LLAMA_3_8B, OPT_175B
@@ -30,8 +30,11 @@ LLAMA = model_shape(LLAMA_3_8B)
 LOAD = Load(prompt_tokens=512, output_tokens=128)
 
 SMALL_SIZES = st.tuples(*[st.integers(1, 6)] * 4)
-MACHINES = st.builds(
-    lambda link, near, flops, copied, step, request, disk: Machine(
+
+
+def small_machine(link, near, flops, copied, step, request, disk):
+    """In pages, and milliseconds."""
+    return Machine(
         read_gb_per_s=PAGE * 1e-6 * link,
         write_gb_per_s=1.0,
         near_gb_per_s=PAGE * 1e-6 * near,
@@ -41,7 +44,11 @@ MACHINES = st.builds(
         request_overhead_us=request,
         far_layer_overhead_us=0.0,
         storage_read_gb_per_s=PAGE * 1e-6 * disk,
-    ),
+    )
+
+
+MACHINES = st.builds(
+    small_machine,
     link=st.sampled_from([0.3, 1.0, 3.0]),
     near=st.sampled_from([1.0, 3.0, 10.0, 30.0]),
     flops=st.sampled_from([10.0, 100.0, 1000.0]),
@@ -87,11 +94,18 @@ def all_splits(shape, on, load, room):
     return [split for split in splits if split]
 
 
+# What leaves KV for two requests is not the fastest near set, but one that far memory holds.
+@example(
+    sizes=(2, 2, 6, 6),
+    on=small_machine(3.0, near=1.0, flops=10.0, copied=0.0, step=0.0, request=0.0, disk=0.1),
+    load=Load(prompt_tokens=8, output_tokens=8, max_requests=2),
+    room=Room(near_bytes=26 * PAGE, far_bytes=20 * PAGE),
+)
 @settings(max_examples=40, deadline=None)
 @given(sizes=SMALL_SIZES, on=MACHINES, load=LOADS, room=ROOMS)
 def test_it_finds_what_brute_force_finds(sizes, on, load, room):
-    """The program does not know a step's prefills: 5 % is the worst of 105 random instances, the
-    others are exact. For latency all were."""
+    """The program does not know a step's prefills: 0.6 % is the worst of 1,969 random instances,
+    all but five are exact. For latency all were."""
     shape = small_shape(2, sizes)
     splits = all_splits(shape, on, load, room)
     if not splits:
@@ -99,9 +113,9 @@ def test_it_finds_what_brute_force_finds(sizes, on, load, room):
             split_for_throughput(shape, on, load, room)
         return
     found = split_for_throughput(shape, on, load, room).served.tokens_per_s
-    assert found >= 0.9 * pick("throughput", splits).served.tokens_per_s
+    assert found >= 0.97 * pick("throughput", splits).served.tokens_per_s
     shortest = split_for_latency(shape, on, load, room).alone.decode_seconds
-    assert shortest <= 1.05 * pick("latency", splits).alone.decode_seconds
+    assert shortest <= 1.01 * pick("latency", splits).alone.decode_seconds
 
 
 @settings(max_examples=20, deadline=None)

@@ -2,13 +2,13 @@
 """The near set that makes a step shortest, as an integer program (ours; HeLM V-B is its idea).
 
 Sublayer i computes while sublayer i+1 arrives, so a step takes the sum over sublayers of
-max(compute i, transfer i+1). Layers are alike, so the program does not choose parameters but
-counts:
+max(compute i, transfer i+1), and more where each slows the other. Layers are alike, so the program
+does not choose parameters but counts:
 
     n[class, choice]     how many sublayers of a class have these parameters near, these far, ...
-    minimise             sum of n[class, choice] * max(compute before, transfer of the rest)
+    minimise             sum of n[class, choice] * (compute before, with transfer of the rest)
     subject to           near bytes + the two slots <= the near budget
-                         far bytes <= the far budget, where there is storage for what exceeds it
+                         far bytes <= the far budget
 
 A class is a kind of sublayer with the same parameters behind a compute of the same length. A slot
 holds the largest sublayer that passes through it, which is a constraint for each choice in use. As
@@ -27,7 +27,15 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.cost.pipeline import (
+    ALONE,
+    Link,
+    Slowdown,
+    StepTimes,
+    seconds_beside,
+    step_time,
+    transfer_seconds,
+)
 from vllm_tiered.cost.weights import (
     Kind,
     Parameter,
@@ -53,10 +61,11 @@ _ATTEMPTS = 3
 
 
 class Links(NamedTuple):
-    """To the near tier."""
+    """To the near tier, and what transfers and compute do to each other."""
 
     far: Link
     storage: Link | None
+    slowdown: Slowdown = ALONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +88,7 @@ def place_for_latency(
     far_bytes: int | None = None,
     storage: Link | None = None,
     *,
+    slowdown: Slowdown = ALONE,
     gap: float = SOLVED,
 ) -> Placement:
     """The placement with the shortest step that fits near memory, and far memory where it can.
@@ -91,29 +101,26 @@ def place_for_latency(
         near_bytes: for parameters and slots.
         far_bytes: None for as much as it takes.
         storage: storage to near, if weights may be stored.
+        slowdown: what compute and transfers do to each other.
         gap: how far from the program's best, in parts of it, is near enough.
 
     Raises:
         BudgetError: even the largest sublayer's slots do not fit.
     """
-    links = Links(link, storage)
+    links = Links(link, storage, slowdown)
     candidates = [place("all_far", sublayers), place("helm", sublayers)]
     candidates += [
         Placement(policy="latency", sublayers=tuple(sublayers), far=((),) * len(sublayers))
     ]
     if storage is not None and far_bytes is not None:
         candidates = [spill(candidate, far_bytes) for candidate in candidates]
-    for may_stay in (False, True):
-        budget = near_bytes
-        for _ in range(_ATTEMPTS):
-            solved = _solve(sublayers, times, links, budget, far_bytes, gap, may_stay=may_stay)
-            if solved is None:
-                break
-            candidates.append(solved)
-            if solved.near_bytes <= near_bytes:
-                break
-            budget -= solved.near_bytes - near_bytes
+    candidates += _solutions(sublayers, times, links, near_bytes, far_bytes, gap)
     fitting = [candidate for candidate in candidates if candidate.near_bytes <= near_bytes]
+    enough = [c for c in fitting if far_bytes is None or c.far_bytes <= far_bytes]
+    if not enough and far_bytes is not None:
+        # Too much will be far: the caller knows what may be done about that.
+        candidates += _solutions(sublayers, times, links, near_bytes, None, gap)
+        fitting = [candidate for candidate in candidates if candidate.near_bytes <= near_bytes]
     if not fitting:
         least = min(candidate.near_bytes for candidate in candidates)
         raise BudgetError(
@@ -121,16 +128,36 @@ def place_for_latency(
             f"{format_bytes(least)}, which is what always stays and the slots for the largest "
             "sublayers; raise weights.near_gib"
         )
-    enough = [c for c in fitting if far_bytes is None or c.far_bytes <= far_bytes]
     best = min(
         enough or fitting,
         key=lambda candidate: (
-            step_time(transfer_seconds(candidate, link, storage), times).seconds,
+            step_time(transfer_seconds(candidate, link, storage), times, slowdown).seconds,
             candidate.storage_bytes,
             candidate.far_bytes,
         ),
     )
     return replace(best, policy="latency")
+
+
+def _solutions(
+    sublayers: Sequence[Sublayer],
+    times: StepTimes,
+    links: Links,
+    near_bytes: int,
+    far_bytes: int | None,
+    gap: float,
+) -> Iterator[Placement]:
+    """Of both programs; a third slot may make one exceed near memory."""
+    for may_stay in (False, True):
+        budget = near_bytes
+        for _ in range(_ATTEMPTS):
+            solved = _solve(sublayers, times, links, budget, far_bytes, gap, may_stay=may_stay)
+            if solved is None:
+                break
+            yield solved
+            if solved.near_bytes <= near_bytes:
+                break
+            budget -= solved.near_bytes - near_bytes
 
 
 def _solve(
@@ -159,7 +186,7 @@ def _solve(
         sizes=[len(positions) for positions in members],
         slots=[[0, 1] if may_stay else [list(Kind).index(kind)] for kind in kinds],
         near_bytes=near_bytes,
-        far_bytes=far_bytes if links.storage else None,
+        far_bytes=far_bytes,
         gap=gap,
     )
     if counts is None:
@@ -235,7 +262,7 @@ def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterato
             - sum(sublayer.parameters[index].num_bytes for index in far | stored),
             far_extent=far_extent,
             extent=far_extent + stored_extent,
-            seconds=max(compute_before, seconds),
+            seconds=seconds_beside(compute_before, seconds, links.slowdown),
         )
 
 

@@ -105,6 +105,15 @@ def step_time(transfers: Sequence[float], times: StepTimes, slowdown: Slowdown =
     return StepTime(clock.now - begin, link, clock.stalled - stalled_before)
 
 
+def seconds_beside(compute: float, transfer: float, slowdown: Slowdown = ALONE) -> float:
+    """Until both are done, which begin together."""
+    clock = _Clock(slowdown)
+    clock.on_the_way = transfer
+    clock.compute(compute)
+    clock.drain()
+    return clock.now
+
+
 class _Clock:
     """Compute, and the one transfer on the way beside it.
 

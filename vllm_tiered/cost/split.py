@@ -15,7 +15,7 @@ from vllm_tiered.cost.latency import SOLVED, place_for_latency
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.pipeline import StepTimes
-from vllm_tiered.cost.predict import compute_times, far_link, storage_link
+from vllm_tiered.cost.predict import compute_times, far_link, slowdown, storage_link
 from vllm_tiered.cost.serving import Load, Served, serve
 from vllm_tiered.cost.weights import Placement, place, spill
 from vllm_tiered.errors import BudgetError
@@ -117,8 +117,8 @@ def near_sets(
     """What the integer program keeps near beside the KV cache of so many requests: for a decode
     step, for a prefill, and with nothing to hide behind.
 
-    Its sum takes each transfer with one compute; in a pipeline they reach further, and what copies
-    take from compute is not in it. So the best near set for a step may be that for another.
+    Its sum takes each transfer with one compute; in a pipeline they reach further. So the best near
+    set for a step may be that for another.
     """
     prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
     for times in (
@@ -149,7 +149,14 @@ def near_set(
     storage = storage_link(machine) if room.has_storage else None
     try:
         return place_for_latency(
-            shape.sublayers, times, link, budget, room.far_bytes, storage, gap=gap
+            shape.sublayers,
+            times,
+            link,
+            budget,
+            room.far_bytes,
+            storage,
+            slowdown=slowdown(machine),
+            gap=gap,
         )
     except BudgetError:
         return None
