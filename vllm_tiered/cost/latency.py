@@ -13,7 +13,9 @@ does not choose parameters but counts:
 A class is a kind of sublayer with the same parameters behind a compute of the same length. A slot
 holds the largest sublayer that passes through it, which is a constraint for each choice in use. As
 far sublayers take turns in the slots, attention has one and the FFN the other if none is wholly
-near; else both must hold either. Both programs are solved.
+near; else both must hold either. Both programs are solved. The last of an odd number of far
+sublayers has a third slot, which is not in them: where it does not fit, even numbers are tried, and
+a budget without it.
 """
 
 from __future__ import annotations
@@ -55,9 +57,6 @@ Three tiers to choose from allow fewer than two."""
 
 SOLVED = 1e-4
 """How far from the program's best, in parts of it, counts as the best."""
-
-_ATTEMPTS = 3
-"""The number of far sublayers decides about a third slot, which no program knows beforehand."""
 
 
 class Links(NamedTuple):
@@ -149,15 +148,26 @@ def _solutions(
 ) -> Iterator[Placement]:
     """Of both programs; a third slot may make one exceed near memory."""
     for may_stay in (False, True):
-        budget = near_bytes
-        for _ in range(_ATTEMPTS):
-            solved = _solve(sublayers, times, links, budget, far_bytes, gap, may_stay=may_stay)
-            if solved is None:
-                break
-            yield solved
-            if solved.near_bytes <= near_bytes:
-                break
-            budget -= solved.near_bytes - near_bytes
+        solved = _solve(sublayers, times, links, near_bytes, far_bytes, gap, may_stay=may_stay)
+        if solved is None:
+            continue
+        yield solved
+        excess = solved.near_bytes - near_bytes
+        if excess <= 0:
+            continue
+        for budget, is_even in ((near_bytes, True), (near_bytes - excess, False)):
+            other = _solve(
+                sublayers,
+                times,
+                links,
+                budget,
+                far_bytes,
+                gap,
+                may_stay=may_stay,
+                is_even=is_even,
+            )
+            if other is not None:
+                yield other
 
 
 def _solve(
@@ -169,8 +179,9 @@ def _solve(
     gap: float = SOLVED,
     *,
     may_stay: bool,
+    is_even: bool = False,
 ) -> Placement | None:
-    """With or without sublayers of which nothing is far."""
+    """With or without sublayers of which nothing is far; with an even number of the others."""
     members = _classes(sublayers, times)
     choices = [
         [
@@ -188,6 +199,7 @@ def _solve(
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         gap=gap,
+        is_even=is_even,
     )
     if counts is None:
         return None
@@ -274,19 +286,22 @@ def _counts(
     near_bytes: int,
     far_bytes: int | None,
     gap: float,
+    is_even: bool,
 ) -> list[list[int]] | None:
     """How often each choice is taken; None if nothing fits.
 
     Args:
         slots: for each class, those that must hold its sublayers.
         far_bytes: None for as much as it takes.
+        is_even: as many sublayers pass through one slot as through the other.
 
-    Variables: the counts, then a flag for each that is not 0, then the bytes of the slots.
+    Variables: the counts, then a flag for each that is not 0, then the bytes of the slots, then
+    the number of sublayers that pass through one of them.
     """
     flat = [(group, choice) for group, options in enumerate(choices) for choice in options]
     num_choices = len(flat)
     num_slots = len(Kind)
-    num_variables = 2 * num_choices + num_slots
+    num_variables = 2 * num_choices + num_slots + 1
     # In MiB and milliseconds: the solver's tolerances are absolute.
     unit = 1 / (1 << 20)
     rows: list[npt.NDArray[np.float64]] = []
@@ -314,8 +329,13 @@ def _counts(
             holds[num_choices + index] = choice.extent * unit
             holds[2 * num_choices + slot] = -1
             add(holds, -np.inf, 0)
-    budget[2 * num_choices :] = 1
+    budget[2 * num_choices : -1] = 1
     add(budget, -np.inf, near_bytes * unit)
+    if is_even:
+        half = np.zeros(num_variables)
+        half[:num_choices] = [choice.extent > 0 for _, choice in flat]
+        half[-1] = -2
+        add(half, 0, 0)
     if far_bytes is not None:
         far = np.zeros(num_variables)
         far[:num_choices] = [choice.far_extent * unit for _, choice in flat]
@@ -325,9 +345,9 @@ def _counts(
     # Of placements as fast the one that moves least.
     cost[:num_choices] += [choice.extent * unit * 1e-6 for _, choice in flat]
     upper = np.concatenate(
-        [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_slots, np.inf)]
+        [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_slots + 1, np.inf)]
     )
-    integrality = np.concatenate([np.ones(2 * num_choices), np.zeros(num_slots)])
+    integrality = np.concatenate([np.ones(2 * num_choices), np.zeros(num_slots), [is_even]])
     solution = milp(
         cost,
         constraints=LinearConstraint(np.array(rows), low, high),
