@@ -70,14 +70,14 @@ def _half_of(case: Case) -> dict[str, float]:
     )
     ceiling = simulate(dataclasses.replace(case, near_bytes=most_blocks * block_bytes), 0)
     half = dataclasses.replace(case, near_bytes=-(-ceiling.peak_blocks // 2) * block_bytes)
-    fixed = {level: simulate(half, level) for level in range(half.levels.max_far_layers + 1)}
+    fixed = {level: simulate(half, level) for level in range(half.levels.highest + 1)}
     best = max(fixed, key=lambda level: fixed[level].tokens_per_s)
     on_demand = simulate(dataclasses.replace(half, prefetches=False), best)
     return {
         "fraction_of_ceiling": fixed[best].tokens_per_s / ceiling.tokens_per_s,
         "gain_over_no_far_layer": fixed[best].tokens_per_s / fixed[0].tokens_per_s,
         "gain_over_on_demand": fixed[best].tokens_per_s / on_demand.tokens_per_s,
-        "best_expansion": expansion_of(case.model.num_layers, best),
+        "best_expansion": expansion_of(case.model.num_layers, half.levels.far_layers(best)),
         "stall_fraction": fixed[best].stall_seconds / fixed[best].busy_seconds,
         "ceiling_tokens_per_s": ceiling.tokens_per_s,
         "peak_blocks": ceiling.peak_blocks,

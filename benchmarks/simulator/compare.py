@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.simulator.simulation import Case, Run, simulate
-from vllm_tiered.cost.kv import expansion_of
+from vllm_tiered.cost.kv import KvLevels, expansion_of
 
 TRANSPARENT = 0.01
 """Pie's transparency, and the controller's bound: compute waits at most 1 % of the time."""
@@ -29,9 +29,12 @@ DEFINITIONS = {
 
 
 def fixed_levels(case: Case, stride: int) -> list[int]:
-    """Return the levels to try: none far, from 3 on every `stride`-th, and the highest."""
-    top = case.levels.max_far_layers
-    return sorted({0, *range(3, top + 1, stride), top})
+    """Return the levels to try: none far, from 3 on every `stride`-th, and the highest; where tails
+    move, from half of the layers on."""
+    levels = case.levels
+    most, top = levels.max_far_layers, levels.highest
+    moving = range(most + most // 2, top + 1, stride)
+    return sorted({0, *range(3, most + 1, stride), most, *moving, top})
 
 
 def compare(auto: Run, fixed: Mapping[int, Run], case: Case, *, is_steady: bool) -> dict[str, Any]:
@@ -41,31 +44,36 @@ def compare(auto: Run, fixed: Mapping[int, Run], case: Case, *, is_steady: bool)
         (level for level in fixed if _stall(fixed[level]) <= TRANSPARENT),
         key=lambda level: fixed[level].tokens_per_s,
     )
+    levels = case.levels
     n = case.model.num_layers
+
+    def expansion(level: int) -> float:
+        return expansion_of(n, levels.far_layers(level))
+
     return {
         "tokens_per_s": auto.tokens_per_s,
         "fraction_of_best_fixed": auto.tokens_per_s / fixed[best].tokens_per_s,
         "fraction_of_best_transparent": auto.tokens_per_s / fixed[transparent].tokens_per_s,
         "gain_over_no_far_layer": auto.tokens_per_s / fixed[0].tokens_per_s,
-        "best_fixed_expansion": expansion_of(n, best),
-        "best_transparent_expansion": expansion_of(n, transparent),
-        "median_expansion": expansion_of(n, _median_level(auto, 0)),
+        "best_fixed_expansion": expansion(best),
+        "best_transparent_expansion": expansion(transparent),
+        "median_expansion": expansion(_median_level(auto, 0)),
         "stall_fraction": _stall(auto),
         "steps": auto.steps,
-        "steps_to_converge": steps_to_converge(auto, n) if is_steady else None,
+        "steps_to_converge": steps_to_converge(auto, levels) if is_steady else None,
         "level_changes": len(auto.changes),
         "late_level_changes": sum(change.step > auto.steps / 2 for change in auto.changes),
         "preemptions": auto.num_preempted,
         "seconds_per_token": auto.seconds_per_token,
         "fixed": {
-            f"{expansion_of(n, level):.2f}": {
+            f"{expansion(level):.2f}{'' if levels.tails_stay(level) else ', tails too'}": {
                 "tokens_per_s": run.tokens_per_s,
                 "stall_fraction": _stall(run),
                 "preemptions": run.num_preempted,
                 "seconds_per_token": run.seconds_per_token,
             }
             for level, run in fixed.items()
-            if expansion_of(n, level) > 1 or level == 0
+            if expansion(level) > 1 or level == 0
         },
     }
 
@@ -78,20 +86,23 @@ def run_fixed(case: Case, level: int) -> Run | None:
         return None
 
 
-def steps_to_converge(run: Run, num_layers: int) -> int | None:
+def steps_to_converge(run: Run, levels: KvLevels) -> int | None:
     """Return the first step from which the level stays near its later median for 500 steps."""
-    final = expansion_of(num_layers, _median_level(run, run.steps // 2))
-    for start, end, level in _spans_of_sameness(run, num_layers, final):
-        if level and end - start >= min(500, run.steps // 2):
+    final = _median_level(run, run.steps // 2)
+    for start, end, is_near in _spans_of_sameness(run, levels, final):
+        if is_near and end - start >= min(500, run.steps // 2):
             return start
     return None
 
 
-def _spans_of_sameness(run: Run, num_layers: int, final: float) -> list[tuple[int, int, bool]]:
-    """Merge neighbouring spans by whether their expansion is near `final`."""
+def _spans_of_sameness(run: Run, levels: KvLevels, final: int) -> list[tuple[int, int, bool]]:
+    """Merge neighbouring spans by whether their expansion is near that of `final`."""
+    n = levels.num_layers
+    wanted = expansion_of(n, levels.far_layers(final))
     spans: list[tuple[int, int, bool]] = []
     for start, end, level in _spans(run):
-        is_near = abs(expansion_of(num_layers, level) - final) <= _NEAR_FINAL * final
+        is_near = levels.tails_stay(level) == levels.tails_stay(final)
+        is_near &= abs(expansion_of(n, levels.far_layers(level)) - wanted) <= _NEAR_FINAL * wanted
         if spans and spans[-1][2] == is_near:
             start = spans.pop()[0]
         spans.append((start, end, is_near))
@@ -101,7 +112,7 @@ def _spans_of_sameness(run: Run, num_layers: int, final: float) -> list[tuple[in
 def _spans(run: Run) -> list[tuple[int, int, int]]:
     """(First step, end, level) of the run's levels."""
     starts = [0, *(change.step for change in run.changes)]
-    levels = [0, *(change.far_layers for change in run.changes)]
+    levels = [0, *(change.level for change in run.changes)]
     return list(zip(starts, [*starts[1:], run.steps], levels, strict=True))
 
 

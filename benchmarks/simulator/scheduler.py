@@ -69,20 +69,20 @@ class SimulatedScheduler:
         levels: the near budget.
         max_num_seqs: requests that may run at once.
         max_batched_tokens: tokens of a step.
-        far_layers: the level at the start.
+        level: at the start.
     """
 
     def __init__(
-        self, levels: KvLevels, *, max_num_seqs: int, max_batched_tokens: int, far_layers: int
+        self, levels: KvLevels, *, max_num_seqs: int, max_batched_tokens: int, level: int
     ) -> None:
         self.levels = levels
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.finished: list[Request] = []
         self.elastic = ElasticBlocks(
-            geometry=levels.geometry(far_layers), usable_blocks=levels.max_blocks
+            geometry=levels.geometry(level), usable_blocks=levels.max_blocks
         )
-        self.expansion = Expansion(levels, self.elastic, far_layers)
+        self.expansion = Expansion(levels, self.elastic, level)
         self.used_blocks = 0
         self.num_preempted = 0
         self._max_num_seqs = max_num_seqs

@@ -62,7 +62,7 @@ class Case:
             near_pages=near_pages,
             max_far_layers=most,
             max_blocks=near_pages,
-            top_moves_tails=not (self.tails_stay or self.uses_storage),
+            moves_tails=not (self.tails_stay or self.uses_storage),
         )
         blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
         return dataclasses.replace(levels, max_blocks=blocks)
@@ -90,7 +90,7 @@ class Change:
 
     step: int
     time_s: float
-    far_layers: int
+    level: int
     reason: str
 
 
@@ -127,9 +127,7 @@ class _Meter:
     tokens: int = 0
 
 
-def simulate(
-    case: Case, far_layers: int | None = None, tuning: controller.Tuning | None = None
-) -> Run:
+def simulate(case: Case, level: int | None = None, tuning: controller.Tuning | None = None) -> Run:
     """Run the load at a fixed level, or with the controller if it is None.
 
     The tuning is that of the tier unless another is given.
@@ -138,7 +136,7 @@ def simulate(
     """
     if tuning is None:
         tuning = STORAGE_TUNING if case.uses_storage else DEFAULT_TUNING
-    return _Simulation(case, far_layers, tuning).run()
+    return _Simulation(case, level, tuning).run()
 
 
 class _Simulation:
@@ -152,7 +150,7 @@ class _Simulation:
             self._levels,
             max_num_seqs=case.max_num_seqs,
             max_batched_tokens=case.max_batched_tokens,
-            far_layers=fixed or 0,
+            level=fixed or 0,
         )
         self._timer = StepTimer(
             case.machine, case.model, self._levels.page_bytes, prefetches=case.prefetches
@@ -194,17 +192,18 @@ class _Simulation:
         scheduler, run, case = self._scheduler, self._run, self._case
         expansion = scheduler.expansion
         work = scheduler.schedule()
-        level = expansion.far_layers
+        level, far_layers = expansion.level, expansion.far_layers
         was_settled = expansion.is_settled
         # Of blocks that change, only the way back is on the link that is modelled, the reads'.
-        num_tails = work.num_requests * self._levels.geometry(level).tails_stay
-        read_blocks = max(0, work.used_blocks - num_tails)
+        num_tails = min(work.num_requests, work.used_blocks)
+        read_blocks = work.used_blocks - num_tails * expansion.tails_stay
         time = self._timer.step(
-            far_layers=level,
+            far_layers=far_layers,
             scheduled_tokens=work.scheduled_tokens,
             context_tokens=work.context_tokens,
             num_requests=work.num_requests,
             read_blocks=read_blocks,
+            written_blocks=0 if expansion.tails_stay else num_tails,
             areas=STAGING_AREAS,
             link_share=case.trace.link_share(now),
             link_busy_s=self._link_busy_s,
@@ -213,7 +212,7 @@ class _Simulation:
         seconds = time.seconds * noise
         now += seconds
         scheduler.end_step(now)
-        self._link_busy_s = max(0.0, self._relocate(level, read_blocks) - seconds)
+        self._link_busy_s = max(0.0, self._relocate(far_layers, read_blocks) - seconds)
         run.steps += 1
         run.steps_at[level] = run.steps_at.get(level, 0) + 1
         run.busy_seconds += seconds
@@ -228,7 +227,7 @@ class _Simulation:
         self._note_until(now)
         if self._fixed is None:
             signals = controller.Signals(
-                far_layers=level,
+                level=level,
                 is_settled=was_settled,
                 seconds=seconds,
                 tokens=work.output_tokens,
@@ -255,37 +254,37 @@ class _Simulation:
     def _control(self, signals: controller.Signals, now: float) -> None:
         decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
         expansion = self._scheduler.expansion
-        if decision.far_layers != expansion.target:
+        if decision.level != expansion.target:
             self._run.changes.append(
                 Change(
                     step=self._run.steps,
                     time_s=now,
-                    far_layers=decision.far_layers,
+                    level=decision.level,
                     reason=decision.reason,
                 )
             )
-            expansion.aim(decision.far_layers)
+            expansion.aim(decision.level)
 
-    def _relocate(self, level: int, used_blocks: int) -> float:
+    def _relocate(self, before: int, used_blocks: int) -> float:
         """Let the level move; seconds for which the link is busy with the layers that do."""
         machine = self._case.machine
         after, write_out_for = self._scheduler.change_level()
         bytes_per_layer = used_blocks * self._levels.page_bytes
-        if write_out_for > level:
-            return (write_out_for - level) * bytes_per_layer / (machine.write_gb_per_s * 1e9)
-        if after < level:
-            return (level - after) * bytes_per_layer / (machine.read_gb_per_s * 1e9)
+        if write_out_for > before:
+            return (write_out_for - before) * bytes_per_layer / (machine.write_gb_per_s * 1e9)
+        if after < before:
+            return (before - after) * bytes_per_layer / (machine.read_gb_per_s * 1e9)
         return 0.0
 
     def _note_until(self, now: float) -> None:
         meter, case, scheduler = self._meter, self._case, self._scheduler
         while now >= meter.end_s:
-            level = scheduler.expansion.far_layers
+            far_layers = scheduler.expansion.far_layers
             busy = meter.busy_s or 1.0
             self._run.timeline.append(
                 Interval(
                     end_s=meter.end_s,
-                    expansion=expansion_of(self._levels.num_layers, level),
+                    expansion=expansion_of(self._levels.num_layers, far_layers),
                     tokens_per_s=meter.tokens / case.interval_s,
                     stall_share=meter.stall_s / busy,
                     link_share=meter.link_s / busy,
@@ -299,7 +298,7 @@ class _Simulation:
 def _longest_blocks(case: Case, levels: KvLevels, fixed: int | None) -> int:
     """Blocks of the longest request. Raises ValueError if no level holds it."""
     longest = max((a.prompt_tokens + a.output_tokens for a in case.trace.arrivals), default=0)
-    candidates = [fixed] if fixed is not None else list(range(levels.max_far_layers + 1))
+    candidates = [fixed] if fixed is not None else list(range(levels.highest + 1))
     most = max(levels.geometry(m).max_request_tokens(levels.max_blocks) for m in candidates)
     if longest > most:
         raise ValueError(

@@ -53,6 +53,7 @@ class StepTimer:
         context_tokens: int,
         num_requests: int,
         read_blocks: int,
+        written_blocks: int = 0,
         areas: int,
         link_share: float = 1.0,
         link_busy_s: float = 0.0,
@@ -60,11 +61,12 @@ class StepTimer:
         """Time one step.
 
         Args:
-            far_layers: the level.
+            far_layers: how many.
             scheduled_tokens: tokens computed, decode and prefill.
             context_tokens: tokens whose KV attention reads.
             num_requests: requests in the step.
             read_blocks: blocks staged in every far layer.
+            written_blocks: those of them that are written out again.
             areas: staging areas.
             link_share: share of the link's bandwidth that others leave.
             link_busy_s: from the start of the step, for layers that change their home.
@@ -74,8 +76,9 @@ class StepTimer:
         read_bytes = read_blocks * self._page_bytes
         memory_s = (model.weight_bytes + context_tokens * self._token_bytes) / near
         arithmetic_s = 2 * model.num_parameters * scheduled_tokens / (machine.tflops * 1e12)
-        copied = read_bytes * far_layers * machine.near_bytes_per_copied_byte * self._prefetches
-        compute_s = max(memory_s, arithmetic_s) + copied / near
+        copied = (read_blocks + written_blocks) * self._page_bytes * far_layers * self._prefetches
+        taken = copied * machine.near_bytes_per_copied_byte
+        compute_s = max(memory_s, arithmetic_s) + taken / near
         compute_s += far_layers * machine.far_layer_overhead_us * 1e-6
         overhead_s = (
             machine.step_overhead_ms * 1e-3 + num_requests * machine.request_overhead_us * 1e-6

@@ -37,19 +37,25 @@ from vllm_tiered.cost.kv import KvLevels
 from vllm_tiered.cost.machine import Machine
 
 LEVELS = KvLevels(
-    num_layers=12, page_bytes=1024, block_tokens=8, near_pages=500, max_far_layers=9, max_blocks=120
+    num_layers=12,
+    page_bytes=1024,
+    block_tokens=8,
+    near_pages=500,
+    max_far_layers=9,
+    max_blocks=120,
+    moves_tails=True,
 )
 
 
 # Scheduler ------------------------------------------------------------------------------
 
 
-def scheduler_of(arrivals, *, far_layers=0, max_num_seqs=16, max_batched_tokens=64):
+def scheduler_of(arrivals, *, level=0, max_num_seqs=16, max_batched_tokens=64):
     scheduler = SimulatedScheduler(
         LEVELS,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
-        far_layers=far_layers,
+        level=level,
     )
     for prompt, output in arrivals:
         scheduler.add(Arrival(arrival_s=0.0, prompt_tokens=prompt, output_tokens=output))
@@ -101,14 +107,12 @@ def test_the_last_admitted_is_preempted_and_computed_again():
 @settings(max_examples=60, deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 60)), min_size=1, max_size=25),
-    far_layers=st.integers(0, 9),
-    targets=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=6),
+    level=st.integers(0, 18),
+    targets=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 18)), max_size=6),
     max_batched_tokens=st.sampled_from([32, 64, 1024]),
 )
-def test_blocks_and_tokens_add_up_while_levels_change(
-    arrivals, far_layers, targets, max_batched_tokens
-):
-    scheduler = scheduler_of(arrivals, far_layers=far_layers, max_batched_tokens=max_batched_tokens)
+def test_blocks_and_tokens_add_up_while_levels_change(arrivals, level, targets, max_batched_tokens):
+    scheduler = scheduler_of(arrivals, level=level, max_batched_tokens=max_batched_tokens)
     changes = dict(targets)
     steps = 0
 
@@ -340,7 +344,7 @@ def test_auto_gives_way_to_contention_and_returns():
 def test_auto_steps_aside_after_a_peak():
     case = SCENARIOS["gh200-step"].case(seconds=300, noise=0.05, seed=2)
     run = simulate(case)
-    assert max(change.far_layers for change in run.changes) > 10
+    assert max(change.level for change in run.changes) > 10
     assert run.timeline[-1].expansion == 1.0
     assert any("nothing blocked" in change.reason for change in run.changes)
 
@@ -351,18 +355,21 @@ def test_auto_steps_aside_after_a_peak():
 def a_run(*changes, steps=2000):
     return Run(
         steps=steps,
-        changes=[Change(step=s, time_s=0.0, far_layers=m, reason="") for s, m in changes],
+        changes=[Change(step=s, time_s=0.0, level=m, reason="") for s, m in changes],
     )
 
 
 def test_convergence_is_from_where_the_level_stays():
     # Of 30 layers, 20 and 21 far are expansions of 2.5 and 2.73: the same within 10 %.
-    assert steps_to_converge(a_run((8, 3), (30, 20), (400, 21), (900, 20)), 30) == 30
-    assert steps_to_converge(a_run((30, 20), (100, 3), (200, 20)), 30) == 200
-    assert steps_to_converge(a_run((600, 20)), 30) == 600
-    assert steps_to_converge(a_run(), 30) == 0
+    levels = dataclasses.replace(LEVELS, num_layers=30, max_far_layers=28)
+    assert steps_to_converge(a_run((8, 3), (30, 20), (400, 21), (900, 20)), levels) == 30
+    assert steps_to_converge(a_run((30, 20), (100, 3), (200, 20)), levels) == 200
+    assert steps_to_converge(a_run((600, 20)), levels) == 600
+    assert steps_to_converge(a_run(), levels) == 0
+    # Level 48 has as many far layers as 20, but tails move.
+    assert steps_to_converge(a_run((30, 20), (700, 48)), levels) == 700
     restless = [(s, 20 if s % 200 else 3) for s in range(0, 2000, 100)]
-    assert steps_to_converge(a_run(*restless), 30) is None
+    assert steps_to_converge(a_run(*restless), levels) is None
 
 
 def test_result_has_its_keys_and_every_step_is_reported():

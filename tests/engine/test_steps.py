@@ -89,7 +89,7 @@ def signals_of(monkeypatch):
 
     def step(signals, state, levels, tuning):
         seen.append(signals)
-        return Decision(far_layers=0, reason=""), state
+        return Decision(level=0, reason=""), state
 
     def signals_of(**changes):
         defaults = {

@@ -26,7 +26,7 @@ class Setup:
         spare_pages: near pages beyond the fewest for that.
         unused_blocks: blocks that the far tier has no room for, if there are so many.
         adaptive: start without far layers and change up to ``far_layers`` while requests run.
-        moves_tails: partly filled blocks do not stay near, if adaptive at the highest level.
+        moves_tails: partly filled blocks do not stay near, if adaptive at the higher levels.
     """
 
     num_layers: int = 4
@@ -51,15 +51,15 @@ class Setup:
             "block_tokens": self.block_tokens,
             "max_far_layers": self.far_layers,
         }
-        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0, top_moves_tails=self.moves_tails)
+        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0, moves_tails=self.moves_tails)
         fewest = max(
-            boundless.geometry(far_layers).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
-            for far_layers in range(self.far_layers + 1)
+            boundless.geometry(level).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
+            for level in range(boundless.highest + 1)
         )
         rows = 1 + -(-(fewest + self.spare_pages) // self.num_layers)
         near_pages = rows * self.num_layers
         levels = replace(boundless, near_pages=near_pages, max_blocks=near_pages)
-        limits = [levels.block_limit(far_layers, 0) for far_layers in range(self.far_layers + 1)]
+        limits = [levels.block_limit(level, 0) for level in range(levels.highest + 1)]
         return replace(levels, max_blocks=max(limits))
 
     @property
@@ -177,10 +177,10 @@ class Driver:
         self.engine.update(step)
         self.engine.check_integrity()
 
-    def aim(self, far_layers: int) -> None:
+    def aim(self, level: int) -> None:
         """Head for another level; without ``adaptive`` there is none."""
         if self.engine.expansion:
-            self.engine.expansion.aim(far_layers % (self.setup.far_layers + 1))
+            self.engine.expansion.aim(level % (self.engine.expansion.levels.highest + 1))
             self.num_aims += 1
 
     def abort(self, request: Request) -> None:
@@ -230,7 +230,7 @@ def run_schedule(
                 turns=[(rng.randint(1, 6), rng.randint(1, 6)) for _ in range(rng.choice(turns))],
             )
         if driver.setup.adaptive and rng.random() < 0.2:
-            driver.aim(rng.randrange(driver.setup.far_layers + 1))
+            driver.aim(rng.randrange(1 << 30))
         if driver.requests and rng.random() < 0.04:
             driver.abort(rng.choice(driver.requests))
         driver.step(lambda: rng.choice((0, 1, 1, 2, 3, 5, 8, 8)))

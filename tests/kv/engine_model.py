@@ -8,7 +8,6 @@ before the last one has run, as under vLLM's async scheduling; then ``defer_free
 request's blocks until the steps that still write them have run, as vLLM does for connectors.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -18,12 +17,6 @@ from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
 from vllm_tiered.kv.elastic import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
-
-
-def _tails_stay_up_to(geometry: KvGeometry, levels: KvLevels | None) -> float:
-    if levels:
-        return levels.tails_stay_up_to
-    return math.inf if geometry.tails_stay else -1
 
 
 class EngineModel:
@@ -48,7 +41,6 @@ class EngineModel:
         self.planner = StepPlanner(
             num_blocks=usable_blocks + 1,
             block_tokens=geometry.block_tokens,
-            tails_stay_up_to=_tails_stay_up_to(geometry, levels),
         )
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
         self.running: list[Request] = []
@@ -62,10 +54,10 @@ class EngineModel:
         self._withheld: set[int] = set()
         self.expansion: Expansion | None = None
         if levels:
-            self.expansion = Expansion(levels, self.elastic, far_layers=0)
+            self.expansion = Expansion(levels, self.elastic, level=0)
             self.max_tokens = self.block_tokens * min(
-                levels.block_limit(far_layers, TAILS_WHILE_PREFILLING)
-                for far_layers in range(levels.max_far_layers + 1)
+                levels.block_limit(level, TAILS_WHILE_PREFILLING)
+                for level in range(levels.highest + 1)
             )
             self.pool.take(self.elastic.limit)
             self._withhold(usable_blocks - self.elastic.limit)
@@ -186,9 +178,11 @@ class EngineModel:
             if not part.scheduled.restarts:
                 self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
         far_layers = write_out_for = None
+        tails_stay = self.elastic.geometry.tails_stay
         if self.expansion:
             self._withhold(min(self.elastic.excess, len(self.pool.free)))
             far_layers, write_out_for = self.expansion.next_step()
+            tails_stay = self.expansion.tails_stay
         withheld = set(self.elastic.withheld)
         plan = self.planner.plan(
             [part.scheduled for part in parts],
@@ -197,6 +191,7 @@ class EngineModel:
             withheld=sorted(withheld - self._announced),
             far_layers=far_layers,
             write_out_for=write_out_for,
+            tails_stay=tails_stay,
         )
         self._announced = withheld
         return plan

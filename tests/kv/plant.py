@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import random
+from functools import cache
 
 from vllm_tiered.cost.kv import KvLevels
 from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
@@ -28,7 +29,7 @@ class Plant:
     """An engine in closed form: requests take blocks, the link reads them, compute waits.
 
     demand: blocks that the requests would use.
-    unit_link: link seconds per block of one far layer.
+    unit_link: link seconds per staged block of one far layer.
     decode: seconds of a step, and what each used block adds.
     noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
     """
@@ -38,37 +39,42 @@ class Plant:
     decode: tuple[float, float] = (0.025, 2e-5)
     tails_per_block: float = 0.2
     needed_blocks: int = 10
-    copy_cost: float = 0.0  # compute seconds per block of one far layer: a shared bus
+    copy_cost: float = 0.0  # compute seconds per page read or written: a shared bus
     fill: float = 1.0  # share of the limit in use while requests are blocked
     noise: float = 0.0
     waiting: int | None = None
     stall_share: float = 0.0  # of the steps with far layers, `stall_every`-th ones
     stall_every: int = 1
     seed: int = 0
+    levels: KvLevels = LEVELS
     tuning: Tuning = DEFAULT_TUNING
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
-        self.state = initial_state(LEVELS, self.tuning)
+        self.state = initial_state(self.levels, self.tuning)
         self.level = 0
         self.path: list[int] = []
         self.reasons: list[str] = []
         self.stalls: list[float] = []
 
     def signals(self):
-        limit = limit_of(self.level, self.tails_per_block)
+        limit = limit_of(self.level, self.tails_per_block, self.levels)
         is_blocked = self.demand > limit
         used = round(min(self.demand, limit * self.fill if is_blocked else limit))
-        compute = self.decode[0] + used * (self.decode[1] + self.copy_cost * self.level)
+        tails = math.ceil(self.tails_per_block * used)
+        far_layers = self.levels.far_layers(self.level)
+        read = far_layers * self.levels.geometry(self.level).staged_blocks(used, tails)
+        written = 0 if self.levels.tails_stay(self.level) else far_layers * tails
+        compute = self.decode[0] + used * self.decode[1] + (read + written) * self.copy_cost
         jitter = math.exp(self.noise * self.rng.gauss(0, 1))
-        link = self.unit_link * self.level * used
+        link = self.unit_link * read
         stall = max(0.0, link - compute)
         if self.level and len(self.path) % self.stall_every == 0:
             stall += self.stall_share * compute
         output = used / REQUEST_BLOCKS * math.exp(6 * self.noise * self.rng.gauss(0, 1))
         waiting = (self.demand - used) / REQUEST_BLOCKS if is_blocked else 0
         return Signals(
-            far_layers=self.level,
+            level=self.level,
             is_settled=True,
             seconds=(compute + stall) * jitter,
             tokens=round(output),
@@ -79,7 +85,7 @@ class Plant:
             num_running=max(1, used // REQUEST_BLOCKS),
             num_waiting=math.ceil(waiting) if self.waiting is None else self.waiting,
             used_blocks=used,
-            tail_slots=math.ceil(self.tails_per_block * used),
+            tail_slots=tails,
             needed_blocks=self.needed_blocks,
         )
 
@@ -87,10 +93,10 @@ class Plant:
         for _ in range(steps):
             signals = self.signals()
             self.stalls.append(signals.stall_seconds / signals.seconds)
-            decision, self.state = step(signals, self.state, LEVELS, self.tuning)
-            if decision.far_layers != self.level:
+            decision, self.state = step(signals, self.state, self.levels, self.tuning)
+            if decision.level != self.level:
                 self.reasons.append(decision.reason)
-            self.level = decision.far_layers
+            self.level = decision.level
             self.path.append(self.level)
         return self
 
@@ -104,16 +110,11 @@ class Plant:
         return sum(a != b for a, b in itertools.pairwise(later))
 
 
-_LIMITS: dict[tuple[int, float], int] = {}
-
-
-def limit_of(level, tails_per_block):
+@cache
+def limit_of(level, tails_per_block, levels=LEVELS):
     """The most blocks that fit beside their own tails, by brute force."""
-    key = (level, tails_per_block)
-    if key not in _LIMITS:
-        _LIMITS[key] = max(
-            blocks
-            for blocks in range(LEVELS.max_blocks + 1)
-            if LEVELS.block_limit(level, math.ceil(tails_per_block * blocks)) >= blocks
-        )
-    return _LIMITS[key]
+    return max(
+        blocks
+        for blocks in range(levels.max_blocks + 1)
+        if levels.block_limit(level, math.ceil(tails_per_block * blocks)) >= blocks
+    )

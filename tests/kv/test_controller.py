@@ -15,6 +15,8 @@ from vllm_tiered.kv import controller
 from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
 from vllm_tiered.kv.load import Window
 
+MOVING = dataclasses.replace(LEVELS, moves_tails=True)
+
 # Growing --------------------------------------------------------------------------------
 
 
@@ -55,6 +57,31 @@ def test_a_saturated_link_is_given_up():
     assert plant.path.count(0) > 0.95 * len(plant.path)
 
 
+@pytest.mark.parametrize("demand", [170, 200, 260])
+def test_tails_move_where_they_leave_too_few_blocks(demand):
+    """Half of the blocks are tails: up to the lowest level that holds the demand."""
+    plant = Plant(demand=demand, tails_per_block=0.5, levels=MOVING).run(3000)
+    held = limit_of(MOVING.max_far_layers, 0.5)
+    assert demand > held and not MOVING.tails_stay(plant.level)
+    assert limit_of(plant.level, 0.5, MOVING) >= demand
+    assert limit_of(plant.level, 0.5, MOVING) < 1.3 * demand
+    assert plant.level < MOVING.highest
+    assert plant.changes_since(1000) == 0
+
+
+def test_tails_stay_where_that_holds_the_blocks():
+    plant = Plant(demand=200, tails_per_block=0.05, levels=MOVING).run(3000)
+    assert MOVING.tails_stay(plant.level) and limit_of(plant.level, 0.05) >= 200
+
+
+def test_tails_come_back_when_the_load_falls():
+    plant = Plant(demand=250, tails_per_block=0.5, levels=MOVING).run(2000)
+    assert not MOVING.tails_stay(plant.level)
+    plant.demand = 110
+    plant.run(4000)
+    assert MOVING.tails_stay(plant.level) and plant.level > 0
+
+
 def test_levels_that_give_no_blocks_are_not_chosen():
     """One tail a block: what a far layer gives, its tails take."""
     plant = Plant(tails_per_block=1.0).run(3000)
@@ -68,11 +95,11 @@ def test_steps_on_the_way_to_a_level_count_for_nothing():
     signals = plant.signals()
     for odd in (
         dataclasses.replace(signals, is_settled=False, stall_seconds=1.0),
-        dataclasses.replace(signals, far_layers=0, stall_seconds=1.0),
+        dataclasses.replace(signals, level=0, stall_seconds=1.0),
         dataclasses.replace(signals, num_running=0, stall_seconds=1.0),
     ):
         decision, after = step(odd, before, LEVELS)
-        assert (decision.far_layers, after) == (3, before)
+        assert (decision.level, after) == (3, before)
 
 
 # A request that needs a level -----------------------------------------------------------
@@ -279,14 +306,15 @@ def test_never_oscillates_under_a_stationary_load(demand, unit_link, fill, copy_
 @given(data=st.data())
 def test_any_signals_lead_to_a_level_that_exists_and_serves(data):
     """Random signals, always at the level asked for: bounds hold, and equal input, equal output."""
-    state = initial_state(LEVELS)
+    levels = data.draw(st.sampled_from([LEVELS, MOVING]))
+    state = initial_state(levels)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     level = 0
     for _ in range(600):
         needed = rng.choice([10, 10, 10, 120, 250])
         seconds = rng.uniform(0.01, 0.1)
         signals = Signals(
-            far_layers=level,
+            level=level,
             is_settled=rng.random() < 0.9,
             seconds=seconds,
             tokens=rng.randrange(50),
@@ -300,12 +328,12 @@ def test_any_signals_lead_to_a_level_that_exists_and_serves(data):
             tail_slots=rng.randrange(30),
             needed_blocks=needed,
         )
-        result = step(signals, state, LEVELS)
-        assert result == step(signals, state, LEVELS)
+        result = step(signals, state, levels)
+        assert result == step(signals, state, levels)
         decision, state = result
-        level = decision.far_layers
-        assert 0 <= level <= LEVELS.max_far_layers
-        assert LEVELS.block_limit(level, 2) >= needed
+        level = decision.level
+        assert 0 <= level <= levels.highest
+        assert levels.block_limit(level, 2) >= needed
 
 
 def test_states_are_frozen():
@@ -322,7 +350,7 @@ def test_a_step_costs_microseconds():
         start = time.perf_counter_ns()
         decision, plant.state = step(signals, plant.state, LEVELS)
         times.append(time.perf_counter_ns() - start)
-        signals = dataclasses.replace(signals, far_layers=decision.far_layers)
+        signals = dataclasses.replace(signals, level=decision.level)
     assert statistics.median(times) < 20_000
 
 
@@ -335,7 +363,7 @@ def test_the_public_names_are_those_of_the_contract():
         "initial_state",
         "step",
     }
-    assert initial_state(LEVELS, Tuning()).decision.far_layers == 0
+    assert initial_state(LEVELS, Tuning()).decision.level == 0
 
 
 def test_a_large_request_beside_many_small_ones_keeps_a_level():
@@ -343,7 +371,7 @@ def test_a_large_request_beside_many_small_ones_keeps_a_level():
     small = dataclasses.replace(LEVELS, near_pages=30 * 9, max_blocks=30)
     state = initial_state(small)
     signals = Signals(
-        far_layers=0,
+        level=0,
         is_settled=True,
         seconds=0.03,
         tokens=5,
@@ -359,5 +387,5 @@ def test_a_large_request_beside_many_small_ones_keeps_a_level():
     )
     for _ in range(200):
         decision, state = step(signals, state, small)
-        signals = dataclasses.replace(signals, far_layers=decision.far_layers)
-        assert small.block_limit(decision.far_layers, 2) >= 14
+        signals = dataclasses.replace(signals, level=decision.level)
+        assert small.block_limit(decision.level, 2) >= 14

@@ -75,7 +75,7 @@ def test_the_far_tier_is_not_given_back_while_it_is_read():
                     output=rng.randint(1, 40),
                 )
             if rng.random() < 0.15:
-                driver.aim(rng.randrange(driver.setup.far_layers + 1))
+                driver.aim(rng.randrange(1 << 30))
             driver.step(lambda: rng.choice((1, 1, 1, 1, 1, 1, 1, 8)))  # noqa: B023
         driver.run_out()
         driver.close()

@@ -69,9 +69,9 @@ class KvMachine(RuleBasedStateMachine):
         self.driver.abort(self.driver.requests[index % len(self.driver.requests)])
 
     @precondition(lambda self: self.driver.setup.adaptive)
-    @rule(far_layers=st.integers(0, 5))
-    def aim(self, far_layers):
-        self.driver.aim(far_layers)
+    @rule(level=st.integers(0, 10))
+    def aim(self, level):
+        self.driver.aim(level)
 
     @rule()
     def run_out(self):

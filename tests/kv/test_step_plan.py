@@ -87,11 +87,12 @@ def test_a_prefix_that_another_request_computes_in_this_step_is_not_read(planner
     }
 
 
-def test_tails_leave_when_the_level_rises_and_stay_far_until_they_are_full():
-    planner = StepPlanner(num_blocks=20, block_tokens=4, tails_stay_up_to=2)
+def test_tails_leave_when_they_may_not_stay_and_are_far_until_they_are_full():
+    planner = StepPlanner(num_blocks=20, block_tokens=4)
     planner.plan([part("a", 0, 2, [1], restarts=True)], (), far_layers=2)
     planner.plan([part("b", 0, 2, [2], restarts=True)], (), far_layers=2, write_out_for=3)
-    plan = planner.plan([part("a", 2, 1), part("c", 0, 1, [3], restarts=True)], (), far_layers=3)
+    parts = [part("a", 2, 1), part("c", 0, 1, [3], restarts=True)]
+    plan = planner.plan(parts, (), far_layers=3, tails_stay=False)
     assert classes(plan) == {"tail_leave": [1, 2], "extend": [1], "ring": [3]}
     plan = planner.plan([part("a", 3, 2, [4]), part("b", 2, 1)], (), far_layers=1)
     assert classes(plan) == {"extend": [1, 2], "tail_acquire": [4]}
@@ -150,15 +151,14 @@ def test_going_on_behind_a_block_that_is_no_tail(planner, scheduled):
         planner.plan([part("a", 6, scheduled, [7, 3], restarts=True)], ())
 
 
-@pytest.mark.parametrize("tails_stay_up_to", [-1, 0, 3])
+@pytest.mark.parametrize(
+    "tails_stay", [(True,), (False,), (True, True, True, True, False)], ids=str
+)
 @pytest.mark.parametrize("seed", range(8))
-def test_planning_again_says_what_planning_would(seed, tails_stay_up_to):
+def test_planning_again_says_what_planning_would(seed, tails_stay):
     """Requests decode; whenever one planner needs not look, the other one finds the same."""
     rng = random.Random(seed)
-    quick, thorough = (
-        StepPlanner(num_blocks=999, block_tokens=8, tails_stay_up_to=tails_stay_up_to)
-        for _ in range(2)
-    )
+    quick, thorough = (StepPlanner(num_blocks=999, block_tokens=8) for _ in range(2))
     free = iter(range(1, 999))
     lengths: dict[str, int] = {}
     num_again = 0
@@ -177,13 +177,17 @@ def test_planning_again_says_what_planning_would(seed, tails_stay_up_to):
         parts = [scheduled for scheduled in parts if scheduled.request_id not in ended]
         for name in ended:
             del lengths[name]
-        far_layers = rng.choice((3, 3, 3, 3, 3, 0))
+        level = {
+            "far_layers": rng.choice((3, 3, 3, 3, 3, 0)),
+            "write_out_for": 5,
+            "tails_stay": rng.choice(tails_stay),
+        }
         again = None
         if not ended and all(p.scheduled_tokens == 1 and not p.restarts for p in parts):
-            again = quick.plan_again(far_layers=far_layers, write_out_for=5)
-        plan = thorough.plan(parts, ended, far_layers=far_layers, write_out_for=5)
+            again = quick.plan_again(**level)
+        plan = thorough.plan(parts, ended, **level)
         if again is None:
-            again = quick.plan(parts, ended, far_layers=far_layers, write_out_for=5)
+            again = quick.plan(parts, ended, **level)
         else:
             num_again += 1
         assert classes(again) == classes(plan)

@@ -40,7 +40,7 @@ class AdaptiveExpansion:
         on_change: Callable[[str, str], None],
         uses_storage: bool = False,
     ) -> None:
-        self.expansion = Expansion(levels, elastic, far_layers=0)
+        self.expansion = Expansion(levels, elastic, level=0)
         self._levels = levels
         self._elastic = elastic
         self._max_model_blocks = max_model_blocks
@@ -52,7 +52,7 @@ class AdaptiveExpansion:
     def decide(self, step: Step) -> None:
         """Ask the controller about a step that is over."""
         signals = controller.Signals(
-            far_layers=self.expansion.far_layers,
+            level=self.expansion.level,
             is_settled=self.expansion.is_settled,
             seconds=step.seconds,
             tokens=step.tokens,
@@ -68,15 +68,17 @@ class AdaptiveExpansion:
         )
         decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
         target = self.expansion.target
-        if decision.far_layers != target:
-            expansion = expansion_of(self._levels.num_layers, decision.far_layers)
-            text = (
-                f"{target} -> {decision.far_layers} far layers (expansion {expansion:.2f}): "
-                f"{decision.reason}"
-            )
+        if decision.level != target:
+            text = f"{self._told(target)} -> {self._told(decision.level)}: {decision.reason}"
             logger.info("tiered kv: %s", text)
-            self._on_change("grow" if decision.far_layers > target else "shrink", text)
-            self.expansion.aim(decision.far_layers)
+            self._on_change("grow" if decision.level > target else "shrink", text)
+            self.expansion.aim(decision.level)
+
+    def _told(self, level: int) -> str:
+        far_layers = self._levels.far_layers(level)
+        expansion = expansion_of(self._levels.num_layers, far_layers)
+        tails = "" if self._levels.tails_stay(level) else ", partly filled blocks too"
+        return f"{far_layers} far layers (expansion {expansion:.2f}{tails})"
 
     def _needed_blocks(self, step: Step) -> int:
         """Those of the longest request, beside what streamed sessions hold, as those stay."""

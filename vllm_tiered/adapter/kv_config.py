@@ -117,7 +117,7 @@ def adaptive_levels(
 def _roomiest(levels: KvLevels) -> KvGeometry:
     """The level that holds the longest single request."""
     return max(
-        (levels.geometry(m) for m in range(levels.max_far_layers + 1)),
+        (levels.geometry(level) for level in range(levels.highest + 1)),
         key=lambda geometry: geometry.block_limit(TAILS_WHILE_PREFILLING),
     )
 

@@ -5,7 +5,6 @@ Every process derives the same plan from vLLM's configuration, so none has to be
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,6 @@ class KvPlan:
     @property
     def max_far_layers(self) -> int:
         return self.levels.max_far_layers if self.levels else self.order.far_layers
-
-    @property
-    def tails_stay_up_to(self) -> float:
-        """Far layers up to which partly filled blocks stay near in rotating layers."""
-        return self.levels.tails_stay_up_to if self.levels else math.inf
 
     @property
     def slab_bytes(self) -> int:
@@ -146,7 +140,7 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
         max_far_layers=far_layers[-1],
         max_blocks=near_pages,
         # On an SSD a page that changes in every step would be written in every step.
-        top_moves_tails=kv.tier != "storage",
+        moves_tails=kv.tier != "storage",
     )
     return with_max_far_layers(levels, far_layers[-1])
 

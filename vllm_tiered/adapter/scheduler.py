@@ -78,7 +78,6 @@ class TieredScheduler:
         self._planner = StepPlanner(
             num_blocks=plan.num_blocks,
             block_tokens=plan.geometry.block_tokens,
-            tails_stay_up_to=plan.tails_stay_up_to,
         )
         self.elastic = ElasticBlocks(geometry=plan.geometry, usable_blocks=plan.num_blocks - 1)
         self.adaptive: AdaptiveExpansion | None = None
@@ -152,15 +151,19 @@ class TieredScheduler:
         else:
             requests = list(self._scheduled_requests(scheduler_output))
         far_layers = write_out_for = None
+        tails_stay = True
         # Nothing runs, but somebody asks for blocks: a request that this level does not hold.
         if scheduled or self._watch.is_blocked:
             self._look_back(len(scheduled), len(scheduler_output.preempted_req_ids or ()))
         if self.adaptive:
             self._withhold(min(self.elastic.excess, self._pool.get_num_free_blocks()))
             far_layers, write_out_for = self.adaptive.expansion.next_step()
+            tails_stay = self.adaptive.expansion.tails_stay
         step = None
         if goes_on and not self._withheld_changed:
-            step = self._planner.plan_again(far_layers=far_layers, write_out_for=write_out_for)
+            step = self._planner.plan_again(
+                far_layers=far_layers, write_out_for=write_out_for, tails_stay=tails_stay
+            )
         if step is None:
             if goes_on:
                 requests = list(self._scheduled_requests(scheduler_output))
@@ -172,6 +175,7 @@ class TieredScheduler:
                 withheld=sorted(withheld - self._announced),
                 far_layers=far_layers,
                 write_out_for=write_out_for,
+                tails_stay=tails_stay,
             )
             self._announced = withheld
             self._withheld_changed = False
@@ -250,7 +254,7 @@ class TieredScheduler:
         if levels is None:
             most = self._plan.geometry.block_limit(tail_slots)
         else:
-            most = levels.block_limit(levels.max_far_layers, tail_slots)
+            most = levels.block_limit(levels.highest, tail_slots)
         used = self.elastic.granted_blocks - self._pool.get_num_free_blocks()
         return min(1.0, used / max(1, most))
 

@@ -14,11 +14,10 @@ rotating layer, so it is neither staged nor written before it is full. Or tails 
 (``tails_stay``): they are staged like full blocks and written out after every step that adds to
 them, and T is 0. That moves a page more per request, layer and step, and holds more blocks: with 4
 blocks a request and 22 of 30 layers far, half as many again. For the same blocks fewer pages are
-moved where tails stay, at a higher level; so an adaptive expansion moves them at the highest level
-alone.
+moved where tails stay, at a higher level; so an adaptive expansion moves them only beyond what the
+highest level of those holds.
 """
 
-import math
 from dataclasses import dataclass
 
 STAGING_AREAS = 2
@@ -107,6 +106,10 @@ class KvGeometry:
         by_one_layer = free // (self.pinned_layers + 1)
         return max(0, min(by_areas, by_one_layer))
 
+    def staged_blocks(self, used_blocks: float, tail_slots: float) -> float:
+        """Of the blocks in use, those that a step reads in every rotating layer."""
+        return used_blocks - tail_slots * self.tails_stay
+
     def far_bytes(self, num_blocks: int) -> int:
         """Bytes of the far tier that ``num_blocks`` blocks (null block included) take."""
         return self.rotating_layers * num_blocks * self.page_bytes
@@ -118,7 +121,11 @@ class KvGeometry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvLevels:
-    """The numbers of far layers between which a near budget may move at run time.
+    """The levels between which a near budget may move at run time.
+
+    Level m has m far layers, in which partly filled blocks stay near. Above those come, where tails
+    may move, levels with 1 far layer and more again, in which they are staged like full blocks. For
+    the same blocks a lower level moves fewer pages.
 
     Attributes:
         num_layers: layers with a KV cache (n).
@@ -127,8 +134,7 @@ class KvLevels:
         near_pages: pages of the near-tier pool (P).
         max_far_layers: what ``max_expansion``, the far budget and the model allow.
         max_blocks: usable blocks of the engine's pool; no level grants more.
-        top_moves_tails: at the highest level partly filled blocks do not stay near: it holds the
-            most. At the others they do.
+        moves_tails: there are levels at which partly filled blocks do not stay near.
     """
 
     num_layers: int
@@ -137,19 +143,28 @@ class KvLevels:
     near_pages: int
     max_far_layers: int
     max_blocks: int
-    top_moves_tails: bool = False
+    moves_tails: bool = False
 
     @property
-    def tails_stay_up_to(self) -> float:
-        """Far layers up to which partly filled blocks stay near."""
-        return self.max_far_layers - 1 if self.top_moves_tails else math.inf
+    def highest(self) -> int:
+        """The level that holds most of many short requests."""
+        return self.max_far_layers * (1 + self.moves_tails)
 
-    def geometry(self, far_layers: int) -> KvGeometry:
-        """The sizes with ``far_layers`` spread over the model; without one they are vLLM's own.
+    def far_layers(self, level: int) -> int:
+        """How many layers are far at a level."""
+        return level if self.tails_stay(level) else level - self.max_far_layers
+
+    def tails_stay(self, level: int) -> bool:
+        """Whether partly filled blocks stay near in a level's far layers."""
+        return level <= self.max_far_layers
+
+    def geometry(self, level: int) -> KvGeometry:
+        """The sizes with a level's far layers spread over the model; without one they are vLLM's.
 
         vLLM keeps a page of its null block in every layer, so that a layer's pages lie one after
         the other: pages that other levels use.
         """
+        far_layers = self.far_layers(level)
         null_pages = 0 if far_layers else self.num_layers
         return KvGeometry(
             num_layers=self.num_layers,
@@ -158,18 +173,15 @@ class KvLevels:
             page_bytes=self.page_bytes,
             block_tokens=self.block_tokens,
             near_pages=self.near_pages - null_pages,
-            tails_stay=far_layers <= self.tails_stay_up_to,
+            tails_stay=self.tails_stay(level),
         )
 
     @property
     def most_blocks_per_tail(self) -> float:
         """What a tail that stays near costs at most, at any level."""
         levels = map(self.geometry, range(self.max_far_layers + 1))
-        return max(
-            geometry.tails_stay * geometry.rotating_layers / (geometry.pinned_layers + 1)
-            for geometry in levels
-        )
+        return max(geometry.rotating_layers / (geometry.pinned_layers + 1) for geometry in levels)
 
-    def block_limit(self, far_layers: int, tail_slots: int) -> int:
+    def block_limit(self, level: int, tail_slots: int) -> int:
         """Usable blocks beside ``tail_slots`` tails."""
-        return min(self.max_blocks, self.geometry(far_layers).block_limit(tail_slots))
+        return min(self.max_blocks, self.geometry(level).block_limit(tail_slots))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how many layers are far while requests run (Pie, section 3.4).
+"""Decides how many layers are far, and whether tails are, while requests run (Pie, section 3.4).
 
 Steps are summed into windows; at a window's end the first rule that applies moves the level:
 
@@ -48,7 +48,7 @@ __all__ = ["ControllerState", "Decision", "Signals", "Tuning", "initial_state", 
 class Decision:
     """The level to be at, and why, for logs and reports."""
 
-    far_layers: int
+    level: int
     reason: str
 
 
@@ -80,7 +80,7 @@ def initial_state(levels: KvLevels, tuning: Tuning = DEFAULT_TUNING) -> Controll
         patience=tuning.patience, trial_age=tuning.trial_every, trial_gap=tuning.trial_every
     )
     return ControllerState(
-        decision=Decision(far_layers=0, reason="start"),
+        decision=Decision(level=0, reason="start"),
         holds=held_blocks(levels)[0],
         window=NO_STEPS,
         window_steps=tuning.ramp_steps,
@@ -101,7 +101,7 @@ def step(
     decision = state.decision
     if signals.needed_blocks > state.holds:
         return _serve(signals, state, levels, tuning)
-    if not signals.is_settled or signals.far_layers != decision.far_layers:
+    if not signals.is_settled or signals.level != decision.level:
         return decision, state
     if not signals.num_running:
         return decision, state
@@ -124,7 +124,7 @@ def _serve(
     level = lowest_level(levels, signals.needed_blocks)
     memory = replace(state.memory, is_trial=False)
     move = _Move(level, f"a request needs {signals.needed_blocks} blocks", memory)
-    decision, state = _apply(move, state.decision.far_layers, levels, tuning, state.decision)
+    decision, state = _apply(move, state.decision.level, levels, tuning, state.decision)
     # What no level holds is not asked again every step.
     holds = max(state.holds, signals.needed_blocks)
     return decision, replace(state, holds=holds)
@@ -133,7 +133,7 @@ def _serve(
 def _decide(
     signals: Signals, window: Window, state: ControllerState, levels: KvLevels, tuning: Tuning
 ) -> tuple[Decision, ControllerState]:
-    level = state.decision.far_layers
+    level = state.decision.level
     memory = observe(window, level, state.memory, levels, tuning)
     view = Outlook(
         level=level,
@@ -155,7 +155,7 @@ def _apply(
 ) -> tuple[Decision, ControllerState]:
     memory = move.memory
     if move.level != level:
-        decision = Decision(far_layers=move.level, reason=move.reason)
+        decision = Decision(level=move.level, reason=move.reason)
         is_fair = memory.current.count >= tuning.min_records and memory.current.level == level
         memory = replace(
             memory,
@@ -169,7 +169,7 @@ def _apply(
         )
     return decision, ControllerState(
         decision=decision,
-        holds=held_blocks(levels)[decision.far_layers],
+        holds=held_blocks(levels)[decision.level],
         window=NO_STEPS,
         window_steps=tuning.ramp_steps if memory.is_ramping else tuning.window_steps,
         memory=memory,

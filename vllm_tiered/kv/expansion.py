@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the number of far layers while requests run (Pie, sections 3.4.2 and 4.1).
 
-Growing        step k     the leaving layers' blocks are written out behind the computation
+More far       step k     the leaving layers' blocks are written out behind the computation
                step k+1   what step k wrote follows; the layers are far, their near pages drain
                step k+2   the limit rises: the engine gets blocks made of those pages
-Shrinking      the limit falls first: free blocks are withheld (cached ones are evicted), the
+Fewer far      the limit falls first: free blocks are withheld (cached ones are evicted), the
                others as requests end or are preempted; when all fit, the layers are read back
                in one step, each before it is computed
+Tails move     at the first step of the level partly filled blocks are written out, in one copy
 
 Both are decided in the scheduler alone and carried out by the plan of a step, so all ranks are at
 the same level in every step.
@@ -24,38 +25,49 @@ class Expansion:
         elastic: the limit, which follows.
     """
 
-    def __init__(self, levels: KvLevels, elastic: ElasticBlocks, far_layers: int) -> None:
+    def __init__(self, levels: KvLevels, elastic: ElasticBlocks, level: int) -> None:
         self.levels = levels
-        self.far_layers = self.target = far_layers
+        self.level = self.target = level
         self.num_changes = 0
         self._elastic = elastic
         self._is_written_out = False
 
     @property
     def is_settled(self) -> bool:
-        return self.far_layers == self.target
+        return self.level == self.target
 
-    def aim(self, far_layers: int) -> None:
+    @property
+    def far_layers(self) -> int:
+        """Of the present level."""
+        return self.levels.far_layers(self.level)
+
+    @property
+    def tails_stay(self) -> bool:
+        """Whether partly filled blocks stay near in them."""
+        return self.levels.tails_stay(self.level)
+
+    def aim(self, level: int) -> None:
         """Head for another level; the way that was not gone yet is forgotten."""
-        if far_layers == self.target:
+        if level == self.target:
             return
-        self.target = far_layers
+        self.target = level
         self._is_written_out = False
-        self._elastic.target = None if self.is_settled else self.levels.geometry(far_layers)
+        self._elastic.target = None if self.is_settled else self.levels.geometry(level)
 
     def next_step(self) -> tuple[int, int]:
-        """The level of the step that is being planned, and the one to write out for behind it.
+        """Far layers of the step that is being planned, and those to write out for behind it.
 
-        Call it after withholding what is free of ``elastic.excess``.
+        Call it after withholding what is free of ``elastic.excess``; then ask for ``tails_stay``.
         """
         if self.is_settled or self._elastic.excess:
             return self.far_layers, self.far_layers
-        if self.target > self.far_layers and not self._is_written_out:
+        after = self.levels.far_layers(self.target)
+        if after > self.far_layers and not self._is_written_out:
             self._is_written_out = True
-            return self.far_layers, self.target
-        self.far_layers = self.target
+            return self.far_layers, after
+        self.level = self.target
         self.num_changes += 1
         self._is_written_out = False
-        self._elastic.geometry = self.levels.geometry(self.far_layers)
+        self._elastic.geometry = self.levels.geometry(self.level)
         self._elastic.target = None
         return self.far_layers, self.far_layers

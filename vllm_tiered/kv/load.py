@@ -17,7 +17,7 @@ class Signals:
     """One engine step, as the scheduler and the slowest rank saw it.
 
     Attributes:
-        far_layers: the level that the step ran at.
+        level: that the step ran at.
         is_settled: False while a change of level is on its way.
         seconds: wall time of the step, scheduling included, idle time not.
         tokens: output tokens that it made.
@@ -33,7 +33,7 @@ class Signals:
             nobody can be made to give back.
     """
 
-    far_layers: int
+    level: int
     is_settled: bool
     seconds: float
     tokens: int

@@ -126,7 +126,9 @@ class Memory:
 def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning: Tuning) -> Memory:
     """What a window teaches, whatever is decided."""
     age = memory.age + window.steps
-    read_blocks = levels.geometry(level).rotating_layers * window.used
+    geometry = levels.geometry(level)
+    staged = geometry.staged_blocks(window.used, min(window.tails, window.used))
+    read_blocks = geometry.rotating_layers * staged
     unit_link = window.link_seconds / read_blocks if read_blocks else memory.unit_link
     stalls = window.is_stalled(tuning.max_stall)
     was_quiet = memory.quiet.steps >= tuning.record_steps
@@ -240,8 +242,10 @@ class Outlook:
 
     def link_use(self, level: int, blocks: float) -> float:
         """Predicted read time over compute time, 0 if nothing is known."""
-        rotating = self.levels.geometry(level).rotating_layers
-        return (self.memory.unit_link or 0.0) * rotating * blocks / self.window.compute_seconds
+        geometry = self.levels.geometry(level)
+        staged = geometry.staged_blocks(blocks, blocks * min(1.0, self.memory.tail_share))
+        pages = geometry.rotating_layers * staged
+        return (self.memory.unit_link or 0.0) * pages / self.window.compute_seconds
 
     def fits_now(self, level: int) -> bool:
         """Whether the blocks in use fit the level at this moment: nobody is preempted."""
@@ -315,8 +319,7 @@ class Outlook:
 def held_blocks(levels: KvLevels) -> tuple[int, ...]:
     """Per level, the blocks of the longest request that can run alone."""
     return tuple(
-        levels.block_limit(level, TAILS_WHILE_PREFILLING)
-        for level in range(levels.max_far_layers + 1)
+        levels.block_limit(level, TAILS_WHILE_PREFILLING) for level in range(levels.highest + 1)
     )
 
 
@@ -332,7 +335,7 @@ def _capacities(levels: KvLevels, tail_share: float) -> dict[int, int]:
     """Usable blocks per level when a share of them are tails; only levels above all lower ones."""
     worth: dict[int, int] = {}
     best = -1.0
-    for level in range(levels.max_far_layers + 1):
+    for level in range(levels.highest + 1):
 
         def is_too_many(blocks: int, level: int = level) -> bool:
             return levels.block_limit(level, math.ceil(tail_share * blocks)) < blocks

@@ -13,11 +13,10 @@ KV is append-only, so a block lives through three stages, each a class of the pl
 
 Where tails do not stay near, a block that is not full is `ring` in the step that writes it first,
 and `extend` in every later one that adds to it: staged, computed, and written out again. When the
-level rises to one at which they do not stay, those that are near go to the far tier (`tail_leave`);
-when it falls again, those that are far remain so until they are full.
+level becomes one at which they do not stay, those that are near go to the far tier (`tail_leave`);
+when it becomes one at which they do, those that are far remain so until they are full.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -74,9 +73,9 @@ class StepPlan:
         tail_leave: tails that go to the far tier before this step.
         granted: blocks that the engine may use from this step on.
         withheld: blocks that it may not.
-        far_layers: the level from this step on; None where it never changes.
-        write_out_for: the level to which the next step may rise: its new far layers are written
-            out behind this step.
+        far_layers: how many from this step on; None where it never changes.
+        write_out_for: how many the next step may have: the new ones are written out behind this
+            step.
     """
 
     read: BlockIds = field(default_factory=_no_blocks)
@@ -125,19 +124,15 @@ class StepPlanner:
     Args:
         num_blocks: block ids are below this.
         block_tokens: tokens a block holds.
-        tails_stay_up_to: partly filled blocks stay near in rotating layers while no more than
-            these are far; a level that never changes counts as 0.
     """
 
-    def __init__(
-        self, *, num_blocks: int, block_tokens: int, tails_stay_up_to: float = math.inf
-    ) -> None:
+    def __init__(self, *, num_blocks: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._tails_stay_up_to = tails_stay_up_to
         self._requests: dict[str, _Request] = {}
         self._is_read = np.zeros(num_blocks, dtype=np.bool_)
         self._steady = StepPlan()
         self._steady_steps = 0  # as many further steps may be as the last one
+        self._tails_stay = True  # in the last one
 
     @property
     def num_tails(self) -> int:
@@ -153,14 +148,18 @@ class StepPlanner:
         withheld: Sequence[int] = (),
         far_layers: int | None = None,
         write_out_for: int | None = None,
+        tails_stay: bool = True,
     ) -> StepPlan:
         """The plan of one step; follows ``ended`` (finished or preempted) requests no longer.
+
+        Args:
+            tails_stay: partly filled blocks stay near in rotating layers.
 
         Raises:
             IntegrityError: a request continues behind a partly filled block that is not its tail.
         """
         block_tokens = self._block_tokens
-        tails_stay = (far_layers or 0) <= self._tails_stay_up_to
+        self._tails_stay = tails_stay
         released = [tail for name in ended if (tail := self._forget(name)) is not None]
         leaving = [] if tails_stay else self._take_near_tails()
         read: list[BlockIds] = []
@@ -222,16 +221,22 @@ class StepPlanner:
         )
 
     def plan_again(
-        self, *, far_layers: int | None = None, write_out_for: int | None = None
+        self,
+        *,
+        far_layers: int | None = None,
+        write_out_for: int | None = None,
+        tails_stay: bool = True,
     ) -> StepPlan | None:
         """The plan of a step in which each request of the one before computes one token more.
 
         Most steps are such, and to look at every request again would find nothing.
 
         Returns:
-            None if a block fills, or if the level has another one's reads: ``plan`` must look.
+            None if a block fills, or if the level is another: ``plan`` must look.
         """
         if not self._steady_steps or far_layers != self._steady.far_layers:
+            return None
+        if tails_stay != self._tails_stay:
             return None
         self._steady_steps -= 1
         return replace(self._steady, write_out_for=write_out_for)
