@@ -171,6 +171,21 @@ def test_balance_is_what_the_paper_found_and_goes_further():
     assert seconds(with_less, times) < 0.95 * baseline
 
 
+@pytest.mark.parametrize("percent", [82, 84, 96])
+def test_near_memory_is_used_where_a_third_slot_does_not_fit(percent):
+    """The last of an odd number of far sublayers has one, which the program does not know."""
+    sublayers = model(opt_layer(256), num_layers=4)
+    near_bytes = sum(part.num_bytes for part in sublayers) * percent // 100
+    chosen = place_for_latency(
+        sublayers,
+        by_kind(sublayers, 1.3e-4, 0.7e-4),
+        Link(bytes_per_s=16e9),
+        near_bytes,
+        slowdown=Slowdown(1.35, 1.0),
+    )
+    assert 0.95 * near_bytes < chosen.near_bytes <= near_bytes
+
+
 def test_far_memory_bounds_the_choice_where_another_fits():
     sublayers = small_model(4, (3, 2), (16, 8))
     times = by_kind(sublayers, 30e-3, 30e-3)  # all far would be hidden: nothing is lost by it

@@ -31,6 +31,7 @@ class Plant:
     demand: blocks that the requests would use.
     unit_link: link seconds per staged block of one far layer.
     decode: seconds of a step, and what each used block adds.
+    tails_per_block: slots that are charged; partly filled is one block of a request at most.
     noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
     """
 
@@ -63,8 +64,9 @@ class Plant:
         used = round(min(self.demand, limit * self.fill if is_blocked else limit))
         tails = math.ceil(self.tails_per_block * used)
         far_layers = self.levels.far_layers(self.level)
-        read = far_layers * self.levels.geometry(self.level).staged_blocks(used, tails)
-        written = 0 if self.levels.tails_stay(self.level) else far_layers * tails
+        partly_filled = min(tails, max(1, used // REQUEST_BLOCKS))
+        read = far_layers * self.levels.geometry(self.level).staged_blocks(used, partly_filled)
+        written = 0 if self.levels.tails_stay(self.level) else far_layers * partly_filled
         compute = self.decode[0] + used * self.decode[1] + (read + written) * self.copy_cost
         jitter = math.exp(self.noise * self.rng.gauss(0, 1))
         link = self.unit_link * read

@@ -82,6 +82,24 @@ def test_tails_come_back_when_the_load_falls():
     assert MOVING.tails_stay(plant.level) and plant.level > 0
 
 
+def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
+    """Where tails stay a lower level holds it too, but a third less of the others."""
+    plant = Plant(demand=200, tails_per_block=0.5, levels=MOVING).run(2000)
+    before = plant.level
+    plant.needed_blocks = MOVING.block_limit(before, 2) + 1
+    plant.run(1)
+    assert plant.level == before + 1
+    plant.run(100)
+    assert min(plant.path[2000:]) > before
+
+
+def test_the_link_is_told_from_the_blocks_that_are_read():
+    """Of the slots that are charged half are for a second tail, which no request has."""
+    plant = Plant(demand=150, tails_per_block=0.5, unit_link=4e-6, levels=MOVING).run(200)
+    assert MOVING.tails_stay(plant.level) and plant.level
+    assert plant.state.memory.unit_link == pytest.approx(4e-6, rel=1e-3)
+
+
 def test_levels_that_give_no_blocks_are_not_chosen():
     """One tail a block: what a far layer gives, its tails take."""
     plant = Plant(tails_per_block=1.0).run(3000)

@@ -9,6 +9,7 @@ from tests.kv.driver import Driver, Setup, run_schedule
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.worker_model import WrongKv
 from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.tiers.base import Direction
 
 SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
@@ -87,3 +88,20 @@ def run_late(setup):
             device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=True)
             driver = Driver(setup, device, poison_freed=False)
             run_schedule(driver, random.Random(seed), num_steps=40)
+
+
+def test_what_layers_write_on_their_way_out_is_written_once():
+    """Though the write is over before the step in which they are far, when none was far before."""
+    setup = Setup(num_layers=5, far_layers=3, block_tokens=2, spare_pages=40, adaptive=True)
+    driver = Driver(setup, SimulatedDevice(random.Random(0), haste=1.0))
+    driver.add("request", family=0, shared=0, prompt=6, output=20)
+    driver.step(lambda: 6)  # three full blocks
+    driver.aim(3)
+    driver.step(lambda: 0)
+    driver.worker.device.compute_event().wait()
+    driver.step(lambda: 0)
+    assert driver.engine.expansion and driver.engine.expansion.far_layers == 3
+    written = driver.worker.device.submitted[Direction.WRITE]
+    assert written == 3 * 3 * setup.geometry.page_bytes
+    driver.run_out()
+    driver.close()

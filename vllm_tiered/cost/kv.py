@@ -14,8 +14,8 @@ rotating layer, so it is neither staged nor written before it is full. Or tails 
 (``tails_stay``): they are staged like full blocks and written out after every step that adds to
 them, and T is 0. That moves a page more per request, layer and step, and holds more blocks: with 4
 blocks a request and 22 of 30 layers far, half as many again. For the same blocks fewer pages are
-moved where tails stay, at a higher level; so an adaptive expansion moves them only beyond what the
-highest level of those holds.
+moved where tails stay and more layers are far; so an adaptive expansion moves them only beyond what
+the highest level of those holds.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ Steps are summed into windows; at a window's end the first rule that applies mov
 
 | rule      | when                                            | the level                          |
 |-----------|-------------------------------------------------|------------------------------------|
-| serve     | a live request will not fit (at any step)       | up to the lowest that holds it     |
+| serve     | a live request will not fit (at any step)       | up to the next that holds it       |
 | shed      | compute stalls, window after window             | down one, or to what the link can  |
 | worth     | slower than before any layer was far (storage)  | down to half, or to that           |
 | judge     | enough long windows here and where we came from | back, if the lower was as good     |
@@ -120,8 +120,11 @@ def step(
 def _serve(
     signals: Signals, state: ControllerState, levels: KvLevels, tuning: Tuning
 ) -> tuple[Decision, ControllerState]:
-    """The lowest level that holds the request; if none does, the one that holds most."""
-    level = lowest_level(levels, signals.needed_blocks)
+    """The next level that holds the request; if none does, the one that holds most."""
+    here, held = state.decision.level, held_blocks(levels)
+    # Where tails move, a lower level may hold one long request too, but fewer of those that run.
+    higher = (at for at in range(here, len(held)) if held[at] >= signals.needed_blocks)
+    level = next(higher, lowest_level(levels, signals.needed_blocks))
     memory = replace(state.memory, is_trial=False)
     move = _Move(level, f"a request needs {signals.needed_blocks} blocks", memory)
     decision, state = _apply(move, state.decision.level, levels, tuning, state.decision)

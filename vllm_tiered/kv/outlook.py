@@ -84,6 +84,9 @@ class Ceiling(NamedTuple):
     gap: int
 
 
+_LEAST_STAGED = 0.1
+"""Of the used blocks: of fewer nothing is learnt about the link."""
+
 NO_STEPS = Window()
 _NO_RECORD = Record()
 _UNKNOWN_WORTH = Worth()
@@ -96,8 +99,9 @@ class Memory:
     age: int = 0
     stride: int = 1  # of the next growth while `is_ramping`
     is_ramping: bool = True
-    unit_link: float | None = None  # link seconds per block of one far layer
+    unit_link: float | None = None  # link seconds per staged block of one far layer
     tail_share: float = 0.0  # tail slots per used block
+    partly_filled: float = 0.0  # of the used blocks, at most
     stalled_windows: int = 0
     quiet: Window = NO_STEPS  # since a step was blocked
     patience: int = 0
@@ -127,9 +131,12 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
     """What a window teaches, whatever is decided."""
     age = memory.age + window.steps
     geometry = levels.geometry(level)
-    staged = geometry.staged_blocks(window.used, min(window.tails, window.used))
-    read_blocks = geometry.rotating_layers * staged
-    unit_link = window.link_seconds / read_blocks if read_blocks else memory.unit_link
+    # Of the slots that are charged some are for a second tail, which few requests have.
+    tails = min(window.tails, window.running, window.used)
+    staged = geometry.staged_blocks(window.used, tails)
+    unit_link = memory.unit_link
+    if geometry.rotating_layers and staged >= _LEAST_STAGED * window.used > 0:
+        unit_link = window.link_seconds / (geometry.rotating_layers * staged)
     stalls = window.is_stalled(tuning.max_stall)
     was_quiet = memory.quiet.steps >= tuning.record_steps
     is_ramping, stride = memory.is_ramping, memory.stride
@@ -151,6 +158,7 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
         is_ramping=is_ramping,
         unit_link=unit_link,
         tail_share=window.tails / window.used if window.used else memory.tail_share,
+        partly_filled=tails / window.used if window.used else memory.partly_filled,
         stalled_windows=memory.stalled_windows + 1 if stalls else 0,
         quiet=NO_STEPS if window.blocked_steps else memory.quiet.merged(window),
         patience=patience,
@@ -243,7 +251,7 @@ class Outlook:
     def link_use(self, level: int, blocks: float) -> float:
         """Predicted read time over compute time, 0 if nothing is known."""
         geometry = self.levels.geometry(level)
-        staged = geometry.staged_blocks(blocks, blocks * min(1.0, self.memory.tail_share))
+        staged = geometry.staged_blocks(blocks, blocks * self.memory.partly_filled)
         pages = geometry.rotating_layers * staged
         return (self.memory.unit_link or 0.0) * pages / self.window.compute_seconds
 

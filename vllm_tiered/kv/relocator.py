@@ -5,7 +5,7 @@ KV is append-only, so all that must be known is which blocks hold something, and
 far tier has that as it is now. A layer that leaves writes out what it does not have there yet; one
 that returns is read back whole. A layer that left before and comes again finds its full blocks
 still in place. Tails that are near stay where they are, and are no part of this until they are full
-or, above the level up to which tails stay, go to the far tier.
+or, where tails do not stay, go to the far tier.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class Relocator:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Blocks that the step writes anew, or that are withheld, hold nothing."""
-        self._settle()
+        self._settle(becomes_far=bool(plan.far_layers))
         for block_ids in (plan.ring, plan.tail_acquire, plan.withheld):
             if len(block_ids):
                 self._holds[block_ids] = False
@@ -124,12 +124,16 @@ class Relocator:
         if copies:
             self._far.write_computed(copies)
 
-    def _settle(self) -> None:
-        """Wait for what no step has waited for, before its pages may be anybody else's."""
+    def _settle(self, *, becomes_far: bool) -> None:
+        """Wait for what no step has waited for, before its pages may be anybody else's.
+
+        Args:
+            becomes_far: there are far layers in the step to come, which may just have been written.
+        """
         for layer in list(self.returning):
             self.wait(layer)
         self.leaving = []
-        is_near = not self._is_idle and not self._table.order.rotating
+        is_near = not (self._is_idle or becomes_far or self._table.order.rotating)
         if is_near and self._far.is_quiet:
             self._far.discard()
             self._is_far[:] = False

@@ -190,14 +190,14 @@ PICTURES = (
         name="links",
         title="Link",
         caption="How long each direction was copying, and how much it moved, per second of step "
-        "time. Pages are written once and read in every step.",
+        "time. Full blocks are written once and read in every step.",
         draw=draw_links,
     ),
     Picture(
         name="blocks",
         title="KV blocks",
         caption="The engine's block pool (line: its size at the largest expansion). Withheld "
-        "blocks pay for partly filled blocks, which stay near in every layer.",
+        "blocks pay for partly filled blocks, where those stay near in every layer.",
         draw=draw_blocks,
     ),
     Picture(
