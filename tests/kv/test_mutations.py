@@ -256,7 +256,7 @@ def use_returning_layers_at_once(original):
 
 def forget_that_blocks_are_reused(original):
     def begin_step(self, plan):
-        self._settle()
+        self._settle(becomes_far=bool(plan.far_layers))
 
     return begin_step
 
