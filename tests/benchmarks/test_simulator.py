@@ -301,22 +301,46 @@ def test_a_request_that_fits_nowhere_is_refused_with_the_numbers():
         simulate(dataclasses.replace(case, near_bytes=1e8))
 
 
-DEARER_TAILS = {"cpu-sharegpt"}
-"""Where tails that move give more blocks and fewer tokens: 4 to 5 % less, which the controller does
-not tell from noise. On the real engine 4 % less, with 150 requests at a time."""
-
 STEADY = [name for name in SCENARIOS if SCENARIOS[name].is_steady]
 
+DEARER_TAILS = {
+    "cpu-sharegpt": pytest.mark.xfail(
+        strict=True,
+        reason="missed: tails that move give more blocks and 4 to 5 % fewer tokens, which the "
+        "controller does not tell from noise; on the real engine 4 %, with 150 requests at a time",
+    )
+}
 
-@pytest.mark.parametrize("name", [name for name in STEADY if not SCENARIOS[name].uses_storage])
-def test_auto_is_as_good_as_the_best_transparent_level(name):
-    """Within 3 % after a minute or two of load, ramp included, and then at rest."""
+
+def steady_figures(name):
+    """A minute or two of load, ramp included."""
     scenario = SCENARIOS[name]
     case = scenario.case(seconds=150, noise=0.05, seed=1)
     auto = simulate(case)
     fixed = {m: run for m in fixed_levels(case, 4) if (run := run_fixed(case, m)) is not None}
-    figures = compare(auto, fixed, case, is_steady=True)
-    assert figures["fraction_of_best_transparent"] > (0.94 if name in DEARER_TAILS else 0.97)
+    return compare(auto, fixed, case, is_steady=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=DEARER_TAILS.get(name, ()))
+        for name in STEADY
+        if not SCENARIOS[name].uses_storage
+    ],
+)
+def test_auto_is_as_good_as_the_best_transparent_level(name):
+    """Within 3 %, and then at rest."""
+    figures = steady_figures(name)
+    assert figures["fraction_of_best_transparent"] > 0.97
+    assert figures["stall_fraction"] < 0.02
+    assert figures["late_level_changes"] <= 12
+
+
+@pytest.mark.parametrize("name", DEARER_TAILS)
+def test_where_tails_are_dear_auto_loses_no_more(name):
+    figures = steady_figures(name)
+    assert figures["fraction_of_best_transparent"] > 0.94
     assert figures["stall_fraction"] < 0.02
     assert figures["late_level_changes"] <= 12
 

@@ -33,7 +33,7 @@ class KvPlan:
         order: the layers' roles at the start.
         near_pages: pages of the near-tier pool.
         num_blocks: vLLM's block ids, the null block 0 included.
-        levels: between which the number of far layers moves; None if it is fixed.
+        levels: between which it moves while it runs; None if far layers are fixed.
     """
 
     geometry: KvGeometry

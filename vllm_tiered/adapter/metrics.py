@@ -63,7 +63,7 @@ COUNTERS |= {
 }
 
 GAUGES = {
-    "kv_expansion": "Logical KV capacity over what the near memory holds alone.",
+    "kv_expansion": "Full KV blocks that fit over those that the near memory holds alone.",
     "kv_far_layers": "Layers whose KV lives in the far tier.",
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
     "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
