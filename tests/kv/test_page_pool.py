@@ -123,3 +123,11 @@ def test_check_integrity_finds_a_page_that_drains_twice():
     pool.drain(np.append(pages, pages[0]), Owner.TAIL, Gate())
     with pytest.raises(IntegrityError, match="3 pages queued to drain"):
         pool.check_integrity()
+
+
+def test_check_integrity_finds_available_pages_that_were_miscounted():
+    pool = PagePool(4)
+    pool.allocate(2, Owner.TAIL)
+    pool.num_available += 1
+    with pytest.raises(IntegrityError, match="3 pages available; free 2"):
+        pool.check_integrity()

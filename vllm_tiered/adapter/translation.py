@@ -55,11 +55,10 @@ class Translator:
         self._map_slots(slots[self._layer_names[0]], len(shared.slot_mapping), keeps_pages)
         if type(self._metadata.get(self._layer_names[0])) is not type(shared):
             self._metadata = {name: object.__new__(type(shared)) for name in self._layer_names}
+        common = shared.__dict__
         every_layer = zip(self._metadata.values(), tables, self._own_slots, strict=True)
         for own, table, own_slot in every_layer:
-            own.__dict__.update(shared.__dict__)
-            own.block_table = table
-            own.slot_mapping = own_slot
+            own.__dict__ = {**common, "block_table": table, "slot_mapping": own_slot}
         forward_context.attn_metadata = self._metadata
         forward_context.slot_mapping = self._layer_slots
 
