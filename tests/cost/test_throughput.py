@@ -101,7 +101,14 @@ def all_splits(shape, on, load, room):
     load=Load(prompt_tokens=8, output_tokens=8, max_requests=2),
     room=Room(near_bytes=26 * PAGE, far_bytes=20 * PAGE),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+# 5 to 16 requests are equally good, 18 are better and 19 worse; 17 and 18 are not tried at first.
+@example(
+    sizes=(1, 6, 1, 1),
+    on=small_machine(1.0, near=1.0, flops=100.0, copied=0.0, step=0.0, request=0.0, disk=0.1),
+    load=Load(prompt_tokens=8, output_tokens=24, max_requests=19),
+    room=Room(near_bytes=52 * PAGE, far_bytes=None),
+)
+@settings(max_examples=40, deadline=None)
 @given(sizes=SMALL_SIZES, on=MACHINES, load=LOADS, room=ROOMS)
 def test_it_finds_what_brute_force_finds(sizes, on, load, room):
     """The program does not know a step's prefills: 0.6 % is the worst of 1,969 random instances,
@@ -116,18 +123,6 @@ def test_it_finds_what_brute_force_finds(sizes, on, load, room):
     assert found >= 0.97 * pick("throughput", splits).served.tokens_per_s
     shortest = split_for_latency(shape, on, load, room).alone.decode_seconds
     assert shortest <= 1.01 * pick("latency", splits).alone.decode_seconds
-
-
-@pytest.mark.xfail(strict=True, reason="0.949 of the best: rare, and not mended yet")
-def test_it_finds_what_brute_force_finds_at_18_requests():
-    """Found at random, which is why the test above draws the same instances every time."""
-    on = small_machine(1.0, near=1.0, flops=100.0, copied=0.0, step=0.0, request=0.0, disk=0.1)
-    load = Load(prompt_tokens=8, output_tokens=24, max_requests=19)
-    room = Room(near_bytes=3407872, far_bytes=None)
-    shape = small_shape(2, (1, 6, 1, 1))
-    found = split_for_throughput(shape, on, load, room).served.tokens_per_s
-    best = pick("throughput", all_splits(shape, on, load, room)).served.tokens_per_s
-    assert found >= 0.97 * best
 
 
 @settings(max_examples=20, deadline=None)

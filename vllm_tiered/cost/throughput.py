@@ -45,6 +45,9 @@ _SEARCH_GAP = 3e-3
 """Of each number's near set while numbers are compared; the best number's is solved out. Three
 tiers are searched in half the time, and predictions are off by more than that."""
 
+_SAME = 1e-9
+"""By which equal scores may differ, as they are sums."""
+
 
 def split_for(target: Target, shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split:
     """The better of both plans at the target.
@@ -111,6 +114,9 @@ def _rank(split: Split) -> tuple[float, int]:
 def _coarse_to_fine(most: int, score: Mapping[int, float]) -> Iterator[int]:
     """All numbers if they are few; else some in equal ratios, then those around the best.
 
+    Often many are equally good, as the same weights stay near or the link sets the pace. What is
+    better, if anything, lies behind the last of them, before the next that is worse.
+
     Args:
         score: of each number that was given before, filled by the caller.
     """
@@ -120,7 +126,9 @@ def _coarse_to_fine(most: int, score: Mapping[int, float]) -> Iterator[int]:
         yield from numbers
         if len(numbers) == high - low + 1:
             return
-        at = max(range(len(numbers)), key=lambda index: score[numbers[index]])
+        best = max(score[number] for number in numbers)
+        best -= _SAME * abs(best)
+        at = max(index for index, number in enumerate(numbers) if score[number] >= best)
         low = numbers[max(at - 1, 0)]
         high = numbers[min(at + 1, len(numbers) - 1)]
 
