@@ -144,6 +144,34 @@ def test_done_never_says_yes_to_a_copy_that_fails_meanwhile(line):
     assert said is False
 
 
+@pytest.mark.parametrize("line", range(4))
+def test_no_wake_up_is_lost_when_a_copy_ends_while_somebody_begins_to_wait(line):
+    """The copying thread is done just before a line of ``wait`` runs."""
+    event = CpuEvent()
+    lines_seen: list[int] = []
+
+    def trace(frame, what, _):
+        if frame.f_code is not CpuEvent.wait.__code__:
+            return None
+        if what == "line":
+            if len(lines_seen) == line:
+                copying = threading.Thread(target=event.finish)
+                copying.start()
+                copying.join()
+            lines_seen.append(frame.f_lineno)
+        return trace
+
+    def wait():
+        sys.settrace(trace)
+        event.wait()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(timeout=20.0)
+    assert not waiting.is_alive()
+    assert len(lines_seen) > line
+
+
 # Books and end ---------------------------------------------------------------------------
 
 
@@ -187,3 +215,29 @@ def test_an_event_tells_when_its_copy_began_and_ended(device):
     assert submitted < opened < event.began < event.ended < time.perf_counter()
     busy = device.use(READ).busy_seconds
     assert busy == pytest.approx(event.ended - event.began)
+
+
+def test_whoever_waits_for_an_event_is_let_go_however_the_threads_take_turns():
+    """Waits begin before, while and after it is finished; a lost wake-up would stand still."""
+    events = [CpuEvent() for _ in range(3000)]
+    let_go = [0, 0, 0]
+
+    def wait_for_all(who):
+        for event in events:
+            event.wait()
+            assert event.is_over
+            let_go[who] += 1
+
+    waiting = [threading.Thread(target=wait_for_all, args=(who,), daemon=True) for who in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in waiting:
+            thread.start()
+        for event in events:
+            event.finish()
+        for thread in waiting:
+            thread.join(timeout=60)
+    finally:
+        sys.setswitchinterval(before)
+    assert let_go == [3000, 3000, 3000]

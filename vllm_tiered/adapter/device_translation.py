@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_tiered.adapter.layer_metadata import LayerMetadata
 from vllm_tiered.adapter.translation import Translator
 
 Translate = Callable[..., None]
@@ -58,7 +59,7 @@ class DeviceTranslator:
         self._tables: tuple[torch.Tensor, ...] = ()
         self._layer_slots: dict[str, torch.Tensor] = {}
         self._own_slots: tuple[torch.Tensor, ...] = ()
-        self._metadata: dict[str, Any] = {}
+        self._metadata = LayerMetadata(layer_names)
 
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
@@ -84,14 +85,7 @@ class DeviceTranslator:
             self._slots_LT,
             block_tokens=self._block_tokens,
         )
-        if type(self._metadata.get(first)) is not type(shared):
-            self._metadata = {name: object.__new__(type(shared)) for name in self._layer_names}
-        every_layer = zip(self._metadata.values(), self._tables, self._own_slots, strict=True)
-        for own, table, own_slots in every_layer:
-            own.__dict__.update(shared.__dict__)
-            own.block_table = table
-            own.slot_mapping = own_slots
-        forward_context.attn_metadata = self._metadata
+        forward_context.attn_metadata = self._metadata.follow(shared, self._tables, self._own_slots)
         forward_context.slot_mapping = self._layer_slots
 
     def _make_room(self, shape: tuple[int, ...]) -> None:

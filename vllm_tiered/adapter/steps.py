@@ -124,7 +124,7 @@ class StepWatch:
         self._tokens: dict[str, int] = {}
         self._sessions: set[str] = set()
         self._last_time: float | None = None
-        self._pending = StepReport()
+        self._pending: StepReport | None = None
 
     def begin_request(self, request_id: str, num_tokens: int, *, is_session: bool = False) -> None:
         self._tokens[request_id] = num_tokens
@@ -153,7 +153,7 @@ class StepWatch:
             self._last_time = None  # what follows is idle time, and no step's
 
     def report(self, report: StepReport) -> None:
-        self._pending = self._pending.followed_by(report)
+        self._pending = self._pending.followed_by(report) if self._pending else report
 
     def take(
         self, *, tokens: int, num_running: int, num_preempted: int, used_blocks: int
@@ -167,7 +167,7 @@ class StepWatch:
         step = Step(
             end=now,
             seconds=now - last_time,
-            report=self._pending,
+            report=self._pending or StepReport(),
             is_blocked=self.is_blocked,
             # If nobody asked in vain it was not for blocks: the cache is reset, a page was lost.
             num_preempted=num_preempted if self.is_blocked else 0,
@@ -182,7 +182,7 @@ class StepWatch:
             ),
             longest_beside_sessions=longest if not self._sessions else self._longest_other(),
         )
-        self._pending = StepReport()
+        self._pending = None
         self.is_blocked = False
         return step
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_tiered.adapter.layer_metadata import LayerMetadata
+
 
 class Translator:
     """Translates a step for all layers at once.
@@ -31,14 +33,15 @@ class Translator:
         self._layer_names = layer_names
         self._block_tokens = block_tokens
         self._blocks: np.ndarray[Any, np.dtype[np.int32]] = np.empty((0, 0), np.int32)
-        self._tables: tuple[torch.Tensor, ...] = ()
+        self._own_blocks = np.empty((len(layer_names), 0, 0), np.int32)
+        self._tables = torch.from_numpy(self._own_blocks).unbind()
         self._shared_slots = np.empty(0, np.int64)
         self._slot_blocks = np.empty(0, np.int64)
         self._num_own = 0
         self._slots = np.empty((0, 0), np.int64)
         self._layer_slots: dict[str, torch.Tensor] = {}
         self._own_slots: tuple[torch.Tensor, ...] = ()
-        self._metadata: dict[str, Any] = {}
+        self._metadata = LayerMetadata(layer_names)
 
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
@@ -53,22 +56,23 @@ class Translator:
         shared = forward_context.attn_metadata[self._layer_names[0]]
         tables = self._block_tables(shared, keeps_pages)
         self._map_slots(slots[self._layer_names[0]], len(shared.slot_mapping), keeps_pages)
-        if type(self._metadata.get(self._layer_names[0])) is not type(shared):
-            self._metadata = {name: object.__new__(type(shared)) for name in self._layer_names}
-        common = shared.__dict__
-        every_layer = zip(self._metadata.values(), tables, self._own_slots, strict=True)
-        for own, table, own_slot in every_layer:
-            own.__dict__ = {**common, "block_table": table, "slot_mapping": own_slot}
-        forward_context.attn_metadata = self._metadata
+        forward_context.attn_metadata = self._metadata.follow(shared, tables, self._own_slots)
         forward_context.slot_mapping = self._layer_slots
 
     def _block_tables(self, metadata: Any, keeps_pages: bool) -> tuple[torch.Tensor, ...]:
-        """By layer, int32 [requests, blocks of the longest sequence]."""
+        """By layer, int32 [requests, blocks of the longest sequence].
+
+        Written where the step before had its own, if it had as many.
+        """
         columns = -(-metadata.max_seq_len // self._block_tokens)
         blocks = metadata.block_table.numpy()[:, :columns]
-        if not (keeps_pages and np.array_equal(blocks, self._blocks)):
-            self._blocks = blocks.copy()  # vLLM writes the next step's in place
-            self._tables = torch.from_numpy(self._pages.take(blocks, axis=1)).unbind()
+        if keeps_pages and np.array_equal(blocks, self._blocks):
+            return self._tables
+        if blocks.shape != self._blocks.shape:
+            self._own_blocks = np.empty((len(self._layer_names), *blocks.shape), np.int32)
+            self._tables = torch.from_numpy(self._own_blocks).unbind()
+        self._blocks = blocks.copy()  # vLLM writes the next step's in place
+        self._pages.take(blocks, axis=1, out=self._own_blocks)
         return self._tables
 
     def _map_slots(self, slots: torch.Tensor, num_own: int, keeps_pages: bool) -> None:

@@ -40,7 +40,7 @@ class Relocator:
         self._holds = np.zeros(num_blocks, dtype=np.bool_)
         self._is_rotating = np.zeros(num_layers, dtype=np.bool_)
         self._is_rotating[list(table.order.rotating)] = True
-        self._is_far = np.zeros((num_layers, num_blocks), dtype=np.bool_)
+        self._is_far = np.zeros((num_blocks, num_layers), dtype=np.bool_)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Blocks that the step writes anew, or that are withheld, hold nothing."""
@@ -48,7 +48,7 @@ class Relocator:
         for block_ids in (plan.ring, plan.tail_acquire, plan.withheld):
             if len(block_ids):
                 self._holds[block_ids] = False
-                self._is_far[:, block_ids] = False
+                self._is_far[block_ids] = False
 
     def end_step(self, plan: StepPlan) -> None:
         """What the step wrote is far in the rotating layers, and only there."""
@@ -59,13 +59,13 @@ class Relocator:
     def hold(self, block_ids: BlockIds) -> None:
         """The blocks hold what is far in the rotating layers, and only there."""
         self._holds[block_ids] = True
-        self._is_far[:, block_ids] = self._is_rotating[:, None]
+        self._is_far[block_ids] = self._is_rotating
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Blocks of which a page was lost: they are computed anew before they are used."""
         for block_id in block_ids:
             self._holds[block_id] = False
-            self._is_far[:, block_id] = False
+            self._is_far[block_id] = False
 
     def begin_write_out(self, order: SwapOrder) -> None:
         """Layers leave under ``order`` in the next step: begin to write out what they hold.
@@ -84,10 +84,10 @@ class Relocator:
             The copy, to be submitted; none if the far tier has all.
         """
         layer = self.leaving.pop()
-        block_ids = np.flatnonzero(self._holds & ~self._is_far[layer])
+        block_ids = np.flatnonzero(self._holds & ~self._is_far[:, layer])
         if not len(block_ids):
             return []
-        self._is_far[layer, block_ids] = True
+        self._is_far[block_ids, layer] = True
         self._is_idle = False
         pages = self._table.pages[layer, block_ids].astype(np.int64)
         return [self._far.prepare_write(layer, block_ids, pages)]
@@ -154,7 +154,7 @@ class Relocator:
         self._pool.transfer(tail_pages, Owner.TAIL, Owner.PINNED)
         inner_pages, drained = self._pool.allocate(len(inner_ids), Owner.PINNED)
         self._table.pages[layer, inner_ids] = inner_pages
-        block_ids = np.flatnonzero(self._holds & self._is_far[layer])
+        block_ids = np.flatnonzero(self._holds & self._is_far[:, layer])
         if len(block_ids):
             # Compute waits for it before it writes to any page of the layer.
             pages = self._table.pages[layer, block_ids].astype(np.int64)

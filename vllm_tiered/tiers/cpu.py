@@ -60,8 +60,12 @@ def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
     return NO_PAGES
 
 
+_FIRST_WAIT = threading.Lock()
+
+
 class CpuEvent:
-    """Done when the copying thread says so. A lock is cheaper than ``threading.Event``.
+    """Done when the copying thread says so. Dozens are made in a step, and few are waited for: who
+    waits first makes the lock that it takes (cheaper than ``threading.Event``).
 
     Attributes:
         began, ended: ``time.perf_counter`` when the copying started and was over; 0.0 before.
@@ -77,8 +81,7 @@ class CpuEvent:
         self.failed_pages = NO_PAGES
         self.is_over = False
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._lock: threading.Lock | None = None
 
     def done(self) -> bool:
         if not self.is_over:  # first: an error is set before this is
@@ -89,16 +92,27 @@ class CpuEvent:
 
     def wait(self) -> None:
         if not self.is_over:
-            with self._lock:
-                pass
+            lock = self._held_until_over()
+            if not self.is_over:  # looked at again: who finished meanwhile may have seen no lock
+                with lock:
+                    pass
         if self._error is not None:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
         """Called once: by the thread that did the work, or by compute at a milestone."""
         self._error = error
-        self.is_over = True
-        self._lock.release()
+        self.is_over = True  # before it looks for a lock, as who waits looks after making one
+        if self._lock is not None:
+            self._lock.release()
+
+    def _held_until_over(self) -> threading.Lock:
+        with _FIRST_WAIT:
+            if self._lock is None:
+                lock = threading.Lock()
+                lock.acquire()
+                self._lock = lock
+            return self._lock
 
 
 class _Now:
