@@ -26,6 +26,7 @@ from benchmarks.workload import Request
 _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 _GRANTED_GAUGE = "vllm:tiered_kv_blocks_granted"
 _EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
+_TAILS_GAUGE = "vllm:tiered_kv_tails_far"
 _EXTRA_METRICS = ("vllm:num_preemptions",)
 _TIERED_PREFIX = "vllm:tiered_"
 
@@ -199,7 +200,7 @@ class _Clock:
         """Run the loop; return the seconds from the first arrival to the last token."""
         from prometheus_client import REGISTRY
 
-        gauges = REGISTRY.restricted_registry([_USAGE_GAUGE, _EXPANSION_GAUGE])
+        gauges = REGISTRY.restricted_registry([_USAGE_GAUGE, _EXPANSION_GAUGE, _TAILS_GAUGE])
         start = time.perf_counter()
         while self._waiting or engine.has_unfinished_requests():
             self._add_due(engine, time.perf_counter() - start)
@@ -257,7 +258,7 @@ class _Clock:
         return freed_blocks
 
     def _note_gauges(self, gauges: Any, freed_blocks: int, now_s: float) -> None:
-        """Follow the peak of used blocks, and the expansion."""
+        """Follow the peak of used blocks, and the level."""
         values: dict[str, float] = {}
         for metric in gauges.collect():
             values[metric.name] = max((s.value for s in metric.samples), default=0.0)
@@ -265,9 +266,15 @@ class _Clock:
         used_blocks = round(values.get(_USAGE_GAUGE, 0.0) * self._usable_blocks)
         self.peak_blocks = max(self.peak_blocks, used_blocks + freed_blocks)
         expansion = values.get(_EXPANSION_GAUGE)
-        if expansion and (not self.expansions or self.expansions[-1].expansion != expansion):
+        if not expansion:
+            return
+        tails_far = values.get(_TAILS_GAUGE, 0.0) > 0
+        last = self.expansions[-1] if self.expansions else None
+        if last is None or (last.expansion, last.tails_far) != (expansion, tails_far):
             self.expansions.append(
-                ExpansionAt(step=self.num_steps, seconds=now_s, expansion=expansion)
+                ExpansionAt(
+                    step=self.num_steps, seconds=now_s, expansion=expansion, tails_far=tails_far
+                )
             )
 
     def check_lengths(self) -> None:

@@ -63,11 +63,15 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpansionAt:
-    """The expansion from one engine step of a round on; seconds since the round began."""
+    """The level from one engine step of a round on; seconds since the round began.
+
+    With `tails_far` partly filled blocks are far too.
+    """
 
     step: int
     seconds: float
     expansion: float
+    tails_far: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

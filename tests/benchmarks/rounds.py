@@ -23,7 +23,7 @@ def make_round(
 ):
     """One round of a request of 3 tokens (first at 0.5 s) and one of 1 token (at 1.5 s).
 
-    `levels` are pairs of engine step and expansion from then on.
+    `levels` are pairs of engine step and expansion from then on; and anything if tails are far.
     """
     counters = {summary.PREEMPTIONS: preemptions}
     gauges = {}
@@ -67,6 +67,7 @@ def make_round(
         output_token_ids=[list(ids) for ids in output_token_ids],
         integrity_checks=integrity_checks,
         expansions=[
-            ExpansionAt(step=step, seconds=0.1 * step, expansion=level) for step, level in levels
+            ExpansionAt(step=step, seconds=0.1 * step, expansion=level, tails_far=bool(tails))
+            for step, level, *tails in levels
         ],
     )

@@ -9,6 +9,7 @@ from benchmarks.convergence import (
     summarise_convergence,
     warm_up,
     working_expansion,
+    working_tails_far,
 )
 from benchmarks.workload import Request
 from tests.benchmarks.engines import FakeEngines
@@ -58,6 +59,16 @@ def test_no_steps_have_no_expansion():
 )
 def test_steps_until_the_level_is_first_close(levels, expected):
     assert steps_to_reach(rounds(*levels), 2.0) == expected
+
+
+def test_where_tails_are_is_part_of_the_level():
+    warmup = rounds([(1, 1.0), (11, 3.0), (41, 3.0, "far")], [(1, 3.0)])
+    assert steps_to_reach(warmup, 3.0) == 10
+    assert steps_to_reach(warmup, 3.0, tails_far=True) == 40
+    measured = rounds([(1, 3.0), (31, 3.0, "far")])
+    figures = summarise_convergence(warmup, measured)
+    assert figures["working_tails_far"] and figures["steps_to_converge"] == 40
+    assert not working_tails_far(rounds([(1, 3.0, "far"), (41, 3.0)]))
 
 
 def test_summary_of_a_warm_up():

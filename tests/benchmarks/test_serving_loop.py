@@ -187,20 +187,29 @@ def test_a_request_that_ends_before_its_client_leaves_is_not_aborted(usage):
 
 def test_changes_of_the_expansion_are_noted_with_their_step(usage):
     gauge = Gauge("vllm:tiered_kv_expansion", "made up")
+    tails = Gauge("vllm:tiered_kv_tails_far", "made up")
 
     class Adapting(FakeLLM):
         def step(self):
             outputs = super().step()
             left = self._left.get("a", 0)
-            gauge.set({4: 1.0, 3: 1.5, 2: 1.5, 1: 2.0, 0: 1.0}[left])
+            gauge.set({5: 1.0, 4: 1.5, 3: 1.5, 2: 2.0, 1: 2.0, 0: 1.0}[left])
+            tails.set(left == 1)
             return outputs
 
     try:
-        result = engine.run_round(Adapting(usage), make_spec(), [make_request("a", 4, 5)])
+        result = engine.run_round(Adapting(usage), make_spec(), [make_request("a", 4, 6)])
     finally:
         REGISTRY.unregister(gauge)
-    levels = [(level.step, level.expansion) for level in result.expansions]
-    assert levels == [(1, 1.0), (2, 1.5), (4, 2.0), (5, 1.0)]
+        REGISTRY.unregister(tails)
+    levels = [(level.step, level.expansion, level.tails_far) for level in result.expansions]
+    assert levels == [
+        (1, 1.0, False),
+        (2, 1.5, False),
+        (4, 2.0, False),
+        (5, 2.0, True),
+        (6, 1.0, False),
+    ]
     seconds = [level.seconds for level in result.expansions]
     assert seconds == sorted(seconds)
     assert seconds[0] >= STEP_S

@@ -94,6 +94,7 @@ def test_gauges() -> None:
         generate(llm, random_prompts(3), 4)
         blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
         assert metric("tiered_kv_expansion") == 2.0
+        assert metric("tiered_kv_tails_far") == 0
         assert metric("tiered_kv_near_bytes") == near
         assert metric("tiered_kv_far_bytes") == (blocks + 1) * 17 * PAGE_BYTES
         assert metric("tiered_kv_storage_bytes") == 0

@@ -9,7 +9,8 @@ import pytest
 from tests.doubles import DelayedDevice
 from tests.engine.faults import walk
 from tests.engine.harness import engine, generate, metric, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import worker
+from vllm_tiered.adapter import adaptive, worker
+from vllm_tiered.kv.controller import Decision
 
 MIB = 1 << 20
 PROMPTS = random_prompts(10, longest=100)
@@ -50,6 +51,17 @@ def test_grows_when_requests_wait() -> None:
         tokens, num_changes = drive(llm)
         read_bytes = metric("tiered_kv_read_bytes")
     assert num_changes >= 1 and read_bytes > 0
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None:
+    def climb(signals, state, levels, tuning):
+        return Decision(level=levels.highest, reason="as high as can be"), state
+
+    monkeypatch.setattr(adaptive.controller, "step", climb)
+    with engine("deep", {}, **TIGHT) as llm:
+        tokens, num_changes = drive(llm)
+        assert num_changes >= 1 and metric("tiered_kv_tails_far") == 1
     assert tokens == vllm_tokens("deep", PROMPTS)
 
 

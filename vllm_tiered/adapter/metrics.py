@@ -65,6 +65,7 @@ COUNTERS |= {
 GAUGES = {
     "kv_expansion": "Full KV blocks that fit over those that the near memory holds alone.",
     "kv_far_layers": "Layers whose KV lives in the far tier.",
+    "kv_tails_far": "1 if their partly filled blocks live there too, 0 if those stay near.",
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
     "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
     "kv_storage_bytes": "KV pages in files, bytes, all ranks.",

@@ -34,7 +34,12 @@ class TieredMetadata(KVConnectorMetadata):
 
 
 def gauges(
-    plan: KvPlan, world_size: int, *, far_layers: int | None = None, withheld: int = 0
+    plan: KvPlan,
+    world_size: int,
+    *,
+    far_layers: int | None = None,
+    withheld: int = 0,
+    tails_stay: bool = True,
 ) -> TieredStats:
     """What the scheduler knows of the KV tiers; bytes are all ranks'."""
     if far_layers is None:
@@ -45,6 +50,7 @@ def gauges(
         data={
             "kv_expansion": expansion_of(plan.geometry.num_layers, far_layers),
             "kv_far_layers": far_layers,
+            "kv_tails_far": int(not tails_stay),
             "kv_near_bytes": plan.near_bytes * world_size,
             "kv_blocks_granted": plan.num_blocks - 1 - withheld,
             "kv_blocks_withheld": withheld,
@@ -221,6 +227,7 @@ class TieredScheduler:
             self._world_size,
             far_layers=expansion.far_layers if expansion else None,
             withheld=len(self.elastic.withheld),
+            tails_stay=expansion.tails_stay if expansion else True,
         )
         num_changes = expansion.num_changes if expansion else 0
         num_recomputed = self.recomputes.num_recomputed
