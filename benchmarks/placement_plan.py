@@ -94,7 +94,7 @@ def expected_seconds(
 ) -> float:
     """Of a step, from the pipeline's model alone."""
     transfers = transfer_seconds(placement, Link(bytes_per_s=bytes_per_s))
-    return step_time(transfers, compute.times(shape)).seconds
+    return step_time(transfers, compute.times(shape), ahead=placement.ahead).seconds
 
 
 def planned_split(

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The integer program against brute force, and against the placements that it should beat."""
 
+import ctypes
 import itertools
 
 import hypothesis.strategies as st
 import pytest
+import scipy.optimize
 from hypothesis import given, settings
 
 from tests.cost.test_weights import model, opt_layer
-from vllm_tiered.cost import latency
-from vllm_tiered.cost.latency import place_for_latency
+from vllm_tiered.cost import near_program
+from vllm_tiered.cost.latency import Effort, place_for_latency
+from vllm_tiered.cost.near_program import Links, Problem, Stay, solve
 from vllm_tiered.cost.pipeline import (
     ALONE,
     Link,
@@ -26,7 +29,9 @@ from vllm_tiered.cost.weights import (
     Role,
     Sublayer,
     place,
+    slot_bytes,
     spill,
+    stays,
 )
 from vllm_tiered.errors import BudgetError
 
@@ -110,9 +115,12 @@ def test_the_program_finds_what_brute_force_finds(
         and placement.near_bytes <= budget * PAGE
         and placement.far_bytes <= far_budget * PAGE
     ]
-    links = latency.Links(LINK, STORAGE if has_storage else None, slower)
+    links = Links(LINK, STORAGE if has_storage else None, slower)
     far_bytes = far_budget * PAGE
-    solved = latency._solve(sublayers, times, links, budget * PAGE, far_bytes, may_stay=False)
+    problem = Problem(
+        sublayers=sublayers, times=times, links=links, far_bytes=far_bytes, stay=Stay.NONE
+    )
+    solved = solve(problem, budget * PAGE)
     if not fitting:
         assert solved is None
         return
@@ -146,7 +154,9 @@ def test_never_slower_than_the_others_and_within_the_budget(num_layers, sizes, c
 
 
 def seconds(placement, times):
-    return step_time(transfer_seconds(placement, LINK, STORAGE), times).seconds
+    return step_time(
+        transfer_seconds(placement, LINK, STORAGE), times, ahead=placement.ahead
+    ).seconds
 
 
 def test_everything_near_where_it_fits():
@@ -166,9 +176,12 @@ def test_balance_is_what_the_paper_found_and_goes_further():
     helm = place("helm", sublayers)
     assert 1 - seconds(helm, times) / baseline == pytest.approx(0.27, abs=0.04)
     chosen = place_for_latency(sublayers, times, LINK, helm.near_bytes)
-    assert seconds(chosen, times) <= seconds(helm, times)  # with its memory it is the best
+    # With its memory no other near set is faster one ahead; two or three ahead the link is busy
+    # while the FFN computes, too.
+    assert chosen.ahead > 1
+    assert seconds(chosen, times) < 0.93 * seconds(helm, times)
     with_less = place_for_latency(sublayers, times, LINK, flexgen.near_bytes)
-    assert seconds(with_less, times) < 0.95 * baseline
+    assert seconds(with_less, times) < 0.9 * baseline
 
 
 @pytest.mark.parametrize("percent", [82, 84, 96])
@@ -231,6 +244,39 @@ def test_a_large_model_is_placed_in_no_time():
     assert chosen.near_bytes <= 3 << 30
 
 
+def test_the_solver_prints_nothing_to_stdout(monkeypatch, capfd):
+    """HiGHS prints a line now and then: not into what a command prints."""
+    libc = ctypes.CDLL(None)
+    solver = scipy.optimize.milp
+
+    def noisy(*args, **kwargs):
+        libc.puts(b"tmpSolver.run();")
+        return solver(*args, **kwargs)
+
+    monkeypatch.setattr(near_program, "milp", noisy)
+    sublayers = small_model(4, (3, 2), (16, 8))
+    place_for_latency(sublayers, by_kind(sublayers, 1e-3, 1e-3), LINK, 90 * PAGE)
+    libc.puts(b"after")
+    libc.fflush(None)
+    captured = capfd.readouterr()
+    assert captured.out == "after\n" and "tmpSolver" in captured.err
+
+
+def test_whole_layers_stay_near_where_that_saves_a_large_slot():
+    """The FFN keeps a slot of its own, smaller size: more of attention fits near."""
+    sublayers = small_model(12, (6,), (1,))
+    times = by_kind(sublayers, 1e-3, 1e-3)
+    near = 68 * PAGE
+    by_any = Effort(depths=(1,), stays=(Stay.NONE, Stay.ANY), gap=1e-4)
+    other = place_for_latency(sublayers, times, LINK, near, effort=by_any)
+    chosen = place_for_latency(
+        sublayers, times, LINK, near, effort=by_any._replace(stays=tuple(Stay))
+    )
+    assert other.near_bytes <= near and chosen.near_bytes <= near
+    assert [size // PAGE for size in slot_bytes(chosen.extents)] == [6, 1]
+    assert seconds(chosen, times) < 0.8 * seconds(other, times)
+
+
 # The pipeline ---------------------------------------------------------------------------
 
 
@@ -257,11 +303,65 @@ def test_the_unbalanced_pipeline_of_the_paper():
 
 
 def test_the_rest_of_a_step_hides_the_first_transfer():
-    without = step_time([3.0, 0.0, 3.0, 0.0, 3.0, 0.0], times_of(1, 1, 1, 1, 1, 1))
-    with_rest = step_time([3.0, 0.0, 3.0, 0.0, 3.0, 0.0], times_of(1, 1, 1, 1, 1, 1, rest=1.0))
-    assert without.seconds == with_rest.seconds == pytest.approx(9.0)
+    without = step_time([3.0, 0.0] * 4, times_of(*[1] * 8))
+    with_rest = step_time([3.0, 0.0] * 4, times_of(*[1] * 8, rest=1.0))
+    assert without.seconds == with_rest.seconds == pytest.approx(12.0)
 
 
-@pytest.mark.parametrize("transfers", [[0.0] * 4, [5.0, 0.0, 0.0, 0.0], [5.0, 0.0, 5.0, 0.0]])
-def test_what_has_a_slot_for_itself_is_not_moved_again(transfers):
-    assert step_time(transfers, times_of(1, 1, 1, 1)) == (4.0, 0.0, 0.0)
+@pytest.mark.parametrize(
+    ("transfers", "ahead"),
+    [
+        ([0.0] * 4, 1),
+        ([5.0, 0.0, 0.0, 0.0], 1),
+        ([5.0, 0.0, 5.0, 0.0], 1),
+        ([5.0, 5.0, 5.0, 0.0], 1),  # the last of an odd number has a third slot
+        ([5.0] * 4, 3),
+    ],
+)
+def test_what_has_a_slot_for_itself_is_not_moved_again(transfers, ahead):
+    assert step_time(transfers, times_of(1, 1, 1, 1), ahead=ahead) == (4.0, 0.0, 0.0)
+
+
+def test_two_ahead_what_is_unbalanced_hides_too():
+    """HeLM's placement on Optane: the FFN's transfer is too long for attention, attention's leaves
+    the link idle while the FFN computes. In sum compute is longer."""
+    transfers, times = [1.4, 1.4] * 8, times_of(*[1.0, 2.0] * 8)
+    assert step_time(transfers, times).seconds == pytest.approx(8 * (1.4 + 2.0))
+    result = step_time(transfers, times, ahead=2)
+    assert result.seconds == pytest.approx(24.0) and result.stall_seconds == 0.0
+
+
+def test_more_slots_do_not_help_a_link_that_is_never_idle():
+    transfers, times = [3.0, 3.0] * 8, times_of(*[1.0, 2.0] * 8)
+    for ahead in (1, 2, 3):
+        assert step_time(transfers, times, ahead=ahead).seconds == pytest.approx(48.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    transfers=st.lists(st.integers(0, 9), min_size=6, max_size=16),
+    data=st.data(),
+    ahead=st.integers(1, 4),
+)
+def test_a_step_is_as_long_as_its_events_say(transfers, data, ahead):
+    """Another way to compute it: when each transfer and each sublayer begins, over many steps."""
+    compute = data.draw(st.lists(st.integers(0, 9), min_size=16, max_size=16))[: len(transfers)]
+    far = [seconds for seconds in transfers if seconds]
+    if stays(len(far), ahead):
+        return
+    num_steps = 60
+    begun: list[float] = []  # of far sublayers
+    arrived = [0.0] * ahead  # of transfers; the first are there
+    now, ends = 0.0, []
+    for _ in range(num_steps):
+        for seconds, transfer in zip(compute, transfers, strict=True):
+            if transfer:
+                now = max(now, arrived[len(begun)])
+                begun.append(now)
+                coming = far[(len(begun) - 1 + ahead) % len(far)]
+                arrived.append(max(now, arrived[-1]) + coming)
+            now += seconds
+        ends.append(now)
+    steady = (ends[-1] - ends[-21]) / 20
+    expected = step_time(transfers, times_of(*compute), ahead=ahead).seconds
+    assert expected == pytest.approx(steady, rel=0.01)

@@ -87,10 +87,17 @@ def small_shape(num_layers, sizes, kv_pages_per_block=1):
     )
 
 
-def all_splits(shape, on, load, room):
-    placements = every_placement(shape.sublayers, ("near", "far"))
-    unstored = (dataclasses.replace(placement, stored=()) for placement in placements)
-    splits = [split_beside(placement, shape, on, load, room) for placement in unstored]
+def all_splits(shape, on, load, room, tiers=("near", "far")):
+    """Of every placement, with two to four slots."""
+    deep = (
+        dataclasses.replace(
+            placement, stored=placement.stored if any(placement.stored) else (), ahead=ahead
+        )
+        for placement in every_placement(shape.sublayers, tiers)
+        for ahead in (1, 2, 3)
+        if room.far_bytes is None or placement.far_bytes <= room.far_bytes
+    )
+    splits = [split_beside(placement, shape, on, load, room) for placement in deep]
     return [split for split in splits if split]
 
 
@@ -132,9 +139,7 @@ def test_it_finds_what_brute_force_finds_with_storage(sizes, on, load, room):
     shape = dataclasses.replace(
         small_shape(2, (1, 1, 1, 1)), sublayers=tuple(small_model(2, sizes[:1], sizes[1:]))
     )
-    placements = every_placement(shape.sublayers, ("near", "far", "stored"))
-    fitting = [p for p in placements if p.far_bytes <= room.far_bytes]
-    splits = [split for p in fitting if (split := split_beside(p, shape, on, load, room))]
+    splits = all_splits(shape, on, load, room, ("near", "far", "stored"))
     if not splits:
         with pytest.raises(BudgetError, match=r"weights\.near_gib"):
             split_for_throughput(shape, on, load, room)

@@ -17,6 +17,7 @@ from vllm_tiered.cost.weights import (
     slot_bytes,
     slot_of,
     spill,
+    stays,
     sublayers_of,
 )
 from vllm_tiered.errors import BudgetError, ConfigError
@@ -215,18 +216,31 @@ def test_budgets_are_checked_with_the_numbers():
 # Sizes ----------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(1, 20).map(lambda n: n * SLOT_ALIGNMENT), max_size=12))
-def test_a_slot_is_never_that_of_the_sublayer_before(sizes):
-    """In the order of computation, again and again; so the next can arrive meanwhile."""
+@given(
+    sizes=st.lists(st.integers(1, 20).map(lambda n: n * SLOT_ALIGNMENT), max_size=30),
+    ahead=st.integers(1, 4),
+)
+def test_a_slot_is_never_that_of_the_sublayers_before(sizes, ahead):
+    """In the order of computation, again and again; so the next ones can arrive meanwhile."""
     count = len(sizes)
-    slots = slot_bytes(sizes)
+    slots = slot_bytes(sizes, ahead)
     for position, size in enumerate(sizes):
-        slot = slot_of(position, count)
+        slot = slot_of(position, count, ahead)
         assert slots[slot] >= size
-        if count > 1:
-            assert slot != slot_of((position + 1) % count, count)
-    assert len(slots) <= 3
+        for further in range(1, min(ahead, count - 1) + 1):
+            assert slot != slot_of((position + further) % count, count, ahead)
+    assert stays(count, ahead) == (len(slots) == count)
+    if count >= (ahead + 1) * ahead * 2:  # enough rounds that none is longer by more than two
+        assert ahead + 1 <= len(slots) <= ahead + 3
     assert sum(slots) <= sum(sizes)
+
+
+@given(num_layers=st.integers(1, 40), ahead=st.sampled_from([1, 3]))
+def test_attention_and_ffn_keep_slots_of_their_own(num_layers, ahead):
+    """With an even number of slots: a slot is as large as its kind needs, however many layers."""
+    slots = slot_bytes([SLOT_ALIGNMENT, 9 * SLOT_ALIGNMENT] * num_layers, ahead)
+    assert set(slots) == {SLOT_ALIGNMENT, 9 * SLOT_ALIGNMENT}
+    assert sum(slots) == len(slots) // 2 * 10 * SLOT_ALIGNMENT
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=8))

@@ -22,7 +22,7 @@ from tests.engine.harness import (
     vllm_tokens,
 )
 from vllm_tiered.adapter import offloader, weights_engine
-from vllm_tiered.cost.weights import SLOT_ALIGNMENT
+from vllm_tiered.cost.weights import SLOT_ALIGNMENT, place
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.tiers import published
 from vllm_tiered.tiers.host import host_memory
@@ -59,6 +59,16 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
     assert 0 < stated["storage_bytes"] < written.st_size
     assert stated["far_bytes"] <= weights.get("far_gib", 1) * 2**30
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_a_later_start_has_as_many_slots(tmp_path, monkeypatch) -> None:
+    weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
+    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=2))
+    first = run("opt", PROMPTS, KV_OFF, weights=weights)
+    monkeypatch.setattr(offloader, "place", lambda *args: pytest.fail("the file says"))
+    second = run("opt", PROMPTS, KV_OFF, weights=weights)
+    assert first.manifest["weights"]["ahead"] == second.manifest["weights"]["ahead"] == 2
+    assert first.tokens == second.tokens == vllm_tokens("opt", PROMPTS)
 
 
 # Near memory shared with the KV cache ---------------------------------------------------

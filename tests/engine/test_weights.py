@@ -3,6 +3,7 @@
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,13 +125,18 @@ def delayed(monkeypatch):
     monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.004))
 
 
-@pytest.mark.parametrize("model", ["opt", "llama3"])
-def test_late_and_poisoned_copies(model, delayed) -> None:
+@pytest.mark.parametrize(
+    ("model", "ahead"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("demo", 3)]
+)
+def test_late_and_poisoned_copies(model, ahead, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
+    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=ahead))
     with engine(model, KV_OFF, weights={"placement": "all_far"}) as llm:
+        assert (manifest.current() or {})["weights"]["ahead"] == ahead
         assert generate(llm, PROMPTS) == expected
         ring = get_offloader().ring
         assert ring.stall_seconds > 0 and ring.num_misses == 0
+        assert ahead < len(ring._slots) < len(ring._slot_of)
         ring.check_integrity()
 
 

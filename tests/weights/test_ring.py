@@ -23,16 +23,17 @@ class Model:
 
     Args:
         num_pages: of each sublayer, far ones, or far and stored ones.
+        ahead: how many are on their way while one computes.
         device: which computes late; a simulated one if None.
     """
 
-    def __init__(self, num_pages, *, seed=0, haste=0.5, late_compute=True, device=None):
+    def __init__(self, num_pages, *, ahead=1, seed=0, haste=0.5, late_compute=True, device=None):
         self.device = device or SimulatedDevice(
             random.Random(seed), haste=haste, late_compute=late_compute
         )
         pairs = [(count, 0) if isinstance(count, int) else count for count in num_pages]
         sizes = [(far * SLOT_ALIGNMENT, stored * SLOT_ALIGNMENT) for far, stored in pairs]
-        self.extents = lay_out(sizes)
+        self.extents = lay_out(sizes, ahead)
         far, stored = (
             PageBuffer(torch.zeros((sum(counts), SLOT_ALIGNMENT), dtype=torch.uint8))
             for counts in zip(*pairs, strict=True)
@@ -45,7 +46,12 @@ class Model:
             stored.words[extent.stored_page : extent.stored_page + extent.num_stored] = position
         self.slots = near.words
         self.ring = WeightRing(
-            device=self.device, far=far, stored=stored, near=near, extents=self.extents
+            device=self.device,
+            far=far,
+            stored=stored,
+            near=near,
+            extents=self.extents,
+            ahead=ahead,
         )
         self.wrong: list[tuple[int, int]] = []
 
@@ -75,13 +81,14 @@ PAGES = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    num_pages=st.lists(PAGES, min_size=1, max_size=7),
+    num_pages=st.lists(PAGES, min_size=1, max_size=9),
+    ahead=st.integers(1, 4),
     seed=st.integers(0, 10**6),
     haste=st.sampled_from([0.0, 0.3, 0.9]),
     late_compute=st.booleans(),
 )
-def test_each_sublayer_computes_with_its_own_weights(num_pages, seed, haste, late_compute):
-    model = Model(num_pages, seed=seed, haste=haste, late_compute=late_compute)
+def test_each_sublayer_computes_with_its_own_weights(num_pages, ahead, seed, haste, late_compute):
+    model = Model(num_pages, ahead=ahead, seed=seed, haste=haste, late_compute=late_compute)
     model.ring.start()
     for _ in range(3):
         model.step()
@@ -92,12 +99,13 @@ def test_each_sublayer_computes_with_its_own_weights(num_pages, seed, haste, lat
 
 @settings(max_examples=60, deadline=None)
 @given(
-    num_pages=st.lists(PAGES, min_size=1, max_size=6),
+    num_pages=st.lists(PAGES, min_size=1, max_size=8),
+    ahead=st.integers(1, 4),
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_any_order_gives_right_weights(num_pages, seed, data):
-    model = Model(num_pages, seed=seed)
+def test_any_order_gives_right_weights(num_pages, ahead, seed, data):
+    model = Model(num_pages, ahead=ahead, seed=seed)
     order = data.draw(st.lists(st.integers(0, len(num_pages) - 1), max_size=20))
     for position in order:
         model.module(position)
@@ -107,12 +115,13 @@ def test_any_order_gives_right_weights(num_pages, seed, data):
 
 @pytest.mark.parametrize("haste", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("engine_run_bytes", [1, 1 << 60], ids=["engines", "kernel"])
-def test_each_sublayer_computes_with_its_own_weights_on_a_gpu(engine_run_bytes, haste):
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_each_sublayer_computes_with_its_own_weights_on_a_gpu(ahead, engine_run_bytes, haste):
     for seed in range(5):
         device = SimulatedCudaDevice(
             random.Random(seed), haste=haste, engine_run_bytes=engine_run_bytes, checks_memory=False
         )
-        model = Model([2, (1, 2), 3, (0, 1), 2], device=device)
+        model = Model([2, (1, 2), 3, (0, 1), 2, 3, 1], ahead=ahead, device=device)
         model.ring.start()
         for _ in range(3):
             model.step()
@@ -120,20 +129,35 @@ def test_each_sublayer_computes_with_its_own_weights_on_a_gpu(engine_run_bytes, 
         assert not model.wrong and model.ring.num_misses == 0
 
 
-def test_a_step_moves_each_sublayer_once():
-    model = Model([2, 3, 2, 3])
+@pytest.mark.parametrize(("ahead", "next_pages"), [(1, 2), (2, 2 + 3), (3, 2 + 3 + 2)])
+def test_a_step_moves_each_sublayer_once(ahead, next_pages):
+    model = Model([2, 3] * 4, ahead=ahead)
     model.ring.start()
     for _ in range(5):
         model.step()
     model.device.close()
-    step_bytes = 10 * SLOT_ALIGNMENT
-    # The next step's first sublayer is on its way when a step ends.
-    assert model.device.use(Direction.READ).num_bytes == 5 * step_bytes + 2 * SLOT_ALIGNMENT
+    # The next step's first sublayers are on their way when a step ends.
+    num_pages = 5 * 20 + next_pages
+    assert model.device.use(Direction.READ).num_bytes == num_pages * SLOT_ALIGNMENT
 
 
-@pytest.mark.parametrize("num_pages", [[3], [3, 2]], ids=["one", "two"])
-def test_what_fits_the_slots_is_read_once(num_pages):
-    model = Model(num_pages)
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_so_many_are_on_their_way_while_one_computes(ahead):
+    model = Model([1] * 12, ahead=ahead)
+    model.ring.start()
+    for position in range(12):
+        model.ring.enter(position)
+        queued = {slot.resident for slot in model.ring._slots}
+        assert {(position + further) % 12 for further in range(ahead + 1)} <= queued
+        model.ring.leave(position)
+    model.device.close()
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "ahead"), [([3], 1), ([3, 2], 1), ([3, 2, 3], 1), ([1, 2, 3, 4], 3)]
+)
+def test_what_fits_the_slots_is_read_once(num_pages, ahead):
+    model = Model(num_pages, ahead=ahead)
     model.ring.start()
     for _ in range(5):
         model.step()
@@ -144,10 +168,12 @@ def test_what_fits_the_slots_is_read_once(num_pages):
 def test_a_slot_in_use_is_not_filled_however_a_compiler_orders_modules():
     """The FFN's first module may begin between the beginning and the end of attention's last."""
     for seed in range(30):
-        model = Model([2, 2, 2, 2], seed=seed, haste=0.9, late_compute=bool(seed % 2))
+        model = Model(
+            [2] * 6, ahead=1 + seed % 3, seed=seed, haste=0.9, late_compute=bool(seed % 2)
+        )
         model.ring.start()
         for _ in range(3):
-            for position in (0, 2):
+            for position in (0, 2, 4):
                 model.module(position)
                 model.module(position, between=partial(model.module, position + 1))
                 model.module(position + 1)

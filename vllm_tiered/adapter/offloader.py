@@ -180,7 +180,7 @@ class TieredOffloader(BaseOffloader):
         ]
         _check_distinct([parameter for *_, parameter in self._far])
         _check_distinct([linear.weight for linear in self._compressed])
-        self._weights = FarWeights(self._device, groups, near_device, store)
+        self._weights = FarWeights(self._device, groups, near_device, store, placement.ahead)
         if store is not None and store.is_filled:
             for group in groups:
                 for one in group.stored:

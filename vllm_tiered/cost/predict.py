@@ -151,10 +151,10 @@ def compute_times(
 def predict_step(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> StepTime:
-    """A step with the placement's far weights arriving one sublayer ahead."""
+    """A step with the placement's far weights arriving as far ahead as it says."""
     times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
-    return step_time(transfers, times, slowdown(machine))
+    return step_time(transfers, times, slowdown(machine), placement.ahead)
 
 
 def _measured_seconds(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from vllm_tiered.cost.latency import SOLVED, place_for_latency
+from vllm_tiered.cost.latency import ALL, ONE_AHEAD, Effort, place_for_latency
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
 from vllm_tiered.cost.pipeline import StepTimes
@@ -121,12 +121,13 @@ def near_sets(
     set for a step may be that for another.
     """
     prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
-    for times in (
-        compute_times(shape, machine, load.decode(requests)),
-        compute_times(shape, machine, load.prefill(prompts)),
-        StepTimes(compute=(0.0,) * len(shape.sublayers)),
+    for times, effort in (
+        (compute_times(shape, machine, load.decode(requests)), ALL),
+        (compute_times(shape, machine, load.prefill(prompts)), ONE_AHEAD),
+        (StepTimes(compute=(0.0,) * len(shape.sublayers)), ONE_AHEAD),
     ):
-        placement = near_set(shape, machine, times, room, load.kv_bytes(shape, requests))
+        kv_bytes = load.kv_bytes(shape, requests)
+        placement = near_set(shape, machine, times, room, kv_bytes, effort)
         if placement:
             yield placement
 
@@ -137,12 +138,12 @@ def near_set(
     times: StepTimes,
     room: Room,
     kv_bytes: int,
-    gap: float = SOLVED,
+    effort: Effort = ALL,
 ) -> Placement | None:
     """What the integer program keeps near beside so much KV cache; None if nothing fits.
 
     Args:
-        gap: as for :func:`~vllm_tiered.cost.latency.place_for_latency`.
+        effort: as for :func:`~vllm_tiered.cost.latency.place_for_latency`.
     """
     budget = room.near_bytes - kv_bytes
     link = far_link(machine)
@@ -156,7 +157,7 @@ def near_set(
             room.far_bytes,
             storage,
             slowdown=slowdown(machine),
-            gap=gap,
+            effort=effort,
         )
     except BudgetError:
         return None

@@ -19,8 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from vllm_tiered.cost.latency import Effort
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
+from vllm_tiered.cost.near_program import Stay
 from vllm_tiered.cost.predict import compute_times
 from vllm_tiered.cost.serving import Load
 from vllm_tiered.cost.split import (
@@ -41,7 +43,7 @@ from vllm_tiered.cost.weights import Placement
 _GRID = 16
 """Numbers of requests tried at a time; one takes 0.08 s for 96 layers (a core of a Xeon)."""
 
-_SEARCH_GAP = 3e-3
+_SEARCH = Effort(depths=(1,), stays=(Stay.NONE, Stay.ANY), gap=3e-3)
 """Of each number's near set while numbers are compared; the best number's is solved out. Three
 tiers are searched in half the time, and predictions are off by more than that."""
 
@@ -77,7 +79,7 @@ def split_for_throughput(shape: ModelShape, machine: Machine, load: Load, room: 
             times = compute_times(shape, machine, load.decode(requests))
             kv_bytes = load.kv_bytes(shape, requests)
             score[requests] = search.consider(
-                near_set(shape, machine, times, room, kv_bytes, _SEARCH_GAP)
+                near_set(shape, machine, times, room, kv_bytes, _SEARCH)
             )
     if score:
         best = max(score, key=score.__getitem__)

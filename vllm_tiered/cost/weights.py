@@ -2,7 +2,7 @@
 """Where a model's weights live: FlexGen's, HeLM's and All-CPU's placement (HeLM, section V).
 
 A layer has two sublayers, attention and FFN, which alternate in time: while one computes, the far
-parameters of the next arrive in a staging slot.
+parameters of the next arrive in a staging slot (with more slots, those of the next ones).
 
     compute   │ attention 0 │    FFN 0    │ attention 1 │ ...
     link      │   FFN 0     │ attention 1 │    FFN 1    │ ...
@@ -15,7 +15,7 @@ compute those of both sublayers before either.
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from vllm_tiered.errors import BudgetError, ConfigError
@@ -81,12 +81,15 @@ class Placement:
         sublayers: in the order of computation.
         far: for each sublayer, the parameters that are far, in the order of the module.
         stored: the same for those on storage; empty if there are none at all.
+        ahead: how many far sublayers are on their way while one computes, each in a slot. The
+            papers' placements have one.
     """
 
     policy: str
     sublayers: tuple[Sublayer, ...]
     far: tuple[tuple[Parameter, ...], ...]
     stored: tuple[tuple[Parameter, ...], ...] = ()
+    ahead: int = 1
 
     @property
     def staged(self) -> list[tuple[tuple[Parameter, ...], tuple[Parameter, ...]]]:
@@ -114,7 +117,7 @@ class Placement:
     @property
     def ring_bytes(self) -> int:
         """Of the staging slots."""
-        return sum(slot_bytes(self.extents))
+        return sum(slot_bytes(self.extents, self.ahead))
 
     @property
     def near_bytes(self) -> int:
@@ -222,9 +225,8 @@ def spill(placement: Placement, far_bytes: int) -> Placement:
         if size and moved < excess * seen / total:
             is_stored[position] = True
             moved += size
-    return Placement(
-        policy=placement.policy,
-        sublayers=placement.sublayers,
+    return replace(
+        placement,
         far=tuple(() if s else far for s, far in zip(is_stored, placement.far, strict=True)),
         stored=tuple(
             _in_order(sublayer, (*far, *stored)) if s else stored
@@ -300,23 +302,40 @@ def extent_of(parameters: Iterable[Parameter]) -> int:
     return extent_bytes(parameter.num_bytes for parameter in parameters)
 
 
-def slot_of(position: int, num_extents: int) -> int:
+def slot_of(position: int, num_extents: int, ahead: int = 1) -> int:
     """The slot that the sublayer at ``position`` passes through.
 
-    Two take turns; the last of an odd number has its own, as the next step's first follows it.
+    ``ahead`` + 1 take turns. Where their number is not divided by that, the last rounds are longer,
+    as the next step's first ones follow: nobody gets a slot that one of the ``ahead`` before has.
+
+        ahead 1, of 7    0 1 | 0 1 | 0 1 2
+
+    Where both are even, rounds are longer by two: attention and FFN, which alternate, keep slots of
+    their own size.
     """
-    if num_extents > 1 and num_extents % 2 and position == num_extents - 1:
-        return 2
-    return position % 2
+    slots = ahead + 1
+    unit = 2 if slots % 2 == num_extents % 2 == 0 else 1
+    rounds = max(1, num_extents // slots)
+    units, num_longer = divmod(num_extents // unit, rounds)
+    length = units * unit
+    begin_of_longer = (rounds - num_longer) * length
+    if position < begin_of_longer:
+        return position % length
+    return (position - begin_of_longer) % (length + unit)
 
 
-def slot_bytes(extents: Sequence[int]) -> list[int]:
+def slot_bytes(extents: Sequence[int], ahead: int = 1) -> list[int]:
     """The size of each slot: of the largest sublayer that passes through it."""
-    slots = [slot_of(position, len(extents)) for position in range(len(extents))]
+    slots = [slot_of(position, len(extents), ahead) for position in range(len(extents))]
     return [
         max(size for size, at in zip(extents, slots, strict=True) if at == slot)
-        for slot in sorted(set(slots))
+        for slot in range(1 + max(slots, default=-1))
     ]
+
+
+def stays(num_extents: int, ahead: int = 1) -> bool:
+    """Whether each has a slot for itself: it arrives once, and is not moved again."""
+    return len({slot_of(at, num_extents, ahead) for at in range(num_extents)}) == num_extents
 
 
 # Names ----------------------------------------------------------------------------------

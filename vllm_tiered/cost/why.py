@@ -2,8 +2,9 @@
 """Why a placement is not faster: what binds each kind of sublayer, and what would help.
 
 A sublayer waits for its far parameters unless they arrive while others compute: from the moment
-the far sublayer before it begins (HeLM, figure 8). So one of three binds it: the link, near
-memory's bandwidth, or arithmetic.
+the far sublayer before it begins (HeLM, figure 8); with more slots from one further back, less the
+time that the link has for those in between. So one of three binds it: the link, near memory's
+bandwidth, or arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from vllm_tiered.cost.predict import (
 )
 from vllm_tiered.cost.serving import Load
 from vllm_tiered.cost.split import Split
-from vllm_tiered.cost.weights import Parameter, Placement, Sublayer, extent_bytes, extent_of
+from vllm_tiered.cost.weights import (
+    Parameter,
+    Placement,
+    Sublayer,
+    extent_bytes,
+    extent_of,
+    stays,
+)
 
 Binds = Literal["link", "near memory", "arithmetic"]
 Budget = Literal["near", "far", "none"]
@@ -95,7 +103,8 @@ def explain(
     spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
     spare_far = far_bytes - placement.far_bytes
     # As they are while compute is busy too, where they are not there for good.
-    slower = slowdown(machine).link if len(placement.extents) >= 3 else 1.0
+    is_moved = not stays(len(placement.extents), placement.ahead)
+    slower = slowdown(machine).link if is_moved else 1.0
     link = far_link(machine).slowed(slower)
     links = (link, (storage_link(machine) or link).slowed(slower))
     reasons: Counter[Reason] = Counter()
@@ -131,13 +140,13 @@ def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Ba
     times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
     far = [position for position, seconds in enumerate(transfers) if seconds]
-    if len(far) < 3:  # each has a slot for itself, and stays there
+    if stays(len(far), placement.ahead):
         far = []
     else:  # while both are busy
         slower = slowdown(machine)
         times = replace(times, compute=tuple(s * slower.compute for s in times.compute))
         transfers = [seconds * slower.link for seconds in transfers]
-    hidden = _hidden_behind(far, times)
+    hidden = _hidden_behind(far, times, transfers, placement.ahead)
     phases = []
     for position, (sublayer, seconds) in enumerate(
         zip(shape.sublayers, times.compute, strict=True)
@@ -157,15 +166,20 @@ def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Ba
     return phases
 
 
-def _hidden_behind(far: Sequence[int], times: StepTimes) -> dict[int, float]:
-    """Compute from the far sublayer before to each; the first one's goes through the step's end."""
+def _hidden_behind(
+    far: Sequence[int], times: StepTimes, transfers: Sequence[float], ahead: int
+) -> dict[int, float]:
+    """Compute beside which each can arrive: since the far sublayer ``ahead`` before it began, less
+    the transfers in between. The first ones' goes through the step's end."""
     windows = {}
-    for before, position in zip([*far[-1:], *far], far, strict=False):
-        if before < position:
-            windows[position] = sum(times.compute[before:position])
+    for index, position in enumerate(far):
+        between = [far[(index - further) % len(far)] for further in range(1, ahead)]
+        begin = far[index - ahead]
+        if begin < position:
+            compute = sum(times.compute[begin:position])
         else:
-            around = sum(times.compute[before:]) + sum(times.compute[:position])
-            windows[position] = around + times.rest
+            compute = sum(times.compute[begin:]) + sum(times.compute[:position]) + times.rest
+        windows[position] = max(0.0, compute - sum(transfers[other] for other in between))
     return windows
 
 

@@ -55,6 +55,7 @@ class FarWeights:
         groups: in the order of computation.
         near_device: torch's device, where the slots are.
         store: of the stored parameters; None if there are none.
+        ahead: how many groups are on their way while one computes.
 
     Attributes:
         far_bytes, ring_bytes: of far memory and of the slots.
@@ -69,12 +70,14 @@ class FarWeights:
         groups: Sequence[Group],
         near_device: torch.device,
         store: WeightStore | None = None,
+        ahead: int = 1,
     ) -> None:
         self._device = device
+        self._ahead = ahead
         self._groups = groups
         self._store = store
         sizes = [(_extent(group.far), _extent(group.stored)) for group in groups]
-        self._extents = lay_out(sizes)
+        self._extents = lay_out(sizes, ahead)
         self.far_bytes = sum(far for far, _ in sizes)
         self._far = device.far_buffer(self.far_bytes // SLOT_ALIGNMENT, SLOT_ALIGNMENT)
         slot_pages = max((e.slot_page + e.num_pages for e in self._extents), default=0)
@@ -101,6 +104,7 @@ class FarWeights:
             near=self._near,
             extents=self._extents,
             stored=self._store.publish() if self._store else None,
+            ahead=self._ahead,
         )
         ring.start()
         return ring

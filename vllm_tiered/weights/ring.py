@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging slots through which far sublayers pass, one ahead of compute (FlexGen's overlap).
+"""The staging slots through which far sublayers pass, one ahead of compute (FlexGen's overlap), or
+more.
 
 enter(k)     compute of sublayer k is next: wait until it has arrived
-             the slot of k - 1 is free when its compute is over: k + 1 is queued for it
+             the slot of k - 1 is free when its compute is over: k + ahead is queued for it
 leave(k)     compute submitted so far is all that uses the slot of k
 
 Where compute runs after it is submitted, as on a GPU, neither call waits for it: what is queued for
@@ -40,19 +41,20 @@ class Extent(NamedTuple):
         return self.num_far + self.num_stored
 
 
-def lay_out(sizes: Sequence[tuple[int, int]]) -> list[Extent]:
+def lay_out(sizes: Sequence[tuple[int, int]], ahead: int = 1) -> list[Extent]:
     """Sublayers one after the other in far memory and in the file; slots one after the other.
 
     Args:
         sizes: far and stored bytes of each, multiples of ``SLOT_ALIGNMENT``, in the order of
             computation.
+        ahead: how many are on their way while one computes.
     """
-    slots = slot_bytes([far + stored for far, stored in sizes])
+    slots = slot_bytes([far + stored for far, stored in sizes], ahead)
     slot_pages = [sum(slots[:slot]) // SLOT_ALIGNMENT for slot in range(len(slots))]
     extents: list[Extent] = []
     far_page = stored_page = 0
     for position, size in enumerate(sizes):
-        slot = slot_of(position, len(sizes))
+        slot = slot_of(position, len(sizes), ahead)
         num_far, num_stored = (num_bytes // SLOT_ALIGNMENT for num_bytes in size)
         extents.append(Extent(far_page, num_far, stored_page, num_stored, slot_pages[slot], slot))
         far_page += num_far
@@ -91,6 +93,7 @@ class WeightRing:
         far, stored: all sublayers, pages of ``SLOT_ALIGNMENT`` bytes.
         near: the slots.
         extents: where each is, from :func:`lay_out`.
+        ahead: what they were laid out for.
 
     Attributes:
         stall_seconds: for which compute stood still.
@@ -105,8 +108,10 @@ class WeightRing:
         near: PageBuffer,
         extents: Sequence[Extent],
         stored: PageBuffer | None = None,
+        ahead: int = 1,
     ) -> None:
         self._device = device
+        self._ahead = ahead
         self._copies = [_prepare(device, far, stored, near, extent) for extent in extents]
         num_slots = 1 + max((extent.slot for extent in extents), default=-1)
         self._slots = [_Slot() for _ in range(num_slots)]
@@ -115,14 +120,14 @@ class WeightRing:
         self.num_misses = 0
 
     def start(self) -> None:
-        """Queue the first sublayer, which the first step would come to in vain.
+        """Queue the first sublayers, which the first step would come to in vain.
 
         A loader that wrote to the slots did so by compute that was submitted before.
         """
         for slot in self._slots:
             slot.uses.append(self._device.compute_event())
-        if self._copies:
-            self._queue(0)
+        for position in range(min(self._ahead, len(self._copies))):
+            self._queue(position)
 
     def enter(self, position: int) -> None:
         """A module of the sublayer computes next: what it needs is in the slot.
@@ -143,11 +148,12 @@ class WeightRing:
         slot.num_users += 1
         assert slot.arrival is not None
         self.stall_seconds += self._device.wait(slot.arrival)
-        following = (position + 1) % len(self._slot_of)
-        into = self._slot_of[following]
-        if into is not slot and into.resident != following:
-            into.next = following
-            self._fill(into)
+        for further in range(1, self._ahead + 1):
+            following = (position + further) % len(self._slot_of)
+            into = self._slot_of[following]
+            if into is not slot and into.resident != following:
+                into.next = following
+                self._fill(into)
 
     def leave(self, position: int) -> None:
         """The module is done: compute that was submitted so far is all that uses the slot."""

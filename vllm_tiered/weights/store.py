@@ -87,7 +87,11 @@ class WeightStore:
             reason = "has other layers"
         else:
             placement = Placement(
-                policy=recorded["policy"], sublayers=tuple(sublayers), far=far, stored=stored
+                policy=recorded["policy"],
+                sublayers=tuple(sublayers),
+                far=far,
+                stored=stored,
+                ahead=recorded.get("ahead", 1),
             )
             if _homes(placement) != recorded:
                 reason = "has other parameters"
@@ -190,6 +194,7 @@ def _homes(placement: Placement) -> dict[str, Any]:
     owners = [f"layer {part.layer}, {part.kind.value}" for part in placement.sublayers]
     return {
         "policy": placement.policy,
+        "ahead": placement.ahead,
         "far": [[p.name for p in far] for far, _ in placement.staged],
         "stored": [[p.name for p in stored] for _, stored in placement.staged],
         "pages": [
