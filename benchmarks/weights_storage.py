@@ -3,7 +3,7 @@
 
 Every contender serves one request with the same bytes of weights under the same memory limit, page
 cache included: a share of the weights plus what vLLM itself takes with an almost empty model. The
-plugin keeps near what fits and streams the rest, one sublayer ahead. The file of weights is filled
+plugin keeps near what fits and streams the rest ahead of compute. The file of weights is filled
 once, in a start of its own; so are the peers' files. Rounds are interleaved, and each begins with
 the disk's own sequential bandwidth and without any of the files in the page cache.
 """

@@ -77,6 +77,28 @@ def test_the_near_memory_that_it_names_ends_the_wait():
     assert after.seconds < before.seconds - 0.75 * waits
 
 
+def test_more_slots_end_the_wait_that_one_ahead_has():
+    """HeLM's placement where the link is idle while the FFN computes."""
+    link = 0.6 * GH200.near_gb_per_s
+    on = dataclasses.replace(GH200, read_gb_per_s=link, near_bytes_per_copied_byte=0.0)
+    load = dataclasses.replace(LOAD, max_requests=1)
+    split, found = reasons("helm", 12, on=on, load=load)
+    assert kinds(found)["ffn"].decode.binds == "link"
+    placement = dataclasses.replace(split.placement, ahead=3)
+    batch = load.decode(1)
+    assert predict_step(LLAMA, on, split.placement, batch).stall_seconds > 1e-3
+    assert predict_step(LLAMA, on, placement, batch).stall_seconds == pytest.approx(0.0, abs=1e-9)
+    deeper = dataclasses.replace(split, placement=placement)
+    found = explain(LLAMA, on, load, deeper, 64 * GIB)
+    assert {reason.decode.binds for reason in found} == {"near memory"}
+    slow = dataclasses.replace(on, read_gb_per_s=link / 3)
+    assert predict_step(LLAMA, slow, placement, batch).stall_seconds > 1e-3
+    found = explain(LLAMA, slow, load, deeper, 64 * GIB)
+    assert "link" in {reason.decode.binds for reason in found}
+    for reason in found:
+        assert reason.decode.hidden_seconds >= 0 and reason.more_bytes >= 0
+
+
 def test_with_memory_to_spare_it_is_the_placement_not_the_budget():
     one = dataclasses.replace(LOAD, max_requests=1)
     _, found = reasons("helm", 20, load=one)

@@ -26,6 +26,7 @@ from vllm_tiered.cost.weights import SLOT_ALIGNMENT, place
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.tiers import published
 from vllm_tiered.tiers.host import host_memory
+from vllm_tiered.weights import store as weight_store
 
 PROMPTS = random_prompts(6, seed=6)
 KV_OFF = {"enabled": False}
@@ -58,6 +59,21 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
     assert second.manifest["weights"] == stated
     assert 0 < stated["storage_bytes"] < written.st_size
     assert stated["far_bytes"] <= weights.get("far_gib", 1) * 2**30
+    assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_a_file_that_says_nothing_of_slots_has_two(tmp_path, monkeypatch) -> None:
+    """As files did while one sublayer at a time was on its way."""
+    weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
+    homes = weight_store._homes
+    monkeypatch.setattr(
+        weight_store, "_homes", lambda p: {k: v for k, v in homes(p).items() if k != "ahead"}
+    )
+    first = run("opt", PROMPTS, KV_OFF, weights=weights)
+    monkeypatch.undo()
+    written = the_file(tmp_path).stat()
+    second = run("opt", PROMPTS, KV_OFF, weights=weights)
+    assert first.manifest["weights"] == second.manifest["weights"]
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 

@@ -241,6 +241,7 @@ def _result(result: Fit | NoFit, carbon_intensity: float) -> dict[str, Any]:
     return {
         "placement": result.placement,
         **{f"{name}_bytes": getattr(result, f"{name}_bytes") for name in sizes},
+        "ahead": result.split.placement.ahead,
         **_served(result.split.served, carbon_intensity),
         "batches": [_served(served, carbon_intensity) for served in result.batches],
     }

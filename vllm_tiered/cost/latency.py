@@ -3,9 +3,8 @@
 
 What stays near is an integer program's solution (:mod:`vllm_tiered.cost.near_program`). It is
 solved where something of every sublayer is far, where whole layers may be near, and where any
-sublayer may, which asks for larger slots. The last
-rounds through the slots may be longer, which is not in the program: where their slots do not fit,
-even rounds are tried, and a budget without them.
+sublayer may, which asks for larger slots. The last round through the slots may be longer, which is
+not in the last two: where its slots do not fit, even rounds are tried, and a budget without them.
 
 With more slots transfers begin earlier, and one that is longer than the compute before it hides
 behind what comes before that too, as long as the link has time somewhere. Where attention's
@@ -109,9 +108,13 @@ def place_for_latency(
     best = min(
         enough or fitting,
         key=lambda candidate: (
-            step_time(
-                transfer_seconds(candidate, link, storage), times, slowdown, candidate.ahead
-            ).seconds,
+            # Sums of the same numbers differ in the last bits.
+            round(
+                step_time(
+                    transfer_seconds(candidate, link, storage), times, slowdown, candidate.ahead
+                ).seconds,
+                12,
+            ),
             candidate.storage_bytes,
             candidate.far_bytes,
             candidate.ring_bytes,

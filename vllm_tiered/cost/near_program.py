@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -32,15 +33,21 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from vllm_tiered.cost.pipeline import ALONE, Link, Slowdown, StepTimes, seconds_beside
-from vllm_tiered.cost.weights import Kind, Parameter, Placement, Sublayer, extent_of
+from vllm_tiered.cost.weights import Kind, Parameter, Placement, Sublayer, extent_of, slot_of
 
 _MOST_MODULES = 8
 _MOST_STORED_MODULES = 4
 """Of more modules in a sublayer (experts) the largest are chosen singly, the others together.
 Three tiers to choose from allow fewer than two."""
 
+_MOST_SECONDS = 3.0
+"""Of a program, which takes 0.02 s; then the best so far is taken."""
+
 SOLVED = 1e-4
 """How far from the program's best, in parts of it, counts as the best."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Links(NamedTuple):
@@ -111,8 +118,7 @@ def solve(problem: Problem, near_bytes: int, *, is_even: bool = False) -> Placem
         for positions in members
     ]
     kinds = [sublayers[positions[0]].kind for positions in members]
-    num_slots = problem.ahead + 1
-    is_any = problem.stay is Stay.ANY or num_slots % 2 == 1
+    is_any, num_slots = _slots(problem)
     counts = _counts(
         choices=choices,
         sizes=[len(positions) for positions in members],
@@ -152,6 +158,26 @@ def solve(problem: Problem, near_bytes: int, *, is_even: bool = False) -> Placem
         stored=tuple(stored) if any(stored) else (),
         ahead=problem.ahead,
     )
+
+
+def _slots(problem: Problem) -> tuple[bool, tuple[float, float]]:
+    """Whether any slot may have to hold attention and FFN, and how many there are of each.
+
+    Where nothing may stay it is known which sublayer passes through which slot; else a last round
+    may be longer, and have more.
+    """
+    if problem.stay is not Stay.NONE:
+        each = (problem.ahead + 1) / 2
+        return problem.stay is Stay.ANY or problem.ahead % 2 == 0, (each, each)
+    order = list(Kind)
+    holds: dict[int, set[int]] = {}
+    for position, sublayer in enumerate(problem.sublayers):
+        slot = slot_of(position, len(problem.sublayers), problem.ahead)
+        holds.setdefault(slot, set()).add(order.index(sublayer.kind))
+    if any(len(kinds) > 1 for kinds in holds.values()):
+        return True, (len(holds) / 2, len(holds) / 2)
+    num_attention = sum(kinds == {0} for kinds in holds.values())
+    return False, (num_attention, len(holds) - num_attention)
 
 
 def _classes(sublayers: Sequence[Sublayer], times: StepTimes) -> list[list[int]]:
@@ -216,7 +242,7 @@ def _counts(
     sizes: Sequence[int],
     slots: Sequence[Sequence[int]],
     kinds: Sequence[Kind],
-    num_slots: int,
+    num_slots: tuple[float, float],
     near_bytes: int,
     far_bytes: int | None,
     gap: float,
@@ -227,7 +253,7 @@ def _counts(
     Args:
         slots: for each class, which of two sizes must hold its sublayers.
         kinds: of each class, if as much attention as FFN is wholly near; else none.
-        num_slots: half of them of the one size, half of the other.
+        num_slots: of each of the two sizes.
         far_bytes: None for as much as it takes.
         is_even: as many sublayers pass through one slot as through another.
 
@@ -265,12 +291,12 @@ def _counts(
             holds[num_choices + index] = choice.extent * unit
             holds[2 * num_choices + slot] = -1
             add(holds, -np.inf, 0)
-    budget[2 * num_choices : -1] = num_slots / num_sizes
+    budget[2 * num_choices : -1] = num_slots
     add(budget, -np.inf, near_bytes * unit)
     if is_even:
         half = np.zeros(num_variables)
         half[:num_choices] = [choice.extent > 0 for _, choice in flat]
-        half[-1] = -num_slots
+        half[-1] = -sum(num_slots)
         add(half, 0, 0)
     if kinds:
         pairs = np.zeros(num_variables)
@@ -296,7 +322,7 @@ def _counts(
             constraints=LinearConstraint(np.array(rows), low, high),
             bounds=Bounds(0, upper),
             integrality=integrality,
-            options={"time_limit": 10.0, "mip_rel_gap": gap},
+            options={"time_limit": _MOST_SECONDS, "mip_rel_gap": gap},
         )
     if solution.x is None:
         return None
@@ -308,20 +334,24 @@ def _counts(
 def _stdout_to_stderr() -> Iterator[None]:
     """HiGHS 1.12 prints a line to stdout where it mends a solution, whatever it is told; that would
     be in the midst of ``vllm-tiered plan --json``."""
-    flush = ctypes.CDLL(None).fflush
-    flush(None)
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a process without one of the two
+            flush = ctypes.CDLL(None).fflush
+            flush(None)
+            stdout = os.dup(1)
+            stack.callback(os.close, stdout)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, stdout, 1)
+            stack.callback(flush, None)
         yield
-    finally:
-        flush(None)
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choice]:
-    """FFNs that are wholly near in the layers whose attention is, as far as there are as many."""
+    """FFNs that are wholly near in the layers whose attention is, as far as there are as many.
+
+    Where layers differ (dense and sparse FFNs) there may not be; slots are larger then, and what
+    does not fit is not taken.
+    """
     near = [item for item in items if not item.extent]
     others = [item for item in items if item.extent]
     arranged = []

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_tiered.cost.weights import Placement, extent_of, stays
+from vllm_tiered.cost.weights import Placement, extent_of, moves
 
 _STEADY = 1e-9
-_MOST_STEPS = 16
+_MOST_STEPS = 64
 """One ahead the second step is like all that follow. With more, a link that is a little too slow
-falls behind by a little each step: what is left out then is under 1 % of a step."""
+falls behind by a little each step, until it has fallen behind by all that may be on its way."""
 
 
 class Link(NamedTuple):
@@ -98,30 +98,49 @@ def step_time(
         slowdown: what the two do to each other.
         ahead: far sublayers on their way while one computes.
     """
-    far = [position for position, seconds in enumerate(transfers) if seconds]
-    compute = sum(times.compute) + times.rest
-    link = sum(transfers)
-    if stays(len(far), ahead):
-        return StepTime(compute, 0.0, 0.0)
-    order = [transfers[position] for position in far]
+    begin, clock, waits = _steady(transfers, times, slowdown, ahead)
+    return StepTime(clock.now - begin, sum(_moved(transfers, ahead)), sum(waits))
+
+
+def waits_in_step(
+    transfers: Sequence[float], times: StepTimes, slowdown: Slowdown = ALONE, ahead: int = 1
+) -> list[float]:
+    """Seconds for which each sublayer waits in such a step."""
+    return _steady(transfers, times, slowdown, ahead)[2]
+
+
+def _steady(
+    transfers: Sequence[float], times: StepTimes, slowdown: Slowdown, ahead: int
+) -> tuple[float, _Clock, list[float]]:
+    """When the step began, the clock at its end, and what each sublayer waited."""
+    order = _moved(transfers, ahead)
     clock = _Clock(slowdown)
-    begin = stalled_before = 0.0
+    begin, waits = 0.0, [0.0] * len(transfers)
     # At first all is there that may be on its way; until as much of it is left after a step as was
     # before.
     for _ in range(_MOST_STEPS):
-        begin, stalled_before, left = clock.now, clock.stalled, clock.on_the_way
+        begin, left = clock.now, clock.on_the_way
         at = 0
         for position, seconds in enumerate(times.compute):
             if transfers[position]:
                 after = [order[(at + further) % len(order)] for further in range(1, ahead + 1)]
-                clock.drain_to(sum(after[:-1]))
+                waits[position] = clock.drain_to(sum(after[:-1]))
                 clock.on_the_way += after[-1]
                 at += 1
             clock.compute(seconds)
         clock.compute(times.rest)
         if math.isclose(clock.on_the_way, left, rel_tol=_STEADY):
             break
-    return StepTime(clock.now - begin, link, clock.stalled - stalled_before)
+    return begin, clock, waits
+
+
+def _moved(transfers: Sequence[float], ahead: int) -> list[float]:
+    """Of the far sublayers, in their order; 0 for one that has a slot for itself."""
+    far = [seconds for seconds in transfers if seconds]
+    return [
+        seconds if is_moved else 0.0
+        for seconds, is_moved in zip(far, moves(len(far), ahead), strict=True)
+    ]
 
 
 def seconds_beside(compute: float, transfer: float, slowdown: Slowdown = ALONE) -> float:
@@ -139,12 +158,11 @@ class _Clock:
     Attributes:
         now: seconds since the start.
         on_the_way: what is left of them, in seconds that they would take alone.
-        stalled: for how long compute stood still.
     """
 
     def __init__(self, slowdown: Slowdown) -> None:
         self._slowdown = slowdown
-        self.now = self.on_the_way = self.stalled = 0.0
+        self.now = self.on_the_way = 0.0
 
     def compute(self, seconds: float) -> None:
         """Both run until one is done, then compute alone."""
@@ -153,10 +171,9 @@ class _Clock:
         self.on_the_way -= together / slower.link
         self.now += together + seconds - together / slower.compute
 
-    def drain_to(self, left: float) -> None:
-        """Compute stands still until no more than that is on the way."""
-        waits = self.on_the_way - left
-        if waits > 0:
-            self.now += waits
-            self.stalled += waits
-            self.on_the_way = left
+    def drain_to(self, left: float) -> float:
+        """Compute stands still until no more than that is on the way; for how long."""
+        waits = max(0.0, self.on_the_way - left)
+        self.now += waits
+        self.on_the_way -= waits
+        return waits

@@ -103,9 +103,10 @@ def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Roo
     best = min(
         fitting,
         key=lambda s: (
-            s.alone.decode_seconds,
+            round(s.alone.decode_seconds, 12),
             s.placement.storage_bytes,
             s.placement.far_bytes,
+            s.placement.ring_bytes,
         ),
     )
     return replace(best, placement=replace(best.placement, policy="latency"))

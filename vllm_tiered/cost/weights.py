@@ -333,9 +333,10 @@ def slot_bytes(extents: Sequence[int], ahead: int = 1) -> list[int]:
     ]
 
 
-def stays(num_extents: int, ahead: int = 1) -> bool:
-    """Whether each has a slot for itself: it arrives once, and is not moved again."""
-    return len({slot_of(at, num_extents, ahead) for at in range(num_extents)}) == num_extents
+def moves(num_extents: int, ahead: int = 1) -> list[bool]:
+    """Which sublayers are moved in each step. One that has a slot for itself arrives once."""
+    slots = [slot_of(position, num_extents, ahead) for position in range(num_extents)]
+    return [slots.count(slot) > 1 for slot in slots]
 
 
 # Names ----------------------------------------------------------------------------------

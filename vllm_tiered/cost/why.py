@@ -2,9 +2,8 @@
 """Why a placement is not faster: what binds each kind of sublayer, and what would help.
 
 A sublayer waits for its far parameters unless they arrive while others compute: from the moment
-the far sublayer before it begins (HeLM, figure 8); with more slots from one further back, less the
-time that the link has for those in between. So one of three binds it: the link, near memory's
-bandwidth, or arithmetic.
+the far sublayer before it begins (HeLM, figure 8), or with more slots one further back. So one of
+three binds it: the link, near memory's bandwidth, or arithmetic.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Literal
 
 from vllm_tiered.cost.machine import Machine
 from vllm_tiered.cost.model import ModelShape
-from vllm_tiered.cost.pipeline import Link, StepTimes, transfer_seconds
+from vllm_tiered.cost.pipeline import Link, StepTimes, transfer_seconds, waits_in_step
 from vllm_tiered.cost.predict import (
     Batch,
     compute_times,
@@ -34,7 +33,7 @@ from vllm_tiered.cost.weights import (
     Sublayer,
     extent_bytes,
     extent_of,
-    stays,
+    moves,
 )
 
 Binds = Literal["link", "near memory", "arithmetic"]
@@ -54,7 +53,8 @@ class Phase:
     Attributes:
         compute_seconds: of the sublayer, copies beside it included.
         arrives_seconds: the transfer of its far parameters; 0 if nothing is moved.
-        hidden_seconds: compute behind which that transfer hides.
+        hidden_seconds: compute beside which it may arrive; with more slots others arrive beside it
+            too, and where one waits this is what of its transfer is hidden.
         binds: what would have to be faster.
     """
 
@@ -103,7 +103,7 @@ def explain(
     spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
     spare_far = far_bytes - placement.far_bytes
     # As they are while compute is busy too, where they are not there for good.
-    is_moved = not stays(len(placement.extents), placement.ahead)
+    is_moved = any(moves(len(placement.extents), placement.ahead))
     slower = slowdown(machine).link if is_moved else 1.0
     link = far_link(machine).slowed(slower)
     links = (link, (storage_link(machine) or link).slowed(slower))
@@ -140,46 +140,47 @@ def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Ba
     times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
     far = [position for position, seconds in enumerate(transfers) if seconds]
-    if stays(len(far), placement.ahead):
-        far = []
-    else:  # while both are busy
+    is_moved = dict(zip(far, moves(len(far), placement.ahead), strict=True))
+    waits = [0.0] * len(transfers)
+    if any(is_moved.values()):  # while both are busy
         slower = slowdown(machine)
         times = replace(times, compute=tuple(s * slower.compute for s in times.compute))
         transfers = [seconds * slower.link for seconds in transfers]
-    hidden = _hidden_behind(far, times, transfers, placement.ahead)
+        waits = waits_in_step(transfers, times, ahead=placement.ahead)
+    windows = _windows(far, times, placement.ahead)
     phases = []
     for position, (sublayer, seconds) in enumerate(
         zip(shape.sublayers, times.compute, strict=True)
     ):
-        arrives = transfers[position] if far else 0.0
-        window = hidden.get(position, 0.0)
+        arrives = transfers[position] if is_moved.get(position) else 0.0
+        hidden = windows[position] if is_moved.get(position) else 0.0
+        if placement.ahead > 1 and waits[position]:
+            hidden = arrives - waits[position]  # the rest of its window is others'
         arithmetic = roofline(sublayer, shape, machine, batch).is_arithmetic
         binds: Binds = "arithmetic" if arithmetic else "near memory"
+        late = round(waits[position] if placement.ahead > 1 else arrives - hidden, _DIGITS) > 0
         phases.append(
             Phase(
                 compute_seconds=round(seconds, _DIGITS),
                 arrives_seconds=round(arrives, _DIGITS),
-                hidden_seconds=round(window, _DIGITS),
-                binds="link" if round(arrives, _DIGITS) > round(window, _DIGITS) else binds,
+                hidden_seconds=round(max(0.0, hidden), _DIGITS),
+                binds="link" if late else binds,
             )
         )
     return phases
 
 
-def _hidden_behind(
-    far: Sequence[int], times: StepTimes, transfers: Sequence[float], ahead: int
-) -> dict[int, float]:
-    """Compute beside which each can arrive: since the far sublayer ``ahead`` before it began, less
-    the transfers in between. The first ones' goes through the step's end."""
+def _windows(far: Sequence[int], times: StepTimes, ahead: int) -> dict[int, float]:
+    """Compute beside which each may arrive: since the far sublayer ``ahead`` before it began. The
+    first ones' goes through the step's end."""
     windows = {}
     for index, position in enumerate(far):
-        between = [far[(index - further) % len(far)] for further in range(1, ahead)]
-        begin = far[index - ahead]
+        begin = far[(index - ahead) % len(far)]
         if begin < position:
-            compute = sum(times.compute[begin:position])
+            windows[position] = sum(times.compute[begin:position])
         else:
-            compute = sum(times.compute[begin:]) + sum(times.compute[:position]) + times.rest
-        windows[position] = max(0.0, compute - sum(transfers[other] for other in between))
+            around = sum(times.compute[begin:]) + sum(times.compute[:position])
+            windows[position] = around + times.rest
     return windows
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights over mixed memory: sublayers that are far arrive while the one before computes (HeLM)."""
+"""Weights over mixed memory: sublayers that are far arrive while those before compute (HeLM)."""

@@ -74,7 +74,7 @@ class WeightStore:
         """
         if self._pages is None:
             return None
-        recorded = self._homes
+        recorded = {"ahead": 1, **self._homes}  # files of before more than one was possible
         far, stored = (
             tuple(
                 tuple(p for p in sublayer.parameters if p.name in names)
@@ -91,7 +91,7 @@ class WeightStore:
                 sublayers=tuple(sublayers),
                 far=far,
                 stored=stored,
-                ahead=recorded.get("ahead", 1),
+                ahead=recorded["ahead"],
             )
             if _homes(placement) != recorded:
                 reason = "has other parameters"
