@@ -8,10 +8,6 @@ named, and every figure of it with its kind.
 import argparse
 import json
 import math
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +136,7 @@ class _Plan:
 
 def run(args: argparse.Namespace) -> int:
     """Print every placement; 0 if one fits, else 3."""
-    with _only_ours_on_stdout():
-        plan = _make_plan(args)
+    plan = _make_plan(args)
     if args.json:
         print(json.dumps(_to_json(args, plan), indent=2))
     else:
@@ -173,19 +168,6 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         target=args.target or target_for(load.max_requests),
         results=list(fits(shape, on, load, near_bytes, far_bytes, has_storage=args.storage)),
     )
-
-
-@contextmanager
-def _only_ours_on_stdout() -> Iterator[None]:
-    """The solver's library prints a line of its own at times, past Python."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -288,7 +270,6 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best:
     console.print()
     console.print(plan_tables.sublayers_table(plan.reasons(best), why=args.why))
     if args.why:
-        with _only_ours_on_stdout():
-            better = with_more_far(plan.shape, plan.machine, plan.load, best)
+        better = with_more_far(plan.shape, plan.machine, plan.load, best)
         console.print(plan_tables.far_line(better))
     console.print()

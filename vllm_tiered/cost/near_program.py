@@ -26,7 +26,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -316,7 +316,7 @@ def _counts(
         [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_sizes + 1, np.inf)]
     )
     integrality = np.concatenate([np.ones(2 * num_choices), np.zeros(num_sizes), [is_even]])
-    with _stdout_to_stderr():
+    with _quiet_solver():
         solution = milp(
             cost,
             constraints=LinearConstraint(np.array(rows), low, high),
@@ -331,19 +331,28 @@ def _counts(
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """HiGHS 1.12 prints a line to stdout where it mends a solution, whatever it is told; that would
-    be in the midst of ``vllm-tiered plan --json``."""
+def _quiet_solver() -> Iterator[None]:
+    """HiGHS 1.12 prints a line where it mends a solution, whatever it is told; that would be in the
+    midst of ``vllm-tiered plan --json``. What others print meanwhile appears afterwards."""
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a process without one of the two
-            flush = ctypes.CDLL(None).fflush
-            flush(None)
+        with contextlib.suppress(OSError):  # a process without stdout
             stdout = os.dup(1)
             stack.callback(os.close, stdout)
-            os.dup2(2, 1)
+            printed = stack.enter_context(os.fdopen(os.memfd_create("solver"), "rb"))
+            flush = ctypes.CDLL(None).fflush
+            flush(None)
+            os.dup2(printed.fileno(), 1)
+            stack.callback(_print_others, printed)
             stack.callback(os.dup2, stdout, 1)
             stack.callback(flush, None)
         yield
+
+
+def _print_others(printed: IO[bytes]) -> None:
+    printed.seek(0)
+    others = b"".join(line for line in printed if not line.startswith(b"HighsMipSolverData"))
+    while others:
+        others = others[os.write(1, others) :]
 
 
 def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choice]:
