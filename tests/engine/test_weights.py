@@ -126,7 +126,7 @@ def delayed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "ahead"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("demo", 3)]
+    ("model", "ahead"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
 )
 def test_late_and_poisoned_copies(model, ahead, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
