@@ -82,8 +82,9 @@ PROFILES: Mapping[str, Settings] = {
     "quick": Settings(layers=6, links=("nvdram", "dram"), gaps=4),
     "full": Settings(gweights_per_s=1.0),
 }
-"""Of `full` a round at all the requests takes 21 steps of 1.4 to 6 s, all of it 45 min. At 2 the
-products of all the requests no longer fit into the time that they are held to."""
+"""Of `full` a round at all the requests takes 21 steps of 1.4 to 6 s, all of it 45 min expected. At
+2 it took 30, but the products of all the requests no longer fitted into the time they are held to.
+"""
 
 RESULT_KEYS = (
     "helm_tbt_gain",

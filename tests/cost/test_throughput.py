@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from tests.cost.test_latency import PAGE, every_placement, small_model
+from tests.cost.instances import PAGE, every_placement, small_model
 from tests.cost.test_model import LLAMA_3_8B, OPT_175B
 from vllm_tiered.cost import throughput
 from vllm_tiered.cost.machine import Machine, machine

@@ -207,7 +207,8 @@ def test_leaving_without_entering_is_found():
 
 
 @pytest.mark.parametrize("broken", ["fills a slot in use", "does not wait"])
-def test_the_model_sees_wrong_weights(broken, monkeypatch):
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_model_sees_wrong_weights(ahead, broken, monkeypatch):
     """What the other tests rely on."""
     if broken == "does not wait":
         monkeypatch.setattr(SimulatedDevice, "wait", lambda self, event: 0.0)
@@ -219,7 +220,7 @@ def test_the_model_sees_wrong_weights(broken, monkeypatch):
         )
     wrong = []
     for seed in range(10):
-        model = Model([2, 2, 2, 2], seed=seed, haste=0.6)
+        model = Model([2] * 8, ahead=ahead, seed=seed, haste=0.6)
         model.ring.start()
         for _ in range(3):
             model.step()

@@ -18,21 +18,18 @@ slots are even in number and sublayers are wholly near by layers only; else all 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from vllm_tiered.cost.pipeline import ALONE, Link, Slowdown, StepTimes, seconds_beside
+from vllm_tiered.cost.quiet_solver import quiet_solver
 from vllm_tiered.cost.weights import Kind, Parameter, Placement, Sublayer, extent_of, slot_of
 
 _MOST_MODULES = 8
@@ -45,9 +42,6 @@ _MOST_SECONDS = 3.0
 
 SOLVED = 1e-4
 """How far from the program's best, in parts of it, counts as the best."""
-
-
-_ONE_AT_A_TIME = threading.Lock()
 
 
 class Links(NamedTuple):
@@ -316,7 +310,7 @@ def _counts(
         [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_sizes + 1, np.inf)]
     )
     integrality = np.concatenate([np.ones(2 * num_choices), np.zeros(num_sizes), [is_even]])
-    with _quiet_solver():
+    with quiet_solver():
         solution = milp(
             cost,
             constraints=LinearConstraint(np.array(rows), low, high),
@@ -328,31 +322,6 @@ def _counts(
         return None
     numbers = iter(np.rint(solution.x[:num_choices]).astype(int).tolist())
     return [[next(numbers) for _ in options] for options in choices]
-
-
-@contextlib.contextmanager
-def _quiet_solver() -> Iterator[None]:
-    """HiGHS 1.12 prints a line where it mends a solution, whatever it is told; that would be in the
-    midst of ``vllm-tiered plan --json``. What others print meanwhile appears afterwards."""
-    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a process without stdout
-            stdout = os.dup(1)
-            stack.callback(os.close, stdout)
-            printed = stack.enter_context(os.fdopen(os.memfd_create("solver"), "rb"))
-            flush = ctypes.CDLL(None).fflush
-            flush(None)
-            os.dup2(printed.fileno(), 1)
-            stack.callback(_print_others, printed)
-            stack.callback(os.dup2, stdout, 1)
-            stack.callback(flush, None)
-        yield
-
-
-def _print_others(printed: IO[bytes]) -> None:
-    printed.seek(0)
-    others = b"".join(line for line in printed if not line.startswith(b"HighsMipSolverData"))
-    while others:
-        others = others[os.write(1, others) :]
 
 
 def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choice]:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HiGHS 1.12 prints a line to stdout where it mends a solution, whatever it is told."""
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from typing import IO
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextlib.contextmanager
+def quiet_solver() -> Iterator[None]:
+    """Without that line, which would be in the midst of ``vllm-tiered plan --json``. What others
+    print meanwhile appears afterwards."""
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a process without stdout
+            stdout = os.dup(1)
+            stack.callback(os.close, stdout)
+            printed = stack.enter_context(os.fdopen(os.memfd_create("solver"), "rb"))
+            flush = ctypes.CDLL(None).fflush
+            flush(None)
+            os.dup2(printed.fileno(), 1)
+            stack.callback(_print_others, printed)
+            stack.callback(os.dup2, stdout, 1)
+            stack.callback(flush, None)
+        yield
+
+
+def _print_others(printed: IO[bytes]) -> None:
+    printed.seek(0)
+    others = b"".join(line for line in printed if not line.startswith(b"HighsMipSolverData"))
+    while others:
+        others = others[os.write(1, others) :]
