@@ -34,12 +34,16 @@ def test_strides_double_while_the_link_is_idle():
 
 @pytest.mark.parametrize(("demand", "most"), [(130, 169), (200, 230)])
 def test_no_level_above_what_the_pressure_can_use(demand, most):
-    plant = Plant(demand=demand).run(2000)
+    plant = Plant(demand=demand).run(500)
     needed = next(m for m in range(30) if limit_of(m, 0.2) >= demand)
     assert plant.level >= needed
     # A little more is not refused: requests grow, and a slack of 0.2 is asked for.
     assert limit_of(plant.level, 0.2) < most
-    assert plant.changes_since(500) == 0
+    # Long after, what nobody asked for is given back, once.
+    plant.run(1500)
+    assert needed <= plant.level <= needed + 1
+    assert plant.changes_since(500) <= 1
+    assert plant.changes_since(1000) == 0
 
 
 def test_growth_ends_before_compute_waits():
@@ -240,7 +244,7 @@ def test_never_steps_aside_below_the_blocks_in_use():
     plant.demand = 150
     plant.run(5000)
     assert 0 < plant.level < LEVELS.max_far_layers
-    assert limit_of(plant.level, 0.2) >= 150
+    assert 150 <= limit_of(plant.level, 0.2) < 1.1 * 150
     assert plant.changes_since(len(plant.path) - 3000) == 0
 
 

@@ -11,7 +11,7 @@ Steps are summed into windows; at a window's end the first rule that applies mov
 | judge     | enough long windows here and where we came from | back, if the lower was as good     |
 | grow      | requests are blocked, no stall, the link bears  | up: 3, 5, 9, 17 …, at last one by  |
 |           | it, and they would use the blocks               | one; at once to what worked before |
-| aside     | nothing was blocked for long, the blocks fit    | down to what fits with slack       |
+| aside     | nothing was blocked for long, the blocks fit    | down to what fits                  |
 | try lower | long under pressure, blocks happen to fit       | down by a tenth, then judge        |
 
 A level that stalled or gained nothing becomes the *ceiling* for a while that doubles each time,

@@ -32,9 +32,11 @@ class Tuning:
         freer_link: a transfer this much shorter than when a level stalled lifts the ceiling.
         pressure: share of blocked steps from which a window counts as blocked.
         same: a throughput this close counts as equal.
-        slack: spare blocks (share of the limit) left when the level falls as nothing is blocked.
-        headroom: the same when it falls to compare levels under pressure: a little, as blocks in
-            use are close to the limit by nature.
+        slack: growth asks for this share of the blocks in use at least, as running requests have
+            only begun.
+        headroom: spare blocks (share of the limit) left when the level falls: a little. Under
+            pressure blocks in use are close to the limit by nature; and where nothing was blocked
+            for long, growth went too far by up to its slack, and one layer more is soon back.
         patience: steps without a blocked one before the level falls, and before a ceiling is
             tried again (at first).
         trial_every: steps before a lower level is tried (at first); a trial costs some 500 steps.
@@ -261,10 +263,10 @@ class Outlook:
         return self.last.used_blocks <= limit * (1 - self.tuning.headroom)
 
     def fits_for_long(self, level: int) -> bool:
-        """Whether the most in use since a request was blocked fits with slack."""
+        """Whether the most in use since a request was blocked fits."""
         quiet = self.memory.quiet
         limit = self.levels.block_limit(level, quiet.most_tails + TAILS_WHILE_PREFILLING)
-        return quiet.most_used <= limit * (1 - self.tuning.slack)
+        return quiet.most_used <= limit * (1 - self.tuning.headroom)
 
     def higher(self) -> tuple[list[int], bool]:
         """Choices above the present level that requests would use and that the link bears, and
