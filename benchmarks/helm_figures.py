@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_tiered.cost.machine import machine
 
@@ -20,6 +20,20 @@ LINK_GB_PER_S: Mapping[str, float] = {
 * NVDRAM: the machine's profile, which says how it follows from table IV.
 * DRAM: NVDRAM is "within 25 %" of it with compressed weights (IV-B, figure 6); figure 3a has 24.6.
 """
+
+
+OPT_175B: Mapping[str, Any] = {
+    "model_type": "opt",
+    "hidden_size": 12288,
+    "num_attention_heads": 96,
+    "num_hidden_layers": 96,
+    "ffn_dim": 49152,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+}
+
+CARD_BYTES = 38 * 2**30
+"""Of the 40 GB of HBM2 (table I): what CUDA and the activations of one request leave is assumed."""
 
 
 class Row(NamedTuple):

@@ -17,6 +17,7 @@ from benchmarks.helm_figures import (
     CLAIMS,
     FLEXGEN_PERCENTS,
     LINK_GB_PER_S,
+    OPT_175B,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     TABLE_IV,
@@ -29,16 +30,6 @@ from vllm_tiered.cost.model import ModelShape, model_shape
 from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
 from vllm_tiered.cost.predict import Batch, compute_times
 from vllm_tiered.cost.weights import Placement, place
-
-OPT_175B: Mapping[str, Any] = {
-    "model_type": "opt",
-    "hidden_size": 12288,
-    "num_attention_heads": 96,
-    "num_hidden_layers": 96,
-    "ffn_dim": 49152,
-    "vocab_size": 50272,
-    "max_position_embeddings": 2048,
-}
 
 COMPRESSED_BYTES_PER_WEIGHT = 0.5625
 """FlexGen's group-wise quantization: 4 bits, and two 16-bit numbers for 64 weights."""

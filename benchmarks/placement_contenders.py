@@ -24,11 +24,14 @@ class Contender:
         weights: the plugin's section.
         near_of: the contender whose near memory it gets; it is placed anew for each link. None for
             a placement that is the same on every link.
+        fills_card: it gets all that the paper's card has for layers instead, where that contender
+            leaves some of it idle.
     """
 
     name: str
     weights: Mapping[str, Any]
     near_of: str | None = None
+    fills_card: bool = False
 
     @property
     def memory_of(self) -> str:
@@ -45,6 +48,9 @@ FIXED = (
 
 PLACED = (
     Contender(name="latency_helm", weights={"placement": "latency"}, near_of="helm"),
+    Contender(
+        name="latency_card", weights={"placement": "latency"}, near_of="helm", fills_card=True
+    ),
     Contender(name="latency_flexgen", weights={"placement": "latency"}, near_of="flexgen"),
 )
 """At one request, against the contender whose memory they get."""

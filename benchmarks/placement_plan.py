@@ -17,10 +17,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.helm_figures import LINK_GB_PER_S, decode_ratios
+from benchmarks.helm_figures import (
+    CARD_BYTES,
+    LINK_GB_PER_S,
+    OPT_175B,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    decode_ratios,
+)
 from vllm_tiered.cost.curves import Curves, ProductCurve
 from vllm_tiered.cost.machine import Machine
-from vllm_tiered.cost.model import ModelShape
+from vllm_tiered.cost.model import ModelShape, model_shape
 from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
 from vllm_tiered.cost.serving import Load
 from vllm_tiered.cost.split import Room, Split
@@ -140,6 +147,17 @@ def planned_split(
     )
     without_head = replace(shape, head_bytes=0)  # `rest` has it
     return split_for_throughput(without_head, machine, load, Room(near_bytes=near_bytes))
+
+
+def card_near_bytes(shape: ModelShape) -> int:
+    """What HeLM's card holds of layers, scaled: beside the slots of HeLM's placement as large a
+    share of the layers' bytes as `CARD_BYTES` hold of OPT-175B's in 4 bit, beside its slots,
+    embeddings, head and the KV of one request (III-A, III-B)."""
+    paper = model_shape(OPT_175B, dtype="float16", compress="int4")
+    kv_bytes = (PROMPT_TOKENS + OUTPUT_TOKENS) * paper.kv_bytes_per_token
+    ring_bytes = place("helm", paper.sublayers).ring_bytes
+    share = (CARD_BYTES - paper.other_bytes - kv_bytes - ring_bytes) / paper.layer_bytes
+    return int(share * shape.layer_bytes) + place("helm", shape.sublayers).ring_bytes
 
 
 def near_budget(shape: ModelShape, placement: Placement, requests: int, block_tokens: int) -> int:

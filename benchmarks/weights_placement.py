@@ -92,6 +92,7 @@ RESULT_KEYS = (
     "helm_of_dram",
     "all_far_of_dram",
     "latency_over_helm",
+    "latency_card_over_helm",
     "latency_over_flexgen",
     "throughput_over_all_far",
     "throughput_over_flexgen",
@@ -173,6 +174,7 @@ class _Comparison:
             **summarise(by_link, near_rounds, compute, self._batches, TARGETS),
             "near_budget_bytes": self._budget,
             "near_bytes": {name: p.near_bytes for name, p in self._fixed.items()},
+            "card_near_bytes": plan.card_near_bytes(self._shape),
             "kv_bytes_per_request": BLOCK_TOKENS * self._shape.kv_bytes_per_token,
             "definitions": DEFINITIONS,
         }
@@ -229,13 +231,18 @@ class _Comparison:
         requests = self._settings.flexgen_batch + 1
         return plan.near_budget(self._shape, placement, requests, BLOCK_TOKENS)
 
+    def _near_bytes(self, contender: Contender) -> int:
+        """Of layers and slots, of a contender that is placed for the link."""
+        if contender.fills_card:
+            return plan.card_near_bytes(self._shape)
+        return self._fixed[contender.memory_of].near_bytes
+
     def _pair(
         self, contender: Contender, group: Mapping[str, EngineProcess], link: str, speed: float
     ) -> dict[str, list[RoundResult]]:
         """A contender that is placed for the link, and the one whose memory it gets."""
         settings = self._settings
-        near_bytes = self._fixed[contender.memory_of].near_bytes
-        weights = {**contender.weights, "near_gib": _gib(near_bytes)}
+        weights = {**contender.weights, "near_gib": _gib(self._near_bytes(contender))}
         spec = self._spec(contender.name, weights, speed)
         with engines([spec], self._requests(1, 1), self._at(link)) as (ours,):
             return interleave(
@@ -253,7 +260,7 @@ class _Comparison:
                 self._shape.sublayers,
                 compute.times(self._shape),
                 Link(bytes_per_s=speed),
-                self._fixed[contender.memory_of].near_bytes,
+                self._near_bytes(contender),
             )
         for contender in SHARING:
             placements[contender.name] = plan.planned_split(

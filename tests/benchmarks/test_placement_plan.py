@@ -7,7 +7,9 @@ from hypothesis import given
 
 from benchmarks import placement_plan as plan
 from benchmarks.helm_figures import FLEXGEN_PERCENTS, LINK_GB_PER_S, decode_ratios
+from vllm_tiered.cost.latency import place_for_latency
 from vllm_tiered.cost.model import model_shape
+from vllm_tiered.cost.pipeline import Link
 from vllm_tiered.cost.weights import place
 
 SHAPE = model_shape(plan.opt_config(24))
@@ -62,6 +64,34 @@ def test_the_ratios_of_cxl_follow():
     for name in ("cxl_fpga", "cxl_asic"):
         ours = plan.ratios(ALL_FAR, compute(attention=0.0091, ffn=0.0175), links[name])
         assert ours == pytest.approx(decode_ratios("all_far", name), rel=0.05)
+
+
+@pytest.mark.parametrize("layers", [6, 24])
+def test_the_card_has_room_that_helms_placement_leaves_idle(layers):
+    """38 GiB less 1.20 of embeddings, 0.65 of KV and 0.63 of slots, for 91.2 GiB of layers."""
+    shape = model_shape(plan.opt_config(layers))
+    helm = place("helm", shape.sublayers)
+    card_share = (plan.card_near_bytes(shape) - helm.ring_bytes) / shape.layer_bytes
+    assert card_share == pytest.approx(35.5 / 91.2, abs=0.002)
+    assert helm.resident_bytes / shape.layer_bytes == pytest.approx(1 / 3, abs=0.002)
+
+
+def test_with_all_of_the_card_latency_is_expected_faster_on_three_links_of_four():
+    links = plan.scaled_links(SHAPE, compute())
+    over_helm = {}
+    for name, speed in links.items():
+        ours = place_for_latency(
+            SHAPE.sublayers,
+            compute().times(SHAPE),
+            Link(bytes_per_s=speed),
+            plan.card_near_bytes(SHAPE),
+        )
+        seconds = (plan.expected_seconds(SHAPE, one, compute(), speed) for one in (HELM, ours))
+        over_helm[name] = next(seconds) / next(seconds)
+    assert over_helm["nvdram"] > 1.12
+    assert over_helm["cxl_fpga"] > 1.04
+    assert over_helm["dram"] > 1.03
+    assert over_helm["cxl_asic"] == pytest.approx(1.0, abs=0.005)
 
 
 def test_ratios_of_a_layer_without_far_weights():

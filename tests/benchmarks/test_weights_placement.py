@@ -30,6 +30,7 @@ STEPS = {
     "helm": 0.3,
     "all_far": 0.44,
     "latency_helm": 0.25,
+    "latency_card": 0.24,
     "latency_flexgen": 0.4,
     "throughput": 0.44,
     "throughput_helm": 0.33,
@@ -147,6 +148,7 @@ def test_figures(monkeypatch):
     assert result["helm_of_dram"] == pytest.approx(0.9)
     assert result["all_far_of_dram"] == pytest.approx(0.9)
     assert result["latency_over_helm"]["nvdram"] == pytest.approx(0.3 / 0.25)
+    assert result["latency_card_over_helm"]["nvdram"] == pytest.approx(0.3 / 0.24)
     assert result["latency_over_flexgen"]["nvdram"] == pytest.approx(1.0)
     assert result["compute"]["rest"] == pytest.approx(NEAR_STEP - 6 * (ATTENTION + FFN))
     assert result["by_link"]["nvdram"]["far_bytes_per_step"]["helm"] == pytest.approx(5e6)
@@ -184,7 +186,14 @@ def test_throughput_that_is_slower_anywhere_is_missed(monkeypatch):
 
 
 def test_what_is_missed_is_said(monkeypatch):
-    slow = {**STEPS, "helm": 0.38, "latency_helm": 0.4, "all_far": 0.4, "throughput": 0.4}
+    slow = {
+        **STEPS,
+        "helm": 0.38,
+        "latency_helm": 0.4,
+        "latency_card": 0.38,
+        "all_far": 0.4,
+        "throughput": 0.4,
+    }
     result, _, _ = measured(monkeypatch, steps=slow)
     assert result["targets"]["helm_tbt_gain"]["value"] == pytest.approx(0.05)
     assert set(result["missed"]) == {
@@ -193,12 +202,14 @@ def test_what_is_missed_is_said(monkeypatch):
         "all_far_of_dram",
         "latency_over_helm_least",
         "latency_better_share",
+        "latency_card_better_share",
     }
     table = weights_placement.table(result)
     assert "| helm_tbt_gain | 0.2 | 0.050 | missed |" in table
-    assert "| all_far_throughput_ratio | 4.5 | " in table and table.count("| met |") == 3
+    assert "| all_far_throughput_ratio | 4.5 | " in table and table.count("| met |") == 4
     assert set(result["targets"]) - set(result["missed"]) == {
         "all_far_throughput_ratio",
+        "latency_card_over_helm_least",
         "throughput_better_share",
         "throughput_least",
     }
@@ -214,7 +225,13 @@ def test_links_are_scaled_to_the_compute_of_the_engine_without_the_plugin(monkey
             assert engine.links == pytest.approx(expected)
     for name, entry in result["by_link"].items():
         assert entry["scale"] * LINK_GB_PER_S[name] == pytest.approx(entry["gb_per_s"])
-    for label in ("latency_helm", "latency_flexgen", "throughput", "throughput_helm"):
+    for label in (
+        "latency_helm",
+        "latency_card",
+        "latency_flexgen",
+        "throughput",
+        "throughput_helm",
+    ):
         placed = [spec for spec in fakes.specs if spec.label == label]
         assert [spec.link_bytes_per_s for spec in placed] == pytest.approx(expected)
 
@@ -228,12 +245,15 @@ def test_every_engine_has_the_same_model_core_and_rate(monkeypatch):
         WeightsConfig.from_dict(spec.tiered["weights"]).check()
 
 
-def test_a_placed_contender_has_the_memory_of_the_other(monkeypatch):
+def test_a_placed_contender_has_the_memory_of_the_other_or_the_cards(monkeypatch):
     result, fakes, _ = measured(monkeypatch)
     for contender in PLACED:
         spec = next(spec for spec in fakes.specs if spec.label == contender.name)
         near_bytes = spec.tiered["weights"]["near_gib"] * 2**30
-        assert 0 < near_bytes - result["near_bytes"][contender.near_of] <= 1024
+        others = result["near_bytes"][contender.near_of]
+        taken = result["card_near_bytes"] if contender.fills_card else others
+        assert 0 < near_bytes - taken <= 1024
+    assert result["card_near_bytes"] > result["near_bytes"]["helm"]
 
 
 def test_one_that_shares_its_memory_has_what_layers_and_kv_of_the_other_take(monkeypatch):
