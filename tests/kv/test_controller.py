@@ -248,6 +248,30 @@ def test_never_steps_aside_below_the_blocks_in_use():
     assert plant.changes_since(len(plant.path) - 3000) == 0
 
 
+@dataclasses.dataclass
+class WithWaves(Plant):
+    """Requests that begin together, every hundred steps: few blocks yet, and two tails each."""
+
+    def signals(self):
+        signals = super().signals()
+        if len(self.path) % 100:
+            return signals
+        return dataclasses.replace(signals, is_blocked=False, used_blocks=60, tail_slots=60)
+
+
+def test_requests_that_begin_together_do_not_keep_layers_far():
+    """The level would not hold the most blocks beside the most tails: they never come together."""
+    levels = []
+    for plant in (Plant(unit_link=1e-7), WithWaves(unit_link=1e-7)):
+        plant.run(1000)
+        plant.demand = 150
+        plant.run(5000)
+        levels.append(plant.level)
+    steady, waves = levels
+    assert waves == steady
+    assert LEVELS.block_limit(steady, 60) < 150
+
+
 def test_pressure_that_comes_and_goes_is_met_with_more_and_more_patience():
     plant = Plant(unit_link=1e-7)
     counts = []

@@ -2,6 +2,7 @@
 """Steps summed into windows, and the records of levels that are compared."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 
@@ -22,7 +23,25 @@ def test_windows_of_two_halves_are_that_of_the_whole():
         for signals in part:
             window = window.with_step(signals, 0.01)
         windows.append(window)
-    assert windows[0].merged(windows[1]) == pytest.approx(windows[2])
+    merged = windows[0].merged(windows[1])
+    assert merged[:-1] == pytest.approx(windows[2][:-1])
+    assert sorted(merged.peaks) == sorted(windows[2].peaks)
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=20))
+def test_peaks_are_the_steps_that_no_other_exceeds(steps):
+    window = Window()
+    signals = Plant().signals()
+    for used, tails in steps:
+        at = dataclasses.replace(signals, used_blocks=used, tail_slots=tails)
+        window = window.with_step(at, 0.01)
+    exceeded = {
+        one
+        for one, other in itertools.permutations(set(steps), 2)
+        if one[0] <= other[0] and one[1] <= other[1]
+    }
+    assert sorted(window.peaks) == sorted(set(steps) - exceeded)
+    assert window.most_tails == max(tails for _, tails in steps)
 
 
 def test_one_long_stall_is_no_stalled_window():

@@ -48,8 +48,21 @@ class Signals:
     needed_blocks: int
 
 
+class Peak(NamedTuple):
+    """Blocks in use, and the tails charged beside them, in a step."""
+
+    used: int
+    tails: int
+
+
 class Window(NamedTuple):
-    """Sums over steps, and two maxima. (A tuple: one is made in every step.)"""
+    """Sums over steps, and their peaks. (A tuple: one is made in every step.)
+
+    Attributes:
+        peaks: of each step that no other had both more blocks and more tails than. Requests that
+            begin have two tails each and few blocks, later one and many: the most of either would
+            together be more than was ever needed.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -63,8 +76,7 @@ class Window(NamedTuple):
     used: int = 0
     tails: int = 0
     compute_rate: float = 0.0  # sum of 1 / seconds without stall
-    most_used: int = 0
-    most_tails: int = 0
+    peaks: tuple[Peak, ...] = ()
 
     def with_step(self, signals: Signals, max_stall: float) -> "Window":
         """Add a step; it stalled if it stood still for more than ``max_stall`` of its time."""
@@ -83,15 +95,21 @@ class Window(NamedTuple):
             self.used + used,
             self.tails + tails,
             self.compute_rate + 1.0 / (seconds - stall if stall < seconds else seconds),
-            used if used > self.most_used else self.most_used,
-            tails if tails > self.most_tails else self.most_tails,
+            _with_peak(self.peaks, Peak(used, tails)),
         )
 
     def merged(self, other: "Window") -> "Window":
         """The steps of both."""
-        sums = [mine + theirs for mine, theirs in zip(self[:-2], other[:-2], strict=True)]
-        maxima = [max(mine, theirs) for mine, theirs in zip(self[-2:], other[-2:], strict=True)]
-        return Window._make((*sums, *maxima))
+        sums = [mine + theirs for mine, theirs in zip(self[:-1], other[:-1], strict=True)]
+        peaks = self.peaks
+        for peak in other.peaks:
+            peaks = _with_peak(peaks, peak)
+        return Window._make((*sums, peaks))
+
+    @property
+    def most_tails(self) -> int:
+        """In any step."""
+        return max((peak.tails for peak in self.peaks), default=0)
 
     @property
     def compute_seconds(self) -> float:
@@ -161,6 +179,14 @@ class Record:
 
     def _error(self, other: "Record") -> float:
         return math.sqrt(self.variance / self.count + other.variance / other.count)
+
+
+def _with_peak(peaks: tuple[Peak, ...], one: Peak) -> tuple[Peak, ...]:
+    used, tails = one
+    for peak in peaks:
+        if used <= peak.used and tails <= peak.tails:
+            return peaks
+    return (*(peak for peak in peaks if peak.used > used or peak.tails > tails), one)
 
 
 def _load(sample: Window) -> tuple[float, float]:

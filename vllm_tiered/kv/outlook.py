@@ -259,14 +259,15 @@ class Outlook:
 
     def fits_now(self, level: int) -> bool:
         """Whether the blocks in use fit the level at this moment: nobody is preempted."""
-        limit = self.levels.block_limit(level, self.last.tail_slots + TAILS_WHILE_PREFILLING)
-        return self.last.used_blocks <= limit * (1 - self.tuning.headroom)
+        return self._fits(level, self.last.used_blocks, self.last.tail_slots)
 
     def fits_for_long(self, level: int) -> bool:
-        """Whether the most in use since a request was blocked fits."""
-        quiet = self.memory.quiet
-        limit = self.levels.block_limit(level, quiet.most_tails + TAILS_WHILE_PREFILLING)
-        return quiet.most_used <= limit * (1 - self.tuning.headroom)
+        """Whether all that was in use since a request was blocked fits."""
+        return all(self._fits(level, peak.used, peak.tails) for peak in self.memory.quiet.peaks)
+
+    def _fits(self, level: int, used_blocks: int, tail_slots: int) -> bool:
+        limit = self.levels.block_limit(level, tail_slots + TAILS_WHILE_PREFILLING)
+        return used_blocks <= limit * (1 - self.tuning.headroom)
 
     def higher(self) -> tuple[list[int], bool]:
         """Choices above the present level that requests would use and that the link bears, and
