@@ -33,6 +33,7 @@ RESULT_KEYS = (
     "simulated_seconds_per_second",
     "cpu_model",
     "half_demand",
+    "eighth_demand",
     "by_scenario",
     "definitions",
 )
@@ -57,8 +58,8 @@ PROFILES = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how often `run` reports: calibration, half of the demand, and every scenario."""
-    return 2 + len(settings.scenarios)
+    """Return how often `run` reports: calibration, half and an eighth of the demand, scenarios."""
+    return 3 + len(settings.scenarios)
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -73,6 +74,12 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     half_demand = ceiling.half_demand()
     shares = (f"{entry['fraction_of_ceiling']:.2f} {name}" for name, entry in half_demand.items())
     step(f"half of the demand near, of the ceiling: {'; '.join(shares)}")
+    eighth_demand = ceiling.eighth_demand()
+    gains = (
+        f"{entry['throughput_gain']:.2f} and {entry['token_latency_gain']:.2f} {name}"
+        for name, entry in eighth_demand.items()
+    )
+    step(f"an eighth near, times the tokens/s and a fraction of the latency: {'; '.join(gains)}")
     by_scenario = {}
     simulated = taken = 0.0
     for name in settings.scenarios:
@@ -104,6 +111,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         "simulated_seconds_per_second": simulated / taken,
         "cpu_model": cpu_model,
         "half_demand": half_demand,
+        "eighth_demand": eighth_demand,
         "by_scenario": by_scenario,
         "definitions": {**DEFINITIONS, **ceiling.DEFINITIONS},
     }

@@ -410,7 +410,7 @@ def test_result_has_its_keys_and_every_step_is_reported():
     steps: list[str] = []
     result = kv_simulate.run(settings_, steps.append)
     assert set(kv_simulate.RESULT_KEYS) <= result.keys()
-    assert len(steps) == kv_simulate.num_steps(settings_) == 4
+    assert len(steps) == kv_simulate.num_steps(settings_) == 5
     assert list(result["by_scenario"]) == ["cpu-alpaca", "gh200-step"]
     assert "| cpu-alpaca |" in kv_simulate.table(result)
     json.dumps(result)
