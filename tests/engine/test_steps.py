@@ -39,7 +39,7 @@ def test_it_goes_on():
     streak = DecodeStreak()
     assert not streak.goes_on(output())
     assert streak.goes_on(output(computed=NEXT))
-    assert streak.goes_on(output(computed=[12, 22, 32]))
+    assert streak.goes_on(output(computed=[12, 22, 32], new_block_ids=[None, ([7],), None]))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,6 @@ def test_it_goes_on():
         {"total": 4},
         {"computed": [11, 21, 32]},
         {"computed": [10, 20, 30]},
-        {"new_block_ids": [None, ([7],), None]},
         {"resumed_req_ids": {"b"}},
         {"new": ["d"], "total": 9},
     ],

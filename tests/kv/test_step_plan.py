@@ -155,13 +155,14 @@ def test_going_on_behind_a_block_that_is_no_tail(planner, scheduled):
     "tails_stay", [(True,), (False,), (True, True, True, True, False)], ids=str
 )
 @pytest.mark.parametrize("seed", range(8))
-def test_planning_again_says_what_planning_would(seed, tails_stay):
-    """Requests decode; whenever one planner needs not look, the other one finds the same."""
+def test_going_on_says_what_planning_would(seed, tails_stay):
+    """Requests decode; one planner looks at those whose blocks change, the other one at all."""
     rng = random.Random(seed)
     quick, thorough = (StepPlanner(num_blocks=999, block_tokens=8) for _ in range(2))
     free = iter(range(1, 999))
     lengths: dict[str, int] = {}
-    num_again = 0
+    firsts: list[int] = []
+    num_again = num_changes = 0
     for at in range(120):
         parts = []
         for name, computed in lengths.items():
@@ -171,8 +172,13 @@ def test_planning_again_says_what_planning_would(seed, tails_stay):
         if rng.random() < 0.1 or at == 0:
             prompt = rng.randint(1, 20)
             blocks = [next(free) for _ in range(-(-prompt // 8))]
-            parts.append(part(f"request-{at}", 0, prompt, blocks, restarts=True))
+            hits = 0
+            if firsts and prompt > 8 and rng.random() < 0.5:  # another request's first block
+                blocks[0], hits = rng.choice(firsts), 8
+            parts.append(part(f"request-{at}", hits, prompt - hits, blocks, restarts=True))
             lengths[f"request-{at}"] = prompt
+            if prompt >= 8:
+                firsts.append(blocks[0])
         ended = [name for name in lengths if len(lengths) > 4 and lengths[name] > 30][:1]
         parts = [scheduled for scheduled in parts if scheduled.request_id not in ended]
         for name in ended:
@@ -184,15 +190,24 @@ def test_planning_again_says_what_planning_would(seed, tails_stay):
         }
         again = None
         if not ended and all(p.scheduled_tokens == 1 and not p.restarts for p in parts):
-            again = quick.plan_again(**level)
+            due = set(quick.due)
+            again = quick.plan_on(
+                [p for p in parts if p.new_block_ids or p.request_id in due], **level
+            )
         plan = thorough.plan(parts, ended, **level)
         if again is None:
             again = quick.plan(parts, ended, **level)
         else:
             num_again += 1
-        assert classes(again) == classes(plan)
+            num_changes += bool(due)
+        assert again.read.tolist() == plan.read.tolist()
+        found, expected = classes(again), classes(plan)
+        assert {name: sorted(ids) for name, ids in found.items()} == {
+            name: sorted(ids) for name, ids in expected.items()
+        }
         assert (again.far_layers, again.write_out_for) == (plan.far_layers, plan.write_out_for)
-    assert num_again > 3
+    assert num_again > 20
+    assert num_changes > 5
 
 
 def test_while_nothing_changes_the_same_arrays_come_again():
@@ -200,8 +215,16 @@ def test_while_nothing_changes_the_same_arrays_come_again():
     planner = StepPlanner(num_blocks=100, block_tokens=8)
     first = planner.plan([part("a", 0, 17, [1, 2, 3], restarts=True)], [], far_layers=3)
     second = planner.plan([part("a", 17, 1, [])], [], far_layers=3)
-    third, fourth = (planner.plan_again(far_layers=3) for _ in range(2))
+    third, fourth = (planner.plan_on(far_layers=3) for _ in range(2))
     assert third is not None and fourth is not None
     assert second.read.tolist() == [1, 2] and first.read is not second.read
     assert third.read is fourth.read is second.read
     assert third.extend is fourth.extend is second.extend
+
+
+def test_a_request_that_is_due_cannot_be_left_out():
+    planner = StepPlanner(num_blocks=100, block_tokens=8)
+    planner.plan([part("a", 0, 15, [1, 2], restarts=True)], [], far_layers=3)
+    assert planner.due == {"a"}
+    with pytest.raises(IntegrityError, match=r"of \['a'\], whose blocks change, 0 are planned for"):
+        planner.plan_on(far_layers=3)

@@ -167,8 +167,11 @@ class TieredScheduler:
             tails_stay = self.adaptive.expansion.tails_stay
         step = None
         if goes_on and not self._withheld_changed:
-            step = self._planner.plan_again(
-                far_layers=far_layers, write_out_for=write_out_for, tails_stay=tails_stay
+            step = self._planner.plan_on(
+                list(self._changed_requests(scheduler_output)),
+                far_layers=far_layers,
+                write_out_for=write_out_for,
+                tails_stay=tails_stay,
             )
         if step is None:
             if goes_on:
@@ -353,6 +356,19 @@ class TieredScheduler:
                 computed_tokens,
                 scheduled[request_id],
             )
+
+    def _changed_requests(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
+        """In a step of a token for each, those whose last block fills or that got blocks."""
+        due = self._planner.due
+        cached = scheduler_output.scheduled_cached_reqs
+        for at, block_ids in enumerate(cached.new_block_ids):
+            request_id = cached.req_ids[at]
+            if block_ids or request_id in due:
+                computed_tokens = cached.num_computed_tokens[at]
+                self._watch.follow(request_id, computed_tokens + 1)
+                yield ScheduledRequest(
+                    request_id, block_ids[0] if block_ids else (), False, computed_tokens, 1
+                )
 
     def _follow(self, request_id: str, end_tokens: int) -> None:
         self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)

@@ -91,7 +91,8 @@ class Step:
 
 
 class DecodeStreak:
-    """Sees whether a step is the one before with a token more for each request."""
+    """Sees whether a step is the one before with a token more for each request, for which some
+    may have got a block."""
 
     def __init__(self) -> None:
         self._request_ids: list[str] = []
@@ -111,7 +112,6 @@ class DecodeStreak:
             self._request_ids == before
             and scheduler_output.total_num_scheduled_tokens == num_requests
             and self._computed_tokens == num_before + num_requests
-            and not any(cached.new_block_ids)
         )
 
 

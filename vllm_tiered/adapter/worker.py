@@ -4,7 +4,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class TieredWorker:
         self._layer_of: dict[str, int] = {}  # layers that may be far
         self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
         self._rotating: dict[str, int] = {}
+        self._to_come: Container[int] = ()  # layers that this step has to wait for
         self._report: StepReport | None = None
         self._lost: set[int] = set()
         self._step_start = 0.0
@@ -165,6 +166,7 @@ class TieredWorker:
             or self.swapper.is_laid_out_as_vllm == self._translates
         ):
             self._follow_level()
+        self._to_come = self.swapper.layers_to_come
         self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
@@ -183,7 +185,7 @@ class TieredWorker:
     def wait_layer(self, layer_name: str) -> None:
         if self._trace:
             self._traced_wait(self._names.index(layer_name))
-        elif (layer := self._waits_here.get(layer_name)) is not None:
+        elif (layer := self._waits_here.get(layer_name)) is not None and layer in self._to_come:
             self._wait(layer)
 
     def layer_done(self, layer_name: str) -> None:
@@ -238,7 +240,7 @@ class TieredWorker:
         def do_kv_cache_update(*args: Any, **kwargs: Any) -> Any:
             if self._trace:
                 self._traced_wait(layer)
-            else:
+            elif layer in self._to_come:
                 self._wait(layer)
             return update(*args, **kwargs)
 
@@ -262,32 +264,38 @@ class TieredWorker:
         # What a wait takes beside the standstill is bookkeeping too; traced waits are not timed.
         waiting_seconds = max(0.0, self._wait_seconds - stall_seconds)
         self._wait_seconds = 0.0
+        # Counters that did not move are left out: where no layer is far most do not.
         data: dict[str, Any] = {
             "kv_steps": 1,
             "kv_step_seconds": step_seconds,
             "kv_bookkeeping_seconds": self._bookkeeping_seconds + waiting_seconds,
-            "kv_stall_seconds": stall_seconds,
-            "kv_lost_blocks": len(self._lost),
             **self._gauges,
         }
+        if stall_seconds:
+            data["kv_stall_seconds"] = stall_seconds
+        if self._lost:
+            data["kv_lost_blocks"] = len(self._lost)
         errors = self._device.page_errors()
-        for kind, count in errors.items():
-            data[page_errors_metric(kind)] = count - self._errors_before[kind]
-        self._errors_before = errors
+        if errors != self._errors_before:
+            for kind, count in errors.items():
+                data[page_errors_metric(kind)] = count - self._errors_before[kind]
+            self._errors_before = errors
         self._stall_before = self.swapper.stall_seconds
+        report = self._report = StepReport(stall_seconds=stall_seconds)
         for direction, before in self._use_before.items():
             use = self._device.use(direction)
-            data[f"kv_{direction.value}_bytes"] = use.num_bytes - before.num_bytes
-            data[f"kv_{direction.value}_seconds"] = use.busy_seconds - before.busy_seconds
+            if use == before:
+                continue
+            num_bytes = use.num_bytes - before.num_bytes
+            seconds = use.busy_seconds - before.busy_seconds
+            data[f"kv_{direction.value}_bytes"] = num_bytes
+            data[f"kv_{direction.value}_seconds"] = seconds
             self._use_before[direction] = use
+            if direction is Direction.READ:
+                report.read_bytes, report.read_seconds = num_bytes, seconds
+            else:
+                report.write_bytes, report.write_seconds = num_bytes, seconds
         self._stats.aggregate(TieredStats(data=data))
-        self._report = StepReport(
-            stall_seconds=data["kv_stall_seconds"],
-            read_seconds=data["kv_read_seconds"],
-            write_seconds=data["kv_write_seconds"],
-            read_bytes=data["kv_read_bytes"],
-            write_bytes=data["kv_write_bytes"],
-        )
         if self._trace:
             layers = self._trace.finish(self._step_start + step_seconds)
             self._report.layers += [] if layers is None else [layers]

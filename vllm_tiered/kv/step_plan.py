@@ -17,7 +17,7 @@ level becomes one at which they do not stay, those that are near go to the far t
 when it becomes one at which they do, those that are far remain so until they are full.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class ScheduledRequest(NamedTuple):
 
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
+_NO_NAMES: Set[str] = frozenset()
 
 
 def _no_blocks() -> BlockIds:
@@ -118,8 +119,20 @@ class _Request:
         return int(self._blocks[position])
 
 
+@dataclass(slots=True)
+class _Blocks:
+    """Block ids of one step, by what happens to them, as requests are looked at."""
+
+    ring: list[BlockIds] = field(default_factory=list)
+    acquired: list[int] = field(default_factory=list)
+    flushed: list[int] = field(default_factory=list)
+
+
 class StepPlanner:
     """Follows every request's blocks and classifies them step by step. Runs in the scheduler.
+
+    Most steps are the one before with a token more for each request. Of those only the requests
+    are looked at whose last block fills, or a new one begins: it is known when (``due``).
 
     Args:
         num_blocks: block ids are below this.
@@ -129,15 +142,25 @@ class StepPlanner:
     def __init__(self, *, num_blocks: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._requests: dict[str, _Request] = {}
+        # Of the step before: what it read, and by its end all that is full of what it used.
         self._is_read = np.zeros(num_blocks, dtype=np.bool_)
+        self._filled: list[BlockIds] = []
+        self._extended: dict[str, int] = {}  # tails that the next step would extend
         self._steady = StepPlan()
-        self._steady_steps = 0  # as many further steps may be as the last one
-        self._tails_stay = True  # in the last one
+        self._is_steady = False  # the next one reads and extends the same
+        self._tails_stay = True
+        self._steps_on = 0  # since all requests were looked at
+        self._due: dict[int, set[str]] = {}  # by `_steps_on`
 
     @property
     def num_tails(self) -> int:
         """Requests whose last block is partly filled."""
         return sum(request.tail is not None for request in self._requests.values())
+
+    @property
+    def due(self) -> Set[str]:
+        """Requests whose blocks change if the next step is one token more for each."""
+        return self._due.get(self._steps_on + 1, _NO_NAMES)
 
     def plan(
         self,
@@ -158,60 +181,33 @@ class StepPlanner:
         Raises:
             IntegrityError: a request continues behind a partly filled block that is not its tail.
         """
-        block_tokens = self._block_tokens
         self._tails_stay = tails_stay
         released = [tail for name in ended if (tail := self._forget(name)) is not None]
         leaving = [] if tails_stay else self._take_near_tails()
+        self._steps_on = 0
+        self._due, self._filled, self._extended = {}, [], {}
         read: list[BlockIds] = []
-        ring: list[BlockIds] = []
-        acquired: list[int] = []
         extended: list[int] = []
-        flushed: list[int] = []
-        steady_steps = block_tokens
+        blocks = _Blocks()
         for part in scheduled:
             request = self._follow(part, released)
-            full_before, partial = divmod(part.computed_tokens, block_tokens)
-            end_tokens = part.computed_tokens + part.scheduled_tokens
-            full_after, partial_after = divmod(end_tokens, block_tokens)
+            full_before, partial = divmod(part.computed_tokens, self._block_tokens)
             if full_before and far_layers != 0:
                 read.append(request.blocks(0, full_before))
-            first_new = full_before
-            if partial:
-                tail = self._tail_at(part, request, full_before)
-                if not request.tail_is_near:
-                    extended.append(tail)
-                if full_after == full_before:  # the tail fills further
-                    steady_steps = min(steady_steps, block_tokens - 1 - partial_after)
-                    continue
-                request.tail = None
-                if request.tail_is_near:
-                    flushed.append(tail)
-                first_new += 1
-            steady_steps = 0
-            end_ring = full_after
-            if partial_after:
-                request.tail = request.block(full_after)
-                request.tail_is_near = tails_stay
-                if tails_stay:
-                    acquired.append(request.tail)
-                else:
-                    end_ring += 1
-            if first_new < end_ring:
-                ring.append(request.blocks(first_new, end_ring))
-        ring_ids = np.concatenate(ring) if ring else _NO_BLOCKS
-        extended_ids, flushed_ids = _block_ids(extended), _block_ids(flushed)
-        self._steady_steps = steady_steps
-        self._steady = StepPlan(
-            read=self._unique(read, ring_ids, extended_ids, flushed_ids),
-            extend=extended_ids,
-            far_layers=far_layers,
-        )
+            if partial and not request.tail_is_near:
+                extended.append(self._tail_at(part, request, full_before))
+            self._classify(part, request, blocks)
+        ring = np.concatenate(blocks.ring) if blocks.ring else _NO_BLOCKS
+        extended_ids, flushed = _block_ids(extended), _block_ids(blocks.flushed)
+        read_ids = self._unique(read, ring, extended_ids, flushed)
+        self._steady = StepPlan(read=read_ids, extend=extended_ids, far_layers=far_layers)
+        self._is_steady = not self._filled and [*self._extended.values()] == extended
         return StepPlan(
-            read=self._steady.read,
+            read=read_ids,
             extend=extended_ids,
-            ring=ring_ids,
-            tail_acquire=_block_ids(acquired),
-            tail_flush=flushed_ids,
+            ring=ring,
+            tail_acquire=_block_ids(blocks.acquired),
+            tail_flush=flushed,
             tail_release=_block_ids(released),
             tail_leave=_block_ids(leaving),
             granted=_block_ids(granted),
@@ -220,8 +216,9 @@ class StepPlanner:
             write_out_for=write_out_for,
         )
 
-    def plan_again(
+    def plan_on(
         self,
+        changed: Sequence[ScheduledRequest] = (),
         *,
         far_layers: int | None = None,
         write_out_for: int | None = None,
@@ -229,19 +226,93 @@ class StepPlanner:
     ) -> StepPlan | None:
         """The plan of a step in which each request of the one before computes one token more.
 
-        Most steps are such, and to look at every request again would find nothing.
+        Args:
+            changed: of its requests those that are ``due``, and those that got blocks.
 
         Returns:
-            None if a block fills, or if the level is another: ``plan`` must look.
+            None if the level is another: ``plan`` must look at all requests. If None is returned,
+            no state changes are made.
+
+        Raises:
+            IntegrityError: as ``plan``, or one that is due is not there.
         """
-        if not self._steady_steps or far_layers != self._steady.far_layers:
+        if far_layers != self._steady.far_layers or tails_stay != self._tails_stay:
             return None
-        if tails_stay != self._tails_stay:
-            return None
-        self._steady_steps -= 1
-        if write_out_for is None:
-            return self._steady  # the same arrays: whoever has them need not compare
-        return replace(self._steady, write_out_for=write_out_for)
+        steady = self._going_on(far_layers)
+        self._steps_on += 1
+        due = self._due.pop(self._steps_on, _NO_NAMES)
+        if len(changed) < len(due):
+            raise IntegrityError(
+                f"of {sorted(due)}, whose blocks change, {len(changed)} are planned for"
+            )
+        blocks = _Blocks()
+        for part in changed:
+            self._classify(part, self._follow(part, []), blocks)
+        if not changed:
+            if write_out_for is None:
+                return steady  # the same arrays: whoever has them need not compare
+            return replace(steady, write_out_for=write_out_for)
+        return replace(
+            steady,
+            ring=np.concatenate(blocks.ring) if blocks.ring else _NO_BLOCKS,
+            tail_acquire=_block_ids(blocks.acquired),
+            tail_flush=_block_ids(blocks.flushed),
+            write_out_for=write_out_for,
+        )
+
+    def _going_on(self, far_layers: int | None) -> StepPlan:
+        """What a step reads and extends that goes on where the one before ended."""
+        if self._is_steady:
+            return self._steady
+        read, extend = self._steady.read, [*self._extended.values()]
+        if self._filled and far_layers != 0:
+            self._is_read[np.concatenate(self._filled)] = True
+            read = np.flatnonzero(self._is_read)
+        self._filled = []
+        if extend == self._steady.extend.tolist():
+            extend_ids = self._steady.extend
+        else:
+            extend_ids = _block_ids(extend)
+        self._steady = StepPlan(read=read, extend=extend_ids, far_layers=far_layers)
+        self._is_steady = True
+        return self._steady
+
+    def _classify(self, part: ScheduledRequest, request: _Request, blocks: _Blocks) -> None:
+        """Add what happens to the blocks that the request computes in, but for what it reads."""
+        block_tokens = self._block_tokens
+        full_before, partial = divmod(part.computed_tokens, block_tokens)
+        full_after, partial_after = divmod(
+            part.computed_tokens + part.scheduled_tokens, block_tokens
+        )
+        # In so many steps of a token each the tail is full, or a block begins.
+        left = block_tokens - partial_after if partial_after else 1
+        self._due.setdefault(self._steps_on + left, set()).add(part.request_id)
+        first_new = full_before
+        if partial:
+            tail = self._tail_at(part, request, full_before)
+            if full_after == full_before:  # the tail fills further
+                if not request.tail_is_near:
+                    self._extended[part.request_id] = tail
+                return
+            request.tail = None
+            self._extended.pop(part.request_id, None)
+            if request.tail_is_near:
+                blocks.flushed.append(tail)
+            first_new += 1
+        self._is_steady = False
+        if full_after > full_before:
+            self._filled.append(request.blocks(full_before, full_after))
+        end_ring = full_after
+        if partial_after:
+            request.tail = request.block(full_after)
+            request.tail_is_near = self._tails_stay
+            if self._tails_stay:
+                blocks.acquired.append(request.tail)
+            else:
+                end_ring += 1
+                self._extended[part.request_id] = request.tail
+        if first_new < end_ring:
+            blocks.ring.append(request.blocks(first_new, end_ring))
 
     def _follow(self, part: ScheduledRequest, released: list[int]) -> _Request:
         if not part.restarts:
@@ -289,9 +360,9 @@ class StepPlanner:
 
         A request may hit a prefix that another one computes in this very step.
         """
+        self._is_read[:] = False
         if not read:
             return _NO_BLOCKS
-        self._is_read[:] = False
         self._is_read[np.concatenate(read)] = True
         for block_ids in written:
             self._is_read[block_ids] = False

@@ -15,7 +15,7 @@ and pages that a write still reads drain.
 Between two steps the number of far layers may change (``relocator.py``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -111,6 +111,12 @@ class Swapper:
         """Whether block b of layer l still is page ``l * (P / n) + b``, as in vLLM's own layout."""
         return self._as_vllm
 
+    @property
+    def layers_to_come(self) -> Container[int]:
+        """Layers that the step which has begun must wait for: the others' pages are near."""
+        returning = self._relocator.returning
+        return {*self._position, *returning} if returning else self._position
+
     # One step ---------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -126,7 +132,7 @@ class Swapper:
         self._plan = plan
         self._writes = [None] * len(self.order.rotating)
         self.keeps_pages = self.serves(plan)
-        if not self.keeps_pages:
+        if not self.keeps_pages and self._staging.num_areas:
             self._staging.release(next(iter(self.far.last_write), None))
         self._release_tails(plan.tail_release)
         if len(plan.tail_leave):
@@ -299,16 +305,16 @@ class Swapper:
             self._granted.difference_update(block_ids.tolist())
 
     def _acquire_tails(self, block_ids: BlockIds) -> None:
-        if len(block_ids):
+        if len(block_ids) and self.order.rotating:
             shape = (len(self.order.rotating), len(block_ids))
             pages = self._take(shape[0] * shape[1], Owner.TAIL)
             self.table.set_rotating(block_ids, pages.reshape(shape))
-            self._tails.update(block_ids.tolist())
+        self._tails.update(block_ids.tolist())
 
     def _release_tails(self, block_ids: BlockIds) -> None:
-        if len(block_ids):
+        if len(block_ids) and self.order.rotating:
             self.pool.free(self.table.rotating_pages(block_ids).ravel(), Owner.TAIL)
-            self._tails.difference_update(block_ids.tolist())
+        self._tails.difference_update(block_ids.tolist())
 
     # Copies -----------------------------------------------------------------------------
 
