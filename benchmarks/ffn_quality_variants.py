@@ -19,6 +19,8 @@ _EIGHT = Mix(full=0, int8=1, int4=0)
 _FOUR = Mix(full=0, int8=0, int4=1)
 
 SEARCHED = "searched, base4"
+NEAR = "25/25/50, base4, what is near stays"
+"""As the engine computes it: a neuron may keep the precision that it is near in."""
 
 
 class LowRankRanking:
@@ -58,5 +60,6 @@ def variants_of(searched: Mix, group: int, low_rank: LowRankRanking) -> dict[str
                 continue  # it is in one of the other rows
             ranked = None if 1 in mix.shares else ranking
             variants[f"{title}, {name}"] = Variant(mix=mix, group=group, ranking=ranked)
+    variants[NEAR] = Variant(mix=PAPERS, group=group, ranking=by_base4, has_cache=True)
     variants["25/25/50, base4, scale per row"] = Variant(mix=PAPERS, group=None, ranking=by_base4)
     return variants

@@ -215,6 +215,67 @@ def test_a_better_precision_will_do_while_there_is_room():
     assert set(layer.caches[int8].resident()) == {3}
 
 
+def test_for_each_that_stays_better_one_may_stay_worse():
+    """The example of the module: of those that may, the one that scores least."""
+    full, int8 = Precision.FULL, Precision.INT8
+    layer = LayerCache({full: AdjacentTokenCache(6, 20), int8: AdjacentTokenCache(6, 20)})
+    layer.commit(layer.plan({full: ids(1, 2, 4), int8: ids(3, 5, 7)}))
+    scores = np.zeros(20, dtype=np.float32)
+    scores[[1, 2, 3, 7]] = [9, 9, 7, 8]
+    wanted = {full: ids(1, 2, 3, 7), int8: ids(4, 5, 6)}
+    assert layer.plan(wanted).num_loads == 3
+    plan = layer.plan(wanted, scores)
+    assert plan.num_loads == 2  # 3 stays in 8 bit, as 4 stays in 16; 7 and 6 are brought
+    layer.commit(plan)
+    assert set(layer.caches[full].resident()) == {1, 2, 4, 7}
+    assert set(layer.caches[int8].resident()) == {3, 5, 6}
+
+
+def test_none_of_the_upper_half_stays_worse():
+    """Wanted for long, it would never come in the precision that its rank asks for."""
+    full, int8 = Precision.FULL, Precision.INT8
+    layer = LayerCache({full: AdjacentTokenCache(6, 20), int8: AdjacentTokenCache(6, 20)})
+    layer.commit(layer.plan({full: ids(1, 2, 4, 5), int8: ids(3, 7)}))
+    scores = np.zeros(20, dtype=np.float32)
+    scores[[1, 2, 3, 7]] = [1, 2, 4, 3]
+    plan = layer.plan({full: ids(1, 2, 3, 7), int8: ids(4, 5)}, scores)
+    assert plan.plans[full].load_neurons.tolist() == [3, 7]
+    scores[[1, 2]] = [5, 6]
+    plan = layer.plan({full: ids(1, 2, 3, 7), int8: ids(4, 5)}, scores)
+    assert plan.num_loads == 0
+
+
+@pytest.mark.parametrize("name", CACHES)
+@given(
+    schedule=st.lists(st.tuples(wants, wants, wants), max_size=20),
+    scores=st.permutations(range(NUM_NEURONS)),
+)
+@settings(deadline=None)
+def test_precisions_with_better_ones_have_what_was_asked_for(name, schedule, scores):
+    """Neurons change places; no more of them are read, and none is missing or there twice."""
+    scores_N = np.array(scores, dtype=np.float32)
+    layer = LayerCache({p: CACHES[name](14, NUM_NEURONS) for p in Precision})
+    for full, int8, int4 in schedule:
+        wanted = {
+            Precision.FULL: ids(*full),
+            Precision.INT8: ids(*(int8 - full)),
+            Precision.INT4: ids(*(int4 - int8 - full)),
+        }
+        without = layer.plan(wanted)
+        plan = layer.plan(wanted, scores_N)
+        assert plan.num_loads <= without.num_loads
+        assert plan.hits + plan.num_loads == sum(map(len, wanted.values()))
+        layer.commit(plan)
+        layer.check_integrity()
+        num_asked = num_there = 0
+        for precision in Precision:
+            num_asked += len(wanted[precision])
+            num_there += len(plan.plans[precision].wanted)
+            assert num_there >= num_asked
+        planned = np.concatenate([one.wanted for one in plan.plans.values()])
+        assert sorted(planned) == sorted(np.concatenate(list(wanted.values())))
+
+
 def test_a_neuron_in_two_regions_is_found():
     layer = LayerCache({p: LruCache(4, NUM_NEURONS) for p in (Precision.FULL, Precision.INT8)})
     for cache in layer.caches.values():

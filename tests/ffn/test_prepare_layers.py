@@ -94,6 +94,26 @@ def test_a_mix_by_definition(tmp_path, kind):
     assert ffn.num_computed == [5 * 16] * 3
 
 
+def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
+    """Ranks that change a little: what is computed in which precision is what is near."""
+    tiny_model("llama", tmp_path)
+    model = LayerwiseModel(tmp_path)
+    mix = Mix(full=0.25, int8=0.25, int4=0.5)
+    x = torch.randn(40, 32)
+    order = torch.rand(1, NEURONS) + 0.1 * torch.randn(40, NEURONS)
+    with model.layer(1) as module, torch.inference_mode():
+        copies = Copies.of(ffn_weights(module, model.activation), GROUPS)
+        plain = MixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)])
+        cached = MixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)], has_cache=True)
+        torch.testing.assert_close(cached(x[:1]), plain(x[:1]))  # nothing was near
+        found, other = cached(x), plain(x)
+    assert not torch.allclose(found, other)
+    full, int8, _ = cached.num_computed
+    assert sum(cached.num_computed) == sum(plain.num_computed) == 41 * NEURONS
+    assert full >= 41 * 16 and full + int8 == 41 * 32
+    torch.testing.assert_close(found, other, rtol=0.3, atol=0.3)
+
+
 def test_recorded_inputs_give_what_the_ffn_gave(tmp_path):
     tiny_model("opt", tmp_path / "model")
     model = LayerwiseModel(tmp_path / "model")

@@ -17,7 +17,7 @@ from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.quantise import expand
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
-from vllm_tiered.ffn.selection import Mix, select
+from vllm_tiered.ffn.selection import Mix, Selection, select
 from vllm_tiered.tiers.cpu import CpuDevice
 
 POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru", "none")
@@ -177,16 +177,26 @@ def test_chosen_neurons_in_their_precision(
         cache = runtime.layers[layer].cache
         assert cache is not None
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
-        good_enough: set[int] = set()
-        for precision in (p for p in Precision if p in near):
-            good_enough |= set(near[precision].tolist())
-            assert set(wanted.of(precision).tolist()) <= good_enough
+        check_precisions(wanted, near)
+        for precision in near:
             check_bytes(ffn, runtime, layer, precision)
         assert close(found, ffn.product(layer, x_BH, near))
     assert sparse >= 20
     if runtime.dynamic is not None:
         assert runtime.dynamic.hits > 0
     runtime.close()
+
+
+def check_precisions(wanted: Selection, near: dict[Precision, torch.Tensor]) -> None:
+    """All that is wanted is there. Neurons may change places, but not numbers: of each precision,
+    with those better than it, there are as many as are wanted."""
+    asked: set[int] = set()
+    there: set[int] = set()
+    for precision in (p for p in Precision if p in near):
+        there |= set(near[precision].tolist())
+        asked |= set(wanted.of(precision).tolist())
+        assert len(there) >= len(asked)
+    assert asked <= there
 
 
 def check_bytes(ffn: Ffn, runtime: FfnRuntime, layer: int, precision: Precision) -> None:
@@ -226,8 +236,8 @@ def test_top_ranks_over_a_base_in_4_bit(
         rest = everyone if sum(mix) == 1 and ffn.shape.gated else torch.from_numpy(wanted.int4)
         chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
         assert close(found, ffn.product(layer, x_BH, chosen))
-        assert np.isin(wanted.full, cache.caches[Precision.FULL].resident()).all()
-        assert np.isin(wanted.int8, better).all()
+        assert len(cache.caches[Precision.FULL].resident()) >= len(wanted.full)
+        assert np.isin(np.concatenate((wanted.full, wanted.int8)), better).all()
     assert runtime.use.sparse_steps == 30
     runtime.close()
 

@@ -20,6 +20,7 @@ from tests.ffn.test_runtime import (
     Scripted,
     base_scores,
     check_bytes,
+    check_precisions,
     close,
     exact,
     least,
@@ -147,10 +148,7 @@ def chosen_neurons(rig: Rig, policy: str, mix: tuple[float, float, float], seed:
                 if runtime.use.sparse_steps == before:
                     rig.due.append((found, ffn.dense(layer, x_BH)))
                     continue
-                better: set[int] = set()
-                for precision in (p for p in Precision if p in near):
-                    better |= set(near[precision].tolist())
-                    assert set(select(scores_BN, Mix.of(mix)).of(precision).tolist()) <= better
+                check_precisions(select(scores_BN, Mix.of(mix)), near)
                 rig.due.append((found, ffn.product(layer, x_BH, near)))
             if rig.rng.random() < 0.2:
                 rig.settle()

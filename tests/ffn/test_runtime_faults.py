@@ -11,7 +11,15 @@ import torch
 
 from tests.doubles import DelayedDevice
 from tests.ffn.models import Ffn, random_ffn
-from tests.ffn.test_runtime import POLICIES, Scripted, check_bytes, close, exact, mixed
+from tests.ffn.test_runtime import (
+    POLICIES,
+    Scripted,
+    check_bytes,
+    check_precisions,
+    close,
+    exact,
+    mixed,
+)
 from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn import plan as planning
@@ -101,10 +109,7 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
             continue
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
         wanted = select(predictors[0].next_BN, Mix.of(mix))
-        good_enough: set[int] = set()
-        for precision in (p for p in Precision if p in near):
-            good_enough |= set(near[precision].tolist())
-            assert set(wanted.of(precision).tolist()) <= good_enough
+        check_precisions(wanted, near)
         assert close(found, ffn.product(0, x_BH, near))
     assert failed > 10
     runtime.close()

@@ -132,7 +132,8 @@ class FfnLayer:
         if not self._fits(selection):
             return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)
         assert self.cache is not None
-        plan = self.cache.plan({p: selection.of(p) for p in self.cache.caches})
+        wanted = {p: selection.of(p) for p in self.cache.caches}
+        plan = self.cache.plan(wanted, selection.scores_N)
         missing, multiplied = self._supply.bytes_of(plan)
         if self._switch.prefers_dense(missing, multiplied, len(x_BH)):
             return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)

@@ -79,12 +79,14 @@ class Selection:
 
     Attributes:
         num_demoted: got a lower precision than their rank asks for, or none, by ``limits``.
+        scores_N: the best of the batch, float32; None where they are not on the host.
     """
 
     full: Neurons
     int8: Neurons
     int4: Neurons
     num_demoted: int = 0
+    scores_N: _Scores | None = None
 
     @property
     def num_neurons(self) -> int:
@@ -130,7 +132,7 @@ def select(
     chosen = _without_better(reached)
     num_demoted = 0 if limits is None else _demote(chosen, scores, limits)
     full, int8, int4 = (np.flatnonzero(chosen_N) for chosen_N in chosen)
-    return Selection(full, int8, int4, num_demoted)
+    return Selection(full, int8, int4, num_demoted, _best(scores))
 
 
 def select_each(
@@ -183,9 +185,15 @@ def _add_top(scores_N: _Scores, count: int, chosen_N: _Mask) -> None:
     chosen_N |= top_N
 
 
+def _best(scores_BN: _Scores) -> _Scores:
+    """Of the tokens, [N]."""
+    best_N: _Scores = scores_BN.max(axis=0, initial=-np.inf)
+    return best_N
+
+
 def _demote(chosen: _Mask, scores_BN: _Scores, limits: tuple[int, int, int]) -> int:
     """Move what exceeds the limits down, in place. Return how many neurons moved."""
-    best_N = scores_BN.max(axis=0)
+    best_N = _best(scores_BN)
     moved_N = np.zeros(len(best_N), dtype=np.bool_)
     for index, limit in enumerate(limits):
         if np.count_nonzero(chosen[index]) <= limit:

@@ -3,16 +3,29 @@
 
 Were it in two, its contribution would be added twice. A neuron that is wanted in another precision
 than before therefore leaves the old region with the plan that brings it into the new one.
+
+Ranks change from token to token more than what is wanted at all does. So a neuron that is near in a
+better precision than its rank asks for stays there, and for each that does, one that is near in a
+worse one may stay there too, if it is of the lower half of those that its rank is among: every
+precision, with the better ones, has as many neurons as the token asked for, and nothing is read for
+neurons that only changed places about a boundary.
+
+    asked for    16 bit: a b c      8 bit: d e f      in the order of their ranks
+    near         16 bit: a b d      8 bit: c e        d stays, so c may: only f is read
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn.cache.base import NO_IDS, Ids, NeuronCache, Plan
+
+Scores: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -21,7 +34,7 @@ class LayerPlan:
 
     Attributes:
         plans: for every precision of the layer, also where nothing is wanted.
-        hits: wanted neurons that were resident in the precision wanted, or in a better one.
+        hits: wanted neurons that were resident, in the precision wanted or in one that will do.
         num_loads: wanted neurons that were not.
     """
 
@@ -40,12 +53,14 @@ class LayerCache:
     def __init__(self, caches: Mapping[Precision, NeuronCache]) -> None:
         self.caches = dict(caches)
 
-    def plan(self, wanted: Mapping[Precision, Ids]) -> LayerPlan:
+    def plan(self, wanted: Mapping[Precision, Ids], scores_N: Scores | None = None) -> LayerPlan:
         """What has to happen in each region; changes nothing.
 
         Args:
             wanted: sorted int64 neurons for each precision; a neuron is in one of them at most.
                 A precision that is left out is wanted for none.
+            scores_N: float32, by which they were ranked: where there is a choice, those that score
+                least stay in a worse precision. None: none does.
 
         Raises:
             BudgetError: more neurons are wanted in a precision than its region holds.
@@ -53,7 +68,10 @@ class LayerCache:
         """
         if unknown := wanted.keys() - self.caches.keys():
             raise KeyError(f"no region for {', '.join(p.value for p in unknown)}")
-        wanted = self._with_better(wanted)
+        found = self._with_better(wanted)
+        if scores_N is not None:
+            self._leave_worse(found, wanted, scores_N)
+        wanted = found
         plans = {}
         for precision, cache in self.caches.items():
             elsewhere = [ids for other, ids in wanted.items() if other != precision and len(ids)]
@@ -68,13 +86,12 @@ class LayerCache:
     def _with_better(self, wanted: Mapping[Precision, Ids]) -> dict[Precision, Ids]:
         """Neurons that are near in a better precision stay there, as far as its region has room.
 
-        Ranks change from token to token more than what is wanted at all does: 56 % of what a token
-        wanted was near with shares of a quarter, a quarter and a half, 79 % where all had one
-        precision (planted OPT-1.3B, before this).
+        56 % of what a token wanted was near with shares of a quarter, a quarter and a half, 79 %
+        where all had one precision (planted OPT-1.3B, before this).
         """
         found = dict(wanted)
         better: list[Precision] = []
-        for precision in (p for p in Precision if p in self.caches):
+        for precision in self._precisions:
             for other in better:
                 mine = found.get(precision, NO_IDS)
                 room = self.caches[other].capacity - len(found.get(other, NO_IDS))
@@ -86,6 +103,39 @@ class LayerCache:
                     found[precision] = np.delete(mine, there)
             better.append(precision)
         return found
+
+    def _leave_worse(
+        self, found: dict[Precision, Ids], asked: Mapping[Precision, Ids], scores_N: Scores
+    ) -> None:
+        """In place: as many neurons as are better than asked for stay worse than asked for.
+
+        Of the lower half of those asked for, or neurons that are wanted for long would keep for
+        ever the precision that they first came in, whatever their ranks.
+        """
+        order = self._precisions
+        # Above the boundary below each precision, by how many more than were asked for.
+        more = np.cumsum([len(found.get(p, NO_IDS)) - len(asked.get(p, NO_IDS)) for p in order])
+        for at, precision in enumerate(order):
+            for below, worse in enumerate(order[at + 1 :], at + 1):
+                room = self.caches[worse].capacity - len(found.get(worse, NO_IDS))
+                count = min(room, int(more[at:below].min()))
+                mine = asked.get(precision, NO_IDS)
+                there = mine[self.caches[worse].is_resident(mine)]
+                if count <= 0 or not len(there):
+                    continue
+                middle = len(mine) // 2
+                low = there[scores_N[there] < np.partition(scores_N[mine], middle)[middle]]
+                if len(low) > count:
+                    low = low[np.argpartition(scores_N[low], count - 1)[:count]]
+                if len(low):
+                    found[worse] = np.union1d(found.get(worse, NO_IDS), low)
+                    found[precision] = np.setdiff1d(found[precision], low, assume_unique=True)
+                    more[at:below] -= len(low)
+
+    @property
+    def _precisions(self) -> list[Precision]:
+        """The layer's, the best first."""
+        return [p for p in Precision if p in self.caches]
 
     def commit(self, plan: LayerPlan) -> None:
         """Enter a plan into the books of every region."""

@@ -30,11 +30,14 @@ class Variant:
         group: weights that share a scale in 4 bit; None: all of a row.
         ranking: given a layer and its copies, what ranks its neurons, and the threshold below
             which they are left out; None where the mix gives all the same precision.
+        has_cache: neurons may stay in the precision in which they are near: see
+            :class:`MixedFfn`.
     """
 
     mix: Mix
     group: int | None
     ranking: Callable[[int, Copies], tuple[Scores, float | None]] | None = None
+    has_cache: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +102,7 @@ def _ffn(
     if variant.ranking is None:
         return MixedFfn(found, variant.mix)
     scores, threshold = variant.ranking(layer, found)
-    return MixedFfn(found, variant.mix, scores, threshold)
+    return MixedFfn(found, variant.mix, scores, threshold, has_cache=variant.has_cache)
 
 
 @torch.inference_mode()

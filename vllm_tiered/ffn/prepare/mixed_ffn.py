@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from vllm_tiered.cost.ffn import FfnShape, Precision
+from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
+from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.predictor.activation import activation_function
 from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
 from vllm_tiered.ffn.quantise import expand, quantise
@@ -72,6 +74,9 @@ class MixedFfn(nn.Module):
     Args:
         scores: of tokens [T, H], float32 [T, N]; None where all neurons get the same precision.
         threshold: see :func:`vllm_tiered.ffn.selection.select`.
+        has_cache: tokens come one after another, and neurons that are near in another precision
+            than their ranks ask for may stay in it, as in the engine with a 4-bit base: see
+            :class:`~vllm_tiered.ffn.cache.layer.LayerCache`.
 
     Attributes:
         num_computed: neurons of each precision, over all tokens so far.
@@ -83,9 +88,12 @@ class MixedFfn(nn.Module):
         mix: Mix,
         scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
         threshold: float | None = None,
+        *,
+        has_cache: bool = False,
     ) -> None:
         super().__init__()
         self._copies, self._mix, self._scores, self._threshold = copies, mix, scores, threshold
+        self._cache = self._new_cache() if has_cache else None
         self._only = next(
             (p for p, share in zip(Precision, mix.shares, strict=True) if share == 1), None
         )
@@ -106,7 +114,10 @@ class MixedFfn(nn.Module):
             return a_TN @ self._copies.rows_NMH[self._only][:, -1]
         assert self._scores is not None
         out_TH = torch.zeros_like(x_TH)
-        chosen = select_each(self._scores(x_TH), self._mix, self._threshold)
+        scores_TN = self._scores(x_TH)
+        chosen = select_each(scores_TN, self._mix, self._threshold)
+        if self._cache is not None:
+            chosen = self._near(self._cache, scores_TN, chosen)
         for index, (precision, chosen_TN) in enumerate(zip(Precision, chosen, strict=True)):
             count = int(chosen_TN.sum())
             self.num_computed[index] += count
@@ -114,3 +125,32 @@ class MixedFfn(nn.Module):
                 a_TN = self._copies.activations(x_TH, precision) * chosen_TN
                 out_TH.addmm_(a_TN, self._copies.rows_NMH[precision][:, -1])
         return out_TH
+
+    def _new_cache(self) -> LayerCache:
+        """Of the precisions that the base does not hold: twice what a token wants."""
+        neurons = len(self._copies.weights.rows_NMH)
+        counts = dict(zip(Precision, self._mix.counts(neurons), strict=True))
+        del counts[Precision.INT4]
+        return LayerCache(
+            {p: AdjacentTokenCache(2 * count, neurons) for p, count in counts.items() if count}
+        )
+
+    def _near(
+        self,
+        cache: LayerCache,
+        scores_TN: torch.Tensor,
+        chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is there when each token has come, bool [T, N] for each precision."""
+        by_precision = dict(zip(Precision, chosen, strict=True))
+        near = {p: torch.zeros_like(mask_TN) for p, mask_TN in by_precision.items()}
+        near[Precision.INT4] |= by_precision[Precision.INT4]
+        for token, scores_N in enumerate(scores_TN.numpy()):
+            wanted = {p: by_precision[p][token].nonzero()[:, 0].numpy() for p in cache.caches}
+            plan = cache.plan(wanted, scores_N)
+            cache.commit(plan)
+            for precision, one in cache.caches.items():
+                resident = torch.from_numpy(one.resident())
+                near[precision][token, resident] = True
+                near[Precision.INT4][token, resident] = False
+        return near[Precision.FULL], near[Precision.INT8], near[Precision.INT4]
