@@ -11,7 +11,8 @@ fixed expansion and one with `expansion=auto` run the same requests:
    the best median of these, and `fraction_of_best_fixed` the median of the rounds' own ratios.
 
 The sweep only picks finalists: taking the best of many noisy rounds as the reference would flatter
-it. Requests come all at once but run at most `max_num_seqs` at a time, so that the load is steady
+it. With `starts` above 1 the third part is repeated with engines started anew: two engines of the
+same program may differ by 3 % for as long as they live, as their memory lies otherwise. Requests come all at once but run at most `max_num_seqs` at a time, so that the load is steady
 for most of a round.
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 
 from benchmarks.convergence import DEFINITIONS as CONVERGENCE_DEFINITIONS
 from benchmarks.convergence import summarise_convergence, warm_up
-from benchmarks.jobs import RoundResult
+from benchmarks.jobs import EngineSpec, RoundResult
 from benchmarks.kv_plan import KvPlan
 from benchmarks.kv_summary import expansion_key, plugin_label
 from benchmarks.kv_workloads import describe, peak_demands, workload
@@ -58,7 +59,11 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Budgets are shares of the peak KV demand."""
+    """What one profile runs. Budgets are shares of the peak KV demand.
+
+    Attributes:
+        starts: of `auto` and the finalists, each with `rounds` rounds.
+    """
 
     workloads: tuple[str, ...]
     budgets: tuple[float, ...]
@@ -70,6 +75,7 @@ class Settings:
     finalists: int
     max_repeats: int  # of disturbed rounds, per case
     rounds: int = 3
+    starts: int = 1
     max_expansion: float = 4.0
     seed: int = 0
     block_size: int = 32
@@ -104,8 +110,10 @@ PROFILES: Mapping[str, Settings] = {
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: every engine start, demand and round."""
     num_expansions = len(settings.expansions)
-    case = 1 + num_expansions + settings.warmup_rounds + settings.sweep_rounds * num_expansions
-    case += settings.rounds * (1 + min(settings.finalists, num_expansions))
+    num_finals = 1 + min(settings.finalists, num_expansions)
+    case = 1 + num_expansions + settings.sweep_rounds * num_expansions
+    case += (settings.starts - 1) * num_finals
+    case += settings.starts * (settings.warmup_rounds + settings.rounds * num_finals)
     return len(settings.workloads) * (2 + len(settings.budgets) * case)
 
 
@@ -155,10 +163,24 @@ def _measure_case(plan: KvPlan, settings: Settings, num_blocks: int, step: Step)
         finals = interleave(
             [auto, *finalists], plan.requests, settings.rounds, step, settings.max_repeats
         )
-    return {
-        **summarise_case(sweep, finals, settings.expansions),
-        "convergence": summarise_convergence(warmup, finals[plugin_label("auto")]),
-    }
+    convergence = summarise_convergence(warmup, finals[plugin_label("auto")])
+    specs = [engine.spec for engine in (auto, *finalists)]
+    for start in range(1, settings.starts):
+        # Who is started first may be the one that is lucky.
+        again = _measured_anew(specs[:: -1 if start % 2 else 1], plan, settings, step)
+        finals = {label: [*rounds, *again[label]] for label, rounds in finals.items()}
+    return {**summarise_case(sweep, finals, settings.expansions), "convergence": convergence}
+
+
+def _measured_anew(
+    specs: Sequence[EngineSpec], plan: KvPlan, settings: Settings, step: Step
+) -> dict[str, list[RoundResult]]:
+    """The finals' rounds with engines that are started for them; `auto` is warmed up again."""
+    with engines(specs, warmup_requests(plan.requests), step) as group:
+        for engine in group:
+            if engine.spec.label == plugin_label("auto"):
+                warm_up(engine, plan.requests, settings.warmup_rounds, step)
+        return interleave(group, plan.requests, settings.rounds, step, settings.max_repeats)
 
 
 def fastest(

@@ -62,6 +62,25 @@ def test_only_the_fastest_of_the_sweep_run_in_the_finals(fakes):
     assert num_rounds == {"auto": 2 + 3, 1.0: 1, 2.0: 1 + 3, 3.0: 1 + 3}
 
 
+def test_finals_are_repeated_with_engines_started_anew(fakes):
+    """In the other order the second time; all rounds count, of the same two."""
+    settings = dataclasses.replace(
+        SETTINGS, workloads=("sharegpt",), budgets=(0.25,), finalists=1, starts=3
+    )
+    steps: list[str] = []
+    result = kv_adaptive.run(settings, steps.append)
+    assert len(steps) == kv_adaptive.num_steps(settings)
+    of_case = result["by_workload"]["sharegpt"]["by_budget"]["0.25"]
+    assert len(of_case["auto"]["rounds_tokens_per_s"]) == 3 * 3
+    assert list(of_case["finalists"]) == ["2"]
+    assert len(of_case["finalists"]["2"]["rounds_tokens_per_s"]) == 3 * 3
+    later = [
+        engine.spec.tiered["kv"]["expansion"] for engine in fakes.started if engine.spec.tiered
+    ]
+    assert later == ["auto", 1.0, 2.0, 3.0, 2.0, "auto", "auto", 2.0]
+    assert [len(engine.rounds) for engine in fakes.started[-4:]] == [3, 2 + 3, 2 + 3, 3]
+
+
 def test_systems_differ_in_their_expansion_alone_and_run_few_requests_at_once(fakes):
     kv_adaptive.run(SETTINGS, lambda _: None)
     specs = [spec for spec in fakes.specs if spec.tiered]
