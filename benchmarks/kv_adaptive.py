@@ -12,8 +12,10 @@ fixed expansion and one with `expansion=auto` run the same requests:
 
 The sweep only picks finalists: taking the best of many noisy rounds as the reference would flatter
 it. With `starts` above 1 the third part is repeated with engines started anew: two engines of the
-same program may differ by 3 % for as long as they live, as their memory lies otherwise. Requests come all at once but run at most `max_num_seqs` at a time, so that the load is steady
-for most of a round.
+same program may differ by 3 % for as long as they live, as their memory lies otherwise.
+
+Requests come all at once but run at most `max_num_seqs` at a time, so that the load is steady for
+most of a round.
 """
 
 from __future__ import annotations
