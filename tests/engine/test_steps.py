@@ -69,6 +69,17 @@ def test_it_begins_again_behind_what_ended_it():
     assert streak.goes_on(output(computed=[13, 23, 33]))
 
 
+@pytest.mark.parametrize("began", [{"resumed_req_ids": {"a"}}, {"new": ["a"]}], ids=str)
+def test_an_empty_step_goes_on_behind_nothing(began):
+    """Of a request that came back with all but a token, and may not run again before it is known
+    whether that was its last, the next step computes nothing."""
+    streak = DecodeStreak()
+    assert not streak.goes_on(output(ids=[], computed=[]))
+    assert not streak.goes_on(output(ids=["a"], computed=[32], **began))
+    assert not streak.goes_on(output(ids=[], computed=[]))
+    assert not streak.goes_on(output(ids=[], computed=[]))
+
+
 @pytest.fixture
 def signals_of(monkeypatch):
     """What the controller is told of a step."""

@@ -224,7 +224,14 @@ def test_while_nothing_changes_the_same_arrays_come_again():
 
 def test_a_request_that_is_due_cannot_be_left_out():
     planner = StepPlanner(num_blocks=100, block_tokens=8)
-    planner.plan([part("a", 0, 15, [1, 2], restarts=True)], [], far_layers=3)
+    parts = [part("a", 0, 15, [1, 2], restarts=True), part("b", 0, 9, [3, 4], restarts=True)]
+    planner.plan(parts, [], far_layers=3)
     assert planner.due == {"a"}
-    with pytest.raises(IntegrityError, match=r"of \['a'\], whose blocks change, 0 are planned for"):
-        planner.plan_on(far_layers=3)
+    with pytest.raises(IntegrityError, match=r"\['a'\] are left out, whose blocks change"):
+        planner.plan_on([part("b", 9, 1, [5])], far_layers=3)
+
+
+def test_a_request_without_the_block_that_it_computes_in(planner):
+    planner.plan([part("a", 0, 8, [7, 3], restarts=True)], ())
+    with pytest.raises(IntegrityError, match="block 2 of a request that has 2"):
+        planner.plan([part("a", 8, 1)], ())

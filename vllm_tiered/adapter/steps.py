@@ -109,7 +109,8 @@ class DecodeStreak:
         self._computed_tokens = sum(cached.num_computed_tokens)
         num_requests = len(before)
         return (
-            self._request_ids == before
+            bool(before)  # nothing goes on behind nothing, or behind who began or came back
+            and self._request_ids == before
             and scheduler_output.total_num_scheduled_tokens == num_requests
             and self._computed_tokens == num_before + num_requests
         )

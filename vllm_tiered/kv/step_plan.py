@@ -116,6 +116,8 @@ class _Request:
         return self._blocks[first:end]
 
     def block(self, position: int) -> int:
+        if position >= self.num_blocks:
+            raise IntegrityError(f"block {position} of a request that has {self.num_blocks}")
         return int(self._blocks[position])
 
 
@@ -241,10 +243,8 @@ class StepPlanner:
         steady = self._going_on(far_layers)
         self._steps_on += 1
         due = self._due.pop(self._steps_on, _NO_NAMES)
-        if len(changed) < len(due):
-            raise IntegrityError(
-                f"of {sorted(due)}, whose blocks change, {len(changed)} are planned for"
-            )
+        if left_out := due - {part.request_id for part in changed}:
+            raise IntegrityError(f"{sorted(left_out)} are left out, whose blocks change")
         blocks = _Blocks()
         for part in changed:
             self._classify(part, self._follow(part, []), blocks)
