@@ -36,8 +36,7 @@ TARGETS: Mapping[str, float] = {
 """HeLM's claims (27 %, 5x, within 9 % and 6 %) with room for another machine; `latency` no slower
 than HeLM on any link, and faster on most, in the near memory that HeLM's placement takes and in all
 that the paper's card has, some of which HeLM's leaves idle; `throughput` no slower than All-CPU and
-HeLM in either
-memory, and faster on most links in the memory that HeLM's placement fits."""
+HeLM in either memory, and faster on most links in the memory that HeLM's placement fits."""
 
 DEFINITIONS: Mapping[str, str] = {
     "helm_tbt_gain": "1 - time between tokens of HeLM's placement over FlexGen's, NVDRAM, batch 1",
