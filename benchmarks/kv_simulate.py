@@ -79,7 +79,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         f"{entry['throughput_gain']:.2f} and {entry['token_latency_gain']:.2f} {name}"
         for name, entry in eighth_demand.items()
     )
-    step(f"an eighth near, times the tokens/s and a fraction of the latency: {'; '.join(gains)}")
+    step(f"an eighth near, times the tokens/s and times lower latency: {'; '.join(gains)}")
     by_scenario = {}
     simulated = taken = 0.0
     for name in settings.scenarios:
