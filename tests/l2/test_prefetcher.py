@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both prefetchers, and the runtime over them."""
 
+import os
 import time
 
 import numpy as np
@@ -69,19 +70,33 @@ def test_closing_ends_it_in_the_middle_and_twice_is_once(prefetcher) -> None:
     prefetcher.close()
 
 
-def test_reading_is_faster_after_it() -> None:
-    """The only proof that lines arrive: prefetched by this thread's own core, read at once.
+@pytest.fixture
+def one_core():
+    """This thread's only core until the test ends."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield min(before)
+    os.sched_setaffinity(0, before)
 
-    Prefetched and evicted memory alternate, so that what else runs slows down both.
+
+def test_reading_is_faster_after_it(one_core) -> None:
+    """The only proof that lines arrive: prefetched on this thread's own core, read at once.
+
+    Which other cores it could be seen from depends on who shares a cache, and a virtual machine
+    does not say. Lines are read in random order: of those in a row a processor fetches the next
+    ones itself. The fastest of each count: what else runs between the two evicts lines, but
+    brings none.
     """
     if native.load() is None:
         pytest.skip("the native library was not built")
     wanted = np.ones((256 << 10) // 8, dtype=np.int64)
+    of_lines = np.random.default_rng(0).permutation(wanted.nbytes // 64) * 8
+    read = np.empty_like(of_lines)
     evicting = np.ones((128 << 20) // 8, dtype=np.int64)
-    made = NativePrefetcher()
+    made = NativePrefetcher([one_core])
     warm: list[float] = []
     cold: list[float] = []
-    for _ in range(15):
+    for _ in range(30):
         for times in (warm, cold):
             evicting.sum()
             if times is warm:
@@ -90,10 +105,10 @@ def test_reading_is_faster_after_it() -> None:
             else:
                 time.sleep(0.002)
             start = time.perf_counter()
-            wanted.sum()
+            wanted.take(of_lines, out=read, mode="clip")
             times.append(time.perf_counter() - start)
     made.close()
-    assert np.median(warm) < np.median(cold)
+    assert min(warm) < 0.8 * min(cold)
 
 
 class Recorder:

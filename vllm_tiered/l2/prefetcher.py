@@ -46,7 +46,7 @@ class Prefetcher(Protocol):
 
 
 class NativePrefetcher:
-    """Prefetch instructions from a thread in C++, without the interpreter's lock.
+    """A thread in C++ reads a byte of each line, without the interpreter's lock.
 
     Args:
         cpus: where the thread may run; empty for anywhere.
@@ -95,7 +95,7 @@ class NativePrefetcher:
 
 
 class TouchingPrefetcher:
-    """The same without a compiler: a Python thread reads a byte of each line.
+    """The same without a compiler, from a thread in Python.
 
     numpy lets go of the interpreter's lock while it reads, but takes it between pieces.
     """
