@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import limited
 from benchmarks.cache import cache_root
 from benchmarks.ffn_flash import ffn_near_bytes
-from benchmarks.limited_peers import PeerRuns, lacking
+from benchmarks.limited_peers import PeerRuns
 from benchmarks.memory_limit import can_limit, drop_cached
 from benchmarks.mixed_summary import (
     DEFINITIONS,
@@ -98,10 +98,8 @@ PROFILES: Mapping[str, Settings] = {
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: preparations, then contenders round by round."""
-    skipped = _skipped(settings)
-    peers_ready = len([name for name in settings.peers if name not in skipped])
     ours = len({FULL, UNCACHED, LAYERS, DENSE, *POLICIES.values()})
-    return 3 + settings.rounds * (ours + peers_ready)
+    return 3 + len(settings.peers) + settings.rounds * (ours + len(settings.peers))
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -116,9 +114,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     resident = limited.vllm_bytes(settings.load, folder)
     limit = sizes.num_bytes // 2 + resident
     step(f"vLLM alone has {resident / 1e9:.2f} GB resident: the limit is {limit / 1e9:.2f} GB")
-    skipped = _skipped(settings)
     limit_bytes = limit if can_limit() else None
-    commands = contenders(settings, model, store, folder, skipped)
+    commands = contenders(settings, model, store, folder)
     # The file of streamed layers and the peers' files are made before anything is measured.
     drop_cached([folder])
     limited.measure(LAYERS, commands[LAYERS], limit_bytes, settings.threads)
@@ -128,10 +125,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         folder=folder / "peers" / model.name,
         load=settings.load,
     )
-    for name in settings.peers:
-        if name not in skipped:
-            runs.prepare(name)
-            commands[name] = runs.fitting_command(name, limit_bytes)
+    of_peers, skipped = runs.commands(settings.peers, limit_bytes, step)
+    commands |= of_peers
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(settings.rounds):
         result: dict[str, dict[str, Any]] = {}
@@ -140,6 +135,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
             allowed = None if name == DENSE else limit_bytes
             result[name] = limited.measure(name, commands[name], allowed, settings.threads)
             step(f"{name}: {limited.tokens_per_s(result[name]):.3f} tokens/s")
+        for name in skipped:
+            step(f"{name}: skipped")
         rounds.append(result)
     return summarise(rounds, skipped) | {
         "limit_bytes": limit,
@@ -150,10 +147,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     }
 
 
-def contenders(
-    settings: Settings, model: Path, store: Path, folder: Path, skipped: Mapping[str, str]
-) -> dict[str, list[str]]:
-    """Each of our contenders' command line, by name; those that are skipped left out."""
+def contenders(settings: Settings, model: Path, store: Path, folder: Path) -> dict[str, list[str]]:
+    """Each of our contenders' command line, by name."""
     kv_bytes = settings.load.kv_bytes(PLANTED[settings.shape].sizes)
     ffn_bytes = ffn_near_bytes(settings.shape, model, kv_bytes)
 
@@ -178,7 +173,7 @@ def contenders(
             "storage_path": str(folder / f"{model.name}-layers"),
         }
     }
-    commands = {
+    return {
         OURS: sparse(settings.mix, "atu"),
         FULL: sparse((1.0, 0.0, 0.0), "atu"),
         UNCACHED: sparse(settings.mix, "none"),
@@ -186,9 +181,3 @@ def contenders(
         LAYERS: limited.decode_command(settings.load, model, kv_bytes, streamed),
         DENSE: limited.decode_command(settings.load, model, kv_bytes),
     }
-    return {name: command for name, command in commands.items() if name not in skipped}
-
-
-def _skipped(settings: Settings) -> dict[str, str]:
-    """Contenders that cannot run here, and why."""
-    return lacking(settings.peers, settings.peers_python or sys.executable)

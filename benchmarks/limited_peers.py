@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks import limited, peers
 from benchmarks.cache import REPO_ROOT
 from benchmarks.memory_limit import drop_cached, run_limited
+from benchmarks.progress import Step
 from benchmarks.runner import MeasurementError
 
 _TIMEOUT_S = 1800
-_SHARE = 0.5
 _SHARE_STEP = 0.04
 """By which a peer that is killed keeps less in memory."""
 
@@ -26,12 +26,33 @@ class PeerRuns:
     Attributes:
         python: the interpreter that has their packages.
         folder: under which their files are kept.
+        largest_share: of the weights in memory, that a peer is tried with first.
     """
 
     python: str
     model: Path
     folder: Path
     load: limited.Load
+    largest_share: float = 0.5
+
+    def commands(
+        self, names: Sequence[str], limit_bytes: int | None, step: Step
+    ) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """The command lines of peers that run here, their files made, and why others do not.
+
+        A peer that cannot make its files or does not run within the limit is one of the others.
+        """
+        skipped = lacking(names, self.python)
+        commands: dict[str, list[str]] = {}
+        for name in names:
+            if name not in skipped:
+                try:
+                    self.prepare(name)
+                    commands[name] = self.fitting_command(name, limit_bytes)
+                except MeasurementError as error:
+                    skipped[name] = str(error)
+            step(f"{name} is skipped: {skipped[name]}" if name in skipped else f"{name} runs here")
+        return commands, skipped
 
     def prepare(self, name: str) -> None:
         """Let a peer make its files, which takes what memory it takes.
@@ -54,19 +75,19 @@ class PeerRuns:
 
         Raises MeasurementError if it fails with none.
         """
-        share = _SHARE
-        while peers.PEERS[name].uses_resident_share:
+        takes_share = peers.PEERS[name].uses_resident_share
+        share = self.largest_share
+        while True:
             drop_cached([self.folder, self.model])
             try:
                 limited.measure(
                     name, self.command(name, share, new_tokens=2), limit_bytes, self.load.threads
                 )
-                break
+                return self.command(name, share)
             except MeasurementError:
                 share -= _SHARE_STEP
-                if share < 0:
+                if not takes_share or share < 0:
                     raise
-        return self.command(name, share)
 
     def command(
         self, name: str, share: float, *, new_tokens: int | None = None, prepare: bool = False

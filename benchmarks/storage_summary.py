@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.limited import tokens_per_s
 from benchmarks.tables import markdown, number
 
 OURS = "vllm-tiered"
@@ -89,11 +90,6 @@ def summarise(
         },
         "skipped_peers": dict(skipped),
     }
-
-
-def tokens_per_s(measured: Mapping[str, Any]) -> float:
-    """By the median token, so that one disturbance does not count."""
-    return 1 / float(statistics.median(measured["seconds_per_token"]))
 
 
 def _median_or_none(values: Sequence[float | None]) -> float | None:

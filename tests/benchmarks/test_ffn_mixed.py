@@ -112,7 +112,7 @@ def test_without_a_limit_nothing_pretends_to_have_one(runs, settings, monkeypatc
 
 def test_ablations_change_one_thing_each(settings, tmp_path):
     settings = replace(settings, shape="opt-6.7b", near_share=0.6)
-    commands = ffn_mixed.contenders(settings, tmp_path, tmp_path / "store", tmp_path, {})
+    commands = ffn_mixed.contenders(settings, tmp_path, tmp_path / "store", tmp_path)
 
     def tiered(name):
         return json.loads(commands[name][commands[name].index("--tiered") + 1])

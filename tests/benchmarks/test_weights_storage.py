@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from benchmarks import peers, weights_storage
+from benchmarks import limited, peers, weights_storage
 from benchmarks.disk import sequential_read_gb_per_s
+from benchmarks.limited_peers import PeerRuns
 from benchmarks.peers import PEERS
 from benchmarks.runner import MeasurementError
 from benchmarks.storage_summary import OURS
@@ -28,7 +29,7 @@ class Runs:
         self.seen: list[tuple[str, int | None, list[str]]] = []
         self.largest_share = largest_share
 
-    def __call__(self, name, command, limit_bytes, settings):
+    def __call__(self, name, command, limit_bytes, threads):
         self.seen.append((name, limit_bytes, list(command)))
         if name == "flexgen":
             share = float(command[command.index("--resident-share") + 1])
@@ -57,8 +58,8 @@ def world(monkeypatch, tmp_path):
     runs = Runs()
     monkeypatch.setattr(weights_storage, "opt_dir", lambda shape, folder: model)
     monkeypatch.setattr(peers, "available", lambda python: lacking)
-    monkeypatch.setattr(weights_storage, "_measure", runs)
-    monkeypatch.setattr(weights_storage, "_prepare", lambda *args: None)
+    monkeypatch.setattr(limited, "measure", runs)
+    monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)
     monkeypatch.setattr(weights_storage, "can_limit", lambda: True)
     monkeypatch.setattr(weights_storage, "sequential_read_gb_per_s", lambda paths: 2.5)
     return runs
@@ -117,6 +118,15 @@ def test_a_peer_keeps_as_much_in_memory_as_the_limit_allows(world, tmp_path):
         if name == "flexgen"
     ]
     assert shares == pytest.approx([0.5, 0.46, 0.42, 0.42, 0.42])
+
+
+def test_a_peer_that_no_share_lets_run_is_skipped_and_its_end_is_told(world, tmp_path):
+    world.largest_share = -1.0
+    steps: list[str] = []
+    _, result = measured(tmp_path, steps)
+    assert "was killed for want of memory" in result["skipped_peers"]["flexgen"]
+    assert result["best_peer"] == "llama_cpp" and "flexgen" not in result["by_contender"]
+    assert any("flexgen is skipped: flexgen was killed" in step for step in steps)
 
 
 def test_the_order_changes_from_round_to_round(world, tmp_path):
