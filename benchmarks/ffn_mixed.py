@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import limited
 from benchmarks.cache import cache_root
 from benchmarks.ffn_flash import ffn_near_bytes
-from benchmarks.limited_peers import PeerRuns
+from benchmarks.limited_peers import PeerRuns, lacking
 from benchmarks.memory_limit import can_limit, drop_cached
 from benchmarks.mixed_summary import (
     DEFINITIONS,
@@ -103,7 +103,8 @@ def num_steps(settings: Settings) -> int:
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
-    """Measure; see the module's docstring."""
+    """Measure; see the module's docstring. Raises ValueError for an unknown peer."""
+    lacking(settings.peers, settings.peers_python or sys.executable)
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
     model = planted_dir(settings.shape, folder)

@@ -107,6 +107,12 @@ class PeerRuns:
 
 
 def lacking(names: Sequence[str], python: str) -> dict[str, str]:
-    """Of these peers those that cannot run here, and why."""
+    """Of these peers those that cannot run here, and why.
+
+    Raises ValueError, naming the peers there are, for an unknown name.
+    """
+    unknown = [name for name in names if name not in peers.PEERS]
+    if unknown:
+        raise ValueError(f"no peer {unknown[0]!r}; there are: {', '.join(peers.PEERS)}")
     found = peers.available(python)
     return {name: why for name in names if (why := found[name]) is not None}

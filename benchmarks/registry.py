@@ -174,8 +174,9 @@ def load(name: str) -> LoadedBenchmark:
 def with_overrides(settings: Any, overrides: list[str]) -> Any:
     """Return the settings with `key=value` overrides applied.
 
-    A value is read as the type of the present one; tuples are separated by commas. Raises
-    ValueError, naming the keys there are, for an unknown key or a value of the wrong type.
+    A value is read as the type of the present one; tuples are separated by commas, no text is an
+    empty one. Raises ValueError, naming the keys there are, for an unknown key or a value of the
+    wrong type.
     """
     known = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     changes = {}
@@ -189,7 +190,7 @@ def with_overrides(settings: Any, overrides: list[str]) -> Any:
 
 def _parse(text: str, present: Any, key: str) -> Any:
     if isinstance(present, tuple):
-        return tuple(_parse(item, present[0], key) for item in text.split(","))
+        return tuple(_parse(item, present[0], key) for item in text.split(",")) if text else ()
     if isinstance(present, bool):
         if text not in ("true", "false"):
             raise ValueError(f"setting {key}={text!r}: expected true or false")

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import limited
 from benchmarks.cache import cache_root
 from benchmarks.disk import sequential_read_gb_per_s
-from benchmarks.limited_peers import PeerRuns
+from benchmarks.limited_peers import PeerRuns, lacking
 from benchmarks.memory_limit import can_limit, drop_cached
 from benchmarks.peers.model import SHAPES, opt_dir
 from benchmarks.progress import Step
@@ -89,7 +89,8 @@ def num_steps(settings: Settings) -> int:
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
-    """Measure; see the module's docstring."""
+    """Measure; see the module's docstring. Raises ValueError for an unknown peer."""
+    lacking(settings.peers, settings.peers_python or sys.executable)
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
     model = opt_dir(settings.shape, folder)

@@ -128,6 +128,12 @@ def test_ablations_change_one_thing_each(settings, tmp_path):
         TieredConfig.from_dict(tiered(name)).check()
 
 
+def test_an_unknown_peer_is_refused_before_anything_is_written(runs, settings, tmp_path):
+    with pytest.raises(ValueError, match="no peer 'llama.cpp'; there are: llama_cpp"):
+        ffn_mixed.run(replace(settings, peers=("llama.cpp",)), lambda text: None)
+    assert not list(tmp_path.iterdir()) and not runs.seen
+
+
 def test_what_cannot_run_is_skipped_and_named(runs, settings):
     result = ffn_mixed.run(settings, lambda text: None)
     assert result["skipped"]["airllm_disk"] == "package airllm: pip install airllm"

@@ -45,6 +45,7 @@ def test_unknown_benchmark_names_the_known_ones():
 def test_overrides_take_the_type_of_the_setting():
     changed = registry.with_overrides(Knobs(), ["n=7", "shares=0.25,2", "on=true"])
     assert changed == Knobs(n=7, shares=(0.25, 2.0), on=True)
+    assert registry.with_overrides(Knobs(), ["shares="]).shares == ()
 
 
 @pytest.mark.parametrize(
