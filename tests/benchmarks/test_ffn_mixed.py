@@ -129,7 +129,7 @@ def test_ablations_change_one_thing_each(settings, tmp_path):
 
 
 def test_an_unknown_peer_is_refused_before_anything_is_written(runs, settings, tmp_path):
-    with pytest.raises(ValueError, match="no peer 'llama.cpp'; there are: llama_cpp"):
+    with pytest.raises(ValueError, match=r"no peer 'llama\.cpp'; there are: llama_cpp"):
         ffn_mixed.run(replace(settings, peers=("llama.cpp",)), lambda text: None)
     assert not list(tmp_path.iterdir()) and not runs.seen
 
