@@ -114,6 +114,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.ffn_mixed",
         ),
         Benchmark(
+            name="ffn_swiglu",
+            summary="mixed neurons of the demo model (SwiGLU): speed over streaming, perplexity",
+            module="benchmarks.ffn_swiglu",
+        ),
+        Benchmark(
             name="ffn_batch",
             summary="where the sparse FFN stops paying as the batch grows: planted",
             module="benchmarks.ffn_batch",

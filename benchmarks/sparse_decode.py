@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--kv-bytes", type=int, required=True)
     parser.add_argument("--prompt-tokens", type=int, default=12)
     parser.add_argument("--prompt-step", type=int, default=0)
+    parser.add_argument("--prompt", type=json.loads, help="token ids, of one request")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args()
@@ -64,7 +65,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     )
     engine = llm.llm_engine
     for index in range(args.batch):
-        ids = _prompt(args.prompt_tokens + index * args.prompt_step, llm)
+        ids = args.prompt or _prompt(args.prompt_tokens + index * args.prompt_step, llm)
         engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
     weights_engine.take_use()
     begin = time.perf_counter()

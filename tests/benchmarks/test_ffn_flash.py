@@ -2,6 +2,7 @@
 """ffn_flash: what is read is what a token wants, and how the figures follow."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -115,6 +116,18 @@ def test_a_short_read_is_an_error(tmp_path):
     place = Place(path=str(path), offset=0, stride=4096, num_rows=4)
     with pytest.raises(OSError, match="8192 of 16384 bytes"):
         read_whole([place], place.num_bytes)
+
+
+def test_files_read_in_many_calls_are_closed(tmp_path):
+    path = tmp_path / "matrices"
+    path.write_bytes(bytes(12 << 20))
+    places = [
+        Place(path=str(path), offset=0, stride=12 << 20, num_rows=1),
+        Place(path=str(path), offset=4096, stride=4096, num_rows=64),
+    ]
+    before = sorted(os.listdir("/proc/self/fd"))
+    read_whole(places, sum(place.num_bytes for place in places))
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_capacity_holds_any_window(tokens):

@@ -29,7 +29,7 @@ from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection
 from vllm_tiered.ffn.source import NeuronSource
-from vllm_tiered.ffn.step_clock import Moment, StepClock
+from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store import NeuronStore
 from vllm_tiered.ffn.stream import NeuronStream
 from vllm_tiered.ffn.supply import Supply
@@ -105,6 +105,7 @@ class FfnLayer:
         self._predictor = predictor
         self._choice = None if mix is None else Choice(mix, _threshold(store, predictor))
         self._base = self.regions[Precision.INT4] if has_base else None
+        self._is_warm = False
         self.later: FfnLayer | None = None
         self.use = LayerUse()
         if num_resident:
@@ -124,19 +125,21 @@ class FfnLayer:
             only_decodes: each row is a request's newest token; else the layer is computed with all
                 neurons, as a prompt's tokens together want most of them.
         """
-        begin = self._clock.now()
         if self._choice is None or not only_decodes:
-            return self._dense(x_BH, begin).to(x_BH.dtype)
+            return self._dense(x_BH).to(x_BH.dtype)
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
         selection, of_later = self._selected(x_BH, base_BN)
         if not self._fits(selection):
-            return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)
+            return self._dense(x_BH).to(x_BH.dtype)
         assert self.cache is not None
         wanted = {p: selection.of(p) for p in self.cache.caches}
         plan = self.cache.plan(wanted, selection.scores_N)
         missing, multiplied = self._supply.bytes_of(plan)
+        is_warm, self._is_warm = self._is_warm, True
         if self._switch.prefers_dense(missing, multiplied, len(x_BH)):
-            return self._dense(x_BH, self._clock.now()).to(x_BH.dtype)
+            self._is_warm = False
+            return self._dense(x_BH).to(x_BH.dtype)
+        begin = self._clock.now()  # what was done before, both sides have paid
         out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
         self._enter(plan)
         try:
@@ -164,7 +167,9 @@ class FfnLayer:
         num_tokens = len(x_BH)
         self._clock.tell(
             begin,
-            lambda seconds: self._switch.add_sparse(seconds, missing, multiplied, num_tokens),
+            lambda seconds: self._switch.add_sparse(
+                seconds, missing, multiplied, num_tokens, is_warm=is_warm
+            ),
         )
         return out_BH.to(x_BH.dtype)
 
@@ -235,7 +240,8 @@ class FfnLayer:
             is_unused[cache.resident()] = True
         return is_unused
 
-    def _dense(self, x_BH: torch.Tensor, begin: Moment) -> torch.Tensor:
+    def _dense(self, x_BH: torch.Tensor) -> torch.Tensor:
+        begin = self._clock.now()
         self.use.dense_steps += 1
         out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
         if self._num_resident:

@@ -151,7 +151,8 @@ def plan_mixed(
             for them, and not for all layers anyway.
         mix: shares of the neurons that are predicted active.
         active_share: of all neurons, on average; 1 where none is ever inactive.
-        near_bytes: that everything near may take; None for twice what a token wants.
+        near_bytes: that everything near may take; None for twice what a token wants, but no more
+            than the dense FFN unless a token wants it.
 
     Raises:
         BudgetError: ``near_bytes`` does not hold what one token wants.
@@ -172,7 +173,9 @@ def plan_mixed(
     )
     bare = replace(bare, far_layers=_far_layers(shape, bare.far_precisions, far_bytes))
     if near_bytes is None:
-        layer_bytes = _ROOM * _bytes(shape, wanted)
+        dense_bytes = shape.neurons * bundle_stride(shape, Precision.FULL)
+        least_bytes = _bytes(shape, wanted)
+        layer_bytes = max(least_bytes, min(_ROOM * least_bytes, dense_bytes))
     else:
         _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
         spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes

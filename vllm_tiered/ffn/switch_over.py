@@ -5,6 +5,12 @@
     dense     d0 + d1 tokens
 
 Every prompt is a dense step, so both sides are measured in any run; all layers add to them.
+
+What is near decides how much is missing, and only sparse steps bring it near. So a sparse step is
+judged by what is missing once the steps before it were sparse too: a layer whose cache is cold pays
+for that once. And whoever computes densely tries the other side again now and then:
+
+    sparse ... | dense for 128 tokens | 4 sparse | dense for 256 | 4 sparse | ...
 """
 
 from collections import deque
@@ -26,6 +32,15 @@ _HELD_UP = 1.5
 """Times what a step was expected to take: something else was in its way."""
 
 _ROUNDS = 3
+
+_LEAST_WARM = 64
+"""Sparse steps behind sparse ones before dense ones are preferred."""
+
+_TRIAL_TOKENS = 4
+"""One whose neurons are missing, and three as they usually are."""
+
+_PATIENCE_TOKENS = 128
+_MOST_PATIENCE_TOKENS = 4096
 
 _Table: TypeAlias = npt.NDArray[np.float64]
 
@@ -92,18 +107,34 @@ def _rates(parts: _Table, seconds: _Table) -> _Table:
 class SwitchOver:
     """What both kinds of steps have taken.
 
+    Args:
+        num_layers: that ask, in turns; a token asks once in each.
+
     Attributes:
         num_switched: steps that had chosen neurons and room for them, and were computed densely.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         self._sparse = StepTimes(4)
         self._dense = StepTimes(2)
+        self._missing_shares: deque[float] = deque(maxlen=_KEPT)
+        self._trial = _TRIAL_TOKENS * num_layers
+        self._first_patience = _PATIENCE_TOKENS * num_layers
+        self._most_patience = _MOST_PATIENCE_TOKENS * num_layers
+        self._patience = self._first_patience
+        self._streak = 0
         self.num_switched = 0
 
-    def add_sparse(self, seconds: float, missing: int, multiplied: int, tokens: int) -> None:
-        """Bytes of neurons that were brought, and of those that were multiplied."""
+    def add_sparse(
+        self, seconds: float, missing: int, multiplied: int, tokens: int, *, is_warm: bool
+    ) -> None:
+        """Bytes of neurons that were brought, and of those that were multiplied.
+
+        ``is_warm``: the layer's last step that could choose was sparse too.
+        """
         self._sparse.add(_sparse_parts(missing, multiplied, tokens), seconds)
+        if is_warm:
+            self._missing_shares.append(missing / max(1, multiplied))
 
     def add_dense(self, seconds: float, tokens: int) -> None:
         """Of a layer whose neurons were all computed."""
@@ -111,11 +142,26 @@ class SwitchOver:
 
     def prefers_dense(self, missing: int, multiplied: int, tokens: int) -> bool:
         """Whether all neurons will take less time than the chosen ones."""
-        sparse = self._sparse.expected(_sparse_parts(missing, multiplied, tokens))
+        is_dense = self._is_dense_faster(missing, multiplied, tokens)
+        if not is_dense:
+            self._streak, self._patience = 0, self._first_patience
+            return False
+        self._streak += 1
+        if self._streak > self._patience:
+            if self._streak < self._patience + self._trial:
+                return False
+            self._streak, self._patience = 0, min(2 * self._patience, self._most_patience)
+            return False
+        self.num_switched += 1
+        return True
+
+    def _is_dense_faster(self, missing: int, multiplied: int, tokens: int) -> bool:
+        if len(self._missing_shares) < _LEAST_WARM:
+            return False
+        usual = int(float(np.median(self._missing_shares)) * multiplied)
+        sparse = self._sparse.expected(_sparse_parts(min(missing, usual), multiplied, tokens))
         dense = self._dense.expected((1.0, tokens))
-        is_dense = sparse is not None and dense is not None and dense < sparse
-        self.num_switched += is_dense
-        return is_dense
+        return sparse is not None and dense is not None and dense < sparse
 
 
 def _sparse_parts(missing: int, multiplied: int, tokens: int) -> tuple[float, float, float, float]:
