@@ -3,8 +3,9 @@
 
 Nothing is planted here. No neuron of a SwiGLU is ever inactive: the mix says in what precision each
 is computed, and perplexity says what that costs. Near and far memory together hold as many bytes as
-the dense FFN, with the 4-bit base, staging and tables in them; what is in neither is read from the
-disk, past the page cache. Each round has a prompt of its own, a ShareGPT question.
+the dense FFN, or near memory alone a tenth less, the 4-bit base, staging and tables included; what
+is in neither is read from the disk, past the page cache. Streamed layers have staging alone, and
+the embeddings near. Each round has a prompt of its own, a ShareGPT question.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ DEFINITIONS = {
     "speedup_vs_layer_streaming": "tokens/s of one request with mixed neurons over those of all"
     " layers' weights read from the disk for each token; median of rounds' ratios",
     "ratio_to_dense": "the same over vLLM with all weights in memory",
-    "perplexity": "of ShareGPT text in full precision, and with the mix as the engine computes it",
+    "perplexity": "of ShareGPT text in full precision, and with all tokens mixed, where near memory"
+    " has room for twice what a token wants (the engine here has less, and computes in full"
+    " precision where it prefers dense steps: sparse_share)",
     "perplexity_ratio": "the second over the first",
+    "sparse_share": "of layers' decode steps, those computed from chosen neurons",
     "hit_ratio": "of the neurons wanted in 16 or 8 bit, those near; the base, always near, not",
 }
 

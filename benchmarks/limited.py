@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run a contender; return the figures of the line that it prints, and `peak_bytes`.
 
-    Raises MeasurementError, with the end of its log, if it fails.
+    Raises MeasurementError, with the end of its log, if it fails or takes too long.
     """
     environment = {
         **os.environ,
@@ -90,9 +91,12 @@ def measure(
         "PYTHONPATH": str(REPO_ROOT),
         "OMP_NUM_THREADS": str(threads),
     }
-    outcome = run_limited(
-        command, limit_bytes, timeout_s=_TIMEOUT_S, env=environment, cwd=REPO_ROOT
-    )
+    try:
+        outcome = run_limited(
+            command, limit_bytes, timeout_s=_TIMEOUT_S, env=environment, cwd=REPO_ROOT
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MeasurementError(f"{name} took more than {_TIMEOUT_S} s") from error
     lines = [line for line in outcome.output.splitlines() if line.startswith(PREFIX)]
     if outcome.returncode or len(lines) != 1:
         why = "was killed for want of memory" if outcome.was_killed else "failed"

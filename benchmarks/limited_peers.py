@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +61,16 @@ class PeerRuns:
         Raises MeasurementError, with the end of its log, if it cannot.
         """
         environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
-        outcome = run_limited(
-            self.command(name, 0.0, prepare=True),
-            None,
-            timeout_s=_TIMEOUT_S,
-            env=environment,
-            cwd=REPO_ROOT,
-        )
+        try:
+            outcome = run_limited(
+                self.command(name, 0.0, prepare=True),
+                None,
+                timeout_s=_TIMEOUT_S,
+                env=environment,
+                cwd=REPO_ROOT,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MeasurementError(f"{name} took more than {_TIMEOUT_S} s to prepare") from error
         if outcome.returncode:
             raise MeasurementError(f"{name} could not prepare its files:\n{outcome.output[-3000:]}")
 

@@ -105,7 +105,7 @@ class FfnLayer:
         self._predictor = predictor
         self._choice = None if mix is None else Choice(mix, _threshold(store, predictor))
         self._base = self.regions[Precision.INT4] if has_base else None
-        self._is_warm = False
+        self._is_warm = False  # the last decode step was sparse
         self.later: FfnLayer | None = None
         self.use = LayerUse()
         if num_resident:
@@ -129,15 +129,14 @@ class FfnLayer:
             return self._dense(x_BH).to(x_BH.dtype)
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
         selection, of_later = self._selected(x_BH, base_BN)
+        is_warm, self._is_warm = self._is_warm, False
         if not self._fits(selection):
             return self._dense(x_BH).to(x_BH.dtype)
         assert self.cache is not None
         wanted = {p: selection.of(p) for p in self.cache.caches}
         plan = self.cache.plan(wanted, selection.scores_N)
         missing, multiplied = self._supply.bytes_of(plan)
-        is_warm, self._is_warm = self._is_warm, True
-        if self._switch.prefers_dense(missing, multiplied, len(x_BH)):
-            self._is_warm = False
+        if self._switch.prefers_dense(self._index, missing, multiplied, len(x_BH)):
             return self._dense(x_BH).to(x_BH.dtype)
         begin = self._clock.now()  # what was done before, both sides have paid
         out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -164,11 +163,12 @@ class FfnLayer:
         if self._base is not None and base_BN is not None and is_unused_N is not None:
             base_BN.masked_fill_(is_unused_N, 0)
             add_down(out_BH, base_BN, self._base, self._base.capacity)
-        num_tokens = len(x_BH)
+        self._is_warm = True
+        index, num_tokens = self._index, len(x_BH)
         self._clock.tell(
             begin,
             lambda seconds: self._switch.add_sparse(
-                seconds, missing, multiplied, num_tokens, is_warm=is_warm
+                index, seconds, missing, multiplied, num_tokens, is_warm=is_warm
             ),
         )
         return out_BH.to(x_BH.dtype)

@@ -31,6 +31,9 @@ NUM_CHUNKS = 3
 _ROOM = 2.0
 """A region's rows over what one token wants, where nobody says: for a window, and for batches."""
 
+_LEAST_ROOM = 1.25
+"""The same where twice would be more than all neurons: tokens differ in what they want."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnPlan:
@@ -151,8 +154,8 @@ def plan_mixed(
             for them, and not for all layers anyway.
         mix: shares of the neurons that are predicted active.
         active_share: of all neurons, on average; 1 where none is ever inactive.
-        near_bytes: that everything near may take; None for twice what a token wants, but no more
-            than the dense FFN unless a token wants it.
+        near_bytes: that everything near may take; None for regions of twice what a token wants, or
+            of as many bytes as all neurons have in full precision, if that is less and leaves room.
 
     Raises:
         BudgetError: ``near_bytes`` does not hold what one token wants.
@@ -175,7 +178,7 @@ def plan_mixed(
     if near_bytes is None:
         dense_bytes = shape.neurons * bundle_stride(shape, Precision.FULL)
         least_bytes = _bytes(shape, wanted)
-        layer_bytes = max(least_bytes, min(_ROOM * least_bytes, dense_bytes))
+        layer_bytes = max(_LEAST_ROOM * least_bytes, min(_ROOM * least_bytes, dense_bytes))
     else:
         _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
         spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes

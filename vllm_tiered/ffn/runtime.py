@@ -92,7 +92,7 @@ class FfnRuntime:
             firsts=[num_resident] * plan.shape.num_layers,
             device=near,
         )
-        self.switch = SwitchOver(plan.shape.num_layers)
+        self.switch = SwitchOver()
         clock, link = StepClock(device), HostLink(device, near)
         predictors = [predictor.to(near) for predictor in predictors]
         new_cache = _new_cache(policy, window, plan.shape.neurons)

@@ -7,40 +7,51 @@
 Every prompt is a dense step, so both sides are measured in any run; all layers add to them.
 
 What is near decides how much is missing, and only sparse steps bring it near. So a sparse step is
-judged by what is missing once the steps before it were sparse too: a layer whose cache is cold pays
-for that once. And whoever computes densely tries the other side again now and then:
+judged by what its layer misses, at batches of about that size, once the steps before were sparse
+too: a cold cache is paid for once. And a layer that is computed densely tries the other side again
+now and then:
 
-    sparse ... | dense for 128 tokens | 4 sparse | dense for 256 | 4 sparse | ...
+    sparse ... | dense for 128 steps | 4 sparse | dense for 256 | 4 sparse | ...
 """
 
+import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-_KEPT = 256
-"""Steps that count; older ones may be of another load."""
+_KEPT = 64
+"""Steps of a kind that count, so that many of one do not crowd out another."""
+
+_FORGOTTEN = 8192
+"""Steps after which one does not count any more: it may be of another load."""
 
 _LEAST = 16
-"""Steps of a kind before anything is said of it."""
+"""Steps of one side before anything is said of it."""
 
-_REFIT = 32
+_REFIT = 64
 
 _HELD_UP = 1.5
 """Times what a step was expected to take: something else was in its way."""
 
 _ROUNDS = 3
 
-_LEAST_WARM = 64
-"""Sparse steps behind sparse ones before dense ones are preferred."""
+_LEAST_WARM = 3
+"""Sparse steps behind sparse ones, of a layer, before it prefers dense ones."""
 
-_TRIAL_TOKENS = 4
-"""One whose neurons are missing, and three as they usually are."""
+_KEPT_WARM = 5
+"""A trial's three are most of them."""
 
-_PATIENCE_TOKENS = 128
-_MOST_PATIENCE_TOKENS = 4096
+_TRIAL = 4
+"""Steps: one whose neurons are missing, and three as they usually are."""
+
+_PATIENCE = 128
+_MOST_PATIENCE = 4096
+_SETTLED = 16
+"""Sparse steps, one after the other, that a layer prefers before it is as patient as at first."""
 
 _Table: TypeAlias = npt.NDArray[np.float64]
 
@@ -53,17 +64,19 @@ class StepTimes:
     """
 
     def __init__(self, num_parts: int) -> None:
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=_KEPT)
+        self._steps: dict[Hashable, deque[tuple[float, ...]]] = {}
         self._rates: _Table | None = None
         self._num_parts = num_parts
-        self._age = 0
+        self._num_steps = self._age = 0
 
-    def add(self, parts: Sequence[float], seconds: float) -> None:
-        """A step was measured."""
+    def add(self, kind: Hashable, parts: Sequence[float], seconds: float) -> None:
+        """A step was measured, one of those that are alike in ``kind``."""
         assert len(parts) == self._num_parts
-        self._steps.append((*parts, seconds))
+        steps = self._steps.setdefault(kind, deque(maxlen=_KEPT))
+        steps.append((self._num_steps, *parts, seconds))
+        self._num_steps += 1
         self._age += 1
-        is_first = self._rates is None and len(self._steps) >= _LEAST
+        is_first = self._rates is None and self._num_steps >= _LEAST
         if is_first or self._age >= _REFIT:
             self._age = 0
             self._rates = self._fit()
@@ -73,9 +86,11 @@ class StepTimes:
         return None if self._rates is None else float(self._rates @ np.asarray(parts))
 
     def _fit(self) -> _Table | None:
-        if len(self._steps) < _LEAST:
+        oldest = self._num_steps - _FORGOTTEN
+        kept = [row[1:] for steps in self._steps.values() for row in steps if row[0] >= oldest]
+        if len(kept) < _LEAST:
             return None
-        table = np.asarray(self._steps, dtype=np.float64)
+        table = np.asarray(kept, dtype=np.float64)
         parts, seconds = table[:, :-1], table[:, -1]
         rates = _rates(parts, seconds)
         # Steps that were held up by something else would pull.
@@ -104,64 +119,89 @@ def _rates(parts: _Table, seconds: _Table) -> _Table:
     return rates
 
 
-class SwitchOver:
-    """What both kinds of steps have taken.
+@dataclass(slots=True)
+class _Habit:
+    """Of one layer at batches of about one size.
 
-    Args:
-        num_layers: that ask, in turns; a token asks once in each.
+    Attributes:
+        missing_shares: of what warm sparse steps multiplied, the newest ones'.
+        dense, sparse: steps that were better so, since the last trial and one after the other.
+        trial: steps that are left of it.
+    """
+
+    missing_shares: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_WARM))
+    dense: int = 0
+    sparse: int = 0
+    trial: int = 0
+    patience: int = _PATIENCE
+
+
+class SwitchOver:
+    """What both kinds of steps have taken, and what each layer does of late.
 
     Attributes:
         num_switched: steps that had chosen neurons and room for them, and were computed densely.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self) -> None:
         self._sparse = StepTimes(4)
         self._dense = StepTimes(2)
-        self._missing_shares: deque[float] = deque(maxlen=_KEPT)
-        self._trial = _TRIAL_TOKENS * num_layers
-        self._first_patience = _PATIENCE_TOKENS * num_layers
-        self._most_patience = _MOST_PATIENCE_TOKENS * num_layers
-        self._patience = self._first_patience
-        self._streak = 0
+        self._habits: dict[tuple[int, int], _Habit] = {}
         self.num_switched = 0
 
     def add_sparse(
-        self, seconds: float, missing: int, multiplied: int, tokens: int, *, is_warm: bool
+        self,
+        layer: int,
+        seconds: float,
+        missing: int,
+        multiplied: int,
+        tokens: int,
+        *,
+        is_warm: bool,
     ) -> None:
         """Bytes of neurons that were brought, and of those that were multiplied.
 
-        ``is_warm``: the layer's last step that could choose was sparse too.
+        ``is_warm``: the layer's last decode step was sparse too.
         """
-        self._sparse.add(_sparse_parts(missing, multiplied, tokens), seconds)
+        kind = tokens.bit_length(), is_warm
+        self._sparse.add(kind, _sparse_parts(missing, multiplied, tokens), seconds)
         if is_warm:
-            self._missing_shares.append(missing / max(1, multiplied))
+            self._habit(layer, tokens).missing_shares.append(missing / max(1, multiplied))
 
     def add_dense(self, seconds: float, tokens: int) -> None:
         """Of a layer whose neurons were all computed."""
-        self._dense.add((1.0, tokens), seconds)
+        self._dense.add(tokens.bit_length(), (1.0, tokens), seconds)
 
-    def prefers_dense(self, missing: int, multiplied: int, tokens: int) -> bool:
+    def prefers_dense(self, layer: int, missing: int, multiplied: int, tokens: int) -> bool:
         """Whether all neurons will take less time than the chosen ones."""
-        is_dense = self._is_dense_faster(missing, multiplied, tokens)
-        if not is_dense:
-            self._streak, self._patience = 0, self._first_patience
+        habit = self._habit(layer, tokens)
+        if habit.trial:
+            habit.trial -= 1
             return False
-        self._streak += 1
-        if self._streak > self._patience:
-            if self._streak < self._patience + self._trial:
-                return False
-            self._streak, self._patience = 0, min(2 * self._patience, self._most_patience)
+        if not self._is_dense_faster(habit, missing, multiplied, tokens):
+            habit.sparse += 1
+            if habit.sparse >= _SETTLED:
+                habit.dense, habit.patience = 0, _PATIENCE
+            return False
+        habit.sparse = 0
+        habit.dense += 1
+        if habit.dense > habit.patience:
+            habit.dense, habit.trial = 0, _TRIAL - 1
+            habit.patience = min(2 * habit.patience, _MOST_PATIENCE)
             return False
         self.num_switched += 1
         return True
 
-    def _is_dense_faster(self, missing: int, multiplied: int, tokens: int) -> bool:
-        if len(self._missing_shares) < _LEAST_WARM:
+    def _is_dense_faster(self, habit: _Habit, missing: int, multiplied: int, tokens: int) -> bool:
+        if len(habit.missing_shares) < _LEAST_WARM:
             return False
-        usual = int(float(np.median(self._missing_shares)) * multiplied)
+        usual = int(statistics.median(habit.missing_shares) * multiplied)
         sparse = self._sparse.expected(_sparse_parts(min(missing, usual), multiplied, tokens))
         dense = self._dense.expected((1.0, tokens))
         return sparse is not None and dense is not None and dense < sparse
+
+    def _habit(self, layer: int, tokens: int) -> _Habit:
+        return self._habits.setdefault((layer, tokens.bit_length()), _Habit())
 
 
 def _sparse_parts(missing: int, multiplied: int, tokens: int) -> tuple[float, float, float, float]:
