@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.ffn_quality_variants import SEARCHED, by_low_rank, variants_of
+from benchmarks.ffn_quality_variants import (
+    GROUP,
+    HELD_OUT,
+    SEARCHED,
+    by_low_rank,
+    variants_of,
+)
 from benchmarks.ffn_relu import ReluSettings, relu_quality
 from benchmarks.model import demo_model_dir, package_file
 from benchmarks.progress import Step
@@ -61,10 +67,6 @@ DEFINITIONS = {
     "predictors": "of the low-rank predictors, means over layers, on tokens not trained with",
     "relu": "the small ReLU model with the neurons left out that its predictor finds inactive",
 }
-
-_GROUP = 64
-_HELD_OUT = 2000
-"""Conversations before the first that is measured: calibration takes its own from the first on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +130,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         torch.set_num_threads(settings.threads)
     folder = demo_model_dir()
     texts = {
-        "sharegpt": calibration_texts(folder, settings.sharegpt_tokens, skip=_HELD_OUT),
+        "sharegpt": calibration_texts(folder, settings.sharegpt_tokens, skip=HELD_OUT),
         "humaneval": humaneval_texts(folder, settings.humaneval_tokens),
     }
     model = LayerwiseModel(folder)
@@ -136,7 +138,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     step(f"searched mix: {list(found.best.mix.shares)}")
     predictors, reports = _low_rank(model, folder, settings)
     step(f"low-rank predictors: {_mean(reports, 'energy'):.0%} of the energy in their best half")
-    variants = variants_of(found.best.mix, _GROUP, by_low_rank(predictors))
+    variants = variants_of(found.best.mix, GROUP, by_low_rank(predictors))
     outcomes = {}
     for name, of in texts.items():
         outcomes[name] = evaluate(LayerwiseModel(folder), of, variants)
@@ -227,7 +229,7 @@ def _search(model: LayerwiseModel, folder: Path, settings: Settings) -> SearchRe
     def uncertainties(mixes: Sequence[Mix]) -> list[Uncertainty]:
         variants = {
             str(mix.shares): Variant(
-                mix=mix, group=_GROUP, ranking=None if 1 in mix.shares else by_base4
+                mix=mix, group=GROUP, ranking=None if 1 in mix.shares else by_base4
             )
             for mix in mixes
         }

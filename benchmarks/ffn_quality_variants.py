@@ -11,6 +11,12 @@ from vllm_tiered.ffn.prepare.evaluate import Scores, Variant, by_base4
 from vllm_tiered.ffn.prepare.mixed_ffn import Copies
 from vllm_tiered.ffn.selection import ALL, Mix
 
+GROUP = 64
+"""Weights that share a 4-bit scale: what `prepare` takes for the demo model."""
+
+HELD_OUT = 2000
+"""Conversations before the first that is measured: calibration takes its own from the first on."""
+
 PAPERS = Mix(full=0.25, int8=0.25, int4=0.5)
 """M2Cache's mix: half the bytes, no neuron left out."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import limited
 from benchmarks.cache import cache_root
-from benchmarks.ffn_quality_variants import PAPERS
+from benchmarks.ffn_quality_variants import GROUP, HELD_OUT, PAPERS
 from benchmarks.memory_limit import drop_cached
 from benchmarks.model import demo_model_dir
 from benchmarks.out_of_core import KV_BLOCK_TOKENS
@@ -60,10 +60,7 @@ DEFINITIONS = {
     "hit_ratio": "of the neurons wanted in 16 or 8 bit, those near; the base, always near, not",
 }
 
-_HELD_OUT = 2000
 _PROMPT_TOKENS = 96
-_GROUP = 64
-"""Weights that share a 4-bit scale: what `prepare` takes for a hidden size of 576."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +108,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         model,
         2 * _PROMPT_TOKENS * settings.rounds,
         tokens_per_text=2 * _PROMPT_TOKENS,
-        skip=_HELD_OUT,
+        skip=HELD_OUT,
     )
     rounds: list[dict[str, dict[str, Any]]] = []
     for index, question in enumerate(questions[: settings.rounds]):
@@ -232,8 +229,8 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _perplexity(model: Path, num_tokens: int) -> dict[str, float]:
-    texts = calibration_texts(model, num_tokens, skip=_HELD_OUT)
-    mixed = Variant(mix=PAPERS, group=_GROUP, ranking=by_base4, has_cache=True)
-    variants = {"full": Variant(mix=ALL, group=_GROUP), "mixed": mixed}
+    texts = calibration_texts(model, num_tokens, skip=HELD_OUT)
+    mixed = Variant(mix=PAPERS, group=GROUP, ranking=by_base4, has_cache=True)
+    variants = {"full": Variant(mix=ALL, group=GROUP), "mixed": mixed}
     outcomes = evaluate(LayerwiseModel(model), texts, variants)
     return {name: outcome.perplexity for name, outcome in outcomes.items()}

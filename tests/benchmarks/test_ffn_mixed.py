@@ -2,6 +2,7 @@
 """ffn_mixed: who gets which limit and settings, what is skipped and said, how figures follow."""
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -158,6 +159,22 @@ def test_a_peer_that_cannot_run_at_all_is_an_error(runs, tmp_path):
     with pytest.raises(MeasurementError, match="flexgen was killed"):
         peer_runs.fitting_command("flexgen", 10)
     assert limited_peers.lacking(["airllm_disk", "llama_cpp"], "python").keys() == {"airllm_disk"}
+
+
+def test_a_peer_that_takes_too_long_is_skipped_and_named(tmp_path, monkeypatch):
+    def hangs(command, limit_bytes, *, timeout_s, **_):
+        raise subprocess.TimeoutExpired(command, timeout_s)
+
+    monkeypatch.setattr(limited, "run_limited", hangs)
+    monkeypatch.setattr(limited_peers, "run_limited", hangs)
+    monkeypatch.setattr(peers, "available", lambda python: dict.fromkeys(PEERS))
+    load = limited.Load(prompt_tokens=12, new_tokens=4)
+    peer_runs = PeerRuns(python="python", model=tmp_path, folder=tmp_path, load=load)
+    _, skipped = peer_runs.commands(["llama_cpp"], 10, lambda text: None)
+    assert skipped == {"llama_cpp": "llama_cpp took more than 1800 s to prepare"}
+    monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)
+    _, skipped = peer_runs.commands(["llama_cpp"], 10, lambda text: None)
+    assert skipped == {"llama_cpp": "llama_cpp took more than 1800 s"}
 
 
 def test_the_kv_cache_is_that_of_the_load():
