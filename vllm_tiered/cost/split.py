@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Near memory shared by layers and KV cache: what a placement leaves, and the plan for a target.
 
-``auto`` plans for latency and for throughput and takes the plan that is better at the target. The
-engine and ``vllm-tiered plan`` decide by the same functions.
+``auto`` plans for latency and for throughput and takes the target's own plan, unless the other is
+predicted to be better at it by more than predictions tell apart. The engine and ``vllm-tiered plan``
+decide by the same functions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 FLEXGEN_PERCENTS = (20, 80, 0)
 """The share that HeLM's paper asks FlexGen for (section V-A)."""
+
+_AS_GOOD = 1.01
+"""Plans whose predictions differ by less are equally good: the figures they rest on are measured,
+and two runs of the same program would come to either by chance."""
 
 BASELINES = ("all near", "flexgen", "helm", "all_far")
 
@@ -165,10 +170,16 @@ def near_set(
 
 
 def pick(target: Target, splits: Sequence[Split]) -> Split:
-    """The shortest decode step of one request, or the most tokens/s; of equals the target's own."""
-    if target == "latency":
-        return min(splits, key=lambda s: (s.alone.decode_seconds, s.placement.policy != target))
-    return max(splits, key=lambda s: (s.served.tokens_per_s, s.placement.policy == target))
+    """The shortest decode step of one request, or the most tokens/s; the target's own plan where
+    that is as good as can be told."""
+
+    def cost(split: Split) -> float:
+        is_latency = target == "latency"
+        return split.alone.decode_seconds if is_latency else 1 / split.served.tokens_per_s
+
+    best = min(splits, key=cost)
+    own = [s for s in splits if s.placement.policy == target and cost(s) <= _AS_GOOD * cost(best)]
+    return min(own, key=cost, default=best)
 
 
 def target_for(max_requests: int) -> Target:

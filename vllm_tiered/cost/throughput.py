@@ -52,7 +52,7 @@ _SAME = 1e-9
 
 
 def split_for(target: Target, shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split:
-    """The better of both plans at the target.
+    """The better of both plans at the target, its own where they are as good.
 
     Raises:
         BudgetError: no placement fits beside the KV cache of one request.
