@@ -2,8 +2,8 @@
 """Near memory shared by layers and KV cache: what a placement leaves, and the plan for a target.
 
 ``auto`` plans for latency and for throughput and takes the target's own plan, unless the other is
-predicted to be better at it by more than predictions tell apart. The engine and ``vllm-tiered plan``
-decide by the same functions.
+predicted to be better at it by more than predictions tell apart. The engine and
+``vllm-tiered plan`` decide by the same functions.
 """
 
 from __future__ import annotations
