@@ -9,12 +9,15 @@
 | qwen2  | 4      | GQA, 4 heads on 2, qkv bias     | grouped queries, biased keys          |
 | llama1 | 1      | GQA, 4 heads on 2               | fewest layers: nothing to interleave  |
 | llama3 | 3      | MQA, 4 heads on 1               | an odd number of layers, one KV head  |
+| qwen3  | 2      | GQA, 4 heads on 2, norms of queries and keys | heads of another size    |
+| mistral | 2     | GQA, 4 heads on 2               | Llama's under another name            |
 | phi3   | 4      | MHA, 4 heads                    | gate and up in one, in the checkpoint too |
 | falcon | 4      | MQA, 4 heads on 1               | attention and FFN from the same input |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
-Head size 64, hidden size 256 (deep: 192), stored in bfloat16 (load them with `dtype="float32"` for
-exact comparisons). Greedy text varies and depends on the whole context, so wrong KV shows up in it.
+Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
+`dtype="float32"` for exact comparisons). Greedy text varies and depends on the whole context, so
+wrong KV shows up in it.
 """
 
 from __future__ import annotations
@@ -58,6 +61,21 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
     "llama1": {**_LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 2},
     "llama3": {**_LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 1},
+    "qwen3": {
+        **_COMMON,
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 512,
+    },
+    "mistral": {
+        **_LLAMA,
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+    },
     "phi3": {
         **_COMMON,
         "model_type": "phi3",

@@ -34,7 +34,7 @@ from vllm_tiered.tiers.slot_work import Work
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}
-MODELS = ("opt", "qwen2", "llama1", "llama3", "phi3", "falcon")
+MODELS = ("opt", "qwen2", "qwen3", "llama1", "llama3", "mistral", "phi3", "falcon")
 
 
 _FOLDER: list[Path] = []
