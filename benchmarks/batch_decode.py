@@ -85,14 +85,14 @@ def forced_path() -> Callable[[str], None]:
     from vllm_tiered.ffn.layer import FfnLayer
     from vllm_tiered.ffn.switch_over import SwitchOver
 
-    original, prefers_dense = FfnLayer.compute, SwitchOver.prefers_dense
+    original = FfnLayer.compute
     path = "chosen"
 
     def compute(layer: FfnLayer, x_BH: Any, only_decodes: bool) -> Any:
         return original(layer, x_BH, only_decodes and path != "dense")
 
-    def prefers(switch: SwitchOver, *bytes_and_tokens: int) -> bool:
-        return path == "chosen" and prefers_dense(switch, *bytes_and_tokens)
+    def only_as_chosen(judge: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda *args: path == "chosen" and judge(*args)
 
     def force(wanted: str) -> None:
         nonlocal path
@@ -100,7 +100,8 @@ def forced_path() -> Callable[[str], None]:
         path = wanted
 
     setattr(FfnLayer, "compute", compute)  # noqa: B010
-    setattr(SwitchOver, "prefers_dense", prefers)  # noqa: B010
+    for judge in (SwitchOver.prefers_dense, SwitchOver.is_surely_dense):
+        setattr(SwitchOver, judge.__name__, only_as_chosen(judge))
     return force
 
 

@@ -13,11 +13,13 @@ from tests.ffn.models import Ffn, random_ffn
 from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.ffn import plan as planning
+from vllm_tiered.ffn.layer import FfnLayer
 from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.quantise import expand
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, Selection, select
+from vllm_tiered.ffn.switch_over import SwitchOver
 from vllm_tiered.tiers.cpu import CpuDevice
 
 POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru", "none")
@@ -295,6 +297,23 @@ def test_prompts_take_every_neuron(ffn: Ffn) -> None:
     x_BH = torch.randn(5, 64)
     for layer in range(3):
         assert close(runtime.layers[layer].compute(x_BH, False), ffn.dense(layer, x_BH))
+    runtime.close()
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+def test_a_layer_that_is_dense_for_now_is_not_asked_what_it_wants(
+    ffn: Ffn, has_base: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SwitchOver, "is_surely_dense", lambda *args: True)
+    monkeypatch.setattr(Scripted, "scores", lambda *args: pytest.fail("it was asked"))
+    monkeypatch.setattr(FfnLayer, "_activations", lambda *args: pytest.fail("all were ranked"))
+    of_layer = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
+    plan = mixed(ffn, (0.1, 0, 0), has_base=has_base)
+    runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), [] if has_base else of_layer)
+    x_BH = torch.randn(1, 64)
+    for layer in range(3):
+        assert close(runtime.layers[layer].compute(x_BH, True), ffn.dense(layer, x_BH))
+    assert (runtime.use.sparse_steps, runtime.use.dense_steps) == (0, 3)
     runtime.close()
 
 

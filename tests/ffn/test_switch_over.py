@@ -91,6 +91,7 @@ class Engine:
 
     def cool(self) -> None:
         self._is_warm = [False] * LAYERS
+        self.num_looks = 0
 
     def step(self, tokens: int = 1) -> tuple[float, list[int]]:
         """Its seconds, and the layers that were computed densely."""
@@ -98,7 +99,11 @@ class Engine:
         for layer in range(LAYERS):
             is_warm = self._is_warm[layer]
             missing = int((self.warm_shares[layer] if is_warm else 1.0) * self.WANTED)
-            if self.switch.prefers_dense(layer, missing, self.WANTED, tokens):
+            is_dense = self.switch.is_surely_dense(layer, tokens)
+            if not is_dense:
+                self.num_looks += 1
+                is_dense = self.switch.prefers_dense(layer, missing, self.WANTED, tokens)
+            if is_dense:
                 total += self.dense
                 dense.append(layer)
                 self.switch.add_dense(self.dense, tokens)
@@ -135,6 +140,27 @@ def test_dense_where_it_is_faster_but_for_trials_that_become_rare() -> None:
     assert sum(settled) < 1.03 * len(settled) * LAYERS * engine.dense
     trials = [index for index, (_, dense) in enumerate(steps) if not dense]
     assert trials == [*range(4), *range(132, 136), *range(392, 396), *range(908, 912)]
+
+
+def test_in_a_row_of_dense_steps_an_eighth_is_looked_at() -> None:
+    engine = Engine(warm_share=0.5, overhead=1e-3, dense=1.2e-3)
+    for _ in range(20):
+        engine.step()
+    assert engine.step()[1] == ALL
+    before = engine.num_looks
+    for _ in range(80):
+        assert engine.step()[1] == ALL
+    assert engine.num_looks - before == 10 * LAYERS
+    assert not engine.switch.is_surely_dense(0, 8), "another size of batch"
+
+
+def test_a_row_of_dense_steps_ends_with_the_next_look() -> None:
+    engine = Engine(warm_share=0.5, overhead=1e-3, dense=1.2e-3)
+    assert [engine.step()[1] for _ in range(50)][-1] == ALL
+    engine.dense = 0.1
+    for tokens in (1, 64) * 64:
+        engine.switch.add_dense(engine.dense, tokens)
+    assert [engine.step()[1] for _ in range(8)][-1] == []
 
 
 def test_what_was_slow_at_the_start_is_tried_again() -> None:

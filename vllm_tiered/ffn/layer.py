@@ -127,6 +127,9 @@ class FfnLayer:
         """
         if self._choice is None or not only_decodes:
             return self._dense(x_BH).to(x_BH.dtype)
+        if self._switch.is_surely_dense(self._index, len(x_BH)):
+            self._is_warm = False
+            return self._dense(x_BH).to(x_BH.dtype)
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
         selection, of_later = self._selected(x_BH, base_BN)
         is_warm, self._is_warm = self._is_warm, False

@@ -12,6 +12,9 @@ too: a cold cache is paid for once. And a layer that is computed densely tries t
 now and then:
 
     sparse ... | dense for 128 steps | 4 sparse | dense for 256 | 4 sparse | ...
+
+What a layer wants is not even asked for in most of a row of dense steps: scoring is no small part
+of a step that has no use for it.
 """
 
 import statistics
@@ -52,6 +55,12 @@ _PATIENCE = 128
 _MOST_PATIENCE = 4096
 _SETTLED = 16
 """Sparse steps, one after the other, that a layer prefers before it is as patient as at first."""
+
+_SURE = 8
+"""Dense steps, one after the other, before the next ones are without a look."""
+
+_LOOK = 8
+"""One step of so many is judged by what its layer wants then."""
 
 _Table: TypeAlias = npt.NDArray[np.float64]
 
@@ -126,12 +135,14 @@ class _Habit:
     Attributes:
         missing_shares: of what warm sparse steps multiplied, the newest ones'.
         dense, sparse: steps that were better so, since the last trial and one after the other.
+        row: dense steps, one after the other.
         trial: steps that are left of it.
     """
 
     missing_shares: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_WARM))
     dense: int = 0
     sparse: int = 0
+    row: int = 0
     trial: int = 0
     patience: int = _PATIENCE
 
@@ -140,7 +151,7 @@ class SwitchOver:
     """What both kinds of steps have taken, and what each layer does of late.
 
     Attributes:
-        num_switched: steps that had chosen neurons and room for them, and were computed densely.
+        num_switched: steps that could have been sparse and were computed densely.
     """
 
     def __init__(self) -> None:
@@ -179,18 +190,35 @@ class SwitchOver:
             habit.trial -= 1
             return False
         if not self._is_dense_faster(habit, missing, multiplied, tokens):
+            habit.row = 0
             habit.sparse += 1
             if habit.sparse >= _SETTLED:
                 habit.dense, habit.patience = 0, _PATIENCE
             return False
         habit.sparse = 0
-        habit.dense += 1
-        if habit.dense > habit.patience:
-            habit.dense, habit.trial = 0, _TRIAL - 1
+        if habit.dense >= habit.patience:
+            habit.dense, habit.row, habit.trial = 0, 0, _TRIAL - 1
             habit.patience = min(2 * habit.patience, _MOST_PATIENCE)
             return False
-        self.num_switched += 1
+        self._count_dense(habit)
         return True
+
+    def is_surely_dense(self, layer: int, tokens: int) -> bool:
+        """Whether the layer is computed densely whatever it wants: it was, for a row of steps.
+
+        To be asked once a step, before :meth:`prefers_dense`, which is not asked if this is true.
+        """
+        habit = self._habit(layer, tokens)
+        is_look = habit.row % _LOOK == 0 or habit.dense >= habit.patience
+        if habit.trial or habit.row < _SURE or is_look:
+            return False
+        self._count_dense(habit)
+        return True
+
+    def _count_dense(self, habit: _Habit) -> None:
+        habit.dense += 1
+        habit.row += 1
+        self.num_switched += 1
 
     def _is_dense_faster(self, habit: _Habit, missing: int, multiplied: int, tokens: int) -> bool:
         if len(habit.missing_shares) < _LEAST_WARM:
