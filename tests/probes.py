@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe's file of a machine with round numbers, and a scope that is measured in a second."""
+"""A probe's file of a machine with round numbers, a scope that is measured in a second, and a clock
+that stands still between calls."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from vllm_tiered.tiers import probe
 from vllm_tiered.tiers.survey import Scope
 from vllm_tiered.units import KIB, MIB
 
@@ -20,6 +25,26 @@ TINY = Scope(
     point_seconds=0.005,
     beside_seconds=0.1,
 )
+
+
+class FakeClock:
+    """What probes measure by: no other process can make a call slower.
+
+    Attributes:
+        now: seconds.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def call(self, seconds: float) -> Callable[[int], None]:
+        """A call that takes so long."""
+
+        def run(turn: int) -> None:
+            self.now += seconds
+
+        return run
 
 
 def sample_probe() -> dict[str, Any]:

@@ -39,7 +39,7 @@ def on_two_ranks(cache: Path, tiered: dict[str, Any], max_tokens: int) -> tuple[
     finished = subprocess.run(
         [sys.executable, "-m", "tests.engine.l2_script", model_path("qwen2"),
          json.dumps(PROMPTS), str(max_tokens), json.dumps(tiered)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     log = finished.stdout + finished.stderr
     assert finished.returncode == 0, log[-4000:]

@@ -254,7 +254,7 @@ def test_a_file_that_is_cut_off(tmp_path) -> None:
         start("opt", tmp_path)
 
 
-def test_a_damaged_page_stops_the_engine_with_the_layer_named(tmp_path, caplog) -> None:
+def test_a_damaged_page_stops_the_engine_with_the_layer_named(tmp_path, caplog_vllm) -> None:
     run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
     with the_file(tmp_path).open("r+b") as file:
         file.seek(SLOT_ALIGNMENT // 2)
@@ -264,7 +264,7 @@ def test_a_damaged_page_stops_the_engine_with_the_layer_named(tmp_path, caplog) 
         pytest.raises(IntegrityError, match=r"page 0 \(layer 0, attention\) is damaged"),
     ):
         generate(llm, PROMPTS)
-    assert "reading it again" in caplog.text
+    assert "reading it again" in caplog_vllm.text
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(copied_model, tmp_path) -> None:

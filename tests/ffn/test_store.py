@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -185,6 +186,7 @@ def test_reads_overlap_and_their_seconds_count_once(stores, monkeypatch):
     into, other = (region(LARGE, Precision.FULL, 1) for _ in range(2))
     before = store.read_seconds
     monkeypatch.setattr(os, "preadv", preadv)
+    begin = time.perf_counter()
     first = store.submit(0, Precision.FULL, ids(3), into, ids(0))
     assert not first.done()
     second = store.submit(1, Precision.FULL, ids(4), other, ids(0))
@@ -192,7 +194,7 @@ def test_reads_overlap_and_their_seconds_count_once(stores, monkeypatch):
     second.wait()
     second.wait()
     assert first.done() and second.done()
-    assert 0.2 <= store.read_seconds - before < 0.4
+    assert 0.2 <= store.read_seconds - before <= time.perf_counter() - begin
     assert torch.equal(into[0], bundles(LARGE, 0, Precision.FULL)[0][3])
     assert torch.equal(other[0], bundles(LARGE, 1, Precision.FULL)[0][4])
 
@@ -217,13 +219,16 @@ def test_nothing_to_read(stores):
 
 def test_at_most_as_many_readers_as_said(folders, monkeypatch):
     real, lock = os.preadv, threading.Lock()
-    inside, most = 0, 0
+    inside, most, is_crowded = 0, 0, threading.Event()
 
     def preadv(fd, buffers, offset):
         nonlocal inside, most
         with lock:
             inside += 1
             most = max(most, inside)
+            if most > 16:
+                is_crowded.set()
+        is_crowded.wait(timeout=30)
         threading.Event().wait(0.02)
         with lock:
             inside -= 1

@@ -56,7 +56,7 @@ def path(tmp_path):
     return tmp_path / "timeline.jsonl"
 
 
-def wait_for(condition, *, seconds=20.0):
+def wait_for(condition, *, seconds=120.0):
     """The writer's thread takes a moment; a condition that never holds fails the test."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -130,8 +130,10 @@ def curves_of(on):
 
 
 def test_the_link_is_measured_as_it_is(layers):
-    found = measured(layers, {Direction.READ: Throttle(200e6)})
-    assert found.read_gb_per_s == pytest.approx(0.2, rel=0.15)
+    """No copy is faster. What else the machine does makes it slower: the best of a few."""
+    tries = [measured(layers, {Direction.READ: Throttle(200e6)}) for _ in range(3)]
+    found = max(tries, key=lambda machine: machine.read_gb_per_s)
+    assert 0.17 < found.read_gb_per_s <= 0.2 * (1 + 1e-6)
     assert found.near_gb_per_s > 0.2
     assert found.tflops > 0 and found.near_bytes_per_copied_byte >= 0
     assert 0 < far_link(found).latency_s < 2e-3

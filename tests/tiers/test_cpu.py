@@ -53,7 +53,7 @@ def test_wait_returns_the_time_that_compute_stood_still(device):
     gate, buffer = Gate(), make_buffer(1)
     event = copy(device, READ, buffer, pages_of(), buffer, pages_of(), [gate])
     assert gate.waited_for.wait(timeout=60)
-    opener = threading.Timer(0.02, gate.open)
+    opener = threading.Timer(0.3, gate.open)
     opener.start()
     assert device.wait(event) > 0.0
     opener.join()

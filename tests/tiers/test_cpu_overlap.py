@@ -61,10 +61,14 @@ def test_python_goes_on_while_one_copy_runs(timed):
     src, dst = make_buffer(2048, 64 * 1024), make_buffer(2048, 64 * 1024, value=-1)
     everything = Pages(np.arange(2048))
     assert len(everything.runs) == 1
-    event = copy(device, Direction.WRITE, src, everything, dst, everything)
-    ticks = []
-    while not event.done():
-        ticks.append(time.perf_counter())
-        time.sleep(1e-4)
-    begin, end = spans[-1]
-    assert sum(begin < tick < end for tick in ticks) >= 3
+    for _ in range(5):  # other processes may have the cores for a while
+        event = copy(device, Direction.WRITE, src, everything, dst, everything)
+        ticks = []
+        while not event.done():
+            ticks.append(time.perf_counter())
+            time.sleep(1e-4)
+        begin, end = spans[-1]
+        num_between = sum(begin < tick < end for tick in ticks)
+        if num_between >= 3:
+            break
+    assert num_between >= 3

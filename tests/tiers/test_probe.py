@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from tests.probes import FakeClock
 from vllm_tiered.tiers.base import Direction
 from vllm_tiered.tiers.cpu import CpuDevice
 from vllm_tiered.tiers.probe import Sample, link_curve, median_seconds, product_curve
@@ -15,13 +16,15 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_a_throttled_link_is_measured_as_what_it_was_set_to(direction):
+    """No transfer is faster. What else the machine does makes it slower: the best of a few."""
     device = CpuDevice(throttles={direction: Throttle(200e6, latency_seconds=0.002)})
     try:
-        small, large = link_curve(device, direction, CPU, [64 * KIB, 4 * MIB])
+        curves = [link_curve(device, direction, CPU, [64 * KIB, 4 * MIB]) for _ in range(3)]
     finally:
         device.close()
-    assert small.seconds == pytest.approx(0.002 + 64 * KIB / 200e6, rel=0.5)
-    assert large.gb_per_s == pytest.approx(0.2 * 4 * MIB / (4 * MIB + 0.4e6), rel=0.2)
+    for num_bytes, samples in zip((64 * KIB, 4 * MIB), zip(*curves, strict=True), strict=True):
+        set_to = 0.002 + num_bytes / 200e6
+        assert set_to <= min(sample.seconds for sample in samples) < 1.3 * set_to
 
 
 def test_transfers_are_real():
@@ -39,16 +42,11 @@ def test_a_larger_product_takes_longer():
     assert large.seconds > 3 * small.seconds
 
 
-def test_a_median_is_not_moved_by_one_slow_run():
-    import time
-
-    calls = []
-
-    def run(turn):
-        calls.append(turn)
-        time.sleep(0.2 if len(calls) == 20 else 0.002)
-
-    assert median_seconds(run) < 0.01
+def test_a_median_is_not_moved_by_one_slow_run(monkeypatch):
+    clock = FakeClock(monkeypatch)
+    usual, slow = clock.call(0.002), clock.call(0.2)
+    turns = iter(range(1 << 30))
+    assert median_seconds(lambda turn: (slow if next(turns) == 20 else usual)(turn)) < 0.01
 
 
 def test_gb_are_decimal():

@@ -5,7 +5,6 @@ import errno
 import logging
 import os
 import threading
-import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -250,21 +249,30 @@ def test_a_file_cut_off_after_it_was_opened(file, monkeypatch):
 def test_a_silent_disk_is_waited_for_and_said(file, monkeypatch, caplog):
     monkeypatch.setattr(published, "_SILENCE_SECONDS", 0.02)
     awake = threading.Event()
-    Disk(monkeypatch, lambda call: awake.wait() and None)
-    threading.Timer(0.1, awake.set).start()
+    Disk(monkeypatch, lambda call: awake.wait(timeout=60) and None)
+    said = published.logger.warning
+
+    def warning(*args):
+        said(*args)
+        awake.set()
+
+    monkeypatch.setattr(published.logger, "warning", warning)
     buffer = near(4)
     with caplog.at_level(logging.WARNING):
         read(file, 2, 4, buffer)
     assert torch.equal(buffer.data[3], content(5))
-    assert "silent for" in caplog.text
+    assert awake.is_set() and "silent for" in caplog.text
 
 
 def test_reads_overlap(file, monkeypatch):
-    """As many requests at a time as there are readers."""
-    Disk(monkeypatch, lambda call: time.sleep(0.1))
-    start = time.perf_counter()
+    """All three requests, of 1 MiB each, are under way before the first is answered."""
+    gate = threading.Barrier(3)
+
+    def meet(call):
+        gate.wait(timeout=60)
+
+    Disk(monkeypatch, meet)
     read(file, 0, 40, near(40))
-    assert time.perf_counter() - start < 0.25  # three requests of 1 MiB
 
 
 def test_it_is_not_written_to(file):

@@ -302,7 +302,7 @@ def check_it_works(file):
 def test_threads_start_when_there_is_work_for_them(open_file, monkeypatch):
     before = set(threading.enumerate())
     file, near = open_file(1000, num_readers=6), make_buffer(1000, 4096)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     ids = np.arange(0, 1000, 84)
     assert len(ids) == 12
     file.write(near, ids, ids)

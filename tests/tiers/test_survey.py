@@ -5,12 +5,11 @@ import dataclasses
 import json
 import math
 import os
-import time
 
 import pytest
 import torch
 
-from tests.probes import TINY
+from tests.probes import TINY, FakeClock
 from vllm_tiered.cost.probed import machine_of
 from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.tiers.base import Direction
@@ -57,15 +56,14 @@ def test_the_default_scope_is_planned_to_take_less_than_a_minute():
     assert Scope().planned_seconds < 60
 
 
-def test_a_point_takes_its_time_and_no_more():
+def test_a_point_takes_its_time_and_no_more(monkeypatch):
     """However slow a call is: one that is not counted, one to see, and one that counts."""
-    start = time.perf_counter()
-    slow = median_seconds(lambda _: time.sleep(0.05), seconds=0.01)
-    assert slow == pytest.approx(0.05, rel=0.3)
-    assert time.perf_counter() - start < 0.3
-    start = time.perf_counter()
-    median_seconds(lambda _: None, seconds=0.05)
-    assert time.perf_counter() - start < 6 * 0.05 + 0.1
+    clock = FakeClock(monkeypatch)
+    assert median_seconds(clock.call(0.05), seconds=0.01) == pytest.approx(0.05)
+    assert clock.now == pytest.approx(3 * 0.05)
+    clock.now = 0.0
+    median_seconds(clock.call(1e-4), seconds=0.05)
+    assert 0.04 < clock.now < 6 * 0.05
 
 
 def test_a_link_that_compute_does_not_hold_up_is_as_fast_beside_it():
