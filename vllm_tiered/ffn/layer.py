@@ -130,6 +130,7 @@ class FfnLayer:
         if self._switch.is_surely_dense(self._index, len(x_BH)):
             self._is_warm = False
             return self._dense(x_BH).to(x_BH.dtype)
+        begin = self._clock.now()
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
         selection, of_later = self._selected(x_BH, base_BN)
         is_warm, self._is_warm = self._is_warm, False
@@ -141,7 +142,6 @@ class FfnLayer:
         missing, multiplied = self._supply.bytes_of(plan)
         if self._switch.prefers_dense(self._index, missing, multiplied, len(x_BH)):
             return self._dense(x_BH).to(x_BH.dtype)
-        begin = self._clock.now()  # what was done before, both sides have paid
         out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
         self._enter(plan)
         try:

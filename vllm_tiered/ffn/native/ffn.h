@@ -185,8 +185,12 @@ class Products {
         for (const Segment& segment : weights_.segments) {
             int64_t r = 0;
             for (; r + 4 <= num; r += 4) {
-                for (int64_t k = r + 4; k < std::min(r + 8, num); ++k)
-                    fetch(rows[k].weights + segment.begin);
+                const bool is_first = segment.begin == 0 && !segment.is_high;
+                if (!kIsShort<Low, High> || is_first)
+                    for (int64_t k = r + 4; k < std::min(r + 8, num); ++k)
+                        fetch(rows[k].weights + segment.begin);
+                if (kIsShort<Low, High> && !segment.is_high)
+                    for (int64_t k = r; k < r + 4; ++k) __builtin_prefetch(ahead(rows[k], segment));
                 add_rows<Low, High, 4, T>(weights_, segment, rows + r, a + r * T, out_t);
             }
             for (; r < num; ++r)

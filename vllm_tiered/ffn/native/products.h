@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "codecs.h"
@@ -57,6 +58,16 @@ inline float scale_of(const Weights& weights, const Row& row, const Segment& seg
     return weights.has_scales ? half_to_float(row.scales[segment.group]) : 1.0f;
 }
 
+// Rows of nibbles end before a processor has seen that they are read in order: they are asked for as
+// they are used, some lines ahead. Behind a row lies one that is asked for for nothing, or nothing.
+template <class Low, class High>
+constexpr bool kIsShort = !std::is_same_v<Low, High>;
+constexpr int64_t kAhead = 256;
+
+inline const uint8_t* ahead(const Row& row, const Segment& segment) {
+    return row.weights + segment.begin + kAhead;
+}
+
 template <class Codec, int S, int T>
 inline void dot_segment(const Segment& segment, const Row* rows, const float* scales,
                         const float* const* x, Vector (&total)[S][T], float (&rest)[S][T]) {
@@ -86,11 +97,13 @@ inline void dot_segment(const Segment& segment, const Row* rows, const float* sc
     for (int s = 0; s < S; ++s) {
         const Vector scale = spread(scales[s]);
         for (int t = 0; t < T; ++t) total[s][t] = multiply_add(found[s][t], scale, total[s][t]);
+    }
+    if (j == segment.end) return;
+    for (int s = 0; s < S; ++s)
         for (int64_t k = j; k < segment.end; ++k) {
             const float w = Codec::scalar(rows[s].weights, k) * scales[s];
             for (int t = 0; t < T; ++t) rest[s][t] += w * x[t][segment.shift + k];
         }
-    }
 }
 
 template <class Low, class High, int S, int T>
@@ -100,6 +113,9 @@ void dots(const Weights& weights, const Row* rows, const float* const* x, float*
     for (int s = 0; s < S; ++s)
         for (int t = 0; t < T; ++t) total[s][t] = spread(0.0f);
     for (const Segment& segment : weights.segments) {
+        if constexpr (kIsShort<Low, High>)
+            if (!segment.is_high)
+                for (int s = 0; s < S; ++s) __builtin_prefetch(ahead(rows[s], segment));
         float scales[S];
         for (int s = 0; s < S; ++s) scales[s] = scale_of(weights, rows[s], segment);
         if (segment.is_high)
