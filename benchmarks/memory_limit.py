@@ -18,6 +18,9 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 
+_KEPT_CHARACTERS = 4_000_000
+"""Of a program's output: a result is one line, of 100,000 characters where runs are many."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -87,7 +90,7 @@ def run_limited(
         log.seek(0)
         return Outcome(
             returncode=process.returncode,
-            output=log.read()[-20_000:],
+            output=log.read()[-_KEPT_CHARACTERS:],
             peak_bytes=None if group is None else _peak(group),
             was_killed=group is not None and _oom_kills(group) > 0,
         )

@@ -54,6 +54,12 @@ def test_without_a_limit_it_just_runs():
     assert (outcome.returncode, outcome.was_killed) == (3, False)
 
 
+def test_a_long_line_comes_whole():
+    print_it = [sys.executable, "-c", "print('RESULT', 'x' * 300_000)"]
+    line = run_limited(print_it, None, timeout_s=60).output.splitlines()[-1]
+    assert line == "RESULT " + "x" * 300_000
+
+
 def test_a_program_that_hangs_is_ended():
     with pytest.raises(subprocess.TimeoutExpired):
         run_limited([sys.executable, "-c", "import time; time.sleep(60)"], None, timeout_s=1)

@@ -223,6 +223,19 @@ def test_of_plans_as_good_the_targets_own_is_taken():
         assert pick("latency", [other(nearly), own]) == own
     assert pick("latency", [own, other(0.98)]) == other(0.98)
 
+    own = split_for_throughput(shape, machine("rtx4090-pcie4"), load, room)
+
+    def another(ratio):
+        served = own.served
+        faster = dataclasses.replace(served, tokens_per_s=ratio * served.tokens_per_s)
+        placement = dataclasses.replace(own.placement, policy="latency")
+        return dataclasses.replace(own, placement=placement, served=faster)
+
+    for nearly in (1.008, 1, 0.5):
+        assert pick("throughput", [own, another(nearly)]) == own
+        assert pick("throughput", [another(nearly), own]) == own
+    assert pick("throughput", [own, another(1.02)]) == another(1.02)
+
 
 def test_the_target_where_nobody_says():
     assert (target_for(1), target_for(2)) == ("latency", "throughput")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers against the dense product: whatever is near, far or stored, and in whatever order."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -314,6 +315,31 @@ def test_a_layer_that_is_dense_for_now_is_not_asked_what_it_wants(
     for layer in range(3):
         assert close(runtime.layers[layer].compute(x_BH, True), ffn.dense(layer, x_BH))
     assert (runtime.use.sparse_steps, runtime.use.dense_steps) == (0, 3)
+    runtime.close()
+
+
+def test_a_dense_step_between_makes_the_next_one_cold_and_scoring_is_part_of_sparse_ones(
+    ffn: Ffn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[float, bool]] = []
+    is_dense = iter([False, False, True, False, False])
+
+    def add_sparse(_: SwitchOver, layer: int, seconds: float, *rest: int, is_warm: bool) -> None:
+        told.append((seconds, is_warm))
+
+    def scores(predictor: Scripted, x_BH: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return predictor.next_BN
+
+    monkeypatch.setattr(SwitchOver, "is_surely_dense", lambda *args: next(is_dense))
+    monkeypatch.setattr(SwitchOver, "add_sparse", add_sparse)
+    monkeypatch.setattr(Scripted, "scores", scores)
+    predictors = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
+    runtime = FfnRuntime(ffn.open(), mixed(ffn, (0.1, 0, 0)), CpuDevice(), predictors)
+    for _ in range(5):
+        runtime.layers[0].compute(torch.randn(1, 64), True)
+    assert [is_warm for _, is_warm in told] == [False, True, False, True]
+    assert all(seconds >= 0.02 for seconds, _ in told)
     runtime.close()
 
 

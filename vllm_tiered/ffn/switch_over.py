@@ -57,7 +57,7 @@ _SETTLED = 16
 """Sparse steps, one after the other, that a layer prefers before it is as patient as at first."""
 
 _SURE = 8
-"""Dense steps, one after the other, before the next ones are without a look."""
+"""Dense steps in a row, preferred each, before the next ones are without a look."""
 
 _LOOK = 8
 """One step of so many is judged by what its layer wants then."""
@@ -135,7 +135,7 @@ class _Habit:
     Attributes:
         missing_shares: of what warm sparse steps multiplied, the newest ones'.
         dense, sparse: steps that were better so, since the last trial and one after the other.
-        row: dense steps, one after the other.
+        row: dense steps that were preferred, one after the other.
         trial: steps that are left of it.
     """
 
@@ -209,7 +209,7 @@ class SwitchOver:
         To be asked once a step, before :meth:`prefers_dense`, which is not asked if this is true.
         """
         habit = self._habit(layer, tokens)
-        is_look = habit.row % _LOOK == 0 or habit.dense >= habit.patience
+        is_look = (habit.row + 1) % _LOOK == 0 or habit.dense >= habit.patience
         if habit.trial or habit.row < _SURE or is_look:
             return False
         self._count_dense(habit)

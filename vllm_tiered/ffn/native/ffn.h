@@ -189,8 +189,7 @@ class Products {
                 if (!kIsShort<Low, High> || is_first)
                     for (int64_t k = r + 4; k < std::min(r + 8, num); ++k)
                         fetch(rows[k].weights + segment.begin);
-                if (kIsShort<Low, High> && !segment.is_high)
-                    for (int64_t k = r; k < r + 4; ++k) __builtin_prefetch(ahead(rows[k], segment));
+                if (kIsShort<Low, High> && !segment.is_high) fetch_ahead<4>(rows + r, segment);
                 add_rows<Low, High, 4, T>(weights_, segment, rows + r, a + r * T, out_t);
             }
             for (; r < num; ++r)

@@ -58,14 +58,16 @@ inline float scale_of(const Weights& weights, const Row& row, const Segment& seg
     return weights.has_scales ? half_to_float(row.scales[segment.group]) : 1.0f;
 }
 
-// Rows of nibbles end before a processor has seen that they are read in order: they are asked for as
-// they are used, some lines ahead. Behind a row lies one that is asked for for nothing, or nothing.
+// Rows of nibbles end before a processor has seen that they are read in order: their lines are
+// asked for as they are used, some ahead; behind a row's end in vain.
 template <class Low, class High>
 constexpr bool kIsShort = !std::is_same_v<Low, High>;
-constexpr int64_t kAhead = 256;
 
-inline const uint8_t* ahead(const Row& row, const Segment& segment) {
-    return row.weights + segment.begin + kAhead;
+template <int R>
+inline void fetch_ahead(const Row* rows, const Segment& segment) {
+    constexpr int64_t kAhead = 256;
+    for (int64_t at = segment.begin; at < segment.end; at += 64)
+        for (int r = 0; r < R; ++r) __builtin_prefetch(rows[r].weights + at + kAhead);
 }
 
 template <class Codec, int S, int T>
@@ -113,9 +115,7 @@ void dots(const Weights& weights, const Row* rows, const float* const* x, float*
     for (int s = 0; s < S; ++s)
         for (int t = 0; t < T; ++t) total[s][t] = spread(0.0f);
     for (const Segment& segment : weights.segments) {
-        if constexpr (kIsShort<Low, High>)
-            if (!segment.is_high)
-                for (int s = 0; s < S; ++s) __builtin_prefetch(ahead(rows[s], segment));
+        if (kIsShort<Low, High> && !segment.is_high) fetch_ahead<S>(rows, segment);
         float scales[S];
         for (int s = 0; s < S; ++s) scales[s] = scale_of(weights, rows[s], segment);
         if (segment.is_high)
