@@ -82,6 +82,7 @@ class Engine:
         self.switch = SwitchOver()
         self.warm_shares = [warm_share] * LAYERS
         self.overhead, self.dense = overhead, dense
+        self.num_looks = 0  # at what a layer wants
         self.cool()
         for _ in range(LAYERS):  # the prompt
             self.switch.add_dense(dense + 64 * 1e-5, 64)
@@ -91,7 +92,6 @@ class Engine:
 
     def cool(self) -> None:
         self._is_warm = [False] * LAYERS
-        self.num_looks = 0
 
     def step(self, tokens: int = 1) -> tuple[float, list[int]]:
         """Its seconds, and the layers that were computed densely."""
