@@ -24,6 +24,7 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kernels.dequant_linear.kernel import VARIANTS as DEQUANT_LINEAR
 from vllm_tiered.kernels.kv_pages.kernel import VARIANTS as KV_PAGES
 from vllm_tiered.kernels.l2_prefetch.kernel import VARIANTS as L2_PREFETCH
+from vllm_tiered.kernels.neuron_cache.kernel import VARIANTS as NEURON_CACHE
 from vllm_tiered.kernels.neuron_ffn.batch_kernel import VARIANTS as NEURON_FFN_BATCH
 from vllm_tiered.kernels.neuron_ffn.kernel import VARIANTS as NEURON_FFN
 from vllm_tiered.kernels.select_neurons.kernel import VARIANTS as SELECT_NEURONS
@@ -33,6 +34,7 @@ VARIANTS: tuple[Variant, ...] = (
     *DEQUANT_LINEAR,
     *KV_PAGES,
     *L2_PREFETCH,
+    *NEURON_CACHE,
     *NEURON_FFN,
     *NEURON_FFN_BATCH,
     *SELECT_NEURONS,

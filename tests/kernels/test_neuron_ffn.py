@@ -232,6 +232,7 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
         scales=None if far.scales is None else far.scales.to(device),
         up_bias=None if far.up_bias is None else far.up_bias.to(device),
     )
+    near_ids[3] = -1  # has no row: multiplied, and kept nowhere
     x_BH = inputs(num_tokens, hidden, torch.bfloat16, device)
     counts = torch.tensor([5, 11], dtype=torch.int32, device=device)  # the lists have room for more
     brought = dataclasses.replace(
@@ -253,15 +254,33 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
             other = getattr(copy, name)
             assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), name
 
-    rows = torch.cat([near_ids[:5], present_ids[:11]])
-    a_Bn = reference.activations(x_BH, copy, rows, "silu", torch.float64)
-    terms = a_Bn.abs() @ reference.weights(copy, rows, torch.float64)[:, -1].abs()
-    error = (found - reference.down(a_Bn, copy, rows, torch.float64)).abs()
+    # What the neurons are, in the order of the lists: brought ones as far memory has them.
+    listed = brought_and_present(far, missing, copy, present_ids[:11], num_missing=5)
+    everyone = torch.arange(16, device=device)
+    a_Bn = reference.activations(x_BH, listed, everyone, "silu", torch.float64)
+    terms = a_Bn.abs() @ reference.weights(listed, everyone, torch.float64)[:, -1].abs()
+    error = (found - reference.down(a_Bn, listed, everyone, torch.float64)).abs()
     assert (error <= 1e-4 * terms + 1e-4).all()
-    # The same rows in the same order, all of them near: equal bit by bit.
+    # The same neurons in the same order, all of them near: equal bit by bit.
     nobody = torch.tensor([0, 16], dtype=torch.int32, device=device)
-    again = api.fill_and_multiply(x_BH, near, missing, rows, nobody, "silu")
+    again = api.fill_and_multiply(x_BH, listed, missing, everyone, nobody, "silu")
     assert torch.equal(found, again)
+
+
+def brought_and_present(far, missing, near, present_ids, *, num_missing):
+    """Rows in the order of the lists."""
+    far_ids, neuron_ids = missing.far_ids[:num_missing], missing.neuron_ids[:num_missing]
+
+    def joined(table, brought, ids):
+        here = getattr(near, table)
+        return None if here is None else torch.cat([brought[ids].to(here.device), here[present_ids]])
+
+    return dataclasses.replace(
+        near,
+        rows=joined("rows", far.rows, far_ids.cpu()),
+        scales=joined("scales", missing.scales, neuron_ids),
+        up_bias=joined("up_bias", missing.up_bias, neuron_ids),
+    )
 
 
 @pytest.mark.usefixtures("few_programs")

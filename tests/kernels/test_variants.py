@@ -16,6 +16,8 @@ from vllm_tiered.kernels.dequant_linear import api as dequant_linear
 from vllm_tiered.kernels.dequant_linear.reference import GROUP
 from vllm_tiered.kernels.kv_pages import api as kv_pages
 from vllm_tiered.kernels.l2_prefetch import api as l2_prefetch
+from vllm_tiered.kernels.neuron_cache import api as neuron_cache
+from vllm_tiered.kernels.neuron_cache.books import empty_books
 from vllm_tiered.kernels.neuron_ffn import api as neuron_ffn
 from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing
 from vllm_tiered.kernels.resources import VARIANTS
@@ -168,6 +170,13 @@ def select_calls() -> Iterator[Callable[[], object]]:
     yield partial(select_neurons.select, scores_BN, edges, limits=(512, 1024, 2048))
 
 
+def books_calls() -> Iterator[Callable[[], object]]:
+    reached_N = torch.empty(13824, dtype=torch.uint8)
+    for window in (1, 4):
+        books = empty_books(13824, (512, 1024, 2048), window, reached_N.device)
+        yield partial(neuron_cache.plan, books, reached_N)
+
+
 def page_calls() -> Iterator[Callable[[], object]]:
     pages, ids = torch.empty((64, 8192), dtype=torch.int32), torch.empty(8, dtype=torch.int64)
     yield partial(kv_pages.copy_pages, pages, ids, pages, ids)
@@ -200,6 +209,7 @@ def prefetch_calls() -> Iterator[Callable[[], object]]:
 
 CALLS = {
     "neuron_ffn": ffn_calls,
+    "neuron_cache": books_calls,
     "dequant_linear": linear_calls,
     "select_neurons": select_calls,
     "kv_pages": page_calls,

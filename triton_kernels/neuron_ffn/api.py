@@ -97,12 +97,6 @@ def product(
     return out_BH
 
 
-def fills(bundles: Bundles, num_tokens: int, *, device_name: str | None = None) -> bool:
-    """Whether :func:`fill_and_multiply` takes so many tokens at a time."""
-    most: int = few.most_tokens(bundles, tuned.parameters("neuron_ffn", device_name))
-    return num_tokens <= most
-
-
 def fill_and_multiply(
     x_BH: torch.Tensor,
     bundles: Bundles,
@@ -119,7 +113,7 @@ def fill_and_multiply(
 
     Args:
         x_BH: of any float type; rows of contiguous numbers.
-        missing: their near rows are each once among theirs and the present ones.
+        missing: their near rows are each once among theirs and the present ones, but for -1.
         present_ids: int64, rows of ``bundles``.
         counts: int32 [2], how many of ``missing`` and of ``present_ids`` there are, from the first;
             read on the device.

@@ -117,7 +117,8 @@ class Missing:
 
     Attributes:
         rows: uint8 [far rows, at least the bundle's bytes], registered host memory.
-        far_ids, near_ids: int64 [m] each, the rows that bundles come from and go to.
+        far_ids, near_ids: int64 [m] each, the rows that bundles come from and go to; to -1: none,
+            the neuron is multiplied and not kept.
         neuron_ids: int64 [m], their numbers in the tables.
         scales: float16 [N, M, G], contiguous, near; None for codecs of floats.
         up_bias: float32 [N], near; None if the model has none.

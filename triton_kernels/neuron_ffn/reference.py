@@ -65,14 +65,16 @@ def product(
 
 
 def fill(bundles: Bundles, missing: Missing) -> None:
-    """Missing neurons come to their rows: bundles, and what the tables have beside them."""
-    bundles.codes[missing.near_ids] = bundles.view(missing.rows, bundles.code_dtype)[
-        missing.far_ids
-    ]
+    """Missing neurons come to their rows, if they have one: bundles, and what the tables have
+    beside them."""
+    has_row = missing.near_ids >= 0
+    near, far = missing.near_ids[has_row], missing.far_ids[has_row]
+    neurons = missing.neuron_ids[has_row]
+    bundles.codes[near] = bundles.view(missing.rows, bundles.code_dtype)[far]
     if bundles.scales is not None and missing.scales is not None:
-        bundles.scales[missing.near_ids] = missing.scales[missing.neuron_ids]
+        bundles.scales[near] = missing.scales[neurons]
     if bundles.up_bias is not None and missing.up_bias is not None:
-        bundles.up_bias[missing.near_ids] = missing.up_bias[missing.neuron_ids]
+        bundles.up_bias[near] = missing.up_bias[neurons]
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Books on the device: the kernel's are the reference's, and keep near what the host's books do."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
+from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.window import WindowCache
+from vllm_tiered.kernels import tuned
+from vllm_tiered.kernels.neuron_cache import api, books, reference
+
+BITS = {Precision.FULL: 7, Precision.INT8: 6, Precision.INT4: 4}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """So that each pass has several."""
+    own = dict(tuned.parameters("neuron_cache")) | {"part": 32}
+    monkeypatch.setattr(tuned, "parameters", lambda *_: own)
+
+
+@pytest.fixture(autouse=True)
+def garbage(monkeypatch):
+    """Lists, and what the kernel has for itself, hold anything."""
+    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
+        make = getattr(owner, name)
+
+        def filled(*args, make=make, **kwargs):
+            made = make(*args, **kwargs)
+            return made.view(torch.uint8).fill_(0x7B).view(made.dtype).view(made.shape)
+
+        monkeypatch.setattr(owner, name, filled)
+
+
+@st.composite
+def schedules(draw):
+    """Steps whose wishes are like those before; regions that hold them all, or do not."""
+    num_neurons = draw(st.integers(1, 90))
+    fits = draw(st.booleans())
+    least = num_neurons if fits else 0
+    capacities = [draw(st.integers(least, num_neurons)) for _ in range(3)]
+    for region in draw(st.sets(st.integers(0, 2), max_size=2)):
+        capacities[region] = 0
+    if not any(capacities):
+        capacities[draw(st.integers(0, 2))] = num_neurons
+    window = draw(st.sampled_from([1, 1, 2, 3, 5]))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    shares = rng.dirichlet(np.ones(4))
+    reached = rng.choice([7, 6, 4, 0], num_neurons, p=shares)
+    steps = []
+    for _ in range(draw(st.integers(1, 8))):
+        again = rng.choice([7, 6, 4, 0], num_neurons, p=shares)
+        reached = np.where(rng.random(num_neurons) < 0.3, again, reached)
+        steps.append(torch.from_numpy(reached.astype(np.uint8)))
+    return capacities, window, steps
+
+
+def copy_of(one: books.Books) -> books.Books:
+    tensors = {
+        field.name: value.clone() if isinstance(value, torch.Tensor) else value
+        for field in dataclasses.fields(one)
+        for value in [getattr(one, field.name)]
+    }
+    return books.Books(**tensors)
+
+
+def check_lists(found: books.Lists, expected: books.Lists) -> None:
+    assert torch.equal(found.counts_P4, expected.counts_P4)
+    assert torch.equal(found.is_unused_N, expected.is_unused_N)
+    for region, (missing, present, _, _) in enumerate(expected.counts_P4.tolist()):
+        for name, count in (
+            ("neurons_PN", missing),
+            ("near_rows_PN", missing),
+            ("present_rows_PC", present),
+        ):
+            mine, other = getattr(found, name)[region], getattr(expected, name)[region]
+            assert torch.equal(mine[:count], other[:count]), name
+
+
+def check_books(found: books.Books, expected: books.Books) -> None:
+    for name in ("place_N", "used_N", "step"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    for region, capacity in enumerate(expected.capacities):
+        mine, other = found.neuron_at_PC[region], expected.neuron_at_PC[region]
+        assert torch.equal(mine[:capacity], other[:capacity])
+
+
+def on_host(one: books.Lists | books.Books):
+    return dataclasses.replace(
+        one,
+        **{
+            field.name: value.cpu()
+            for field in dataclasses.fields(one)
+            if isinstance(value := getattr(one, field.name), torch.Tensor)
+        },
+    )
+
+
+def residents(one: books.Books) -> dict[Precision, set[int]]:
+    return {
+        precision: set(row[row >= 0].tolist())
+        for precision, capacity, rows in zip(
+            Precision, one.capacities, one.neuron_at_PC, strict=True
+        )
+        if capacity
+        for row in [rows[:capacity]]
+    }
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(schedule=schedules())
+def test_the_kernels_books_are_the_references(schedule, device):
+    capacities, window, steps = schedule
+    mine = books.empty_books(len(steps[0]), capacities, window, device)
+    other = books.empty_books(len(steps[0]), capacities, window, torch.device("cpu"))
+    for reached_N in steps:
+        found = api.plan(mine, reached_N.to(device))
+        check_lists(on_host(found), reference.plan(other, reached_N))
+        check_books(on_host(mine), other)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(schedule=schedules())
+def test_what_is_near_is_what_the_hosts_books_keep_near(schedule, device):
+    capacities, window, steps = schedule
+    num_neurons = len(steps[0])
+
+    def cache(capacity: int) -> AdjacentTokenCache | WindowCache:
+        if window == 1:
+            return AdjacentTokenCache(capacity, num_neurons)
+        return WindowCache(capacity, num_neurons, window)
+
+    by_precision = dict(zip(Precision, capacities, strict=True))
+    host = LayerCache({p: cache(rows) for p, rows in by_precision.items() if rows})
+    mine = books.empty_books(num_neurons, capacities, window, device)
+    for reached_N in steps:
+        wanted = {p: np.flatnonzero(reached_N.numpy() == BITS[p]) for p in host.caches}
+        if any(len(wanted[p]) > by_precision[p] for p in host.caches):
+            return  # the host computes such a step densely
+        plan = host.plan(wanted)
+        host.commit(plan)
+        lists = on_host(api.plan(mine, reached_N.to(device)))
+        check_lists_are_sound(lists, on_host(mine), reached_N)
+        found = residents(on_host(mine))
+        assert found == {p: set(one.resident().tolist()) for p, one in host.caches.items()}
+        missing, _, wants, _ = lists.counts_P4.T.tolist()
+        assert sum(missing) == plan.num_loads and sum(wants) - sum(missing) == plan.hits
+
+
+def check_lists_are_sound(lists: books.Lists, one: books.Books, reached_N: torch.Tensor) -> None:
+    """A row has one neuron, which is listed once, as brought or present."""
+    for region, (missing, present, _, _) in enumerate(lists.counts_P4.tolist()):
+        rows = lists.near_rows_PN[region, :missing].tolist()
+        rows = [row for row in rows if row >= 0]
+        rows += lists.present_rows_PC[region, :present].tolist()
+        assert len(set(rows)) == len(rows)
+        held = [row for row, n in enumerate(one.neuron_at_PC[region].tolist()) if n >= 0]
+        assert sorted(rows) == held
+        for row in rows:
+            neuron = int(one.neuron_at_PC[region, row])
+            assert int(one.place_N[neuron]) == row * 4 + region
+    is_near = one.place_N >= 0
+    assert torch.equal(lists.is_unused_N, is_near | (reached_N != 4))
+
+
+def test_what_has_no_row_is_listed_and_not_near(device):
+    mine = books.empty_books(40, (4, 0, 3), 1, device)
+    reached_N = torch.zeros(40, dtype=torch.uint8)
+    reached_N[:6], reached_N[10:12], reached_N[20:] = 7, 6, 4
+    lists = on_host(api.plan(mine, reached_N.to(device)))
+    assert lists.counts_P4.tolist() == [[6, 0, 6, 0], [0, 0, 0, 0], [20, 0, 20, 0]]
+    assert lists.near_rows_PN[0, :6].tolist() == [0, 1, 2, 3, -1, -1]
+    assert lists.near_rows_PN[2, :20].tolist() == [0, 1, 2, *[-1] * 17]
+    assert residents(on_host(mine)) == {
+        Precision.FULL: {0, 1, 2, 3},
+        Precision.INT4: {20, 21, 22},
+    }
+    # The next step finds room for others, and these two again have none.
+    reached_N[:2] = 0
+    lists = on_host(api.plan(mine, reached_N.to(device)))
+    assert lists.neurons_PN[0, :2].tolist() == [4, 5]
+    assert lists.near_rows_PN[0, :2].tolist() == [0, 1]
+    assert lists.present_rows_PC[0, :2].tolist() == [2, 3]
+
+
+def test_a_large_layer(device):
+    rng = random.Random(0)
+    mine = books.empty_books(5000, (1500, 1500, 0), 2, device)
+    other = copy_of(on_host(mine))
+    for _ in range(2):
+        drawn = rng.choices([7, 6, 4, 0], [0.2, 0.2, 0.3, 0.3], k=5000)
+        reached_N = torch.tensor(drawn, dtype=torch.uint8)
+        found = on_host(api.plan(mine, reached_N.to(device)))
+        check_lists(found, reference.plan(other, reached_N))
+        check_books(on_host(mine), other)
+
+
+def test_cleared_books_bring_everything_anew(device):
+    mine = books.empty_books(50, (20, 0, 0), 1, device)
+    reached_N = torch.zeros(50, dtype=torch.uint8, device=device)
+    reached_N[::5] = 7
+    for _ in range(2):
+        assert api.plan(mine, reached_N).counts_P4[0].tolist() == [10, 0, 10, 0]
+        assert api.plan(mine, reached_N).counts_P4[0].tolist() == [0, 10, 10, 0]
+        mine.clear()
