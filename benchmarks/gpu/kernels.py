@@ -23,6 +23,7 @@ RESULT_KEYS = ("device", "hbm_gb_per_s", "by_kernel", "targets")
 KERNELS: Mapping[str, str] = {
     "kv_pages": "benchmarks.gpu.kernel_kv_pages",
     "l2_prefetch": "benchmarks.gpu.kernel_l2_prefetch",
+    "neuron_cache": "benchmarks.gpu.kernel_neuron_cache",
     "neuron_ffn": "benchmarks.gpu.kernel_neuron_ffn",
     "select_neurons": "benchmarks.gpu.kernel_select_neurons",
     "dequant_linear": "benchmarks.gpu.kernel_dequant_linear",

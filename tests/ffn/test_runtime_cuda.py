@@ -5,14 +5,18 @@ What a layer gives is compared when everything has run: its steps overlap as far
 """
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from tests.cuda_double import SimulatedCudaDevice
+from tests.ffn.late_gpu import LateGpu
 from tests.ffn.late_torch import NEAR, LateTorch, now
 from tests.ffn.models import Ffn, random_ffn
 from tests.ffn.stores import flip
@@ -28,11 +32,13 @@ from tests.ffn.test_runtime import (
 )
 from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.ffn import dynamic, host_link
+from vllm_tiered.ffn import dynamic, host_link, step_clock
 from vllm_tiered.ffn import layer as layers
 from vllm_tiered.ffn import passage as passages
 from vllm_tiered.ffn import plan as planning
 from vllm_tiered.ffn import source as sources
+from vllm_tiered.ffn.cache.base import NO_IDS, NeuronCache
+from vllm_tiered.ffn.on_gpu import MOST_TOKENS
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.store_format import NEURONS
@@ -198,9 +204,8 @@ def ranks_over_a_base(rig: Rig, mix: tuple[float, float, float], seed: int) -> N
 
 
 def residents(runtime: FfnRuntime, layer: int) -> dict[Precision, torch.Tensor]:
-    cache = runtime.layers[layer].cache
-    assert cache is not None
-    return {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
+    rows = runtime.layers[layer].residents()
+    return {p: torch.from_numpy(neurons[neurons >= 0]) for p, neurons in rows.items()}
 
 
 @HASTES
@@ -234,6 +239,76 @@ def test_a_damaged_bundle_takes_no_room_with_it(monkeypatch, tmp_path, haste):
         assert runtime.use.sparse_steps == 8
         rig.settle()
         runtime.close()
+
+
+# Far layers, whose steps of a few tokens are the GPU's -------------------------------------------
+
+POLICIES = [("atu", (0.1, 0.2, 0.3)), ("window", (0.1, 0.2, 0.3)), ("atu", (0.25, 0, 0))]
+
+
+@HASTES
+@pytest.mark.parametrize(("policy", "mix"), POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_without_the_host(monkeypatch, ffn, policy, mix, seed, haste):
+    rig = Rig(monkeypatch, ffn, seed, haste)
+    steps_without_the_host(rig, LateGpu(monkeypatch, rig.torch), policy, mix, seed)
+
+
+def steps_without_the_host(rig: Rig, gpu: LateGpu, policy: str, mix: Any, seed: int) -> None:
+    """The books change hands with batches of more tokens than the GPU plans for, and prompts come
+    between them; what there is no room for is multiplied all the same."""
+    ffn, shape = rig.ffn, rig.ffn.shape
+    plan = replace(mixed(ffn, mix), far_layers=shape.num_layers)
+    predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
+    rng = np.random.default_rng(seed)
+    scores = {layer: rng.random(shape.neurons) for layer in range(shape.num_layers)}
+    led = 0
+    with rig.torch:
+        runtime = rig.runtime(plan, predictors, policy=policy, window=3)
+        for step in range(36):
+            layer, batch = step % 3, int(rng.choice([1, 2, 3, 5, MOST_TOKENS + 1]))
+            is_prompt = step % 7 == 6
+            with now():
+                scores[layer] = 0.7 * scores[layer] + 0.3 * rng.random(shape.neurons)
+                drawn = scores[layer] + 0.02 * rng.random((batch, shape.neurons))
+                scores_BN = torch.from_numpy(drawn).float()
+                predictors[layer].next_BN = scores_BN
+                x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
+            before = runtime.use.sparse_steps
+            with nobody_waits() if batch <= MOST_TOKENS else nullcontext():
+                found = runtime.layers[layer].compute(rig.near(x_BH), not is_prompt)
+            if runtime.use.sparse_steps == before:
+                with now():
+                    rig.due.append((found, ffn.dense(layer, x_BH)))
+                continue
+            led += batch <= MOST_TOKENS
+            # Of most steps nobody waits to know what is near.
+            if rig.rng.random() < 0.3:
+                runtime.layers[layer].check_integrity()
+                with now():
+                    near = residents(runtime, layer)
+                    check_precisions(select(scores_BN, Mix.of(mix)), near)
+                    rig.due.append((found, ffn.product(layer, x_BH, near)))
+            if rig.rng.random() < 0.2:
+                rig.settle()
+        rig.settle()
+        # Reports are heard of in later steps.
+        runtime.layers[0].compute(rig.near(torch.zeros(1, 64)), False)
+        rig.settle()
+        runtime.layers[0].compute(rig.near(torch.zeros(1, 64)), False)
+        with now():
+            for layer in range(3):
+                for precision in residents(runtime, layer):
+                    check_bytes(ffn, runtime, layer, precision)
+            counts = [one.tolist() for one in gpu.counts]
+        assert len(counts) == led >= 10 and gpu.heard == counts
+        assert sum(brought for step in counts for brought, *_ in step) > 60
+        runtime.close()
+
+
+def nobody_waits():
+    """Not even the host's books are asked for."""
+    return patch.object(host_link.HostLink, "fetch", side_effect=AssertionError("the host waits"))
 
 
 def rows_are_not_waited_for(monkeypatch):
@@ -305,6 +380,49 @@ def test_what_is_broken_on_purpose_is_found(monkeypatch, ffn, mutate):
                 rig = Rig(patched, ffn, seed, haste)
                 chosen_neurons(rig, "atu", (0.1, 0.2, 0.3), seed % 4)
                 ranks_over_a_base(Rig(patched, ffn, seed, haste), (0.1, 0.2, 0.3), seed % 3)
+        except (AssertionError, IntegrityError, IndexError):
+            return
+    pytest.fail(f"{mutate.__name__} was not noticed")
+
+
+def reports_are_read_early(monkeypatch):
+    monkeypatch.setattr(step_clock.StepClock, "tell", lambda self, begin, told: told(1.0))
+
+
+def reports_share_a_place(monkeypatch):
+    """The next one is written over what nobody has read yet."""
+    report = host_link.HostLink.report
+
+    def careless(self, tensor):
+        host = report(self, tensor)
+        self.heard(host)
+        return host
+
+    monkeypatch.setattr(host_link.HostLink, "report", careless)
+
+
+def holes_are_not_filled(monkeypatch):
+    adopt = NeuronCache.adopt
+
+    def careless(self, neuron_at):
+        adopt(self, neuron_at)
+        return NO_IDS, NO_IDS
+
+    monkeypatch.setattr(NeuronCache, "adopt", careless)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [reports_are_read_early, reports_share_a_place, holes_are_not_filled, scores_are_read_early],
+)
+def test_what_is_broken_without_the_host_is_found(monkeypatch, ffn, mutate):
+    mutate(monkeypatch)
+    for seed, haste in product(range(4), (0.0, 0.6, 0.9)):
+        try:
+            with monkeypatch.context() as patched:
+                rig = Rig(patched, ffn, seed, haste)
+                gpu = LateGpu(patched, rig.torch)
+                steps_without_the_host(rig, gpu, *POLICIES[seed % 3], seed)
         except (AssertionError, IntegrityError, IndexError):
             return
     pytest.fail(f"{mutate.__name__} was not noticed")

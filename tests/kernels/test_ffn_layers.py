@@ -6,6 +6,8 @@ submitted, as the interpreter's kernels are.
 """
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,19 @@ import torch
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.ffn.models import Ffn, random_ffn
-from tests.ffn.test_runtime import Scripted, check_bytes, mixed
+from tests.ffn.test_runtime import (
+    Scripted,
+    base_scores,
+    check_bytes,
+    check_precisions,
+    least,
+    mixed,
+)
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.ffn import choice, compute, native
+from vllm_tiered.ffn import runtime as runtimes
+from vllm_tiered.ffn.on_gpu import MOST_TOKENS
+from vllm_tiered.ffn.plan import FfnPlan
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.kernels.neuron_ffn import api
@@ -36,56 +48,153 @@ def tiers(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Device:
         from vllm_tiered.adapter.device import cuda_device
 
         return cuda_device()
-    monkeypatch.setattr(compute, "gpu_kernels", lambda region: api)
+    for module in (compute, runtimes):
+        monkeypatch.setattr(module, "gpu_kernels", lambda region: api)
     monkeypatch.setattr(choice.Choice, "begin", choice.Choice.ranked)
     monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
     return SimulatedCudaDevice(random.Random(0), haste=1.0)
 
 
+class Steps:
+    """Of two layers in turn, with scores like those before, compared with what is near then."""
+
+    def __init__(self, ffn: Ffn, plan: FfnPlan, tiers: Device, device: torch.device, **kwargs: Any):
+        self.ffn, self.device = ffn, device
+        neurons = ffn.shape.neurons
+        self.rng = np.random.default_rng(1)
+        self.predictors = [Near(neurons, device) for _ in range(ffn.shape.num_layers)]
+        predictors = () if plan.has_base else self.predictors
+        self.runtime = FfnRuntime(ffn.open(), plan, tiers, predictors, near_device=device, **kwargs)
+        self.drawn = self.rng.random((2, neurons))
+
+    def scores(self, layer: int, num_tokens: int, *, spread: float = 0.02) -> torch.Tensor:
+        """Tokens that want nearly the same, which fits; or not."""
+        neurons = self.ffn.shape.neurons
+        self.drawn[layer] = 0.6 * self.drawn[layer] + 0.4 * self.rng.random(neurons)
+        drawn = self.drawn[layer] + spread * self.rng.random((num_tokens, neurons))
+        self.predictors[layer].next_BN = scores_BN = torch.from_numpy(drawn).float()
+        return scores_BN
+
+    def compute(self, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's input, and what it gives."""
+        x_BH = torch.from_numpy(self.rng.standard_normal((num_tokens, 64))).float()
+        return x_BH, self.runtime.layers[layer].compute(x_BH.to(self.device), True).cpu()
+
+    def leads(self, layer: int) -> bool:
+        """Whether the GPU has a layer's books."""
+        on_gpu = self.runtime.layers[layer].on_gpu
+        return on_gpu is not None and on_gpu.leads
+
+    def near(self, layer: int) -> dict[Precision, torch.Tensor]:
+        """In the rows, whose bytes are checked, as the books are."""
+        self.runtime.layers[layer].check_integrity()
+        rows = self.runtime.layers[layer].residents()
+        for precision in rows:
+            check_bytes(self.ffn, self.runtime, layer, precision)
+        return {p: torch.from_numpy(neurons[neurons >= 0]) for p, neurons in rows.items()}
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    atol = 1e-4 * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
+
+
 @pytest.mark.parametrize("far_layers", [0, 2], ids=["stored", "far"])
+@pytest.mark.parametrize("policy", ["atu", "window"])
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_chosen_neurons(monkeypatch, ffn, far_layers, num_tokens, tiers, device) -> None:
-    """Those of far memory come with the product, and those of the store by copies."""
-    far_bytes = far_layers * 1 << 20
-    plan = mixed(ffn, MIX, far_bytes=far_bytes)
+def test_chosen_neurons(ffn, far_layers, policy, num_tokens, tiers, device) -> None:
+    """Those of far memory come with the product, those of the store by copies."""
+    plan = mixed(ffn, MIX, far_bytes=far_layers * 1 << 20)
     assert plan.far_layers == far_layers
-    brought: list[int] = []
-    fill_and_multiply = api.fill_and_multiply
-
-    def counting(x_BH, bundles, missing, *args, **kwargs):
-        brought.append(len(missing.near_ids))
-        return fill_and_multiply(x_BH, bundles, missing, *args, **kwargs)
-
-    monkeypatch.setattr(api, "fill_and_multiply", counting)
-    predictors = [Near(ffn.shape.neurons, device) for _ in range(ffn.shape.num_layers)]
-    runtime = FfnRuntime(ffn.open(), plan, tiers, predictors, near_device=device)
-    rng = np.random.default_rng(1)
+    steps = Steps(ffn, plan, tiers, device, policy=policy, window=2)
     for step in range(6):
         layer = step % 2
-        # Tokens that want nearly the same, which fits.
-        drawn = rng.random(ffn.shape.neurons) + 0.02 * rng.random((num_tokens, ffn.shape.neurons))
-        scores_BN = torch.from_numpy(drawn).float()
-        predictors[layer].next_BN = scores_BN
-        x_BH = torch.from_numpy(rng.standard_normal((num_tokens, 64))).float()
-        found = runtime.layers[layer].compute(x_BH.to(device), True).cpu()
-        cache = runtime.layers[layer].cache
-        assert cache is not None
-        cache.check_integrity()
-        near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
-        better: set[int] = set()
-        for precision in (p for p in Precision if p in near):
-            better |= set(near[precision].tolist())
-            assert set(select(scores_BN, Mix.of(MIX)).of(precision).tolist()) <= better
-            if device.type == "cpu":
-                check_bytes(ffn, runtime, layer, precision)
-        expected = ffn.product(layer, x_BH, near)
-        atol = 1e-4 * float(expected.abs().max())
-        torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
-    assert runtime.use.sparse_steps == 6
-    assert (sum(brought) == runtime.use.misses) if far_layers else not brought
-    use = runtime.source.use
-    assert bool(use.far_bytes) == bool(far_layers) and bool(use.storage_bytes) != bool(far_layers)
-    runtime.close()
+        scores_BN = steps.scores(layer, num_tokens)
+        x_BH, found = steps.compute(layer, num_tokens)
+        near = steps.near(layer)
+        check_precisions(select(scores_BN, Mix.of(MIX)), near)
+        check(found, ffn.product(layer, x_BH, near))
+        assert steps.leads(layer) == bool(far_layers)
+    use, source = steps.runtime.use, steps.runtime.source.use
+    assert use.sparse_steps == 6 and use.misses > 0 and use.hits > 0
+    assert bool(source.far_bytes) == bool(far_layers) != bool(source.storage_bytes)
+    steps.runtime.close()
+
+
+def test_the_books_change_hands(ffn, tiers, device) -> None:
+    """With more tokens than the GPU plans for, and back; what is near stays near."""
+    steps = Steps(ffn, mixed(ffn, MIX, far_bytes=2 << 20), tiers, device)
+    for num_tokens in (2, MOST_TOKENS + 1, MOST_TOKENS, 1):
+        scores_BN = steps.scores(0, num_tokens, spread=0.001)
+        x_BH, found = steps.compute(0, num_tokens)
+        near = steps.near(0)
+        check_precisions(select(scores_BN, Mix.of(MIX)), near)
+        check(found, ffn.product(0, x_BH, near))
+        assert steps.leads(0) == (num_tokens <= MOST_TOKENS)
+        before = steps.runtime.use
+        steps.compute(0, num_tokens)  # the same scores
+        after = steps.runtime.use
+        assert after.misses == before.misses and after.hits > before.hits
+    assert steps.runtime.use.sparse_steps == 8
+    steps.runtime.close()
+
+
+def test_what_no_row_is_left_for_is_multiplied(ffn, tiers, device) -> None:
+    """A batch that wants more than a region holds is no dense step where the GPU plans."""
+    plan = mixed(ffn, (0.25, 0, 0), far_bytes=2 << 20)
+    plan = replace(plan, rows={Precision.FULL: 12})
+    steps = Steps(ffn, plan, tiers, device)
+    for _ in range(3):
+        scores_BN = steps.scores(0, 4, spread=2.0)
+        x_BH, found = steps.compute(0, 4)
+        wanted = torch.from_numpy(select(scores_BN, Mix.of((0.25, 0, 0))).full)
+        near = steps.near(0)[Precision.FULL]
+        assert len(near) == 12 < len(wanted) and set(near.tolist()) <= set(wanted.tolist())
+        check(found, ffn.product(0, x_BH, {Precision.FULL: wanted}))
+    assert steps.runtime.use.dense_steps == 0 and steps.runtime.use.sparse_steps == 3
+    steps.runtime.close()
+
+
+@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0.25, 0.5), (0, 0, 1)])
+def test_top_ranks_over_a_base(ffn, mix, tiers, device) -> None:
+    """4 bit are used of what is wanted in 4 bit, and not near in more."""
+    plan = mixed(ffn, mix, far_bytes=2 << 20, has_base=True)
+    steps = Steps(ffn, plan, tiers, device)
+    everyone = torch.arange(ffn.shape.neurons)
+    for step in range(4):
+        x_BH, found = steps.compute(step % 2, 1)
+        near = steps.near(step % 2)
+        wanted = select(base_scores(ffn, step % 2, x_BH), Mix.of(mix), least(ffn))
+        is_all = sum(mix) == 1 and ffn.shape.gated
+        rest = everyone if is_all else torch.from_numpy(wanted.int4)
+        better = torch.cat([*near.values(), torch.empty(0, dtype=torch.int64)])
+        chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
+        check(found, ffn.product(step % 2, x_BH, chosen))
+    assert steps.leads(0) and steps.leads(1)
+    assert steps.runtime.use.sparse_steps == 4
+    steps.runtime.close()
+
+
+def test_a_step_that_fails_leaves_nothing_that_the_next_one_takes_for_near(
+    monkeypatch, ffn, tiers, device
+) -> None:
+    steps = Steps(ffn, mixed(ffn, MIX, far_bytes=2 << 20), tiers, device)
+    steps.scores(0, 1)
+    steps.compute(0, 1)
+    failing = pytest.raises(RuntimeError, match="out of memory")
+    with monkeypatch.context() as patched, failing:
+        patched.setattr(api, "fill_and_multiply", out_of_memory)
+        steps.scores(0, 1)
+        steps.compute(0, 1)
+    assert all(len(one) == 0 for one in steps.near(0).values())
+    steps.scores(0, 1)
+    x_BH, found = steps.compute(0, 1)
+    check(found, ffn.product(0, x_BH, steps.near(0)))
+    steps.runtime.close()
+
+
+def out_of_memory(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("out of memory")
 
 
 class Near(Scripted):

@@ -19,6 +19,7 @@ from benchmarks.gpu import device as gpu_device
 from benchmarks.gpu import (
     kernel_dequant_linear,
     kernel_kv_pages,
+    kernel_neuron_cache,
     kernel_neuron_ffn,
     kernel_select_neurons,
     kernels,
@@ -147,6 +148,7 @@ def small(monkeypatch):
     monkeypatch.setattr(kernel_neuron_ffn, "_SHAPES", shapes)
     monkeypatch.setattr(kernel_select_neurons, "_NEURONS", {"Llama-13B": 300, "OPT-13B": 512})
     monkeypatch.setattr(kernel_select_neurons, "_TOKENS", (1, 4))
+    monkeypatch.setattr(kernel_neuron_cache, "_NEURONS", {"Llama-13B": 300})
     matrices = {"up": (70, 128), "down": (128, 192)}
     monkeypatch.setattr(kernel_dequant_linear, "_MATRICES", matrices)
     # The interpreter counts calls: few programs, each with much to do.
@@ -186,6 +188,13 @@ def test_selection_is_measured_with_and_without_a_threshold(device, small):
     result = checked(kernels, kernels.Settings(kernels=("select_neurons",), repeats=1))
     found = result["by_kernel"]["select_neurons"]
     assert [case["torch_us"].keys() for case in found] == [{"topk"}, set()] * 4
+    assert not result["targets"]
+
+
+def test_books_are_measured_beside_the_hosts(device, small):
+    result = checked(kernels, kernels.Settings(kernels=("neuron_cache",), repeats=1))
+    found = result["by_kernel"]["neuron_cache"]
+    assert [case["torch_us"].keys() for case in found] == [{"the host's"}] * 4
     assert not result["targets"]
 
 
@@ -229,6 +238,15 @@ def one_chosen_less(run):
     return changed
 
 
+def one_row_less(run):
+    def changed(books, reached_N, **options):
+        reached_N = reached_N.clone()
+        reached_N[reached_N.argmax()] = 0
+        return run(books, reached_N, **options)
+
+    return changed
+
+
 def one_feature_less(run):
     def changed(x_BK, *given, **options):
         x_BK = x_BK.clone()
@@ -244,6 +262,7 @@ def one_feature_less(run):
         ("neuron_ffn", "product", one_neuron_less),
         ("neuron_ffn", "fill_and_multiply", one_present_less),
         ("neuron_ffn", "fill_and_multiply", none_brought),
+        ("neuron_cache", "plan", one_row_less),
         ("select_neurons", "select", one_chosen_less),
         ("dequant_linear", "linear", one_feature_less),
     ],

@@ -47,10 +47,8 @@ def schedules(draw):
     fits = draw(st.booleans())
     least = num_neurons if fits else 0
     capacities = [draw(st.integers(least, num_neurons)) for _ in range(3)]
-    for region in draw(st.sets(st.integers(0, 2), max_size=2)):
+    for region in draw(st.sets(st.integers(0, 2), max_size=3)):
         capacities[region] = 0
-    if not any(capacities):
-        capacities[draw(st.integers(0, 2))] = num_neurons
     window = draw(st.sampled_from([1, 1, 2, 3, 5]))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     shares = rng.dirichlet(np.ones(4))

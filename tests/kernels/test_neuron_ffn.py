@@ -272,8 +272,9 @@ def brought_and_present(far, missing, near, present_ids, *, num_missing):
     far_ids, neuron_ids = missing.far_ids[:num_missing], missing.neuron_ids[:num_missing]
 
     def joined(table, brought, ids):
-        here = getattr(near, table)
-        return None if here is None else torch.cat([brought[ids].to(here.device), here[present_ids]])
+        if (here := getattr(near, table)) is None:
+            return None
+        return torch.cat([brought[ids].to(here.device), here[present_ids]])
 
     return dataclasses.replace(
         near,

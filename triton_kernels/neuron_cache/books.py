@@ -4,8 +4,8 @@
     place_N        neuron ─► region and row      row * 4 + region, -1: in none
     neuron_at_PC   region and row ─► neuron      -1: free
 
-P regions, one for each precision: 0 full, 1 in 8 bit, 2 in 4 bit. C rows of the largest one, N
-neurons of the layer. A region may have holes: what is multiplied is listed.
+P regions, one for each precision: 0 full, 1 in 8 bit, 2 in 4 bit. C rows of the largest one, or
+1, N neurons of the layer. A region may have holes: what is multiplied is listed.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Books:
         tables = (self.place_N, self.neuron_at_PC, self.used_N, self.step)
         assert all(one.dtype == torch.int32 and one.is_contiguous() for one in tables)
         assert self.used_N.shape == self.place_N.shape and self.step.shape == (1,)
-        assert self.neuron_at_PC.shape == (PRECISIONS, max(self.capacities))
+        assert self.neuron_at_PC.shape == (PRECISIONS, max(1, *self.capacities))
         assert self.window >= 1
 
     @property
@@ -82,7 +82,7 @@ def empty_books(
     books = Books(
         place_N=torch.empty(num_neurons, dtype=torch.int32, device=device),
         neuron_at_PC=torch.empty(
-            (PRECISIONS, max(capacities)), dtype=torch.int32, device=device
+            (PRECISIONS, max(1, *capacities)), dtype=torch.int32, device=device
         ),
         used_N=torch.zeros(num_neurons, dtype=torch.int32, device=device),
         step=torch.zeros(1, dtype=torch.int32, device=device),

@@ -12,8 +12,10 @@ one sum, as 20 bits hold one. What a pass writes another thread reads in a later
 between them, and one program needs no more.
 
 Expected, by reasoning and not measured: 16,384 neurons are eight parts of 2,048 in each pass, and a
-part is a load, a scan and a store, about a microsecond: 20 to 40 us a layer. What it replaces is a wait for
-the GPU, and the host's own books, which take some 300 us (numpy's, for 16,384 neurons).
+part is a load, a scan and a store, about a microsecond: 20 to 40 us a layer. It replaces a wait for
+the GPU, two transfers, and the host's own books: 50 us for 1,638 neurons of 16,384 in one
+precision, 200 in three, 1,070 for all of 13,824 in three (numpy on an EPYC core, medians of 300,
+2026-11-24).
 """
 
 import triton
@@ -138,9 +140,7 @@ def plan_kernel(
         tl.store(final_N + neuron, final.to(tl.uint8), mask=is_neuron)
         wants += tl.sum(_packed(final == 0, final == 1, final == 2))
         is_hit = final == home
-        hits += tl.sum(
-            _packed(is_hit & (final == 0), is_hit & (final == 1), is_hit & (final == 2))
-        )
+        hits += tl.sum(_packed(is_hit & (final == 0), is_hit & (final == 1), is_hit & (final == 2)))
     tl.debug_barrier()
     # 3
     cutoffs = _packed(zero + WINDOW, zero + WINDOW, zero + WINDOW)

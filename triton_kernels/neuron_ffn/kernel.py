@@ -128,9 +128,9 @@ def few_tokens_kernel(
     """ACTIVATES: a from x, else a_Bn is read. MULTIPLIES: the down product, else a_Bn is written.
 
     Row strides are in words. ``is_filled`` is 1 for later tokens of a batch, which find near what
-    the first ones brought. ``near_ids`` has -1 where there is no row. ``counts`` has the numbers of missing and of present rows. A matrix's
-    row has segments of SEGMENT words, in one group of scales each; SEGMENTS is their number, or
-    the next power of two.
+    the first ones brought. ``near_ids`` has -1 where there is no row. ``counts`` has the numbers of
+    missing and of present rows. A matrix's row has segments of SEGMENT words, in one group of
+    scales each; SEGMENTS is their number, or the next power of two.
     """
     WORDS: tl.constexpr = HIDDEN // HALVES // PLACES
     NUM_MATRICES: tl.constexpr = 3 if GATED else 2

@@ -30,8 +30,8 @@ __all__ = [
     "Region",
     "activations",
     "add_down",
+    "device_name",
     "fill_and_add",
-    "fills",
     "product",
 ]
 
@@ -49,7 +49,7 @@ def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: s
     _check(x_BH, region, num_rows, activation)
     if (kernels := gpu_kernels(region)) is not None:
         found: torch.Tensor = kernels.activations(
-            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=_device_name(region)
+            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=device_name(region)
         )
         return found
     a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
@@ -72,7 +72,7 @@ def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, region: Region, num_rows:
             _in_rows(a_Bn.to(torch.float32)),
             _bundles(region),
             num_rows,
-            device_name=_device_name(region),
+            device_name=device_name(region),
         )
         return
     a_Bn = _dense(a_Bn)
@@ -85,37 +85,28 @@ class Missing:
     """Neurons that come to a region while it is multiplied.
 
     Attributes:
-        far_rows: uint8 [far rows, stride], registered host memory.
-        far_ids, near_ids, neuron_ids: int64 [m], near: from which row each comes, to which, and
-            which one it is in the layer's tables.
+        far_rows: uint8 [N, stride], registered host memory: all of the layer's neurons.
+        neuron_ids, near_ids: int64 [m], near: which of them, and the row that each comes to; -1:
+            none, it is multiplied and not kept.
         present_ids: int64, near, the region's other rows that count.
-        counts: int32 [2], near, of missing and of present ones.
+        counts: int32 [2], near, of missing and of present ones, from the first of each list.
         scales, up_bias: of all of the layer's neurons, as a region has them.
     """
 
     far_rows: torch.Tensor
-    far_ids: torch.Tensor
-    near_ids: torch.Tensor
     neuron_ids: torch.Tensor
+    near_ids: torch.Tensor
     present_ids: torch.Tensor
     counts: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
 
 
-def fills(region: Region, num_tokens: int) -> bool:
-    """Whether missing neurons can be brought by the kernels that multiply them."""
-    kernels = gpu_kernels(region)
-    return kernels is not None and bool(
-        kernels.fills(_bundles(region), num_tokens, device_name=_device_name(region))
-    )
-
-
 def fill_and_add(
     out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, missing: Missing, activation: str
 ) -> None:
     """Add the output of missing and present neurons to ``out_BH``; the former are in their rows
-    for compute that comes later. Where :func:`fills` says so."""
+    for compute that comes later. Of a region that has :func:`gpu_kernels`."""
     kernels = gpu_kernels(region)
     assert kernels is not None
     from vllm_tiered.kernels.neuron_ffn import bundles
@@ -125,7 +116,7 @@ def fill_and_add(
         _bundles(region),
         bundles.Missing(
             rows=missing.far_rows,
-            far_ids=missing.far_ids,
+            far_ids=missing.neuron_ids,
             near_ids=missing.near_ids,
             neuron_ids=missing.neuron_ids,
             scales=missing.scales,
@@ -134,7 +125,7 @@ def fill_and_add(
         missing.present_ids,
         missing.counts,
         activation,
-        device_name=_device_name(region),
+        device_name=device_name(region),
     )
 
 
@@ -147,7 +138,7 @@ def product(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) 
     _check(x_BH, region, num_rows, activation)
     if (kernels := gpu_kernels(region)) is not None:
         found: torch.Tensor = kernels.product(
-            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=_device_name(region)
+            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=device_name(region)
         )
         return found
     x_BH = _dense(x_BH)
@@ -194,7 +185,8 @@ def _codec(region: Region) -> str:
     return codec
 
 
-def _device_name(region: Region) -> str | None:
+def device_name(region: Region) -> str | None:
+    """Whose launch parameters the kernels take; None if it is not a GPU."""
     if region.rows.device.type != "cuda":
         return None
     return torch.cuda.get_device_name(region.rows.device)

@@ -21,6 +21,10 @@ _ALIGNMENT = 16
 _SLOTS = 4
 """Messages on their way: a layer sends one, and hears of its scores before the next does."""
 
+_NEWS_BYTES = 64
+_NEWS = 64
+"""Reports that room is made for at a time: of a layer each, in some steps that are on their way."""
+
 
 class HostLink:
     """Of one thread, which is the one that submits compute.
@@ -36,6 +40,7 @@ class HostLink:
         self._slots: deque[tuple[torch.Tensor, Event | None]] = deque(
             (device.host_buffer(0), None) for _ in range(_SLOTS)
         )
+        self._news: list[torch.Tensor] = []
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Near tensors on the host, until the next call; holds the host until they are computed."""
@@ -49,6 +54,22 @@ class HostLink:
             host.copy_(tensor, non_blocking=True)
         self._device.compute_event().wait()
         return found
+
+    def report(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small near tensor on the host, some time: it is not to be read before an event of
+        compute that comes after this is done, and given back then, to :meth:`heard`."""
+        assert self._device.is_apart and tensor.nbytes <= _NEWS_BYTES
+        if not self._news:
+            made = self._device.host_buffer(_NEWS * _NEWS_BYTES)
+            self._news += made.view(_NEWS, _NEWS_BYTES).unbind()
+        room = self._news.pop()
+        (host,) = _cut(room, [tensor], _ends([tensor]))
+        host.copy_(tensor, non_blocking=True)
+        return host
+
+    def heard(self, report: torch.Tensor) -> None:
+        """A report has been read: its memory is another's."""
+        self._news.append(report.view(torch.uint8).flatten().as_strided((_NEWS_BYTES,), (1,)))
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Arrays as near tensors, for compute that is submitted from now on."""

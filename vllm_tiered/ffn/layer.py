@@ -17,15 +17,16 @@ import numpy.typing as npt
 import torch
 
 from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.cache.base import Ids
 from vllm_tiered.ffn.cache.layer import LayerCache, LayerPlan
 from vllm_tiered.ffn.choice import Choice
 from vllm_tiered.ffn.compute import (
     Region,
     activations,
     add_down,
-    fill_and_add,
 )
 from vllm_tiered.ffn.host_link import HostLink
+from vllm_tiered.ffn.on_gpu import MOST_TOKENS, OnGpu
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection
 from vllm_tiered.ffn.source import NeuronSource
@@ -44,7 +45,8 @@ class LayerUse:
     """What a layer has done since the start.
 
     Attributes:
-        hits, misses: neurons that a sparse step wanted, near already or not.
+        hits, misses: neurons that a sparse step wanted, near already or not. Of steps on the GPU
+            alone they are told later.
         sparse_steps, dense_steps: by how they were computed.
     """
 
@@ -63,9 +65,10 @@ class FfnLayer:
         num_resident: neurons of the full region that stay for good, the first ones.
         predictor: None if every neuron is wanted, or the 4-bit region ranks them.
         has_base: it does; all its rows are resident, and ``cache`` is of the others.
+        on_gpu: keeps the books in steps of a few tokens; None if the host always does.
 
     Attributes:
-        regions, cache: as given.
+        regions, cache, on_gpu: as given.
         later: the layer whose neurons are read ahead while this one computes.
         use: what it has done.
     """
@@ -88,6 +91,7 @@ class FfnLayer:
         predictor: Predictor | None = None,
         mix: Mix | None = None,
         has_base: bool = False,
+        on_gpu: OnGpu | None = None,
     ) -> None:
         self._index = index
         self._store = store
@@ -106,6 +110,8 @@ class FfnLayer:
         self._choice = None if mix is None else Choice(mix, _threshold(store, predictor))
         self._base = self.regions[Precision.INT4] if has_base else None
         self._is_warm = False  # the last decode step was sparse
+        self.on_gpu = on_gpu
+        self._multiplied: dict[int, int] = {}  # bytes, by how many tokens there were about
         self.later: FfnLayer | None = None
         self.use = LayerUse()
         if num_resident:
@@ -130,6 +136,10 @@ class FfnLayer:
         if self._switch.is_surely_dense(self._index, len(x_BH)):
             self._is_warm = False
             return self._dense(x_BH).to(x_BH.dtype)
+        if self.on_gpu is not None:
+            if len(x_BH) <= MOST_TOKENS:
+                return self._compute_on(self.on_gpu, x_BH).to(x_BH.dtype)
+            self.on_gpu.hand_back()
         begin = self._clock.now()
         base_BN = None if self._base is None else self._activations(x_BH, self._base)
         selection, of_later = self._selected(x_BH, base_BN)
@@ -145,27 +155,20 @@ class FfnLayer:
         out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
         self._enter(plan)
         try:
-            is_unused_N, on_the_way = self._supply.carry_out(
-                plan, len(x_BH), None if self._base is None else self._unused(selection)
+            is_unused_N = self._supply.carry_out(
+                plan, None if self._base is None else self._unused(selection)
             )
             if self.later is not None and of_later is not None:
                 self.later.expect(of_later)
             for precision, num_rows in self.cache.num_rows.items():
-                region = self.regions[precision]
-                if precision in on_the_way:
-                    activation = self._store.activation
-                    fill_and_add(out_BH, x_BH, region, on_the_way[precision], activation)
-                else:
-                    self._add(out_BH, x_BH, region, num_rows)
+                self._add(out_BH, x_BH, self.regions[precision], num_rows)
         except BaseException:
             # Rows are where the books say only after all of a plan: forget them, however far it
             # came.
             for one in self.cache.caches.values():
                 one.forget(one.resident())
             raise
-        if self._base is not None and base_BN is not None and is_unused_N is not None:
-            base_BN.masked_fill_(is_unused_N, 0)
-            add_down(out_BH, base_BN, self._base, self._base.capacity)
+        self._add_base(out_BH, base_BN, is_unused_N)
         self._is_warm = True
         index, num_tokens = self._index, len(x_BH)
         self._clock.tell(
@@ -175,6 +178,55 @@ class FfnLayer:
             ),
         )
         return out_BH.to(x_BH.dtype)
+
+    def _compute_on(self, gpu: OnGpu, x_BH: torch.Tensor) -> torch.Tensor:
+        """The host learns what was missing when the step is over; so it judges by steps before."""
+        num_tokens = len(x_BH)
+        usual = self._multiplied.get(num_tokens.bit_length(), 0)
+        is_warm, self._is_warm = self._is_warm, False
+        if self._switch.prefers_dense(self._index, usual, usual, num_tokens):
+            return self._dense(x_BH)
+        begin = self._clock.now()
+        assert self._choice is not None
+        base_BN = None if self._base is None else self._activations(x_BH, self._base)
+        reached_N = self._choice.ranked(self._scores(x_BH, base_BN))
+        out_BH = torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)
+        try:
+            is_unused_N, counts = gpu.multiply(out_BH, x_BH, reached_N)
+        except BaseException:
+            gpu.forget()
+            raise
+        self._add_base(out_BH, base_BN, is_unused_N)
+        self._is_warm = True
+        self.use.sparse_steps += 1
+        report = self._link.report(counts)
+        self._clock.tell(
+            begin, lambda seconds: self._hear(gpu, report, seconds, num_tokens, is_warm)
+        )
+        return out_BH
+
+    def _hear(
+        self, gpu: OnGpu, report: torch.Tensor, seconds: float, num_tokens: int, is_warm: bool
+    ) -> None:
+        """Of a step on the GPU that is over."""
+        missing, multiplied = gpu.bytes_of(report)
+        brought, _, wanted, _ = report.sum(dim=0).tolist()
+        self._link.heard(report)
+        self.use.hits += wanted - brought
+        self.use.misses += brought
+        self._source.use.far_bytes += missing
+        self._multiplied[num_tokens.bit_length()] = multiplied
+        self._switch.add_sparse(
+            self._index, seconds, missing, multiplied, num_tokens, is_warm=is_warm
+        )
+
+    def residents(self) -> dict[Precision, Ids]:
+        """The neuron in each row of the regions that change, -1 where there is none. Waits for a
+        GPU that has the books."""
+        assert self.cache is not None
+        if self.on_gpu is not None and self.on_gpu.leads:
+            return self.on_gpu.rows()
+        return {p: one.resident() for p, one in self.cache.caches.items()}
 
     def foreseen(self, x_BH: torch.Tensor) -> torch.Tensor | None:
         """What the layer will want, for :meth:`told`, if its input will be like an earlier layer's.
@@ -199,25 +251,31 @@ class FfnLayer:
         )
 
     def check_integrity(self) -> None:
-        """The books of the regions balance. Raises IntegrityError."""
+        """The books of the regions balance. Raises IntegrityError. Waits for a GPU that has
+        them."""
         if self.cache is not None:
             self.cache.check_integrity()
+        if self.on_gpu is not None and self.on_gpu.leads:
+            self.on_gpu.check_integrity()
 
     def _selected(
         self, x_BH: torch.Tensor, base_BN: torch.Tensor | None
     ) -> tuple[Selection, Selection | None]:
         """The layer's, and what is to be read ahead for a later one; both heard of at once."""
         assert self._choice is not None
-        if base_BN is not None:
-            asked = [self._choice.begin(base_BN.abs() * self._tables.down_norms)]
-        else:
-            assert self._predictor is not None
-            asked = [self._choice.begin(self._predictor.scores(x_BH))]
+        asked = [self._choice.begin(self._scores(x_BH, base_BN))]
         of_later = None if self.later is None else self.later.foreseen(x_BH)
         if self.later is None or of_later is None:
             return self._choice.finish(self._link.fetch(asked)[0]), None
         own, later = self._link.fetch([*asked, of_later])
         return self._choice.finish(own), self.later.told(later)
+
+    def _scores(self, x_BH: torch.Tensor, base_BN: torch.Tensor | None) -> torch.Tensor:
+        """By which neurons are ranked, float32 [B, N]; ``base_BN``: the base's activations."""
+        if base_BN is not None:
+            return base_BN.abs() * self._tables.down_norms
+        assert self._predictor is not None
+        return self._predictor.scores(x_BH)
 
     def _fits(self, selection: Selection) -> bool:
         return all(
@@ -261,6 +319,16 @@ class FfnLayer:
         num_tokens = len(x_BH)
         self._clock.tell(begin, lambda seconds: self._switch.add_dense(seconds, num_tokens))
         return out_BH
+
+    def _add_base(
+        self,
+        out_BH: torch.Tensor,
+        base_BN: torch.Tensor | None,
+        is_unused_N: torch.Tensor | None,
+    ) -> None:
+        if self._base is not None and base_BN is not None and is_unused_N is not None:
+            base_BN.masked_fill_(is_unused_N, 0)
+            add_down(out_BH, base_BN, self._base, self._base.capacity)
 
     def _add(self, out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, num_rows: int) -> None:
         if num_rows:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All layers of a rank: their memory, and what they share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -13,10 +13,11 @@ from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.cache.lru import LruCache
 from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
-from vllm_tiered.ffn.compute import Region
+from vllm_tiered.ffn.compute import Region, gpu_kernels
 from vllm_tiered.ffn.dynamic import DynamicArea
 from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.layer import FfnLayer, LayerUse
+from vllm_tiered.ffn.on_gpu import OnGpu
 from vllm_tiered.ffn.plan import AHEAD, NUM_CHUNKS, FfnPlan
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.source import NeuronSource
@@ -94,6 +95,8 @@ class FfnRuntime:
         )
         self.switch = SwitchOver()
         clock, link = StepClock(device), HostLink(device, near)
+        # Tokens whose neurons stay near, where that is all there is to a policy.
+        stays = {"atu": 1, "window": window}.get(policy)
         predictors = [predictor.to(near) for predictor in predictors]
         new_cache = _new_cache(policy, window, plan.shape.neurons)
         self.layers = [
@@ -107,14 +110,19 @@ class FfnRuntime:
                 clock,
                 link,
                 streamed=plan.streamed,
-                regions={p: self._region(p, rows, tables) for p, rows in plan.rows.items() if rows},
-                cache=None
-                if plan.mix is None
-                else LayerCache({p: new_cache(plan.rows[p]) for p in plan.cached}),
+                regions=(regions := self._regions(tables)),
+                cache=(
+                    cache := None
+                    if plan.mix is None
+                    else LayerCache({p: new_cache(plan.rows[p]) for p in plan.cached})
+                ),
                 num_resident=num_resident,
                 predictor=predictors[index] if predictors else None,
                 mix=plan.mix,
                 has_base=plan.has_base,
+                on_gpu=None
+                if cache is None or stays is None
+                else self._on_gpu(index, cache, regions, tables, link, stays),
             )
             for index in range(plan.shape.num_layers)
         ]
@@ -137,6 +145,36 @@ class FfnRuntime:
         """Far memory and the store are given back; no layer computes any more. Idempotent."""
         self._device.close()
         self._store.close()
+
+    def _on_gpu(
+        self,
+        index: int,
+        cache: LayerCache,
+        regions: Mapping[Precision, Region],
+        tables: Tables,
+        link: HostLink,
+        window: int,
+    ) -> OnGpu | None:
+        """None where the host has a part: it multiplies, or reads files for the layer or a later
+        one."""
+        found = {p: self.source.far_rows(index, p) for p in cache.caches}
+        far = {p: rows for p, rows in found.items() if rows is not None}
+        reads_for_later = self.plan.reads_ahead and index + AHEAD >= self.plan.far_layers
+        if len(far) < len(found) or reads_for_later or not all(map(gpu_kernels, regions.values())):
+            return None
+        return OnGpu(
+            cache,
+            regions,
+            far,
+            tables,
+            link,
+            num_neurons=self.plan.shape.neurons,
+            window=window,
+            activation=self._store.activation,
+        )
+
+    def _regions(self, tables: Tables) -> dict[Precision, Region]:
+        return {p: self._region(p, rows, tables) for p, rows in self.plan.rows.items() if rows}
 
     def _region(self, precision: Precision, num_rows: int, tables: Tables) -> Region:
         stride = bundle_stride(self.plan.shape, precision)

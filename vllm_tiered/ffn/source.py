@@ -171,15 +171,16 @@ class NeuronSource:
             arrivals.append(copied)
         return arrivals[0] if len(arrivals) == 1 else _All(arrivals)
 
-    def far_rows(self, layer: int, precision: Precision) -> tuple[torch.Tensor, int] | None:
-        """Where far memory has a layer's bundles, and in which row the first; None if it does not.
+    def far_rows(self, layer: int, precision: Precision) -> torch.Tensor | None:
+        """A layer's bundles in far memory, uint8 [N, stride]; None if it does not have them.
 
         Whoever reads them there tells ``use``.
         """
         far = self._far.get(precision)
         if far is None or layer >= self._far_layers:
             return None
-        return far.data, layer * self._store.shape.neurons
+        neurons = self._store.shape.neurons
+        return far.data[layer * neurons : (layer + 1) * neurons]
 
     def expect(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
         """A layer will want these: read them ahead, if there is room to."""

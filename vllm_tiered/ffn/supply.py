@@ -2,22 +2,20 @@
 """How neurons come to a layer's regions: what a plan of the books asks for, in bytes.
 
 rows that stay but lie elsewhere    moved
-rows that are missing               copied, from far memory or the store; or left to kernels
-                                    that read far memory while they multiply
+rows that are missing               copied, from far memory or the store
 """
 
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.ffn.arrival import Arrival, settle
 from vllm_tiered.ffn.cache.layer import LayerPlan
-from vllm_tiered.ffn.compute import Missing, Region, fills
+from vllm_tiered.ffn.compute import Region
 from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.source import NeuronSource
 from vllm_tiered.ffn.tables import Tables
@@ -57,30 +55,19 @@ class Supply:
             multiplied += part.num_rows * stride
         return missing, multiplied
 
-    def carry_out(
-        self, plan: LayerPlan, num_tokens: int, note: npt.NDArray[Any] | None
-    ) -> tuple[torch.Tensor | None, dict[Precision, Missing]]:
+    def carry_out(self, plan: LayerPlan, note: npt.NDArray[Any] | None) -> torch.Tensor | None:
         """Bring what a plan asks for to its rows; on failure nothing is on its way any more.
 
         Args:
-            num_tokens: of the product that comes next.
             note: for compute, carried along.
 
         Returns:
-            The note, near. And what kernels are to bring while they multiply it.
+            The note, near.
         """
         arrivals: list[Arrival] = []
-        on_the_way: dict[Precision, Missing] = {}
         lists: list[npt.NDArray[Any]] = []
-        far: dict[Precision, torch.Tensor] = {}
-        for precision, part in plan.plans.items():
+        for part in plan.plans.values():
             lists += (part.src_rows, part.dst_rows, part.load_neurons, part.load_rows)
-            rows = self._source.far_rows(self._index, precision)
-            if rows and len(part.load_neurons) and fills(self._regions[precision], num_tokens):
-                far[precision], first = rows
-                present = np.delete(np.arange(part.num_rows), part.load_rows)
-                counts = np.array([len(part.load_rows), len(present)], dtype=np.int32)
-                lists += (first + part.load_neurons, present, counts)
         if note is not None:
             lists.append(note)
         try:
@@ -88,41 +75,14 @@ class Supply:
             for precision, part in plan.plans.items():
                 src, dst, neurons, to_rows = (near.popleft() for _ in range(4))
                 self._regions[precision].move(src, dst)
-                if precision in far:
-                    ids = [near.popleft() for _ in range(3)]
-                    on_the_way[precision] = self._missing(
-                        precision, far[precision], neurons, to_rows, *ids
-                    )
-                elif len(part.load_neurons):
+                if len(part.load_neurons):
                     self._fill(precision, neurons, to_rows)
                     arrivals.append(self._begin(precision, part.load_neurons, part.load_rows))
             self._source.wait(arrivals)
         except BaseException:
             settle(arrivals)  # rows are left alone until nothing is on its way to them
             raise
-        return near[0] if near else None, on_the_way
-
-    def _missing(
-        self,
-        precision: Precision,
-        far_rows: torch.Tensor,
-        neurons: torch.Tensor,
-        rows: torch.Tensor,
-        far_ids: torch.Tensor,
-        present: torch.Tensor,
-        counts: torch.Tensor,
-    ) -> Missing:
-        self._source.use.far_bytes += len(rows) * self._pages[precision].page_bytes
-        return Missing(
-            far_rows=far_rows,
-            far_ids=far_ids,
-            near_ids=rows,
-            neuron_ids=neurons,
-            present_ids=present,
-            counts=counts,
-            scales=self._tables.scales.get(precision),
-            up_bias=self._tables.up_bias,
-        )
+        return near[0] if near else None
 
     def _fill(self, precision: Precision, neurons: torch.Tensor, rows: torch.Tensor) -> None:
         tables = self._tables

@@ -121,6 +121,29 @@ class NeuronCache(ABC):
         self._enter(plan)
         return plan
 
+    def adopt(self, neuron_at: Ids) -> tuple[Ids, Ids]:
+        """Enter rows that another's books were of; nothing was resident.
+
+        Args:
+            neuron_at: int64, at most as many as there are rows, the neuron in each; -1: none.
+
+        Returns:
+            The moves that the caller makes, rows from which and to which: the last ones fill holes.
+        """
+        assert not self.num_rows and len(neuron_at) <= self.capacity
+        held = (neuron_at >= 0).nonzero()[0]
+        self.num_rows = len(held)
+        src = held[held >= self.num_rows]
+        dst = (neuron_at[: self.num_rows] < 0).nonzero()[0]
+        self._neuron_at[: len(neuron_at)] = neuron_at
+        self._neuron_at[dst] = neuron_at[src]
+        resident = self.resident()
+        self._row_of[resident] = np.arange(self.num_rows)
+        self._is_resident[resident] = True
+        self._serial += 1
+        self._note(resident)
+        return src, dst
+
     def resident(self) -> Ids:
         """The resident neurons in the order of their rows, int64 [num_rows]; a copy."""
         return self._neuron_at[: self.num_rows].copy()
