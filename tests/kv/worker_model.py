@@ -139,6 +139,7 @@ class WorkerModel:
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
         self._geometry = geometry
         self.num_kept = 0  # steps that went on in the areas of the step before
+        self.layouts: list[bool] = []  # of each step, whether it was vLLM's
         self._next_value = 1
         self._expected = dict.fromkeys(Direction, 0)
         self._poison_freed = poison_freed
@@ -151,7 +152,9 @@ class WorkerModel:
             WrongKv: a page does not hold what was computed.
         """
         self._follow_prefixes(step.parts)
+        as_vllm = self.swapper.will_be_laid_out_as_vllm(step.plan)
         self.swapper.begin_step(step.plan)
+        self._check_layout(step, as_vllm)
         self.num_kept += self.swapper.keeps_pages
         self.swapper.check_integrity()
         # vLLM's block tables are translated once a step, for all layers, right here.
@@ -181,6 +184,18 @@ class WorkerModel:
             slab = self.swapper.far.slab(layer).words
             assert slab is not None
             np.testing.assert_array_equal(slab[blocks], self.truth[layer, blocks])
+
+    def _check_layout(self, step: Step, as_vllm: bool) -> None:
+        """As was said before the step, and then vLLM's indeed: a graph of the step would be right."""
+        assert self.swapper.is_laid_out_as_vllm == as_vllm
+        self.layouts.append(as_vllm)
+        if as_vllm:
+            block_ids = np.array(sorted(step.granted), dtype=np.int64)
+            layers = np.arange(self._geometry.num_layers)[:, None]
+            own_pages = self.swapper.pool.num_pages // self._geometry.num_layers
+            expected = layers * own_pages + block_ids
+            np.testing.assert_array_equal(self.swapper.table.pages[:, block_ids], expected)
+            assert all(layer not in self.swapper.layers_to_come for layer in layers.ravel())
 
     def _submit(self, kernel: Callable[[], None]) -> None:
         if isinstance(self.device.inner, SimulatedDevice | SimulatedCudaDevice):

@@ -111,6 +111,12 @@ class Swapper:
         """Whether block b of layer l still is page ``l * (P / n) + b``, as in vLLM's own layout."""
         return self._as_vllm
 
+    def will_be_laid_out_as_vllm(self, plan: StepPlan) -> bool:
+        """What :attr:`is_laid_out_as_vllm` will be once ``begin_step`` has applied the plan."""
+        level = plan.far_layers
+        moves_layers = level is not None and level != self.order.far_layers
+        return self._as_vllm and not (moves_layers or len(plan.granted) or len(plan.withheld))
+
     @property
     def layers_to_come(self) -> Container[int]:
         """Layers that the step which has begun must wait for: the others' pages are near."""
