@@ -5,10 +5,12 @@ vLLM's CPU worker has this runner, for a Triton that compiles for CPUs; without 
 that V2 wants of it are its own small kernels (block tables, slots, sampling), which Triton's
 interpreter runs as well: vLLM is shown a CPU backend that says it is there.
 
-Reads model, prompts, max_tokens, and by name the arguments of engines from stdin; writes tokens,
-manifest and metrics to stdout, a line for each engine.
+Reads model, prompts, max_tokens, and by name the arguments of engines from stdin, which may have a
+model and max_tokens of their own; writes tokens, manifest and metrics to stdout, a line for each
+engine, and the steps of the one that replays graphs of whole steps (`whole_steps.py`).
 """
 
+import itertools
 import json
 import os
 import sys
@@ -28,6 +30,7 @@ def main() -> None:
 
     from tests.engine import harness
     from tests.engine.late_ffn import compute_late
+    from tests.engine.whole_steps import WholeSteps
     from vllm_tiered.adapter import worker
 
     asked = json.load(sys.stdin)
@@ -35,18 +38,38 @@ def main() -> None:
     def drive(llm: Any) -> list[list[int]]:
         assert llm.llm_engine.vllm_config.use_v2_model_runner
         compute_nothing(llm)
-        return harness.generate(llm, asked["prompts"], asked["max_tokens"])
+        return harness.generate(llm, asked["prompts"], max_tokens)
 
     on_host = worker.make_translator
     for name, arguments in asked["engines"].items():
         tiered = arguments.pop("tiered")
+        model = arguments.pop("model", asked["model"])
+        max_tokens = arguments.pop("max_tokens", asked["max_tokens"])
         translator: Any = as_on_a_gpu if name == "swapping" else on_host
         worker.make_translator = translator
         with pytest.MonkeyPatch.context() as patched:
             late = compute_late(patched, haste=0.6) if name == "ffn on a double" else None
-            found = harness.run(asked["model"], [], tiered, drive=drive, **arguments)
+            whole = WholeSteps(patched) if name == "whole steps" else None
+            if whole:
+                rise_after(patched, num_steps=6)
+            found = harness.run(model, [], tiered, drive=drive, **arguments)
         assert late is None or late.num_late > 50
-        print(json.dumps({"name": name, **asdict(found)}), flush=True)
+        steps = whole.steps if whole else []
+        print(json.dumps({"name": name, "steps": steps, **asdict(found)}), flush=True)
+
+
+def rise_after(patched: Any, *, num_steps: int) -> None:
+    """No layer is far at first, and then as many as can be."""
+    from vllm_tiered.adapter import adaptive
+    from vllm_tiered.kv.controller import Decision
+
+    counter = itertools.count()
+
+    def step(signals: Any, state: Any, levels: Any, tuning: Any) -> Any:
+        level = 0 if next(counter) < num_steps else levels.highest
+        return Decision(level=level, reason="as far as can be"), state
+
+    patched.setattr(adaptive.controller, "step", step)
 
 
 def compute_nothing(llm: Any) -> None:

@@ -14,6 +14,14 @@ from tests.engine.harness import model_path, prepared, random_prompts, vllm_toke
 MODEL = "qwen2"
 PROMPTS = random_prompts(4, seed=3, longest=60)
 MAX_TOKENS = 6
+WHOLE: dict[str, Any] = {
+    "model": "deep",
+    "tiered": {"expansion": "auto"},
+    "kv_cache_memory_bytes": 40 << 20,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_tokens": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +35,7 @@ def found(tmp_path_factory) -> dict[str, Any]:
         "swapping": swapping | {"tiered": {"expansion": 1.3}, "enable_prefix_caching": True},
         "by itself": swapping | {"tiered": {"expansion": "auto"}},
         "weights": short | {"tiered": {"expansion": 1.0}, "weights": {"placement": "all_far"}},
+        "whole steps": WHOLE,
         "ffn": short | {"tiered": {"expansion": 1.0}, "ffn": near},
         "ffn on a double": short | {"tiered": {"expansion": 1.0}, "ffn": near | {"far_gib": 0.003}},
     }
@@ -43,6 +52,16 @@ def found(tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ["swapping", "by itself", "weights", "ffn", "ffn on a double"])
 def test_tokens_are_those_of_v1_without_the_plugin(found, engine):
     assert found[engine]["tokens"] == vllm_tokens(MODEL, PROMPTS, MAX_TOKENS)
+
+
+def test_whole_steps_are_replayed_until_the_first_layer_is_far(found):
+    """V2 chooses a graph before the connector hears of the step."""
+    whole = found["whole steps"]
+    assert whole["tokens"] == vllm_tokens("deep", PROMPTS, WHOLE["max_tokens"])
+    steps = [tuple(step) for step in whole["steps"]]
+    assert steps.count(("FULL", True)) > 2 and steps.count(("PIECEWISE", False)) > 2
+    assert ("FULL", False) not in steps
+    assert whole["metrics"]["tiered_kv_read_bytes"] > 0
 
 
 def test_each_part_was_on(found):

@@ -186,7 +186,7 @@ class WorkerModel:
             np.testing.assert_array_equal(slab[blocks], self.truth[layer, blocks])
 
     def _check_layout(self, step: Step, as_vllm: bool) -> None:
-        """As was said before the step, and then vLLM's indeed: a graph of the step would be right."""
+        """As was said before the step; where it is vLLM's, a graph of the step would be right."""
         assert self.swapper.is_laid_out_as_vllm == as_vllm
         self.layouts.append(as_vllm)
         if as_vllm:

@@ -94,6 +94,16 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("get_forward_context", "is_forward_context_available"),
         "translating block tables",
     ),
+    (
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        ("execute_model",),
+        "CUDA graphs of whole steps until the first layer is far",
+    ),
+    (
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+        ("execute_model",),
+        "CUDA graphs of whole steps until the first layer is far",
+    ),
     ("vllm.model_executor.models.utils", ("extract_layer_index",), "the order of the layers"),
     (
         "vllm.v1.core.kv_cache_manager.KVCacheManager",

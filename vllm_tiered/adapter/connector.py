@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from vllm_tiered.adapter import l2_hooks
+from vllm_tiered.adapter import full_graphs, l2_hooks
 from vllm_tiered.adapter.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.kv_plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.load_errors import RecentSteps, RecomputeLog
@@ -85,6 +85,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                     is_first=is_first,
                     trace_every=TRACE_EVERY if traces else 0,
                 )
+                if vllm_config.compilation_config.cudagraph_mode:
+                    self._worker.full_graphs = full_graphs.watch(
+                        vllm_config, self._worker.stays_as_vllm, log=is_first
+                    )
         elif plan.swaps:
             self._scheduler = TieredScheduler(
                 plan,
@@ -104,7 +108,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True
+        return not extra_config.get(full_graphs.KEPT, False)
 
     # Scheduler side ---------------------------------------------------------------------
 
@@ -177,7 +181,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker:
-            # Model runner V2 has none in a step that computes nothing.
+            # Model runner V2 has none in a step that computes nothing, or that is one graph.
             self._worker.translate(
                 get_forward_context() if is_forward_context_available() else None
             )
@@ -226,6 +230,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker:
             self._worker.close()
+            full_graphs.forget(self._vllm_config)
         if self._scheduler:
             self._scheduler.close()
 

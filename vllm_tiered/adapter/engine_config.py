@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered.adapter import endpoint, refusals, weights_graphs, weights_plan
+from vllm_tiered.adapter import endpoint, full_graphs, refusals, weights_graphs, weights_plan
 from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
 from vllm_tiered.adapter.ffn_graphs import split_at_ffn
 from vllm_tiered.config import ROOT_KEY, TieredConfig
@@ -117,7 +117,9 @@ def _create_engine_config(
         with _replaced(
             engine_args,
             additional_config=_with_config(engine_args, config),
-            kv_transfer_config=_connector_config(),
+            kv_transfer_config=_connector_config(
+                keeps_full_graphs=full_graphs.keeps_full_graphs(config, engine_args)
+            ),
         ):
             vllm_config = original(engine_args, *args, **kwargs)
         refusals.check_vllm_config(vllm_config)
@@ -170,7 +172,7 @@ def _with_config(engine_args: "EngineArgs", config: TieredConfig) -> dict[str, A
     return {**(additional or {}), ROOT_KEY: config.to_dict()}
 
 
-def _connector_config() -> "KVTransferConfig":
+def _connector_config(*, keeps_full_graphs: bool) -> "KVTransferConfig":
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
@@ -178,6 +180,7 @@ def _connector_config() -> "KVTransferConfig":
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
+        kv_connector_extra_config={full_graphs.KEPT: keeps_full_graphs},
     )
 
 

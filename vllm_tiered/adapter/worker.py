@@ -12,13 +12,14 @@ import torch
 from vllm_tiered.adapter import manifest
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.device_translation import DeviceTranslator, make_translator
+from vllm_tiered.adapter.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv_plan import KvPlan, far_homes
 from vllm_tiered.adapter.layer_trace import LayerTrace
 from vllm_tiered.adapter.metrics import TieredStats, page_errors_metric
 from vllm_tiered.adapter.refusals import check_attention
 from vllm_tiered.adapter.steps import StepReport
 from vllm_tiered.adapter.translation import Translator
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.errors import IntegrityError, UnsupportedError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
@@ -35,7 +36,12 @@ class TieredWorker:
         layers: vLLM's attention layers by name (the static forward context).
         world_size: ranks, which share the far budget.
         is_first: this rank logs what was taken over.
-        trace_every: steps from one that is told layer by layer to the next; 0 for none.
+        trace_every: steps from one that is told layer by layer to the next; 0 for none. A step
+            that is one CUDA graph has no layers to tell of.
+
+    Attributes:
+        full_graphs: what must be taken from the model runner before a page moves; None without
+            CUDA graphs.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class TieredWorker:
         self._layers = layers
         self._device = make_device()
         self.swapper: Swapper
+        self.full_graphs: FullGraphs | None = None
         self._translator: Translator | DeviceTranslator | None = None
         self._translates = False
         self._is_translated = False  # the step before, or this one
@@ -152,15 +159,27 @@ class TieredWorker:
                 own = self._pool_view[layer * own_pages : (layer + 1) * own_pages]
                 self._layers[name].kv_cache = own
 
+    def stays_as_vllm(self, plan: StepPlan) -> bool:
+        """Whether nothing will be translated in the step of this plan."""
+        return self.swapper.will_be_laid_out_as_vllm(plan)
+
     # vLLM's hooks, in the order of a step ------------------------------------------------
 
     def begin_step(self, plan: StepPlan, planning_seconds: float = 0.0) -> None:
+        """Apply the plan.
+
+        Raises:
+            IntegrityError: a page moved, and a CUDA graph that does not know may be replayed; or
+                the plan does not fit the pages.
+        """
         start = time.perf_counter()
         self._step_start = start
         self._outer_error = sys.exception()
         if self._trace_every and self.swapper.num_steps % self._trace_every == 0:
             self._trace = LayerTrace(self.swapper, start)
         self.swapper.begin_step(plan)
+        if self.full_graphs and not self.swapper.is_laid_out_as_vllm:
+            self.full_graphs.check_taken()
         if (
             self.swapper.order.far_layers != self._far_layers
             or self.swapper.is_laid_out_as_vllm == self._translates
@@ -170,10 +189,19 @@ class TieredWorker:
         self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
-        """Give the layers their block tables. No ``forward_context``: nothing is computed."""
+        """Give the layers their block tables.
+
+        No ``forward_context``: nothing is computed, or all of it by one CUDA graph, which there is
+        only while there is nothing to translate.
+
+        Raises:
+            IntegrityError: such a graph is to be replayed, and would not see the translation.
+        """
         was_translated, self._is_translated = self._is_translated, False
         if forward_context is None or forward_context.attn_metadata is None or not self._translates:
             return
+        if forward_context.cudagraph_runtime_mode.name == "FULL":
+            raise IntegrityError("a CUDA graph of a whole step is chosen, whose KV pages moved")
         assert self._translator is not None
         start = time.perf_counter()
         # What the translator has is of the last step that it saw.
