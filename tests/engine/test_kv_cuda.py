@@ -48,12 +48,20 @@ def test_tokens_equal(policy: str, eager: bool) -> None:
 
 
 @on_a_gpu
-def test_the_level_follows_the_load() -> None:
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_the_level_follows_the_load(eager: bool) -> None:
+    """Graphs of whole steps serve the first request, and pieces the others."""
     prompts = random_prompts(24, seed=41)
-    expected = run("demo", prompts, max_tokens=120, **TRITON).tokens
-    near_bytes = NEAR // 2
-    with engine("demo", {"expansion": "auto"}, kv_cache_memory_bytes=near_bytes, **TRITON) as llm:
-        assert generate(llm, prompts, 120) == expected
+    arguments = {**TRITON, "enforce_eager": eager}
+    with engine("demo", **arguments) as llm:
+        expected = [generate(llm, few, 120) for few in (prompts[:1], prompts)]
+    arguments["kv_cache_memory_bytes"] = NEAR // 2
+    with engine("demo", {"expansion": "auto"}, **arguments) as llm:
+        mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+        assert mode.name == ("NONE" if eager else "FULL_AND_PIECEWISE")
+        assert generate(llm, prompts[:1], 120) == expected[0]
+        assert metric("tiered_kv_expansion") == 1
+        assert generate(llm, prompts, 120) == expected[1]
         assert metric("tiered_kv_expansion") > 1
 
 
