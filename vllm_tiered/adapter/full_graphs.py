@@ -10,7 +10,7 @@ step whose plan moves the first page; those in pieces, which were captured besid
     runner    FULL        graphs of whole steps are taken,          PIECEWISE
                           pages move, PIECEWISE
 
-The worker refuses to move a page before they are taken (:meth:`FullGraphs.check_taken`).
+The worker refuses a step that moves a page while they are there (:meth:`FullGraphs.check_taken`).
 """
 
 import logging
@@ -88,8 +88,6 @@ class FullGraphs:
     def _take_from_manager(self, manager: Any) -> int:
         from vllm.config import CUDAGraphMode
 
-        if manager is None:
-            return 0
         for key, descriptors in manager._candidates.items():
             pieces = [d for d in descriptors if d.cg_mode != CUDAGraphMode.FULL]
             manager._candidates[key] = pieces
@@ -162,7 +160,7 @@ def _check_known(runner: Any) -> None:
     if _is_v2(runner):
         where, manager = "cudagraph_manager", runner.cudagraph_manager
         names = ("_candidates", "_capture_descs", "graphs")
-        known = manager is None or all(isinstance(getattr(manager, n, None), dict) for n in names)
+        known = all(isinstance(getattr(manager, name, None), dict) for name in names)
     else:
         where, dispatcher = "cudagraph_dispatcher", getattr(runner, "cudagraph_dispatcher", None)
         known = CUDAGraphMode.FULL in getattr(dispatcher, "cudagraph_keys", {})
