@@ -21,6 +21,7 @@ from tests.engine.harness import (
     vllm_tokens,
 )
 from tests.engine.late_ffn import compute_late
+from tests.ffn.late_gpu import LateGpu
 from tests.ffn.late_torch import LateTorch
 from vllm_tiered.adapter import weights_engine
 from vllm_tiered.ffn.prepare.pipeline import prepare
@@ -83,6 +84,21 @@ def test_every_neuron_through_the_cache(late: LateTorch) -> None:
     assert late.num_late > 50
 
 
+@without_a_gpu
+@pytest.mark.parametrize("model", ["opt", "llama3"])
+def test_every_neuron_with_the_books_on_the_gpu(
+    late: LateTorch, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """All layers far: decode steps wait for nothing, and prompts are dense between them."""
+    gpu = LateGpu(monkeypatch, late)
+    ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
+    expected = vllm_tokens(model, PROMPTS, MAX_TOKENS)
+    with engine(model, KV_ON, ffn=ffn) as llm:
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected
+        assert metric("tiered_ffn_sparse_steps") == len(gpu.counts) > 0
+        assert metric("tiered_ffn_misses") > 0 and metric("tiered_ffn_hits") > 0
+
+
 @on_a_gpu
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("model", ["opt", "llama3"])
@@ -96,13 +112,29 @@ def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
 
 
 @on_a_gpu
+@pytest.mark.parametrize("model", ["opt", "llama3"])
+def test_every_neuron_by_the_gpus_books(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Read from far memory while they are multiplied: float32 tokens are vLLM's."""
+    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
+    expected = vllm_tokens(model, PROMPTS)
+    with engine(model, KV_OFF, ffn=ffn) as llm:
+        assert generate(llm, PROMPTS) == expected
+        runtime = weights_engine._ffns[-1].runtime
+        assert runtime is not None and runtime.use.sparse_steps > 0 and runtime.use.hits > 0
+        assert all(layer.on_gpu is not None for layer in runtime.layers)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("far_gib", [0, 2], ids=["stored", "far"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
-    """As the CPU backend's test of it: the demo model says nearly the same."""
+def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: float) -> None:
+    """As the CPU backend's test of it: the demo model says nearly the same. Far layers' books are
+    the GPU's."""
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
-    ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": 0}
+    ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": far_gib}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     prompts = [tokenizer.encode("def fibonacci(n):\n")]
     with engine("demo", KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
@@ -110,6 +142,8 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
         runtime = weights_engine._ffns[-1].runtime
         assert runtime is not None and runtime.use.sparse_steps >= 30 * 23
         assert runtime.predictor == "base4"
+        leads = [layer.on_gpu is not None and layer.on_gpu.leads for layer in runtime.layers]
+        assert leads == [far_gib > 0] * len(leads)
     expected = vllm_tokens("demo", prompts, 24)[0]
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 6
 

@@ -3,6 +3,7 @@
 
     host     scores ─────────────────────────────► select
     GPU      scores ─► rank ─► best of the tokens ─► N bytes to the host ─► lists
+                                                └──► books on the GPU (on_gpu.py)
 
 B tokens, N neurons of a layer.
 """
@@ -30,7 +31,8 @@ class Choice:
         return self.ranked(scores_BN) if scores_BN.device.type == "cuda" else scores_BN
 
     def ranked(self, scores_BN: torch.Tensor) -> torch.Tensor:
-        """By kernels, uint8 [N]: bit 0 for full precision, 1 for 8 bit at least, 2 for 4 bit."""
+        """By kernels, uint8 [N]: bit 0 for full precision, 1 for 8 bit at least, 2 for 4 bit at
+        least; 7, 6, 4 or 0. Near, and nothing waits."""
         # Without a GPU nothing needs Triton.
         from vllm_tiered.kernels.select_neurons import api
 

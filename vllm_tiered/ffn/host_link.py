@@ -5,7 +5,8 @@
     host             └─► choice ─► books ─┘
 
 Where near memory is the host's, nothing is copied. On a GPU both go through registered memory:
-``fetch`` holds the host until compute has come so far, ``send`` does not.
+``fetch`` holds the host until compute has come so far, ``send`` does not. Nor does ``report``, of
+steps whose books are on the GPU: it is heard of when somebody looks.
 """
 
 from collections import deque
