@@ -51,7 +51,8 @@ class Settings:
         kv_gib: the KV memory that both have; 0 is what the load asks for.
         expansions: fixed ones, beside `auto`.
         device: "cpu" runs the same on vLLM's CPU backend.
-        eager: without CUDA graphs, all of them.
+        eager: without CUDA graphs, all of them. The full profile has them: where everything fits,
+            whole steps are graphs for both.
     """
 
     shapes: tuple[str, ...] = ("opt-13b",)
@@ -83,6 +84,7 @@ PROFILES: Mapping[str, Settings] = {
         expansions=(1.5,),
         num_requests=96,
         rounds=3,
+        eager=False,
     ),
 }
 
