@@ -172,3 +172,14 @@ def test_a_launch_that_fails_fails_what_comes_after(engine_run_bytes):
     device.close()
     assert not device.cuda.registered
     assert device.use(WRITE).num_bytes == 64
+
+
+def test_close_waits_for_kernels_that_read_far_memory():
+    """They may be the last that was submitted: nobody has waited for them."""
+    device = make_device()
+    far = device.far_buffer(4, 64)
+    address, was_there = far.data.data_ptr(), []
+    device.compute(lambda: was_there.append(address in device.cuda.registered))
+    assert not was_there
+    device.close()
+    assert was_there == [True] and not device.cuda.registered

@@ -225,6 +225,10 @@ class CudaDevice(Device):
             try:
                 for queue in self._queues.values():
                     queue.finish()
+                # Kernels read registered memory too, and nobody has waited for the last of them.
+                computed = self._runtime.new_mark()
+                self._runtime.record(computed, self._runtime.compute_stream())
+                self._runtime.synchronize(computed)
             finally:
                 for store in self._stores:
                     store.close()
