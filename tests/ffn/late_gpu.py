@@ -38,6 +38,7 @@ class LateGpu:
             Choice, "ranked", lambda choice, scores_BN: self._rank(choice, scores_BN)
         )
         monkeypatch.setattr(on_gpu, "fill_and_add", self._fill_and_add)
+        monkeypatch.setattr(on_gpu, "num_fills", lambda region, num_tokens: -(-num_tokens // 4))
         make = on_gpu.OnGpu.__init__
 
         def with_reference(step: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,9 +47,9 @@ class LateGpu:
 
         bytes_of = on_gpu.OnGpu.bytes_of
 
-        def hearing(step: Any, counts_P4: torch.Tensor) -> tuple[int, int]:
+        def hearing(step: Any, counts_P4: torch.Tensor, num_tokens: int) -> tuple[int, int]:
             self.heard.append(counts_P4.tolist())
-            return bytes_of(step, counts_P4)
+            return bytes_of(step, counts_P4, num_tokens)
 
         monkeypatch.setattr(on_gpu.OnGpu, "__init__", with_reference)
         monkeypatch.setattr(on_gpu.OnGpu, "bytes_of", hearing)

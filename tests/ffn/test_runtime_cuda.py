@@ -38,10 +38,12 @@ from vllm_tiered.ffn import passage as passages
 from vllm_tiered.ffn import plan as planning
 from vllm_tiered.ffn import source as sources
 from vllm_tiered.ffn.cache.base import NO_IDS, NeuronCache
+from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.on_gpu import MOST_TOKENS
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.store_format import NEURONS
+from vllm_tiered.ffn.switch_over import SwitchOver
 from vllm_tiered.tiers.base import Direction, PageBuffer, Pages
 
 Due = list[tuple[torch.Tensor, torch.Tensor]]
@@ -311,6 +313,87 @@ def nobody_waits():
     return patch.object(host_link.HostLink, "fetch", side_effect=AssertionError("the host waits"))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_what_the_host_is_told_of_steps_without_it(monkeypatch, ffn, num_tokens):
+    """Counts and bytes, and what the next step is judged by."""
+    rig = Rig(monkeypatch, ffn, 0, 0.6)
+    gpu, shape = LateGpu(monkeypatch, rig.torch), ffn.shape
+    told, asked = [], []
+    monkeypatch.setattr(SwitchOver, "add_sparse", lambda *args, **kinds: told.append((args, kinds)))
+
+    def prefers_dense(switch: SwitchOver, *args: int) -> bool:
+        asked.append(args)
+        return len(asked) > 8
+
+    monkeypatch.setattr(SwitchOver, "prefers_dense", prefers_dense)
+    # Room for half of what is wanted in full precision.
+    plan = replace(mixed(ffn, (0.25, 0.25, 0)), far_layers=shape.num_layers)
+    plan = replace(plan, rows={Precision.FULL: 12, Precision.INT8: 48})
+    predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
+    with rig.torch:
+        runtime = rig.runtime(plan, predictors)
+        far_bytes = runtime.source.use.far_bytes
+        for step in range(8):
+            with now():
+                predictors[step % 2].next_BN = torch.rand(num_tokens, shape.neurons)
+            runtime.layers[step % 2].compute(rig.near(torch.randn(num_tokens, 64)), True)
+            rig.settle()
+            assert runtime.use.sparse_steps == step + 1 == len(told)
+        strides = np.array([bundle_stride(shape, p) for p in Precision])
+        counts = np.array(gpu.heard)
+        brought, stayed, wanted, without_row = counts.transpose(2, 0, 1)
+        assert without_row[:, 0].all() and not without_row[:, 1].any()
+        read_again = without_row * (-(-num_tokens // 4) - 1)
+        missing = (brought + read_again) @ strides
+        multiplied = (brought + stayed) @ strides
+        for step, (args, kinds) in enumerate(told):
+            _, layer, seconds, *numbers = args
+            assert layer == step % 2 and seconds > 0 and kinds == {"is_warm": step > 1}
+            assert numbers == [missing[step], multiplied[step], num_tokens]
+            usual = multiplied[step - 2] if step > 1 else 0
+            assert asked[step] == (layer, usual, usual, num_tokens)
+        use = runtime.use
+        assert use.misses == brought.sum() and use.hits == (wanted - brought).sum() > 0
+        assert runtime.source.use.far_bytes - far_bytes == missing.sum()
+        # What the host prefers to be dense is.
+        with now():
+            x_BH = torch.randn(num_tokens, 64)
+        found = runtime.layers[0].compute(rig.near(x_BH), True)
+        rig.due.append((found, ffn.dense(0, x_BH)))
+        rig.settle()
+        assert runtime.use.dense_steps == 1 and len(gpu.counts) == 8
+        runtime.close()
+
+
+def test_neurons_are_of_the_last_token_when_their_books_change_hands(monkeypatch, ffn):
+    """A window begins anew with all that was near; none stays beyond it."""
+    rig = Rig(monkeypatch, ffn, 0, 1.0)
+    LateGpu(monkeypatch, rig.torch)
+    shape, mix = ffn.shape, (0.15, 0, 0)
+    plan = replace(mixed(ffn, mix), far_layers=shape.num_layers)
+    plan = replace(plan, rows={Precision.FULL: 80})
+    predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
+    expected = WindowCache(80, shape.neurons, 3)
+    led_before = False
+    with rig.torch:
+        runtime = rig.runtime(plan, predictors, policy="window", window=3)
+        for num_tokens in (1, 1, 1, 1, 17, 17, 1, 1, 1, 17, 1, 17, 17, 17, 1, 1, 1):
+            with now():
+                scores_BN = torch.rand(1, shape.neurons).repeat(num_tokens, 1)
+                predictors[0].next_BN = scores_BN
+            runtime.layers[0].compute(rig.near(torch.randn(num_tokens, 64)), True)
+            led = num_tokens <= MOST_TOKENS
+            if led != led_before:
+                expected._last_token[expected.resident()] = expected._token
+            led_before = led
+            expected.commit(expected.plan(select(scores_BN, Mix.of(mix)).full))
+            with now():
+                found = residents(runtime, 0)[Precision.FULL]
+                assert set(found.tolist()) == set(expected.resident().tolist())
+        assert runtime.use.dense_steps == 0
+        runtime.close()
+
+
 def rows_are_not_waited_for(monkeypatch):
     """Copies overwrite rows that compute still reads."""
     bring = sources.NeuronSource._copy
@@ -413,7 +496,13 @@ def holes_are_not_filled(monkeypatch):
 
 @pytest.mark.parametrize(
     "mutate",
-    [reports_are_read_early, reports_share_a_place, holes_are_not_filled, scores_are_read_early],
+    [
+        reports_are_read_early,
+        reports_share_a_place,
+        holes_are_not_filled,
+        scores_are_read_early,
+        compute_is_not_held,
+    ],
 )
 def test_what_is_broken_without_the_host_is_found(monkeypatch, ffn, mutate):
     mutate(monkeypatch)

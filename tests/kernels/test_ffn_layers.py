@@ -24,8 +24,9 @@ from tests.ffn.test_runtime import (
     mixed,
 )
 from vllm_tiered.cost.ffn import Precision
-from vllm_tiered.ffn import choice, compute, native
+from vllm_tiered.ffn import choice, compute, native, on_gpu
 from vllm_tiered.ffn import runtime as runtimes
+from vllm_tiered.ffn.layer import LayerUse
 from vllm_tiered.ffn.on_gpu import MOST_TOKENS
 from vllm_tiered.ffn.plan import FfnPlan
 from vllm_tiered.ffn.runtime import FfnRuntime
@@ -80,6 +81,12 @@ class Steps:
         x_BH = torch.from_numpy(self.rng.standard_normal((num_tokens, 64))).float()
         return x_BH, self.runtime.layers[layer].compute(x_BH.to(self.device), True).cpu()
 
+    def use(self) -> LayerUse:
+        """Of all that was computed: what the GPU reports of it is there."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.runtime.use
+
     def leads(self, layer: int) -> bool:
         """Whether the GPU has a layer's books."""
         on_gpu = self.runtime.layers[layer].on_gpu
@@ -115,7 +122,7 @@ def test_chosen_neurons(ffn, far_layers, policy, num_tokens, tiers, device) -> N
         check_precisions(select(scores_BN, Mix.of(MIX)), near)
         check(found, ffn.product(layer, x_BH, near))
         assert steps.leads(layer) == bool(far_layers)
-    use, source = steps.runtime.use, steps.runtime.source.use
+    use, source = steps.use(), steps.runtime.source.use
     assert use.sparse_steps == 6 and use.misses > 0 and use.hits > 0
     assert bool(source.far_bytes) == bool(far_layers) != bool(source.storage_bytes)
     steps.runtime.close()
@@ -131,15 +138,15 @@ def test_the_books_change_hands(ffn, tiers, device) -> None:
         check_precisions(select(scores_BN, Mix.of(MIX)), near)
         check(found, ffn.product(0, x_BH, near))
         assert steps.leads(0) == (num_tokens <= MOST_TOKENS)
-        before = steps.runtime.use
+        before = steps.use()
         steps.compute(0, num_tokens)  # the same scores
-        after = steps.runtime.use
+        after = steps.use()
         assert after.misses == before.misses and after.hits > before.hits
     assert steps.runtime.use.sparse_steps == 8
     steps.runtime.close()
 
 
-def test_what_no_row_is_left_for_is_multiplied(ffn, tiers, device) -> None:
+def test_what_no_row_is_left_for_is_multiplied(monkeypatch, ffn, tiers, device) -> None:
     """A batch that wants more than a region holds is no dense step where the GPU plans."""
     plan = mixed(ffn, (0.25, 0, 0), far_bytes=2 << 20)
     plan = replace(plan, rows={Precision.FULL: 12})
@@ -151,15 +158,35 @@ def test_what_no_row_is_left_for_is_multiplied(ffn, tiers, device) -> None:
         near = steps.near(0)[Precision.FULL]
         assert len(near) == 12 < len(wanted) and set(near.tolist()) <= set(wanted.tolist())
         check(found, ffn.product(0, x_BH, {Precision.FULL: wanted}))
-    assert steps.runtime.use.dense_steps == 0 and steps.runtime.use.sparse_steps == 3
+    use = steps.use()
+    assert use.dense_steps == 0 and use.sparse_steps == 3
+    stride = steps.runtime.layers[0].regions[Precision.FULL].rows.shape[1]
+    # 4 tokens are one launch: nothing is read twice.
+    assert steps.runtime.source.use.far_bytes == use.misses * stride
+    before = steps.runtime.source.use.far_bytes
+    monkeypatch.setattr(on_gpu, "num_fills", lambda region, num_tokens: 3)
+    steps.scores(0, 4, spread=2.0)
+    steps.compute(0, 4)
+    missing = steps.use().misses - use.misses
+    num_wanted = missing + steps.use().hits - use.hits
+    read = steps.runtime.source.use.far_bytes - before
+    assert read == (missing + 2 * (num_wanted - 12)) * stride
     steps.runtime.close()
 
 
-@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0.25, 0.5), (0, 0, 1)])
-def test_top_ranks_over_a_base(ffn, mix, tiers, device) -> None:
-    """4 bit are used of what is wanted in 4 bit, and not near in more."""
+@pytest.mark.parametrize(
+    ("mix", "policy"),
+    [
+        ((0.1, 0.2, 0.3), "atu"),
+        ((0.1, 0.2, 0.3), "window"),
+        ((0.25, 0.25, 0.5), "atu"),
+        ((0, 0, 1), "atu"),
+    ],
+)
+def test_top_ranks_over_a_base(ffn, mix, policy, tiers, device) -> None:
+    """4 bit are used of what is wanted in 4 bit, and not near in more, be it for its age alone."""
     plan = mixed(ffn, mix, far_bytes=2 << 20, has_base=True)
-    steps = Steps(ffn, plan, tiers, device)
+    steps = Steps(ffn, plan, tiers, device, policy=policy, window=3)
     everyone = torch.arange(ffn.shape.neurons)
     for step in range(4):
         x_BH, found = steps.compute(step % 2, 1)

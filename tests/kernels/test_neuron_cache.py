@@ -182,7 +182,7 @@ def test_what_has_no_row_is_listed_and_not_near(device):
     reached_N = torch.zeros(40, dtype=torch.uint8)
     reached_N[:6], reached_N[10:12], reached_N[20:] = 7, 6, 4
     lists = on_host(api.plan(mine, reached_N.to(device)))
-    assert lists.counts_P4.tolist() == [[6, 0, 6, 0], [0, 0, 0, 0], [20, 0, 20, 0]]
+    assert lists.counts_P4.tolist() == [[6, 0, 6, 2], [0, 0, 0, 0], [20, 0, 20, 17]]
     assert lists.near_rows_PN[0, :6].tolist() == [0, 1, 2, 3, -1, -1]
     assert lists.near_rows_PN[2, :20].tolist() == [0, 1, 2, *[-1] * 17]
     assert residents(on_host(mine)) == {

@@ -140,11 +140,15 @@ def ffn_calls() -> Iterator[Callable[[], object]]:
                 x_BH = torch.empty((num_tokens, HIDDEN), dtype=torch.bfloat16)
                 yield partial(neuron_ffn.product, x_BH, bundles, 512, activation)
     ids, counts = torch.empty(64, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
-    for codec in ("int8", "int4"):
-        bundles = bundles_of(codec, gated=True)
-        x_BH = torch.empty((1, HIDDEN), dtype=torch.bfloat16)
-        missing = missing_of(bundles)
-        yield partial(neuron_ffn.fill_and_multiply, x_BH, bundles, missing, ids, counts, "silu")
+    for codec in ("bfloat16", "int8", "int4"):
+        for gated in (True, False):
+            bundles, activation = bundles_of(codec, gated=gated), "silu" if gated else "relu"
+            missing = missing_of(bundles)
+            for num_tokens in (1, 2 if codec == "int4" else 4):
+                x_BH = torch.empty((num_tokens, HIDDEN), dtype=torch.bfloat16)
+                given = x_BH, bundles, missing, ids, counts, activation
+                yield partial(neuron_ffn.fill_and_multiply, *given)
+    x_BH = torch.empty((1, HIDDEN), dtype=torch.bfloat16)
     bundles, a_Bn = bundles_of("int4", gated=True), torch.empty(1, 512)
     yield partial(neuron_ffn.activations, x_BH, bundles, 512, "silu")
     yield partial(neuron_ffn.add_down, torch.empty(1, HIDDEN), a_Bn, bundles, 512)

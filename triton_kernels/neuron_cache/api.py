@@ -26,6 +26,7 @@ def plan(books: Books, reached_N: torch.Tensor, *, device_name: str | None = Non
     num_neurons = books.num_neurons
     assert reached_N.dtype == torch.uint8 and reached_N.shape == (num_neurons,)
     assert reached_N.is_contiguous() and 0 < num_neurons < MOST_NEURONS
+    assert max(books.capacities) <= num_neurons
     parameters = tuned.parameters("neuron_cache", device_name)
     lists = no_lists(books)
     plan_kernel[(1,)](

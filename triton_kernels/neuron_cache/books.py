@@ -63,7 +63,8 @@ class Lists:
         neurons_PN: int64, to be brought, ascending.
         near_rows_PN: int64, the row that each comes to; -1: there is none for it.
         present_rows_PC: int64, ascending, of what was there and stays.
-        counts_P4: int32, how many are brought, and stay; of those two, how many are wanted; 0.
+        counts_P4: int32, how many are brought, and stay; of those two, how many are wanted; of
+            those brought, for how many there is no row.
         is_unused_N: bool, all but what only 4 bit are wanted of, and which is in no region.
     """
 

@@ -196,10 +196,12 @@ def plan_kernel(
             tl.store(present_PC + present, row.to(tl.int64), mask=stays)
             tl.store(free_PC + begin + _count(ranks, 1) - 1, row, mask=is_free)
             tl.store(neuron_at_PC + begin + row, -1, mask=is_free)
-        tl.store(counts_P4 + region * 4, _count(wants, region) - _count(hits, region))
+        num_missing = _count(wants, region) - _count(hits, region)
+        without_row = tl.maximum(num_missing - _count(before, 1), 0)
+        tl.store(counts_P4 + region * 4, num_missing)
         tl.store(counts_P4 + region * 4 + 1, _count(before, 0))
         tl.store(counts_P4 + region * 4 + 2, _count(wants, region))
-        tl.store(counts_P4 + region * 4 + 3, 0)
+        tl.store(counts_P4 + region * 4 + 3, without_row)
         frees += ((before >> 20) & 0xFFFFF) << 20 * region
     tl.debug_barrier()
     # 5

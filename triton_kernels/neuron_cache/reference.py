@@ -43,7 +43,7 @@ def plan(books: Books, reached_N: torch.Tensor) -> Lists:
                 new_place[n] = row * 4 + region
         for index, row in enumerate(present):
             lists.present_rows_PC[region, index] = row
-        counts = (len(misses), len(present), len(mine), 0)
+        counts = (len(misses), len(present), len(mine), max(0, len(misses) - len(free)))
         lists.counts_P4[region] = torch.tensor(counts)
     for n in range(num_neurons):
         lists.is_unused_N[n] = new_place[n] >= 0 or int(reached_N[n]) != 4

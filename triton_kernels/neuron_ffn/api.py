@@ -97,6 +97,12 @@ def product(
     return out_BH
 
 
+def num_fills(bundles: Bundles, num_tokens: int, *, device_name: str | None = None) -> int:
+    """How often :func:`fill_and_multiply` reads what has no row, for so many tokens."""
+    most: int = few.most_tokens(bundles, tuned.parameters("neuron_ffn", device_name))
+    return -(-num_tokens // most)
+
+
 def fill_and_multiply(
     x_BH: torch.Tensor,
     bundles: Bundles,
@@ -109,7 +115,7 @@ def fill_and_multiply(
 ) -> torch.Tensor:
     """The product over missing and present neurons, while the missing ones come to their rows.
 
-    For a few tokens: of more, each few read the present rows again.
+    For a few tokens: of more, each few read the present rows again, and what has no row.
 
     Args:
         x_BH: of any float type; rows of contiguous numbers.

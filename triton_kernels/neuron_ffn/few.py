@@ -70,7 +70,9 @@ class Launch:
             rows = min(rows, (32 * num_warps - 1) // (self._halves * segments))
         rows = 1 << max(1, rows).bit_length() - 1
         tile_bytes = rows * bundles.num_matrices * row_bytes
-        num_stages = max(2, min(1 + parameters["ahead_bytes"] // tile_bytes, 8))
+        # Lists take registers, too: with 8 stages two tokens in 4 bit spill on sm_100.
+        most_stages = 8 if missing is None else 7
+        num_stages = max(2, min(1 + parameters["ahead_bytes"] // tile_bytes, most_stages))
         self._add_up_block = parameters["add_up_block"]
         self._bundles = bundles
         self._missing = missing

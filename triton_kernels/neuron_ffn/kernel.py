@@ -165,10 +165,12 @@ def few_tokens_kernel(
             near = tl.load(near_ids + position, mask=is_listed, other=0)
             present = tl.load(present_ids + position - num_missing, mask=is_present, other=0)
             row = tl.where(is_listed, near, present)
-            is_kept = (position < num_missing * (1 - is_filled)) & (near >= 0)
-            is_missing = is_kept | (is_listed & (near < 0))
-            far_row = tl.load(far_ids + position, mask=is_missing, other=0)
-            neuron = tl.load(neuron_ids + position, mask=is_missing, other=0)
+            is_new = position < num_missing * (1 - is_filled)
+            is_missing = is_listed & (is_new | (near < 0))
+            is_kept = is_missing & (near >= 0)
+            # Of all that are listed: these loads need not wait for the rows.
+            far_row = tl.load(far_ids + position, mask=is_listed, other=0)
+            neuron = tl.load(neuron_ids + position, mask=is_listed, other=0)
         # A region has more codes than 32 bits count.
         into = rows + row * row_stride
         begin = into
@@ -331,12 +333,44 @@ VARIANTS = (
     _variant("few_tokens.int8.4tokens", "int8", stages=5, tokens=4),
     _variant("few_tokens.int8.plain", "int8", rows=2, stages=4, gated=False),
     _variant("few_tokens.int8.plain.4tokens", "int8", stages=7, gated=False, tokens=4),
+    _variant("few_tokens.bf16.fills", "bfloat16", stages=3, fills=True),
+    _variant("few_tokens.bf16.fills.4tokens", "bfloat16", stages=3, tokens=4, fills=True),
+    _variant("few_tokens.bf16.plain.fills", "bfloat16", stages=4, gated=False, fills=True),
+    _variant(
+        "few_tokens.bf16.plain.fills.4tokens",
+        "bfloat16",
+        stages=4,
+        gated=False,
+        tokens=4,
+        fills=True,
+    ),
     _variant("few_tokens.int8.fills", "int8", rows=2, stages=3, fills=True),
+    _variant("few_tokens.int8.fills.4tokens", "int8", stages=5, tokens=4, fills=True),
+    _variant("few_tokens.int8.plain.fills", "int8", rows=2, stages=4, gated=False, fills=True),
+    _variant(
+        "few_tokens.int8.plain.fills.4tokens",
+        "int8",
+        stages=7,
+        gated=False,
+        tokens=4,
+        fills=True,
+    ),
     _variant("few_tokens.int4", "int4", stages=8, num_warps=4),
     _variant("few_tokens.int4.2tokens", "int4", stages=8, num_warps=4, tokens=2),
     _variant("few_tokens.int4.plain", "int4", stages=8, num_warps=4, gated=False),
     _variant("few_tokens.int4.plain.2tokens", "int4", stages=8, num_warps=4, gated=False, tokens=2),
-    _variant("few_tokens.int4.fills", "int4", stages=8, num_warps=4, fills=True),
+    _variant("few_tokens.int4.fills", "int4", stages=7, num_warps=4, fills=True),
+    _variant("few_tokens.int4.fills.2tokens", "int4", stages=7, num_warps=4, tokens=2, fills=True),
+    _variant("few_tokens.int4.plain.fills", "int4", stages=7, num_warps=4, gated=False, fills=True),
+    _variant(
+        "few_tokens.int4.plain.fills.2tokens",
+        "int4",
+        stages=7,
+        num_warps=4,
+        gated=False,
+        tokens=2,
+        fills=True,
+    ),
     _variant("few_tokens.int4.activations", "int4", stages=8, num_warps=4, multiplies=False),
     _variant("few_tokens.int4.down", "int4", stages=8, num_warps=4, activates=False),
     _add_up("bf16", halves=1, places=2),

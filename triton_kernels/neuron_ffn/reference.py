@@ -68,9 +68,10 @@ def fill(bundles: Bundles, missing: Missing) -> None:
     """Missing neurons come to their rows, if they have one: bundles, and what the tables have
     beside them."""
     has_row = missing.near_ids >= 0
-    near, far = missing.near_ids[has_row], missing.far_ids[has_row]
-    neurons = missing.neuron_ids[has_row]
-    bundles.codes[near] = bundles.view(missing.rows, bundles.code_dtype)[far]
+    near, neurons = missing.near_ids[has_row], missing.neuron_ids[has_row]
+    far = missing.far_ids[has_row].to(missing.rows.device)
+    brought = bundles.view(missing.rows, bundles.code_dtype)[far]
+    bundles.codes[near] = brought.to(near.device)
     if bundles.scales is not None and missing.scales is not None:
         bundles.scales[near] = missing.scales[neurons]
     if bundles.up_bias is not None and missing.up_bias is not None:

@@ -32,6 +32,7 @@ __all__ = [
     "add_down",
     "device_name",
     "fill_and_add",
+    "num_fills",
     "product",
 ]
 
@@ -100,6 +101,14 @@ class Missing:
     counts: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
+
+
+def num_fills(region: Region, num_tokens: int) -> int:
+    """How often :func:`fill_and_add` reads missing neurons that have no row."""
+    kernels = gpu_kernels(region)
+    assert kernels is not None
+    found: int = kernels.num_fills(_bundles(region), num_tokens, device_name=device_name(region))
+    return found
 
 
 def fill_and_add(

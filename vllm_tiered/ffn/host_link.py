@@ -20,7 +20,9 @@ from vllm_tiered.tiers.base import Device, Event
 
 _ALIGNMENT = 16
 _SLOTS = 4
-"""Messages on their way: a layer sends one, and hears of its scores before the next does."""
+"""Messages on their way: a layer sends one, and hears of its scores before the next does. Where
+layers send without hearing, as when the GPU takes over their books, the fifth waits for the first.
+"""
 
 _NEWS_BYTES = 64
 _NEWS = 64

@@ -209,7 +209,7 @@ class FfnLayer:
         self, gpu: OnGpu, report: torch.Tensor, seconds: float, num_tokens: int, is_warm: bool
     ) -> None:
         """Of a step on the GPU that is over."""
-        missing, multiplied = gpu.bytes_of(report)
+        missing, multiplied = gpu.bytes_of(report, num_tokens)
         brought, _, wanted, _ = report.sum(dim=0).tolist()
         self._link.heard(report)
         self.use.hits += wanted - brought

@@ -21,7 +21,7 @@ from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn.cache.base import Ids
 from vllm_tiered.ffn.cache.layer import LayerCache
-from vllm_tiered.ffn.compute import Missing, Region, device_name, fill_and_add
+from vllm_tiered.ffn.compute import Missing, Region, device_name, fill_and_add, num_fills
 from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.tables import Tables
 
@@ -80,7 +80,7 @@ class OnGpu:
 
         Returns:
             bool [N], what 4 bit of a base are not to be used of; and int32 [P, 4], how many
-            neurons were brought, stayed, and were wanted. Both near.
+            neurons were brought, stayed, were wanted, and have no row. Both near.
         """
         self._take_over()
         lists = self._plan(self._books, reached_N, device_name=self._device_name)
@@ -97,14 +97,18 @@ class OnGpu:
             fill_and_add(out_BH, x_BH, self._regions[precision], missing, self._activation)
         return lists.is_unused_N, lists.counts_P4
 
-    def bytes_of(self, counts_P4: torch.Tensor) -> tuple[int, int]:
-        """Of the neurons that a step brought, and of those that it multiplied; counts on the
-        host."""
+    def bytes_of(self, counts_P4: torch.Tensor, num_tokens: int) -> tuple[int, int]:
+        """What a step read of far memory, and what it multiplied; counts on the host.
+
+        What has no row is read again for each few tokens.
+        """
         missing = multiplied = 0
         for precision, index in self._index.items():
-            brought, stayed, _, _ = counts_P4[index].tolist()
-            stride = self._regions[precision].rows.shape[1]
-            missing += brought * stride
+            brought, stayed, _, without_row = counts_P4[index].tolist()
+            region = self._regions[precision]
+            stride = region.rows.shape[1]
+            again = without_row * (num_fills(region, num_tokens) - 1) if without_row else 0
+            missing += (brought + again) * stride
             multiplied += (brought + stayed) * stride
         return missing, multiplied
 
@@ -156,10 +160,17 @@ class OnGpu:
             )
 
     def _take_over(self) -> None:
-        """The books are here from now on, as the host has left them. Waits for nothing."""
+        """The books are here from now on, as the host has left them."""
         if self.leads:
             return
         books = self._books
+        # All of them are of the last token.
+        books.used_N.zero_()
+        books.step.zero_()
+        self.leads = True
+        if not any(self._cache.num_rows.values()):
+            books.clear()
+            return
         place_N = np.full(books.num_neurons, -1, dtype=np.int32)
         neuron_at_PC = np.full(books.neuron_at_PC.shape, -1, dtype=np.int32)
         for precision, index in self._index.items():
@@ -171,10 +182,6 @@ class OnGpu:
         places, rows = self._link.send([place_N, neuron_at_PC])
         books.place_N.copy_(places)
         books.neuron_at_PC.copy_(rows)
-        # All of them are of the last token.
-        books.used_N.zero_()
-        books.step.zero_()
-        self.leads = True
 
     def _fetched(self, *tensors: torch.Tensor) -> list[Ids]:
         return [one.numpy().astype(np.int64) for one in self._link.fetch(tensors)]

@@ -21,6 +21,9 @@ from vllm_tiered.tiers.base import Device
 from vllm_tiered.tiers.host import FAR_SHARE, host_memory
 from vllm_tiered.units import GIB
 
+_BOOK_BYTES = 20
+"""A neuron's on a GPU, at most: its place, its last use, and a row of three regions."""
+
 DEFAULT_MIX = Mix(full=0.25, int8=0.25, int4=0.5)
 """M2Cache's, half the bytes of 16 bit; where `prepare` did not look for a better one."""
 
@@ -46,7 +49,8 @@ def open_runtime(
         ConfigError: the store lacks a precision, or a predictor.
     """
     predictors = [] if config.exact else load_predictors(store)
-    plan = make_plan(config, store, predictors, num_ranks=num_ranks)
+    is_gpu = near_device is not None and near_device.type == "cuda"
+    plan = make_plan(config, store, predictors, num_ranks=num_ranks, has_books=is_gpu)
     return FfnRuntime(
         store,
         plan,
@@ -59,15 +63,26 @@ def open_runtime(
 
 
 def make_plan(
-    config: FfnConfig, store: NeuronStore, predictors: list[Predictor], *, num_ranks: int
+    config: FfnConfig,
+    store: NeuronStore,
+    predictors: list[Predictor],
+    *,
+    num_ranks: int,
+    has_books: bool = False,
 ) -> FfnPlan:
-    """What is near and what is far. Raises as :func:`open_runtime`."""
+    """What is near and what is far. Raises as :func:`open_runtime`.
+
+    Args:
+        has_books: near memory has those of far layers, too.
+    """
     near_bytes = None if config.near_gib == "auto" else int(config.near_gib * GIB)
     if config.far_gib == "auto":
         far_bytes = int(FAR_SHARE * host_memory().usable_bytes / num_ranks)
     else:
         far_bytes = int(config.far_gib * GIB)
     table_bytes = store.table_bytes + sum(p.num_bytes for p in predictors)
+    if has_books:
+        table_bytes += store.shape.num_layers * store.shape.neurons * _BOOK_BYTES
     if config.exact:
         _check_stored(store, [Precision.FULL])
         return plan_exact(

@@ -94,7 +94,8 @@ class FfnRuntime:
             device=near,
         )
         self.switch = SwitchOver()
-        clock, link = StepClock(device), HostLink(device, near)
+        self._clock = clock = StepClock(device)
+        link = HostLink(device, near)
         # Tokens whose neurons stay near, where that is all there is to a policy.
         stays = {"atu": 1, "window": window}.get(policy)
         predictors = [predictor.to(near) for predictor in predictors]
@@ -132,7 +133,8 @@ class FfnRuntime:
 
     @property
     def use(self) -> LayerUse:
-        """Of all layers together."""
+        """Of all layers together, as far as it is known."""
+        self._clock.hear()
         total = LayerUse()
         for layer in self.layers:
             total.hits += layer.use.hits
@@ -159,7 +161,9 @@ class FfnRuntime:
         one."""
         found = {p: self.source.far_rows(index, p) for p in cache.caches}
         far = {p: rows for p, rows in found.items() if rows is not None}
-        reads_for_later = self.plan.reads_ahead and index + AHEAD >= self.plan.far_layers
+        later = index + AHEAD
+        is_last = later >= self.plan.shape.num_layers
+        reads_for_later = self.plan.reads_ahead and not is_last and later >= self.plan.far_layers
         if len(far) < len(found) or reads_for_later or not all(map(gpu_kernels, regions.values())):
             return None
         return OnGpu(

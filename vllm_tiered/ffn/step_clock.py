@@ -35,6 +35,10 @@ class StepClock:
             told(time.perf_counter() - begin)
             return
         self._open.append((begin, self._device.compute_event(), told))
+        self.hear()
+
+    def hear(self) -> None:
+        """Tell what is known by now."""
         while self._open:
             first, last, waiting = self._open[0]
             seconds = self._device.seconds_between(first, last)
