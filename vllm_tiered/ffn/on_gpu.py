@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A far layer's sparse steps on the GPU alone: the host submits them and waits for nothing.
+"""A far layer's sparse steps on the GPU alone (M2Cache, 5.3 and 5.4): the host submits them and
+waits for nothing.
 
     ranks ─► books ─┬─► missing, read from far memory ─┬─► kept in their rows
                     ├─► present ───────────────────────┴─► multiplied
