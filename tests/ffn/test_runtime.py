@@ -190,6 +190,18 @@ def test_chosen_neurons_in_their_precision(
     runtime.close()
 
 
+def test_a_mix_so_small_that_no_neuron_is_left(ffn: Ffn) -> None:
+    runtime = FfnRuntime(
+        ffn.open(),
+        mixed(ffn, (0.001, 0, 0), far_bytes=1 << 20),
+        CpuDevice(),
+        [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)],
+    )
+    assert not runtime.layers[0].regions
+    assert torch.equal(runtime.layers[0].compute(torch.ones(2, 64), True), torch.zeros(2, 64))
+    runtime.close()
+
+
 def check_precisions(wanted: Selection, near: dict[Precision, torch.Tensor]) -> None:
     """All that is wanted is there. Neurons may change places, but not numbers: of each precision,
     with those better than it, there are as many as are wanted."""

@@ -164,7 +164,8 @@ class FfnRuntime:
         later = index + AHEAD
         is_last = later >= self.plan.shape.num_layers
         reads_for_later = self.plan.reads_ahead and not is_last and later >= self.plan.far_layers
-        if len(far) < len(found) or reads_for_later or not all(map(gpu_kernels, regions.values())):
+        is_host = not regions or not all(map(gpu_kernels, regions.values()))
+        if is_host or len(far) < len(found) or reads_for_later:
             return None
         return OnGpu(
             cache,
