@@ -48,7 +48,7 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM
 
-    from vllm_tiered.adapter import manifest
+    from vllm_tiered.adapter.telemetry import manifest
 
     force = forced_path()
     longest = args.prompt_tokens + (max(args.batches) - 1) * args.prompt_step
@@ -82,8 +82,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def forced_path() -> Callable[[str], None]:
     """Return a function that makes all layers of this process go one of `PATHS`."""
+    from vllm_tiered.ffn.cost_model import SwitchOver
     from vllm_tiered.ffn.layer import FfnLayer
-    from vllm_tiered.ffn.switch_over import SwitchOver
 
     original = FfnLayer.compute
     path = "chosen"
@@ -109,7 +109,7 @@ def _decode(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, An
     """Seconds of the steps in which all requests decode, and what they used."""
     from vllm import SamplingParams
 
-    from vllm_tiered.adapter import weights_engine
+    from vllm_tiered.adapter import worker_hooks as weights_engine
 
     engine = llm.llm_engine
     sampling = SamplingParams(

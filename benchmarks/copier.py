@@ -13,9 +13,9 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from vllm_tiered.tiers.base import PageBuffer, Pages
-from vllm_tiered.tiers.cpu import copy_pages
-from vllm_tiered.tiers.throttle import Throttle
+from vllm_tiered.devices.base import PageBuffer, Pages
+from vllm_tiered.devices.cpu import copy_pages
+from vllm_tiered.devices.throttle import Throttle
 
 PAGE_BYTES = 23_040  # a block of 32 tokens in a layer of the demo model
 PAGES_PER_COPY = 75  # a layer of what is in use, at an eighth of the demand

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.progress import Step
-from vllm_tiered.cost.accelerator.results import Asked, design_space
+from vllm_tiered.accelerator.results import Asked, design_space
 from vllm_tiered.report.accelerator_tables import markdown, summary, tables
 
 RESULT_KEYS = (

@@ -48,7 +48,7 @@ from benchmarks.planted import PLANTED, PREDICTOR_FILE, planted_dir
 from benchmarks.planted_record import planted_sparsity, record
 from benchmarks.planted_store import planted_store
 from benchmarks.progress import Step
-from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.store.reader import NeuronStore
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 

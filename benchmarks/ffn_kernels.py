@@ -22,11 +22,11 @@ from benchmarks.engine import foreign_cpu_share
 from benchmarks.progress import Step
 from benchmarks.runner import MeasurementError
 from benchmarks.tables import markdown, number
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn import native
-from vllm_tiered.ffn.compute import activations, add_down, product
-from vllm_tiered.ffn.region import Region
-from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul import native
+from vllm_tiered.ffn.matmul.compute import activations, add_down, product
+from vllm_tiered.storage.immutable_file import aligned_pages
 
 RESULT_KEYS = ("memory_gb_per_s", "kernels", "foreign_cpu_share", "definitions")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.evaluate import Scores
 from vllm_tiered.ffn.prepare.mixed_ffn import Copies
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks.cache import publish_dir
 from benchmarks.planted_store import ffn_tensors
-from vllm_tiered.cost.ffn import BLOCK_BYTES
-from vllm_tiered.tiers.checksums import checksum_of
-from vllm_tiered.tiers.slot_read import Section
+from vllm_tiered.ffn.layout import BLOCK_BYTES
+from vllm_tiered.storage.checksums import checksum_of
+from vllm_tiered.storage.slot_read import Section
 
 _NAME = "matrices.bin"
 _CALL_BYTES = 4 << 20

@@ -25,12 +25,12 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.flash_files import Matrices, read_whole
-from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.ffn.cache.base import Ids, NeuronCache, Plan
 from vllm_tiered.ffn.cache.window import WindowCache
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.tiers.published import aligned_pages
-from vllm_tiered.tiers.slots import SlotFile
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.slots import SlotFile
 
 Token = Sequence[Ids]
 """The neurons that each layer wants for a token, sorted."""

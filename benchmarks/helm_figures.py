@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_tiered.cost.machine import machine
+from vllm_tiered.planner.machine import machine
 
 LINK_GB_PER_S: Mapping[str, float] = {
     "nvdram": machine("a100-optane").read_gb_per_s,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HeLM's table IV and figures 11 to 13 from the cost model: OPT-175B on an A100 with Optane or CXL.
 
-Nothing is measured: placements and steps come from `vllm_tiered.cost`, the machine from its profile
-`a100-optane`. Weights are kept in 4 bits a weight and 32 bits a group of 64 (section IV-B), and
-expanded before each product, which takes the most of a sublayer's compute.
+Nothing is measured: placements and steps come from `vllm_tiered.planner`, the machine from its
+profile `a100-optane`. Weights are kept in 4 bits a weight and 32 bits a group of 64 (section IV-B),
+and expanded before each product, which takes the most of a sublayer's compute.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.helm_figures import (
 )
 from benchmarks.progress import Step
 from benchmarks.tables import markdown, number
-from vllm_tiered.cost.machine import machine
-from vllm_tiered.cost.model import ModelShape, model_shape
-from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
-from vllm_tiered.cost.predict import Batch, compute_times
-from vllm_tiered.cost.weights import Placement, place
+from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.planner.step_time import Batch, compute_times
+from vllm_tiered.weights.placement import Placement, place
 
 COMPRESSED_BYTES_PER_WEIGHT = 0.5625
 """FlexGen's group-wise quantization: 4 bits, and two 16-bit numbers for 64 weights."""

@@ -22,8 +22,8 @@ def num_checks() -> int:
 
 def install() -> None:
     """Have every scheduler and worker of the plugin checked from now on (call once)."""
-    from vllm_tiered.adapter.scheduler import TieredScheduler
-    from vllm_tiered.adapter.worker import TieredWorker
+    from vllm_tiered.adapter.kv.scheduler import TieredScheduler
+    from vllm_tiered.adapter.kv.worker import TieredWorker
 
     check_after(TieredScheduler, "build_metadata", lambda scheduler: scheduler.elastic)
     check_after(TieredWorker, "end_step", lambda worker: worker.swapper)

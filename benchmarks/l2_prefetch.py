@@ -237,7 +237,7 @@ def _switch(llm: Any, is_on: bool) -> tuple[int, int]:
 
 def switch_worker(worker: Any, is_on: bool) -> tuple[int, int]:
     """In a worker."""
-    from vllm_tiered.adapter import l2_hooks
+    from vllm_tiered.adapter.l2 import hooks as l2_hooks
 
     engine = l2_hooks.engine_of(worker.vllm_config)
     engine.hold(is_on)

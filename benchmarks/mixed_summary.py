@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.limited import tokens_per_s
 from benchmarks.tables import markdown, number
-from vllm_tiered.cost.energy import CARBON_INTENSITY, Power, grams_co2e
+from vllm_tiered.energy.carbon import CARBON_INTENSITY, Power, grams_co2e
 
 OURS = "mixed, near + far + storage"
 FULL = "without mixed precision"

@@ -42,7 +42,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     import psutil
     from vllm import LLM, SamplingParams
 
-    from vllm_tiered.adapter import manifest, weights_engine
+    from vllm_tiered.adapter import worker_hooks as weights_engine
+    from vllm_tiered.adapter.telemetry import manifest
 
     loading = _timed(weights_engine, "_load_model")
     tiered: dict[str, Any] = {"kv": {"enabled": False}}

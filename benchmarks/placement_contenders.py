@@ -12,8 +12,8 @@ from benchmarks.jobs import EngineSpec, RoundResult
 from benchmarks.runner import EngineProcess, MeasurementError
 from benchmarks.summary import PREEMPTIONS
 from benchmarks.workload import Request
-from vllm_tiered.cost.model import ModelShape
-from vllm_tiered.cost.weights import Placement, place
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.weights.placement import Placement, place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

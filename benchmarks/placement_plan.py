@@ -25,14 +25,14 @@ from benchmarks.helm_figures import (
     PROMPT_TOKENS,
     decode_ratios,
 )
-from vllm_tiered.cost.curves import Curves, ProductCurve
-from vllm_tiered.cost.machine import Machine
-from vllm_tiered.cost.model import ModelShape, model_shape
-from vllm_tiered.cost.pipeline import Link, StepTimes, step_time, transfer_seconds
-from vllm_tiered.cost.serving import Load
-from vllm_tiered.cost.split import Room, Split
-from vllm_tiered.cost.throughput import split_for_throughput
-from vllm_tiered.cost.weights import Kind, Placement, place
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.memory_split import Room, Split
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.throughput import split_for_throughput
+from vllm_tiered.weights.placement import Kind, Placement, place
 
 _OPT_1_3B_LAYERS = 24
 _OPT_1_3B_VOCABULARY = 50272

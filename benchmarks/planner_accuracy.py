@@ -27,13 +27,13 @@ from benchmarks.runner import DISTURBED_SHARE, Engine, MeasurementError, engines
 from benchmarks.shapes import PLANNED_SHAPES, planned_model_dir
 from benchmarks.tables import markdown, number
 from benchmarks.workload import Request
-from vllm_tiered.cost.latency import place_for_latency
-from vllm_tiered.cost.machine import Machine
-from vllm_tiered.cost.model import ModelShape, model_shape
-from vllm_tiered.cost.predict import Batch, compute_times, far_link, predict_step
-from vllm_tiered.cost.probed import machine_of, median_of
-from vllm_tiered.cost.weights import Placement, place
+from vllm_tiered.planner.from_probe import machine_of, median_of
+from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.step_time import Batch, compute_times, far_link, predict_step
 from vllm_tiered.units import GIB
+from vllm_tiered.weights.placement import Placement, place
 
 RESULT_KEYS = ("median_error", "worst_error", "by_configuration", "machine", "definitions")
 

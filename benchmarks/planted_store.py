@@ -61,11 +61,11 @@ def planted_store(
         precisions: of "full", "int8" and "int4"; 8.6 GB, 4.3 GB and 2.1 GB of OPT-6.7B.
         mix: of the neurons that are predicted active, what `mix="auto"` is to take.
     """
-    from vllm_tiered.cost.ffn import FfnShape, Precision
+    from vllm_tiered.ffn.layout import FfnShape, Precision
     from vllm_tiered.ffn.predictor.files import predictor_name, save_predictor
-    from vllm_tiered.ffn.store_format import MIX_FILE
-    from vllm_tiered.ffn.store_writer import NeuronStoreWriter
-    from vllm_tiered.tiers.checkpoint_files import fingerprint_of_folder
+    from vllm_tiered.ffn.store.format import MIX_FILE
+    from vllm_tiered.ffn.store.writer import NeuronStoreWriter
+    from vllm_tiered.storage.checkpoint_files import fingerprint_of_folder
 
     target = folder / f"{model.name}-store-{'-'.join(precisions)}"
     if target.is_dir():

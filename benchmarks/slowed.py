@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.jobs import EngineSpec, RoundResult
-from vllm_tiered.cost.curves import Curves, ProductCurve
-from vllm_tiered.cost.weights import Kind, Sublayer, sublayers_of
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.weights.placement import Kind, Sublayer, sublayers_of
 
 COMPUTE_SECONDS: Mapping[Kind, str] = {kind: f"benchmarks:{kind.value}_seconds" for kind in Kind}
 """Counters of a round: the median time of a sublayer's compute, without waiting for weights."""
@@ -36,7 +36,7 @@ class Slowed:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        from vllm_tiered.tiers.throttle import Throttle
+        from vllm_tiered.devices.throttle import Throttle
 
         self._rate = spec.weights_per_s
         self._throttle = Throttle(spec.link_bytes_per_s or float("inf"))
@@ -44,9 +44,11 @@ class Slowed:
 
     def prepare(self) -> None:
         """Before the engine starts: its device gets the link, its measurements the rate."""
-        from vllm_tiered.adapter import device, offloader, weights_plan
-        from vllm_tiered.tiers.base import Direction
-        from vllm_tiered.tiers.cpu import CpuDevice
+        from vllm_tiered.adapter import device
+        from vllm_tiered.adapter.weights import offloader
+        from vllm_tiered.adapter.weights import plan as weights_plan
+        from vllm_tiered.devices.base import Direction
+        from vllm_tiered.devices.cpu import CpuDevice
 
         def make_device() -> CpuDevice:
             throttles = {Direction.READ: self._throttle}
@@ -232,6 +234,6 @@ def _num_weights(sublayer: Sublayer, products: Mapping[str, int]) -> int:
 
 
 def _take_use() -> dict[str, float]:
-    from vllm_tiered.adapter.weights_engine import take_use
+    from vllm_tiered.adapter.worker_hooks import take_use
 
     return take_use()

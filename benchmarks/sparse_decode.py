@@ -43,7 +43,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     import psutil
     from vllm import LLM, SamplingParams
 
-    from vllm_tiered.adapter import manifest, weights_engine
+    from vllm_tiered.adapter import worker_hooks as weights_engine
+    from vllm_tiered.adapter.telemetry import manifest
 
     longest = args.prompt_tokens + (args.batch - 1) * args.prompt_step
     llm = LLM(

@@ -143,7 +143,7 @@ def _prepared(layers: int) -> tuple[Path, Path]:
     """The model with random weights, and its neurons in float32."""
     import torch
 
-    from vllm_tiered.cost.ffn import Precision
+    from vllm_tiered.ffn.layout import Precision
     from vllm_tiered.ffn.prepare.pipeline import prepare
 
     model = cache_root() / f"random-tinyllama-{layers}-layers"

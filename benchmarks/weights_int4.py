@@ -159,7 +159,7 @@ def _measure() -> None:
     from vllm import LLM, SamplingParams
     from vllm.model_executor.offloader import get_offloader
 
-    from vllm_tiered.adapter import manifest
+    from vllm_tiered.adapter.telemetry import manifest
 
     job = json.load(sys.stdin)
     llm = LLM(

@@ -40,10 +40,10 @@ from benchmarks.progress import Step
 from benchmarks.runner import EngineProcess, engines, interleave
 from benchmarks.slowed import COMPUTE_SECONDS
 from benchmarks.workload import Request
-from vllm_tiered.cost.latency import place_for_latency
-from vllm_tiered.cost.model import ModelShape, model_shape
-from vllm_tiered.cost.pipeline import Link
-from vllm_tiered.cost.weights import Kind
+from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.pipeline import Link
+from vllm_tiered.weights.placement import Kind
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_tiered.tiers.cuda import CudaDevice
-from vllm_tiered.tiers.cuda_runtime import Runtime
+from vllm_tiered.devices.cuda.device import CudaDevice
+from vllm_tiered.devices.cuda.runtime import Runtime
 
 POISON = -1  # all bits set: a NaN, and no test stores it
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_tiered.tiers.base import Direction, PageBuffer
-from vllm_tiered.tiers.cpu import CopyJob, CopyThread, CpuDevice
+from vllm_tiered.devices.base import Direction, PageBuffer
+from vllm_tiered.devices.cpu import CopyJob, CopyThread, CpuDevice
 
 NAN_BYTE = 0xFF  # a float or bfloat16 whose bytes are all 0xFF is a NaN
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_tiered.tiers import probe
-from vllm_tiered.tiers.survey import Scope
+from vllm_tiered.probe import links as probe
+from vllm_tiered.probe.survey import Scope
 from vllm_tiered.units import KIB, MIB
 
 TINY = Scope(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports point down: the layer table of docs/architecture.md, enforced on the sources.
 
-L3  cli
-L2  adapter --> vllm
-L1  kv weights ffn l2 report (each alone) and cost (which the five may import)
-L0  tiers kernels, above config errors units
+L4  cli
+L3  adapter --> vllm
+L2  report
+L1  kv weights ffn l2 planner probe accelerator (each alone, but for the files in `SHARED_LAYOUTS`)
+L0  devices storage energy kernels, above config errors units
 """
 
 import ast
@@ -19,9 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm_tiered"
 
-BASE = {"config", "config_rules", "errors", "units"}
-L0 = BASE | {"tiers", "kernels"}
-L1 = {"kv", "weights", "ffn", "l2", "report"}
+BASE = {"config", "errors", "units"}
+L0 = BASE | {"devices", "storage", "energy", "kernels"}
+L1 = {"kv", "weights", "ffn", "l2", "planner", "probe", "accelerator"}
 EVERYTHING = frozenset({"<any>"})
 
 
@@ -36,18 +37,34 @@ class Layer:
 LAYERS = {
     "": Layer(units=set(), third_party=set()),  # vllm_tiered/__init__.py
     **{name: Layer(units=BASE, third_party=set()) for name in BASE},
-    "tiers": Layer(units=BASE, third_party={"torch", "numpy", "psutil", "xxhash"}),
-    "kernels": Layer(units=BASE, third_party={"torch", "triton"}),
-    "cost": Layer(units=L0, third_party={"numpy", "scipy"}),
-    **{name: Layer(units=L0 | {"cost"}, third_party={"torch", "numpy"}) for name in L1},
-    "ffn": Layer(
-        units=L0 | {"cost"},
-        third_party={"torch", "numpy", "safetensors", "transformers", "ray"},
+    "devices": Layer(
+        units=BASE | {"kernels", "storage"}, third_party={"torch", "numpy", "psutil", "xxhash"}
     ),
-    "report": Layer(units=BASE | {"cost"}, third_party={"numpy", "psutil", "matplotlib", "jinja2"}),
-    "adapter": Layer(units=L0 | L1 | {"cost"}, third_party=EVERYTHING),
-    "cli": Layer(units=L0 | L1 | {"cost", "adapter"}, third_party=EVERYTHING),
+    "storage": Layer(units=BASE | {"devices"}, third_party={"torch", "numpy", "psutil", "xxhash"}),
+    "energy": Layer(units=BASE, third_party={"psutil"}),
+    "kernels": Layer(units=BASE, third_party={"torch", "triton"}),
+    "kv": Layer(units=L0, third_party={"torch", "numpy"}),
+    "weights": Layer(units=L0, third_party={"torch", "numpy"}),
+    "ffn": Layer(units=L0, third_party={"torch", "numpy", "safetensors", "transformers", "ray"}),
+    "l2": Layer(units=L0, third_party={"torch", "numpy"}),
+    "planner": Layer(units=BASE | {"energy"}, third_party={"numpy", "scipy"}),
+    "probe": Layer(units=L0, third_party={"torch", "numpy", "psutil"}),
+    "accelerator": Layer(units=BASE, third_party={"numpy"}),
+    "report": Layer(
+        units=BASE | {"energy", "accelerator"},
+        third_party={"numpy", "psutil", "matplotlib", "jinja2"},
+    ),
+    "adapter": Layer(units=L0 | L1 | {"report"}, third_party=EVERYTHING),
+    "cli": Layer(units=L0 | L1 | {"report", "adapter"}, third_party=EVERYTHING),
 }
+
+SHARED_LAYOUTS = {
+    "vllm_tiered.kv.layout",
+    "vllm_tiered.weights.placement",
+    "vllm_tiered.weights.int4_layout",
+    "vllm_tiered.ffn.layout",
+}
+"""What the planner asks for sizes and placements: the engine's own functions, free of torch."""
 
 
 def sources() -> list[tuple[str, Path]]:
@@ -96,6 +113,10 @@ def unit_of(dotted: str) -> str:
     return "" if unit.startswith("__") else unit
 
 
+def is_shared_layout(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{layout}.") for layout in SHARED_LAYOUTS)
+
+
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """Every import in `source` that the layer of `module` does not allow."""
     unit = unit_of(module)
@@ -108,7 +129,9 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
         if top in sys.stdlib_module_names:
             continue
         if top == PACKAGE:
-            allowed = unit_of(name) in layer.units | {unit, ""}
+            allowed = unit_of(name) in layer.units | {unit, ""} or (
+                unit == "planner" and is_shared_layout(name)
+            )
         elif top == "vllm":
             allowed = unit == "adapter"
         elif top in {"benchmarks", "tests", "triton_kernels"}:
@@ -141,24 +164,26 @@ def test_all_sources_are_read():
     ("module", "source"),
     [
         pytest.param("vllm_tiered.config", "import numpy", id="base-stdlib-only"),
-        pytest.param("vllm_tiered.units", "from vllm_tiered.tiers import base", id="base-up"),
+        pytest.param("vllm_tiered.units", "from vllm_tiered.devices import base", id="base-up"),
         pytest.param("vllm_tiered", "from vllm_tiered import errors", id="root-imports-nothing"),
-        pytest.param("vllm_tiered.tiers.link", "from vllm_tiered.kv.pool import P", id="l0-up"),
-        pytest.param("vllm_tiered.tiers.link", "from ..kv import pool", id="l0-up-relative"),
+        pytest.param("vllm_tiered.devices.link", "from vllm_tiered.kv.pool import P", id="l0-up"),
+        pytest.param("vllm_tiered.devices.link", "from ..kv import pool", id="l0-up-relative"),
         pytest.param("vllm_tiered.kernels.copy", "import vllm", id="kernels-engine"),
         pytest.param("vllm_tiered.kv.pool", "from vllm_tiered import weights", id="l1-siblings"),
         pytest.param("vllm_tiered.kv.pool", "def f():\n  import vllm.config", id="l1-engine-late"),
         pytest.param("vllm_tiered.report.page", "from vllm_tiered import tiers", id="report"),
-        pytest.param("vllm_tiered.cost.plan", "import vllm_tiered.kv.pool", id="cost-up"),
-        pytest.param("vllm_tiered.cost.plan", "import torch", id="cost-is-pure"),
-        pytest.param("vllm_tiered.adapter.worker", "import vllm_tiered.cli", id="adapter-up"),
+        pytest.param("vllm_tiered.planner.plan", "import vllm_tiered.kv.pool", id="cost-up"),
+        pytest.param("vllm_tiered.planner.plan", "import torch", id="cost-is-pure"),
+        pytest.param("vllm_tiered.adapter.kv.worker", "import vllm_tiered.cli", id="adapter-up"),
         pytest.param("vllm_tiered.cli.main", "from vllm import LLM", id="cli-engine"),
         pytest.param(
             "vllm_tiered.cli.main",
             "import importlib\nimportlib.import_module('vllm')",
             id="dynamic",
         ),
-        pytest.param("vllm_tiered.adapter.worker", "import benchmarks", id="outside-the-package"),
+        pytest.param(
+            "vllm_tiered.adapter.kv.worker", "import benchmarks", id="outside-the-package"
+        ),
         pytest.param("vllm_tiered.nowhere.x", "import os", id="unknown-unit"),
     ],
 )
@@ -170,9 +195,10 @@ def test_a_planted_violation_is_caught(module, source):
     ("module", "source"),
     [
         ("vllm_tiered.config", "import json\nfrom vllm_tiered.errors import ConfigError"),
-        ("vllm_tiered.tiers.link", "import torch\nfrom vllm_tiered.units import GIB"),
-        ("vllm_tiered.kv.pool", "from vllm_tiered.cost import pages\nfrom . import table"),
-        ("vllm_tiered.adapter.worker", "import vllm\nfrom vllm_tiered.kv import pool"),
+        ("vllm_tiered.devices.link", "import torch\nfrom vllm_tiered.units import GIB"),
+        ("vllm_tiered.kv.pool", "from vllm_tiered.devices import pages\nfrom . import table"),
+        ("vllm_tiered.planner.fit", "from vllm_tiered.kv.layout import num_blocks"),
+        ("vllm_tiered.adapter.kv.worker", "import vllm\nfrom vllm_tiered.kv import pool"),
         ("vllm_tiered.cli.main", "from vllm_tiered import __version__, adapter"),
     ],
 )
@@ -181,8 +207,8 @@ def test_what_points_down_is_allowed(module, source):
 
 
 def test_a_package_resolves_relative_imports_from_itself():
-    assert violations("vllm_tiered.tiers", "from .link import Link", is_package=True) == []
-    assert len(violations("vllm_tiered.tiers", "from ..kv import pool", is_package=True)) == 1
+    assert violations("vllm_tiered.devices", "from .link import Link", is_package=True) == []
+    assert len(violations("vllm_tiered.devices", "from ..kv import pool", is_package=True)) == 1
 
 
 def test_the_entry_module_imports_only_stdlib():
@@ -195,3 +221,12 @@ def test_the_entry_module_imports_only_stdlib():
     foreign = set(done.stdout.split()) - sys.stdlib_module_names - {PACKAGE}
     assert foreign == set()
     assert PACKAGE in done.stdout.split()
+
+
+def test_the_planner_reads_layouts_only_and_those_are_free_of_torch():
+    assert len(violations("vllm_tiered.planner.fit", "from vllm_tiered.kv import swapper")) == 1
+    for module, path in sources():
+        if module in SHARED_LAYOUTS:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = {name for _, name in imported(tree, module, is_package=False)}
+            assert not {name for name in names if name.startswith(("torch", "numpy"))}, module

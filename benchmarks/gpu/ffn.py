@@ -25,7 +25,7 @@ from benchmarks.runner import engines, interleave
 from benchmarks.summary import median_ratio
 from benchmarks.tables import markdown, number
 from benchmarks.workload import Request, warmup_requests
-from vllm_tiered.cost.model import model_shape
+from vllm_tiered.planner.model_shape import model_shape
 
 RESULT_KEYS = ("device", "ratio_to_streaming", "systems", "planted", "definitions")
 

@@ -89,11 +89,11 @@ def _on_host(
     torch: Any, num_neurons: int, capacities: list[int], window: int, steps: list[Any]
 ) -> Callable[[], object]:
     """The wait for the ranks, and ffn/cache; without the message that goes back."""
-    from vllm_tiered.cost.ffn import Precision
     from vllm_tiered.ffn.cache.layer import LayerCache
     from vllm_tiered.ffn.cache.window import WindowCache
-    from vllm_tiered.ffn.choice import Choice
+    from vllm_tiered.ffn.layout import Precision
     from vllm_tiered.ffn.selection import ALL
+    from vllm_tiered.ffn.selector import Choice
 
     rows = {p: count for p, count in zip(Precision, capacities, strict=True) if count}
     cache = LayerCache({p: WindowCache(count, num_neurons, window) for p, count in rows.items()})

@@ -20,7 +20,7 @@ from benchmarks.jobs import EngineSpec, RoundResult
 from benchmarks.shapes import PLANNED_SHAPES
 from benchmarks.summary import time_per_output_token_s
 from benchmarks.workload import Request
-from vllm_tiered.cost.model import ModelShape, model_shape
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
 
 _LENGTHS = Path(__file__).with_name("sharegpt_lengths.json")
 

@@ -21,7 +21,7 @@ from benchmarks.shapes import PLANNED_SHAPES, planned_model_dir
 from benchmarks.summary import median_ratio
 from benchmarks.tables import markdown, number
 from benchmarks.workload import Request, warmup_requests
-from vllm_tiered.cost.model import ModelShape
+from vllm_tiered.planner.model_shape import ModelShape
 
 RESULT_KEYS = ("device", "by_share", "target", "workload", "definitions")
 

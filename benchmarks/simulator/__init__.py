@@ -4,7 +4,7 @@ that are not at hand, faster than real time.
 
 What is the engine's own code: the controller, the levels' arithmetic, the block limit, and the way
 from one level to another. What is modelled: vLLM's scheduler (`scheduler.py`), the time of a step
-(`timing.py`) and the load (`trace.py`). Machines are in `vllm_tiered/cost/machines`, each figure
+(`timing.py`) and the load (`trace.py`). Machines are in `vllm_tiered/planner/profiles`, each figure
 with its source and whether it was measured, published or assumed.
 
 Not modelled: prefix caching, tensor parallelism, the write-out of filled blocks in ordinary steps

@@ -16,8 +16,8 @@ from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
 from benchmarks.workload import sharegpt_requests
-from vllm_tiered.cost.kv import far_layers_for_expansion
-from vllm_tiered.cost.machine import machine
+from vllm_tiered.kv.layout import far_layers_for_expansion
+from vllm_tiered.planner.machine import machine
 
 MEASURED_TOKENS_PER_S: Mapping[int, Mapping[float, float]] = {
     25: {1: 151, 1.25: 169, 1.5: 180, 2: 212, 2.5: 212, 3: 247},

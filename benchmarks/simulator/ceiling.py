@@ -17,8 +17,8 @@ from benchmarks.simulator.calibration import calibration_case
 from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, Run, simulate
 from benchmarks.simulator.trace import LENGTHS, Trace
-from vllm_tiered.cost.kv import expansion_of
-from vllm_tiered.cost.machine import machine
+from vllm_tiered.kv.layout import expansion_of
+from vllm_tiered.planner.machine import machine
 
 NUM_REQUESTS = 64  # on the GPUs: 12.9 GB of KV for OPT-13B, as at the end of Pie's figure 7
 

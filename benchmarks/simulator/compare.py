@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.simulator.simulation import Case, Run, simulate
-from vllm_tiered.cost.kv import KvLevels, expansion_of
+from vllm_tiered.kv.layout import KvLevels, expansion_of
 
 TRANSPARENT = 0.01
 """Pie's transparency, and the controller's bound: compute waits at most 1 % of the time."""

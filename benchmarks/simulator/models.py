@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models as the simulator sees them. Machines are in `vllm_tiered/cost/machine.py`."""
+"""Models as the simulator sees them. Machines are in `vllm_tiered/planner/machine.py`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case
 from benchmarks.simulator.trace import LENGTHS, Contention, Trace, poisson
-from vllm_tiered.cost.machine import machine
+from vllm_tiered.planner.machine import machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,9 +15,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from benchmarks.simulator.trace import Arrival
-from vllm_tiered.cost.kv import KvLevels
-from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.layout import KvLevels
 
 
 class Request:

@@ -12,10 +12,10 @@ from benchmarks.simulator.models import ModelShape
 from benchmarks.simulator.scheduler import SimulatedScheduler
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
-from vllm_tiered.cost.kv import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
-from vllm_tiered.cost.machine import Machine
 from vllm_tiered.kv import controller
-from vllm_tiered.kv.outlook import DEFAULT_TUNING, STORAGE_TUNING
+from vllm_tiered.kv.controller_context import DEFAULT_TUNING, STORAGE_TUNING
+from vllm_tiered.kv.layout import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
+from vllm_tiered.planner.machine import Machine
 
 _BLOCKS_TO_GROW = 4  # as the adapter asks for, above the longest live request
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.simulator.models import ModelShape
-from vllm_tiered.cost.machine import Machine
 from vllm_tiered.kv.policy import interleave
+from vllm_tiered.planner.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

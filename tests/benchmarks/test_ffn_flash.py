@@ -26,8 +26,8 @@ from benchmarks.flash_summary import (
 )
 from benchmarks.planted import PLANTED, planted_dir
 from benchmarks.planted_store import ffn_tensors, planted_predictors, planted_store, predicted_share
-from vllm_tiered.cost.ffn import Precision
-from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.store.reader import NeuronStore
 
 SIZES = PLANTED["opt-tiny"].sizes
 WINDOW = 3

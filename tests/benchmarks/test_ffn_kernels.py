@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import ffn_kernels
 from benchmarks.runner import MeasurementError
-from vllm_tiered.ffn import native
+from vllm_tiered.ffn.matmul import native
 
 SMALL = ffn_kernels.Settings(hidden=(128, 192), batches=(1, 2), turns=2, region_mib=1)
 

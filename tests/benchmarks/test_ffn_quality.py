@@ -12,7 +12,7 @@ from benchmarks.ffn_quality import PROFILES, RESULT_KEYS, humaneval_texts, summa
 from benchmarks.ffn_quality_variants import PAPERS, SEARCHED, by_low_rank, variants_of
 from benchmarks.ffn_rankings import at_random, by_oracle
 from benchmarks.ffn_relu import summarise as summarise_relu
-from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.evaluate import Outcome, by_base4
 from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
 from vllm_tiered.ffn.prepare.mixed_ffn import Copies

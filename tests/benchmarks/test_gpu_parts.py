@@ -22,8 +22,8 @@ from benchmarks.runner import MeasurementError
 from benchmarks.shapes import PLANNED_SHAPES
 from tests.benchmarks.engines import FakeEngines, answer_in
 from tests.benchmarks.rounds import make_round
-from vllm_tiered.cost.model import model_shape
 from vllm_tiered.kernels import tuned
+from vllm_tiered.planner.model_shape import model_shape
 
 LAUNCHERS = list(Path(tuned.__file__).parent.glob("*/api.py"))
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import helm_figures, helm_paper
-from vllm_tiered.cost.machine import machine
+from vllm_tiered.planner.machine import machine
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from hypothesis import given
 
 from benchmarks import placement_plan as plan
 from benchmarks.helm_figures import FLEXGEN_PERCENTS, LINK_GB_PER_S, decode_ratios
-from vllm_tiered.cost.latency import place_for_latency
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.pipeline import Link
-from vllm_tiered.cost.weights import place
+from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.planner.pipeline import Link
+from vllm_tiered.weights.placement import place
 
 SHAPE = model_shape(plan.opt_config(24))
 FLEXGEN = place("flexgen", SHAPE.sublayers, FLEXGEN_PERCENTS)

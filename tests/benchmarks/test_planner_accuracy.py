@@ -11,7 +11,7 @@ from benchmarks.runner import MeasurementError
 from tests.benchmarks.engines import FakeEngines
 from tests.benchmarks.rounds import make_round
 from tests.probes import TINY, sample_probe
-from vllm_tiered.cost.probed import machine_of
+from vllm_tiered.planner.from_probe import machine_of
 
 SETTINGS = planner_accuracy.Settings(
     placements=("off", "all_far", "latency"),
@@ -127,8 +127,8 @@ def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
     def probe(threads):
         import torch
 
-        from vllm_tiered.tiers.cpu import CpuDevice
-        from vllm_tiered.tiers.survey import survey
+        from vllm_tiered.devices.cpu import CpuDevice
+        from vllm_tiered.probe.survey import survey
 
         device = CpuDevice()
         try:

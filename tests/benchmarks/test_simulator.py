@@ -33,8 +33,8 @@ from benchmarks.simulator.trace import (
     all_at_once,
     poisson,
 )
-from vllm_tiered.cost.kv import KvLevels
-from vllm_tiered.cost.machine import Machine
+from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.planner.machine import Machine
 
 LEVELS = KvLevels(
     num_layers=12,

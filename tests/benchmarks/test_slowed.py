@@ -13,13 +13,14 @@ from benchmarks import slowed
 from benchmarks.jobs import EngineSpec
 from benchmarks.slowed import Slowed, SublayerClock
 from tests.benchmarks.rounds import make_round
-from vllm_tiered.adapter import offloader, weights_plan
-from vllm_tiered.adapter.weights_times import Measured
-from vllm_tiered.cost.curves import Curves, ProductCurve
-from vllm_tiered.cost.machine import machine
-from vllm_tiered.cost.pipeline import Link, StepTimes
-from vllm_tiered.cost.weights import Kind, sublayers_of
-from vllm_tiered.tiers.base import Direction, Pages
+from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.adapter.weights import plan as weights_plan
+from vllm_tiered.adapter.weights.times import Measured
+from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.pipeline import Link, StepTimes
+from vllm_tiered.weights.placement import Kind, sublayers_of
 
 WAIT = 0.02
 HOLD = 0.03

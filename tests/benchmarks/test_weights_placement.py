@@ -18,8 +18,8 @@ from benchmarks.weights_placement import NEAR
 from tests.benchmarks.engines import FakeEngine, FakeEngines
 from tests.benchmarks.rounds import make_round
 from vllm_tiered.config import WeightsConfig
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.weights import Kind
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.weights.placement import Kind
 
 SETTINGS = weights_placement.Settings(
     layers=6, links=("nvdram", "dram", "cxl_fpga"), gaps=2, rounds=2, throughput_rounds=1

@@ -3,8 +3,8 @@
 
 import itertools
 
-from vllm_tiered.cost.pipeline import Link, StepTimes
-from vllm_tiered.cost.weights import (
+from vllm_tiered.planner.pipeline import Link, StepTimes
+from vllm_tiered.weights.placement import (
     SLOT_ALIGNMENT,
     Kind,
     Parameter,

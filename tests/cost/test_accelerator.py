@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tiered.cost.accelerator.chip import Chip, Overheads, table_2
-from vllm_tiered.cost.accelerator.decoders import DECODERS, decoder_of
-from vllm_tiered.cost.accelerator.step import (
+from vllm_tiered.accelerator.chip import Chip, Overheads, table_2
+from vllm_tiered.accelerator.decoders import DECODERS, decoder_of
+from vllm_tiered.accelerator.step import (
     Load,
     Operation,
     attention_operations,

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_tiered.cost.accelerator import npu
-from vllm_tiered.cost.accelerator.chip import table_2
-from vllm_tiered.cost.accelerator.decoders import DECODERS
-from vllm_tiered.cost.accelerator.density import PAPERS_PER_OURS, Space, explore
-from vllm_tiered.cost.accelerator.figures import bandwidths, clusters
-from vllm_tiered.cost.accelerator.results import Asked, design_space
-from vllm_tiered.cost.accelerator.step import Load, decode_step, speedup
+from vllm_tiered.accelerator import npu
+from vllm_tiered.accelerator.chip import table_2
+from vllm_tiered.accelerator.decoders import DECODERS
+from vllm_tiered.accelerator.density import PAPERS_PER_OURS, Space, explore
+from vllm_tiered.accelerator.figures import bandwidths, clusters
+from vllm_tiered.accelerator.results import Asked, design_space
+from vllm_tiered.accelerator.step import Load, decode_step, speedup
 from vllm_tiered.errors import BudgetError
 
 

@@ -4,7 +4,7 @@
 import pytest
 
 from tests.cost.test_model import LLAMA_3_8B
-from vllm_tiered.cost.energy import (
+from vllm_tiered.energy.carbon import (
     CARBON_INTENSITY,
     DRAM_WATTS_PER_GB,
     SSD_WATTS,
@@ -13,11 +13,11 @@ from vllm_tiered.cost.energy import (
     embodied_grams,
     grams_co2e,
 )
-from vllm_tiered.cost.machine import machine
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.predict import predict_step
-from vllm_tiered.cost.serving import Load, serve
-from vllm_tiered.cost.weights import place
+from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.planner.serving import Load, serve
+from vllm_tiered.planner.step_time import predict_step
+from vllm_tiered.weights.placement import place
 
 POWER = Power(
     near_idle_watts=20.0, near_active_watts=300.0, far_watts_per_gb=0.1, storage_watts=2.0

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_tiered.cost.ffn import BLOCK_BYTES, FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.layout import BLOCK_BYTES, FfnShape, Precision, bundle_bytes, bundle_stride
 
 SHAPES = {
     "OPT-6.7B": FfnShape(num_layers=32, hidden=4096, neurons=16384, gated=False, dtype_bytes=2),

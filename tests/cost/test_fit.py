@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from tests.cost.test_model import LLAMA_3_8B, OPT_175B
-from vllm_tiered.cost.fit import Fit, NoFit, chosen, fits, with_more_far
-from vllm_tiered.cost.machine import machine
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.predict import Batch, compute_times, predict_step
-from vllm_tiered.cost.serving import Load
-from vllm_tiered.cost.weights import Kind, place
+from vllm_tiered.planner.fit import Fit, NoFit, chosen, fits, with_more_far
+from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.step_time import Batch, compute_times, predict_step
 from vllm_tiered.units import GIB
+from vllm_tiered.weights.placement import Kind, place
 
 RTX = machine("rtx4090-pcie4")
 LLAMA = model_shape(LLAMA_3_8B)

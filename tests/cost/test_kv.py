@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vllm_tiered.cost.kv import (
+from vllm_tiered.kv.layout import (
     STAGING_AREAS,
     TAILS_WHILE_PREFILLING,
     KvGeometry,

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 
 from tests.cost.instances import LINK, PAGE, STORAGE, by_kind, small_model
 from tests.cost.test_weights import model, opt_layer
-from vllm_tiered.cost.latency import Effort, place_for_latency
-from vllm_tiered.cost.near_program import Stay
-from vllm_tiered.cost.pipeline import Link, Slowdown, step_time, transfer_seconds
-from vllm_tiered.cost.weights import place, slot_bytes, spill
 from vllm_tiered.errors import BudgetError
+from vllm_tiered.planner.latency import Effort, place_for_latency
+from vllm_tiered.planner.pipeline import Link, Slowdown, step_time, transfer_seconds
+from vllm_tiered.planner.placement_milp import Stay
+from vllm_tiered.weights.placement import place, slot_bytes, spill
 
 
 @settings(max_examples=25, deadline=None)

@@ -3,8 +3,8 @@
 
 import pytest
 
-import vllm_tiered.cost.machine as machines
-from vllm_tiered.cost.machine import machine, machine_names
+import vllm_tiered.planner.machine as machines
+from vllm_tiered.planner.machine import machine, machine_names
 
 
 def test_every_machine_has_its_figures_and_their_sources():
@@ -38,10 +38,10 @@ def test_what_a_machine_draws_is_known_or_not():
 
 
 def test_half_of_the_power_figures_are_no_figures(monkeypatch, tmp_path):
-    text = (machines._MACHINES / "m1-max.toml").read_text(encoding="utf-8")
+    text = (machines._PROFILES / "m1-max.toml").read_text(encoding="utf-8")
     head, _, tail = text.partition("[near_idle_watts]")
     (tmp_path / "odd.toml").write_text(head + tail[tail.index("[") :], encoding="utf-8")
-    monkeypatch.setattr(machines, "_MACHINES", tmp_path)
+    monkeypatch.setattr(machines, "_PROFILES", tmp_path)
     with pytest.raises(ValueError, match="figures missing or unknown: near_idle_watts"):
         machine.__wrapped__("odd")
 
@@ -56,10 +56,10 @@ def test_half_of_the_power_figures_are_no_figures(monkeypatch, tmp_path):
 )
 def test_figures_without_provenance_are_refused(monkeypatch, tmp_path, text, message):
     if text is None:
-        gh200 = (machines._MACHINES / "gh200.toml").read_text(encoding="utf-8")
+        gh200 = (machines._PROFILES / "gh200.toml").read_text(encoding="utf-8")
         head, _, tail = gh200.partition("[tflops]")
         text = head + "[tflops]" + tail.replace("source", "sauce", 1)
     (tmp_path / "odd.toml").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(machines, "_MACHINES", tmp_path)
+    monkeypatch.setattr(machines, "_PROFILES", tmp_path)
     with pytest.raises(ValueError, match=message):
         machine.__wrapped__("odd")

@@ -10,11 +10,11 @@ import scipy.optimize
 from hypothesis import given, settings
 
 from tests.cost.instances import LINK, PAGE, STORAGE, by_kind, every_placement, small_model
-from vllm_tiered.cost import near_program
-from vllm_tiered.cost.latency import place_for_latency
-from vllm_tiered.cost.near_program import Links, Problem, Stay, solve
-from vllm_tiered.cost.pipeline import ALONE, Slowdown, transfer_seconds
-from vllm_tiered.cost.weights import slot_bytes
+from vllm_tiered.planner import placement_milp as near_program
+from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.pipeline import ALONE, Slowdown, transfer_seconds
+from vllm_tiered.planner.placement_milp import Links, Problem, Stay, solve
+from vllm_tiered.weights.placement import slot_bytes
 
 
 def balance(placement, times, slower=ALONE):

@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from vllm_tiered.cost.pipeline import StepTimes, step_time, waits_in_step
-from vllm_tiered.cost.weights import slot_of
+from vllm_tiered.planner.pipeline import StepTimes, step_time, waits_in_step
+from vllm_tiered.weights.placement import slot_of
 
 
 def times_of(*compute, rest=0.0):

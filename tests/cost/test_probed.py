@@ -9,11 +9,9 @@ import pytest
 
 from tests.cost.test_model import LLAMA_3_8B
 from tests.probes import sample_probe
-from vllm_tiered.cost.curves import ProductCurve
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.pipeline import Slowdown, StepTimes, step_time
-from vllm_tiered.cost.predict import Batch, compute_times, far_link, predict_step, slowdown
-from vllm_tiered.cost.probed import (
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.planner.curves import ProductCurve
+from vllm_tiered.planner.from_probe import (
     LAYER_CALLS,
     STEP_CALLS,
     known_machine,
@@ -21,8 +19,10 @@ from vllm_tiered.cost.probed import (
     median_of,
     read_probe,
 )
-from vllm_tiered.cost.weights import place
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.planner.pipeline import Slowdown, StepTimes, step_time
+from vllm_tiered.planner.step_time import Batch, compute_times, far_link, predict_step, slowdown
+from vllm_tiered.weights.placement import place
 
 LLAMA = model_shape(LLAMA_3_8B)
 DECODE = Batch(requests=1, new_tokens=1, context_tokens=0)

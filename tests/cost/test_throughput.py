@@ -9,11 +9,10 @@ from hypothesis import example, given, settings
 
 from tests.cost.instances import PAGE, every_placement, small_model
 from tests.cost.test_model import LLAMA_3_8B, OPT_175B
-from vllm_tiered.cost import throughput
-from vllm_tiered.cost.machine import Machine, machine
-from vllm_tiered.cost.model import ModelShape, model_shape
-from vllm_tiered.cost.serving import Load, serve
-from vllm_tiered.cost.split import (
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.planner import throughput
+from vllm_tiered.planner.machine import Machine, machine
+from vllm_tiered.planner.memory_split import (
     BASELINES,
     Room,
     baseline,
@@ -22,8 +21,9 @@ from vllm_tiered.cost.split import (
     split_for_latency,
     target_for,
 )
-from vllm_tiered.cost.throughput import split_for, split_for_throughput
-from vllm_tiered.errors import BudgetError
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.serving import Load, serve
+from vllm_tiered.planner.throughput import split_for, split_for_throughput
 from vllm_tiered.units import GIB
 
 LLAMA = model_shape(LLAMA_3_8B)

@@ -5,7 +5,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vllm_tiered.cost.weights import (
+from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.weights.placement import (
     PARAMETER_ALIGNMENT,
     SLOT_ALIGNMENT,
     Kind,
@@ -20,7 +21,6 @@ from vllm_tiered.cost.weights import (
     spill,
     sublayers_of,
 )
-from vllm_tiered.errors import BudgetError, ConfigError
 
 H = 1024
 

@@ -6,14 +6,14 @@ import dataclasses
 import pytest
 
 from tests.cost.test_model import LLAMA_3_8B
-from vllm_tiered.cost.machine import machine
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.predict import predict_step
-from vllm_tiered.cost.serving import Load
-from vllm_tiered.cost.split import Room, baseline, split_beside
-from vllm_tiered.cost.weights import Placement
-from vllm_tiered.cost.why import explain
+from vllm_tiered.planner.bottleneck import explain
+from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.memory_split import Room, baseline, split_beside
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.step_time import predict_step
 from vllm_tiered.units import GIB
+from vllm_tiered.weights.placement import Placement
 
 LLAMA = model_shape(LLAMA_3_8B)
 LOAD = Load(prompt_tokens=512, output_tokens=128)

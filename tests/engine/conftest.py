@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered.adapter import kv_plan
-from vllm_tiered.cost.kv import KvLevels
+from vllm_tiered.adapter.kv import plan as kv_plan
+from vllm_tiered.kv.layout import KvLevels
 
 CPUS = os.sched_getaffinity(0)
 """Of this process, before vLLM bound its threads."""

@@ -10,7 +10,7 @@ import sys
 
 from tests.engine import script_start
 from tests.engine.harness import random_prompts
-from vllm_tiered.adapter import adaptive
+from vllm_tiered.adapter.kv import adaptive
 from vllm_tiered.kv.controller import Decision
 
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from vllm_tiered.adapter import adaptive
+from vllm_tiered.adapter.kv import adaptive
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CopyJob, CopyThread, CpuDevice
 from vllm_tiered.kv.controller import Decision
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.cpu import CopyJob, CopyThread, CpuDevice
 
 
 class FlippingThread(CopyThread):

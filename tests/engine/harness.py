@@ -16,10 +16,10 @@ from prometheus_client import REGISTRY
 
 from benchmarks.model import demo_model_dir
 from benchmarks.shapes import random_model_dir
-from vllm_tiered.adapter import manifest
-from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.pipeline import prepare
-from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.store.reader import NeuronStore
 
 Tokens = list[list[int]]
 

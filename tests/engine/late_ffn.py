@@ -9,10 +9,10 @@ import torch
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.ffn.late_torch import NEAR, LateTorch
-from vllm_tiered.adapter import ffn_engine
+from vllm_tiered.adapter.ffn import engine as ffn_engine
 from vllm_tiered.ffn import layer as layers
+from vllm_tiered.ffn.cost_model import SwitchOver
 from vllm_tiered.ffn.layer import FfnLayer
-from vllm_tiered.ffn.switch_over import SwitchOver
 
 
 def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:

@@ -31,7 +31,7 @@ def main() -> None:
     from tests.engine import harness
     from tests.engine.late_ffn import compute_late
     from tests.engine.whole_steps import WholeSteps
-    from vllm_tiered.adapter import worker
+    from vllm_tiered.adapter.kv import worker
 
     asked = json.load(sys.stdin)
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 def rise_after(patched: Any, *, num_steps: int) -> None:
     """No layer is far at first, and then as many as can be."""
-    from vllm_tiered.adapter import adaptive
+    from vllm_tiered.adapter.kv import adaptive
     from vllm_tiered.kv.controller import Decision
 
     counter = itertools.count()
@@ -85,7 +85,7 @@ def compute_nothing(llm: Any) -> None:
 
 def as_on_a_gpu(pages: Any, names: list[str], block_tokens: int, device: Any) -> Any:
     """Block tables are translated by the kernel."""
-    from vllm_tiered.adapter.device_translation import DeviceTranslator
+    from vllm_tiered.adapter.kv.device_translation import DeviceTranslator
     from vllm_tiered.kernels.kv_pages import api
 
     return DeviceTranslator(pages, names, block_tokens, device, api.translate)

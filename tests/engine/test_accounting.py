@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import engine, generate, metric, random_prompts, run
-from vllm_tiered.adapter import manifest
+from vllm_tiered.adapter.telemetry import manifest
 
 BLOCK_TOKENS = 32
 PAGE_BYTES = 3 * BLOCK_TOKENS * 2 * 64 * 4  # demo model in float32: 3 KV heads of size 64

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.engine.harness import engine, random_prompts
-from vllm_tiered.adapter import worker
-from vllm_tiered.adapter.scheduler import TieredScheduler
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.throttle import Throttle
+from vllm_tiered.adapter.kv import worker
+from vllm_tiered.adapter.kv.scheduler import TieredScheduler
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
 
 
 class Load:

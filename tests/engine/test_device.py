@@ -6,7 +6,7 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_tiered.adapter import device
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.devices.cpu import CpuDevice
 
 
 @pytest.mark.parametrize(

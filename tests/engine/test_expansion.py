@@ -9,7 +9,7 @@ import pytest
 from tests.doubles import DelayedDevice
 from tests.engine.faults import walk
 from tests.engine.harness import engine, generate, metric, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import adaptive, worker
+from vllm_tiered.adapter.kv import adaptive, worker
 from vllm_tiered.kv.controller import Decision
 
 MIB = 1 << 20

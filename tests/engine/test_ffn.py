@@ -23,14 +23,15 @@ from tests.engine.harness import (
     run,
     vllm_tokens,
 )
-from vllm_tiered.adapter import manifest, weights_engine
-from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
+from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.prepare.pipeline import prepare
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.ffn.store_format import NEURONS
-from vllm_tiered.ffn.switch_over import SwitchOver
-from vllm_tiered.tiers.slot_work import Work
+from vllm_tiered.ffn.store.format import NEURONS
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.storage.slot_work import Work
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}

@@ -23,9 +23,9 @@ from tests.engine.harness import (
 from tests.engine.late_ffn import compute_late
 from tests.ffn.late_gpu import LateGpu
 from tests.ffn.late_torch import LateTorch
-from vllm_tiered.adapter import weights_engine
+from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.ffn.cost_model import SwitchOver
 from vllm_tiered.ffn.prepare.pipeline import prepare
-from vllm_tiered.ffn.switch_over import SwitchOver
 
 PROMPTS = random_prompts(3, seed=5, longest=40)
 MAX_TOKENS = 8

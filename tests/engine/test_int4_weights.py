@@ -25,14 +25,15 @@ from tests.engine.harness import (
 )
 from tests.engine.test_weights import layers
 from tests.weights.rounding import rounded
-from vllm_tiered.adapter import int4_layers, manifest, offloader
-from vllm_tiered.adapter.offloader import TieredOffloader
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.weights import int4_layers, offloader
+from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
-from vllm_tiered.cost.compress import can_compress
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.weights import place
 from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.planner.model_shape import model_shape
 from vllm_tiered.weights import int4
+from vllm_tiered.weights.int4_layout import can_compress
+from vllm_tiered.weights.placement import place
 
 PROMPTS = random_prompts(6, seed=8)
 KV_OFF = {"enabled": False}

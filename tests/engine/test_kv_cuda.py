@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.harness import engine, generate, metric, random_prompts, run
-from vllm_tiered.adapter import kv_config
+from vllm_tiered.adapter.kv import cache_config as kv_config
 from vllm_tiered.errors import UnsupportedError
 
 PROMPTS = random_prompts(8, seed=40)

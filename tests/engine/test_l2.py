@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine.harness import engine, model_path, random_prompts, vllm_tokens
 from tests.engine.script_start import FORK
-from vllm_tiered.adapter import manifest
+from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.errors import UnsupportedError
 
 PROMPTS = random_prompts(4, seed=50)

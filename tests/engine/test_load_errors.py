@@ -12,10 +12,10 @@ import pytest
 
 from tests.engine.faults import flipping_device, walk
 from tests.engine.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import adaptive, worker
-from vllm_tiered.adapter.load_errors import RecentSteps
+from vllm_tiered.adapter.kv import adaptive, worker
+from vllm_tiered.adapter.kv.load_errors import RecentSteps
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.kv.outlook import STORAGE_TUNING
+from vllm_tiered.kv.controller_context import STORAGE_TUNING
 
 MIB = 1 << 20
 PROMPTS = random_prompts(8, longest=100)

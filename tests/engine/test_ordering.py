@@ -5,8 +5,8 @@ import pytest
 
 from tests.doubles import DelayedDevice
 from tests.engine.harness import random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import worker
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.adapter.kv import worker
+from vllm_tiered.devices.cpu import CpuDevice
 
 PROMPTS = random_prompts(8, seed=20)
 

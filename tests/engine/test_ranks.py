@@ -14,7 +14,7 @@ from tests.engine.harness import (
     random_prompts,
     vllm_tokens,
 )
-from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.ffn.layout import Precision, bundle_stride
 
 PROMPTS = random_prompts(8, seed=40)
 KV_OFF = {"enabled": False}

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.shapes import random_model_dir
 from tests.engine import harness
 from tests.engine.harness import engine
-from vllm_tiered.adapter import manifest
+from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 
 MIB = 1 << 20

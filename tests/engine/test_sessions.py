@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.faults import flipping_device
 from tests.engine.harness import Tokens, engine, random_prompts
-from vllm_tiered.adapter import worker
+from vllm_tiered.adapter.kv import worker
 
 MIB = 1 << 20
 SESSIONS: dict[str, Any] = {"enable_prefix_caching": True, "async_scheduling": False}

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_tiered.adapter import adaptive
-from vllm_tiered.adapter.adaptive import AdaptiveExpansion
-from vllm_tiered.adapter.steps import DecodeStreak, Step, StepReport, StepWatch
-from vllm_tiered.cost.kv import KvLevels
+from vllm_tiered.adapter.kv import adaptive
+from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
+from vllm_tiered.adapter.kv.steps import DecodeStreak, Step, StepReport, StepWatch
+from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.controller import Decision
-from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.layout import KvLevels
 
 
 def output(**changes):

@@ -21,12 +21,13 @@ from tests.engine.harness import (
     run,
     vllm_tokens,
 )
-from vllm_tiered.adapter import offloader, weights_engine
-from vllm_tiered.cost.weights import SLOT_ALIGNMENT, place
+from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.devices.host import host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
-from vllm_tiered.tiers import published
-from vllm_tiered.tiers.host import host_memory
+from vllm_tiered.storage import immutable_file as published
 from vllm_tiered.weights import store as weight_store
+from vllm_tiered.weights.placement import SLOT_ALIGNMENT, place
 
 PROMPTS = random_prompts(6, seed=6)
 KV_OFF = {"enabled": False}

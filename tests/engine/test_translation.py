@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_tiered.adapter.device_translation import DeviceTranslator, FollowedTable
-from vllm_tiered.adapter.translation import Translator
+from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, FollowedTable
+from vllm_tiered.adapter.kv.translation import Translator
 from vllm_tiered.kernels.kv_pages import reference
 
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]

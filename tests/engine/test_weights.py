@@ -12,13 +12,14 @@ from vllm.model_executor.offloader import get_offloader
 
 from tests.doubles import DelayedDevice
 from tests.engine.harness import engine, generate, model_path, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import manifest, offloader
-from vllm_tiered.adapter.offloader import TieredOffloader
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
-from vllm_tiered.cost.model import model_shape
-from vllm_tiered.cost.weights import place
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, UnsupportedError
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.weights.placement import place
 
 PROMPTS = random_prompts(6, seed=5)
 PLACEMENTS = (

@@ -17,19 +17,16 @@ from vllm.model_executor.offloader import get_offloader
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.engine.harness import engine, generate, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import (
-    engine_config,
-    int4_layers,
-    offloader,
-    weights_graphs,
-    weights_times,
-)
+from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter.weights import graphs as weights_graphs
+from vllm_tiered.adapter.weights import int4_layers, offloader
+from vllm_tiered.adapter.weights import times as weights_times
 from vllm_tiered.config import WeightsConfig
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kernels.dequant_linear import reference
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.cuda import CudaDevice
-from vllm_tiered.tiers.probe import published_read
+from vllm_tiered.probe.links import published_read
 from vllm_tiered.weights import far_weights, packing
 
 PROMPTS = random_prompts(4, seed=6, longest=40)

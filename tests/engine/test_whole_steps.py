@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.harness import Tokens, engine, generate, metric, random_prompts, vllm_tokens
 from tests.engine.whole_steps import WholeSteps
-from vllm_tiered.adapter.full_graphs import FullGraphs
-from vllm_tiered.adapter.worker import TieredWorker
+from vllm_tiered.adapter.kv.full_graphs import FullGraphs
+from vllm_tiered.adapter.kv.worker import TieredWorker
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.swapper import Swapper
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered.adapter import engine_config
-from vllm_tiered.adapter.worker import TieredWorker
+from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter.kv.worker import TieredWorker
 
 SIZES = list(range(1, 17))
 """A graph for each number of requests, so that nothing is padded."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.ffn.late_torch import LateTorch
-from vllm_tiered.ffn import compute, on_gpu, runtime
-from vllm_tiered.ffn.choice import Choice
-from vllm_tiered.ffn.region import Region
+from vllm_tiered.ffn import on_gpu, runtime
+from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.matmul import compute
+from vllm_tiered.ffn.selector import Choice
 from vllm_tiered.kernels.neuron_cache import reference as books_reference
 from vllm_tiered.kernels.neuron_cache.books import no_lists
 from vllm_tiered.kernels.select_neurons import reference as ranks_reference

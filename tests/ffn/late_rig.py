@@ -11,9 +11,9 @@ from tests.cuda_double import SimulatedCudaDevice
 from tests.ffn.late_torch import NEAR, LateTorch, now
 from tests.ffn.models import Ffn
 from tests.ffn.test_runtime import Scripted, close
-from vllm_tiered.cost.ffn import Precision
-from vllm_tiered.ffn import host_link
 from vllm_tiered.ffn import layer as layers
+from vllm_tiered.ffn import mailbox as host_link
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.runtime import FfnRuntime
 
 HASTES = pytest.mark.parametrize("haste", [0.0, 0.6, 0.95])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes
+from vllm_tiered.ffn.matmul.quantise import expand, quantise
 from vllm_tiered.ffn.predictor.activation import activation_function
-from vllm_tiered.ffn.quantise import expand, quantise
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.ffn.store_writer import NeuronStoreWriter
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.ffn.store.writer import NeuronStoreWriter
 
 GROUPS = {Precision.FULL: None, Precision.INT8: None, Precision.INT4: 32}
 

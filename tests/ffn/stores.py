@@ -6,10 +6,10 @@ import os
 import numpy as np
 import torch
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_stride
-from vllm_tiered.ffn.quantise import quantise
-from vllm_tiered.ffn.store_writer import NeuronStoreWriter
-from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
+from vllm_tiered.ffn.matmul.quantise import quantise
+from vllm_tiered.ffn.store.writer import NeuronStoreWriter
+from vllm_tiered.storage.immutable_file import aligned_pages
 
 GROUPS = {Precision.FULL: None, Precision.INT8: None, Precision.INT4: 64}
 CPU = torch.device("cpu")

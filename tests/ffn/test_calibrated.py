@@ -15,8 +15,8 @@ from vllm_tiered.ffn.prepare.calibration import calibration_texts
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.prepare.train import TrainSettings
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.ffn.store_format import MIX_FILE, statistics_name
+from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
+from vllm_tiered.ffn.store.reader import NeuronStore
 
 
 class Killed(Exception):

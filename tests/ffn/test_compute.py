@@ -6,13 +6,13 @@ import functools
 import pytest
 import torch
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.ffn import native
-from vllm_tiered.ffn.compute import ACTIVATIONS, activations, add_down, product
-from vllm_tiered.ffn.reference import activation_function
-from vllm_tiered.ffn.region import Region
-from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul import native
+from vllm_tiered.ffn.matmul.compute import ACTIVATIONS, activations, add_down, product
+from vllm_tiered.ffn.matmul.reference import activation_function
+from vllm_tiered.storage.immutable_file import aligned_pages
 
 KERNELS = ["reference", *native.LIBRARIES]
 

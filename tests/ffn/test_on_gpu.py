@@ -23,15 +23,16 @@ from tests.ffn.late_rig import (
 from tests.ffn.late_torch import now
 from tests.ffn.models import Ffn, random_ffn
 from tests.ffn.test_runtime import check_bytes, check_precisions, mixed
-from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.ffn import host_link, step_clock
-from vllm_tiered.ffn import plan as planning
+from vllm_tiered.ffn import mailbox as host_link
+from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn import step_clock
 from vllm_tiered.ffn.cache.base import NO_IDS, NeuronCache
 from vllm_tiered.ffn.cache.window import WindowCache
+from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.on_gpu import MOST_TOKENS
 from vllm_tiered.ffn.selection import Mix, select
-from vllm_tiered.ffn.switch_over import SwitchOver
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])

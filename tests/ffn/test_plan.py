@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_stride
-from vllm_tiered.ffn.plan import FfnPlan, plan_mixed
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
+from vllm_tiered.ffn.memory_plan import FfnPlan, plan_mixed
 from vllm_tiered.ffn.selection import Mix
 
 SHAPE = FfnShape(num_layers=30, hidden=576, neurons=1536, gated=True, dtype_bytes=2)

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_tiered.cost.ffn import FfnShape, Precision
 from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_tiered.ffn.layout import FfnShape, Precision
+from vllm_tiered.ffn.matmul.quantise import expand, quantise
 from vllm_tiered.ffn.predictor.base4 import Base4
 from vllm_tiered.ffn.predictor.files import (
     load_predictor,
@@ -15,7 +16,6 @@ from vllm_tiered.ffn.predictor.files import (
     save_predictor,
 )
 from vllm_tiered.ffn.predictor.low_rank import LowRank
-from vllm_tiered.ffn.quantise import expand, quantise
 from vllm_tiered.ffn.selection import select
 
 H, N, R = 128, 96, 8

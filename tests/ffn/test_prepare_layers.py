@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.ffn.tiny import KINDS, LAYERS, NEURONS, tiny_model, tiny_texts
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.ffn_modules import ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
 from vllm_tiered.ffn.prepare.mixed_ffn import Copies, MixedFfn

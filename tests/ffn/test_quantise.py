@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.ffn.quantise import OFFSET, default_group, expand, num_groups, quantise
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul.quantise import OFFSET, default_group, expand, num_groups, quantise
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

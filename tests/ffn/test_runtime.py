@@ -11,17 +11,17 @@ import torch
 
 from tests.doubles import DelayedDevice
 from tests.ffn.models import Ffn, random_ffn
-from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.ffn import plan as planning
+from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn.cost_model import SwitchOver
 from vllm_tiered.ffn.layer import FfnLayer
-from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
+from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul.quantise import expand
+from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.quantise import expand
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, Selection, select
-from vllm_tiered.ffn.switch_over import SwitchOver
-from vllm_tiered.tiers.cpu import CpuDevice
 
 POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru", "none")
 
@@ -59,8 +59,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is near before anything is brought, and what a chunk held, is not a number."""
+    import vllm_tiered.ffn.loader.stream as stream
     import vllm_tiered.ffn.runtime as runtime
-    import vllm_tiered.ffn.stream as stream
 
     for module in (runtime, stream):
         make = module.aligned_pages

@@ -31,15 +31,16 @@ from tests.ffn.test_runtime import (
     least,
     mixed,
 )
-from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.devices.base import Direction, PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.ffn import dynamic, host_link
-from vllm_tiered.ffn import passage as passages
-from vllm_tiered.ffn import plan as planning
-from vllm_tiered.ffn import source as sources
+from vllm_tiered.ffn import mailbox as host_link
+from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.loader import backend as sources
+from vllm_tiered.ffn.loader import bounce_pipeline as passages
+from vllm_tiered.ffn.loader import dynamic
 from vllm_tiered.ffn.selection import Mix, select
-from vllm_tiered.ffn.store_format import NEURONS
-from vllm_tiered.tiers.base import Direction, PageBuffer, Pages
+from vllm_tiered.ffn.store.format import NEURONS
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])

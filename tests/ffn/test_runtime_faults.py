@@ -20,16 +20,16 @@ from tests.ffn.test_runtime import (
     exact,
     mixed,
 )
-from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.ffn import plan as planning
-from vllm_tiered.ffn.arrival import settle
-from vllm_tiered.ffn.plan import FfnPlan
+from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.loader.arrival import settle
+from vllm_tiered.ffn.loader.backend import NeuronSource
+from vllm_tiered.ffn.memory_plan import FfnPlan
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
-from vllm_tiered.ffn.source import NeuronSource
-from vllm_tiered.ffn.store_format import NEURONS
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.ffn.store.format import NEURONS
 
 
 @pytest.fixture(scope="module")

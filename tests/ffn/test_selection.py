@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.selection import ALL, Mix, select, select_each
 
 

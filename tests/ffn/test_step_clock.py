@@ -5,8 +5,8 @@ import random
 import time
 
 from tests.cuda_double import SimulatedCudaDevice
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.ffn.step_clock import StepClock
-from vllm_tiered.tiers.cpu import CpuDevice
 
 
 def test_on_the_host_a_step_is_over_when_it_was_computed() -> None:

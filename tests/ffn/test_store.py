@@ -29,10 +29,10 @@ from tests.ffn.stores import (
     weights,
     written,
 )
-from vllm_tiered.cost.ffn import Precision, bundle_stride
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.tiers import slots
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.storage import slots
 
 SHAPES = {"large": LARGE, "middle": MIDDLE, "small": SMALL}
 

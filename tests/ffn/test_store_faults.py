@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.ffn.stores import LARGE, MIDDLE, SMALL, bundles, flip, ids, region, written
-from vllm_tiered.cost.ffn import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.errors import ConfigError, IntegrityError
-from vllm_tiered.ffn import store_format
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.tiers import slot_read, slots
-from vllm_tiered.tiers.aio import AioQueue
+from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.store import format as store_format
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.storage import slot_read, slots
+from vllm_tiered.storage.aio import AioQueue
 
 
 @pytest.fixture(params=["large-queued", "large-threads", "small-queued", "small-threads"])

@@ -9,9 +9,9 @@ from collections import namedtuple
 import pytest
 
 from tests.ffn.stores import GROUPS, MIDDLE, SMALL, add, flip, weights, writer, written
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.store.reader import NeuronStore
 
 NAMES = ["neurons.bin", "store.json", "tables.safetensors"]
 

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from vllm_tiered.ffn.switch_over import SwitchOver
+from vllm_tiered.ffn.cost_model import SwitchOver
 
 READ, MULTIPLY, PER_TOKEN, OVERHEAD = 1 / 1.4e9, 1 / 16e9, 1 / 200e9, 4e-4
 LAYERS = 30

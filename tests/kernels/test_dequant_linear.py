@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-from vllm_tiered.cost.compress import compressed_bytes
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.dequant_linear import api, reference
 from vllm_tiered.weights import int4
+from vllm_tiered.weights.int4_layout import compressed_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [(576, 7, 1), (2560, 1, 3), (64, 130, 4), (192, 130, 17), (576, 7, 70)]

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-from vllm_tiered.cost.weights import PARAMETER_ALIGNMENT
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.dequant_linear import reference
 from vllm_tiered.weights import packing
+from vllm_tiered.weights.placement import PARAMETER_ALIGNMENT
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ffn/compute.py with the GPU's kernels gives what it gives with the processor's."""
+"""ffn/matmul/compute.py with the GPU's kernels gives what it gives with the processor's."""
 
 import subprocess
 import sys
@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn import compute, native
-from vllm_tiered.ffn.region import Region
+from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul import compute, native
 from vllm_tiered.kernels.neuron_ffn import api, bundles
 
 HIDDEN, NUM_ROWS = 128, 9

@@ -23,16 +23,18 @@ from tests.ffn.test_runtime import (
     least,
     mixed,
 )
-from vllm_tiered.cost.ffn import Precision
-from vllm_tiered.ffn import choice, compute, native, on_gpu
+from vllm_tiered.devices.base import Device
+from vllm_tiered.ffn import on_gpu
 from vllm_tiered.ffn import runtime as runtimes
+from vllm_tiered.ffn import selector as choice
 from vllm_tiered.ffn.layer import LayerUse
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.matmul import compute, native
+from vllm_tiered.ffn.memory_plan import FfnPlan
 from vllm_tiered.ffn.on_gpu import MOST_TOKENS
-from vllm_tiered.ffn.plan import FfnPlan
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.kernels.neuron_ffn import api
-from vllm_tiered.tiers.base import Device
 
 MIX = (0.1, 0.2, 0.3)
 

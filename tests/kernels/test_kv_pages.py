@@ -151,7 +151,7 @@ def test_all_layers_are_translated_in_place(shape, device):
 
 
 def test_the_reference_is_what_the_adapter_computes():
-    """Its formulas, in numpy (``adapter/translation.py``)."""
+    """Its formulas, in numpy (``adapter/kv/translation.py``)."""
     shape = Shape(blocks=31, tokens=90)
     step = make_step(shape, torch.device("cpu"))
     tables_LRC, slots_LT = step.outputs(shape)

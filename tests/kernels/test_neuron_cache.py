@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.cache.window import WindowCache
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.neuron_cache import api, books, reference
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_tiered.cost.ffn import Precision
-from vllm_tiered.ffn.choice import Choice
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.selection import Mix, select, select_each
+from vllm_tiered.ffn.selector import Choice
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.select_neurons import api, reference
 
@@ -120,7 +120,7 @@ def test_two_runs_are_equal(device):
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("threshold", [None, 0.2])
 def test_a_layer_hears_a_byte_a_neuron(num_tokens, threshold, device):
-    """What ffn/choice.py makes of that is the choice of the CPU."""
+    """What ffn/selector.py makes of that is the choice of the CPU."""
     torch.manual_seed(num_tokens)
     mix = Mix.of([0.2, 0.3, 0.1])
     scores_BN = torch.randn(num_tokens, 300)

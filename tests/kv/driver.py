@@ -12,9 +12,9 @@ from tests.kv.engine_model import EngineModel
 from tests.kv.request_model import Request, Step, Turn
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.worker_model import WorkerModel
-from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.devices.base import Device
+from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
-from vllm_tiered.tiers.base import Device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 
 Blocks come from a free queue, full ones stay in a prefix cache after they are freed, requests
 share them, are prefilled in chunks, preempted, resumed and aborted. Admission keeps the protocol
-of ``vllm_tiered/adapter/scheduler.py`` line by line. With ``ahead`` the next step is scheduled
+of ``vllm_tiered/adapter/kv/scheduler.py`` line by line. With ``ahead`` the next step is scheduled
 before the last one has run, as under vLLM's async scheduling; then ``defer_frees`` keeps a
 request's blocks until the steps that still write them have run, as vLLM does for connectors.
 """
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from tests.kv.block_pool_model import BlockPool
 from tests.kv.request_model import Part, Request, Status, Step
-from vllm_tiered.cost.kv import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
-from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
 
 

@@ -7,9 +7,9 @@ import math
 import random
 from functools import cache
 
-from vllm_tiered.cost.kv import KvLevels
 from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
-from vllm_tiered.kv.outlook import DEFAULT_TUNING
+from vllm_tiered.kv.controller_context import DEFAULT_TUNING
+from vllm_tiered.kv.layout import KvLevels
 
 NEAR_BLOCKS = 100
 REQUEST_BLOCKS = 4

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
 
 POISON = -1  # all bits set: no test stores it
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from tests.kv.plant import LEVELS, Plant, limit_of
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
-from vllm_tiered.kv.load import Window
+from vllm_tiered.kv.windows import Window
 
 MOVING = dataclasses.replace(LEVELS, moves_tails=True)
 

@@ -16,11 +16,11 @@ from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.test_mutations import compute_does_not_wait_for_drains, hand_over_as_if_free
 from tests.kv.test_swapper import plan_of
+from vllm_tiered.devices.base import Direction, PageBuffer
 from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Direction, PageBuffer
 
 NUM_LAYERS, NUM_BLOCKS, FAR_LAYERS = 5, 9, 3
 GRANTED = 4

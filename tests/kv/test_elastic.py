@@ -3,9 +3,9 @@
 
 import pytest
 
-from vllm_tiered.cost.kv import KvGeometry
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.block_limit import ElasticBlocks
+from vllm_tiered.kv.layout import KvGeometry
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.driver import Driver, Setup, run_schedule
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.cpu import CopyThread, CpuDevice
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CopyThread, CpuDevice
 
 SETUPS = (
     Setup(num_layers=5, far_layers=3, spare_pages=12),

@@ -8,8 +8,8 @@ import pytest
 from tests.kv.driver import Driver, Setup, run_schedule
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.worker_model import WrongKv
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Direction
 
 SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),

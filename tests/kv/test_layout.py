@@ -12,10 +12,10 @@ import torch
 
 from tests.kv.driver import Setup, run_schedule, simulated
 from tests.kv.simulated_device import SimulatedDevice
+from vllm_tiered.devices.base import PageBuffer
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import PageBuffer
 
 ADAPTIVE = Setup(num_layers=5, far_layers=3, spare_pages=12, adaptive=True)
 FIXED = Setup(num_layers=5, far_layers=3)

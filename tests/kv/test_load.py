@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from tests.kv.plant import Plant
-from vllm_tiered.kv.load import Record, Window
+from vllm_tiered.kv.windows import Record, Window
 
 
 def test_windows_of_two_halves_are_that_of_the_whole():

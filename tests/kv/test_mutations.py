@@ -17,9 +17,10 @@ from tests.doubles import DelayedDevice
 from tests.kv.driver import Driver, Setup, run_schedule
 from tests.kv.simulated_device import SimulatedDevice
 from tests.kv.worker_model import CountedDevice, WrongKv
+from vllm_tiered.devices.base import Direction, Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv import elastic
-from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv import block_limit as elastic
+from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import PagePool
@@ -27,7 +28,6 @@ from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_plan import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Direction, Pages
 
 SETUPS = (
     Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),

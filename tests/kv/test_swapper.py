@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.kv.simulated_device import PreparedCopy, SimulatedDevice
+from vllm_tiered.devices.base import Copy, Direction, Event, PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import Copy, Direction, Event, PageBuffer
 
 
 class LoggingDevice(SimulatedDevice):

@@ -7,9 +7,9 @@ import statistics
 import pytest
 
 from tests.kv.plant import LEVELS, Plant
-from vllm_tiered.kv.load import Window
-from vllm_tiered.kv.outlook import STORAGE_TUNING
-from vllm_tiered.kv.worth import Worth
+from vllm_tiered.kv.baseline import Worth
+from vllm_tiered.kv.controller_context import STORAGE_TUNING
+from vllm_tiered.kv.windows import Window
 
 TOP = LEVELS.max_far_layers
 HOLD = STORAGE_TUNING.base_records * STORAGE_TUNING.record_steps

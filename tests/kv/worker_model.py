@@ -16,11 +16,7 @@ import torch
 from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.request_model import Part, Step
 from tests.kv.simulated_device import SimulatedDevice
-from vllm_tiered.cost.kv import KvGeometry
-from vllm_tiered.kv.page_pool import Owner
-from vllm_tiered.kv.policy import SwapOrder
-from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.tiers.base import (
+from vllm_tiered.devices.base import (
     Copy,
     Device,
     Direction,
@@ -30,6 +26,10 @@ from vllm_tiered.tiers.base import (
     PageIds,
     Pages,
 )
+from vllm_tiered.kv.layout import KvGeometry
+from vllm_tiered.kv.page_pool import Owner
+from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.swapper import Swapper
 
 NEVER_WRITTEN = -2
 FREED = -3

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_tiered.cost.kv import KvLevels, expansion_of
+from vllm_tiered.kv.layout import KvLevels, expansion_of
 from vllm_tiered.report.records import (
     Event,
     Header,

@@ -14,7 +14,7 @@ from vllm_tiered import __version__
 from vllm_tiered.adapter import compat
 from vllm_tiered.cli import doctor
 from vllm_tiered.cli.main import main
-from vllm_tiered.tiers.host import HostMemory
+from vllm_tiered.devices.host import HostMemory
 from vllm_tiered.units import GIB
 
 

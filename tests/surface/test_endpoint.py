@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from vllm_tiered import __version__
-from vllm_tiered.adapter import endpoint, manifest, plugin
+from vllm_tiered.adapter import plugin
+from vllm_tiered.adapter.telemetry import endpoint, manifest
 
 MANIFEST = {"kv": {"active": True, "far_layers": 17}}
 

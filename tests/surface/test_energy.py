@@ -5,10 +5,10 @@ import pytest
 
 from tests.tiers.powercap import SERVER, Powercap
 from tests.tiers.test_power import Clock, meter_of
-from vllm_tiered.adapter import energy
-from vllm_tiered.adapter.energy import EngineEnergy
-from vllm_tiered.adapter.metrics import COUNTERS, TieredStats
-from vllm_tiered.adapter.steps import StepReport
+from vllm_tiered.adapter.kv.steps import StepReport
+from vllm_tiered.adapter.telemetry import energy
+from vllm_tiered.adapter.telemetry.energy import EngineEnergy
+from vllm_tiered.adapter.telemetry.metrics import COUNTERS, TieredStats
 
 
 @pytest.fixture

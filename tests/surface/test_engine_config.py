@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_tiered.adapter import engine_config
-from vllm_tiered.adapter.engine_config import chosen_config, merge_sections
+from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter.config import chosen_config, merge_sections
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
@@ -77,7 +77,7 @@ def test_switched_on_stores_all_of_it_and_sets_the_connector(make_engine_args):
     assert config.additional_config == {"mine": 1, "tiered": with_kv(far_gib=2)}
     transfer = config.kv_transfer_config
     assert transfer.kv_connector == "TieredConnector"
-    assert transfer.kv_connector_module_path == "vllm_tiered.adapter.connector"
+    assert transfer.kv_connector_module_path == "vllm_tiered.adapter.kv.connector"
     assert transfer.kv_role == "kv_both"
     assert json.dumps(config.additional_config)  # vLLM hashes it as JSON
 
@@ -85,7 +85,7 @@ def test_switched_on_stores_all_of_it_and_sets_the_connector(make_engine_args):
 def test_the_connector_named_is_the_one_vllm_loads(make_engine_args):
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from vllm_tiered.adapter.connector import TieredConnector
+    from vllm_tiered.adapter.kv.connector import TieredConnector
 
     config = make_engine_args(additional_config={"tiered": {}}).create_engine_config()
     assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is TieredConnector

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from vllm_tiered.adapter import cli_args, compat, endpoint, engine_config, plugin
+from vllm_tiered.adapter import cli_args, compat, plugin
+from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.cli.main import main
 
 
@@ -29,7 +31,7 @@ def test_names_other_parts_and_users_rely_on():
     assert cli_args.PLUGIN_NAMES == ("tiered",)
     assert engine_config.CONFIG_FILE_VARIABLE == "VLLM_TIERED_CONFIG"
     assert (engine_config.CONNECTOR_MODULE, engine_config.CONNECTOR) == (
-        "vllm_tiered.adapter.connector",
+        "vllm_tiered.adapter.kv.connector",
         "TieredConnector",
     )
     assert endpoint.PATH == "/tiered"

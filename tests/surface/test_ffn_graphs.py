@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_tiered.adapter.ffn_graphs import OP, split_at_ffn
+from vllm_tiered.adapter.ffn.graphs import OP, split_at_ffn
 from vllm_tiered.errors import UnsupportedError
 
 
@@ -75,7 +75,7 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from vllm_tiered.adapter.ffn_modules import FfnSizes, SparseFfn, register_op
+        from vllm_tiered.adapter.ffn.modules import FfnSizes, SparseFfn, register_op
 
         register_op()
         sizes = FfnSizes(
@@ -119,7 +119,7 @@ def test_vllm_splits_the_model_there():
 
 
 def test_what_the_op_does_to_its_arguments_is_declared():
-    from vllm_tiered.adapter.ffn_modules import register_op
+    from vllm_tiered.adapter.ffn.modules import register_op
 
     register_op()
     returned = torch.ops.tiered.sparse_ffn.default._schema
@@ -128,7 +128,7 @@ def test_what_the_op_does_to_its_arguments_is_declared():
 
 
 def test_it_refuses_to_be_captured(monkeypatch):
-    from vllm_tiered.adapter import ffn_modules
+    from vllm_tiered.adapter.ffn import modules as ffn_modules
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x: Any = SimpleNamespace(is_cuda=True)
@@ -137,7 +137,7 @@ def test_it_refuses_to_be_captured(monkeypatch):
 
 
 def of_step(monkeypatch, module: Any, metadata: Any) -> None:
-    from vllm_tiered.adapter import ffn_modules
+    from vllm_tiered.adapter.ffn import modules as ffn_modules
 
     context = SimpleNamespace(no_compile_layers={"a layer": module}, attn_metadata=metadata)
     monkeypatch.setattr(ffn_modules, "get_forward_context", lambda: context)
@@ -145,7 +145,7 @@ def of_step(monkeypatch, module: Any, metadata: Any) -> None:
 
 def test_what_fills_a_graphs_batch_chooses_no_neurons(monkeypatch):
     """vLLM's metadata counts the tokens of requests; behind them is anything."""
-    from vllm_tiered.adapter import ffn_modules
+    from vllm_tiered.adapter.ffn import modules as ffn_modules
 
     seen: list[tuple[int, bool]] = []
 
@@ -162,7 +162,7 @@ def test_what_fills_a_graphs_batch_chooses_no_neurons(monkeypatch):
 
 def test_a_step_of_which_vllm_says_nothing_is_computed(monkeypatch):
     """Only one without any metadata is a dummy: zeros for another would be wrong, and silent."""
-    from vllm_tiered.adapter import ffn_modules
+    from vllm_tiered.adapter.ffn import modules as ffn_modules
 
     module = SimpleNamespace(compute=lambda x_BH, only_decodes: x_BH + 1, rehearse=None)
     out_BH = torch.full((4, 8), torch.nan)
@@ -173,7 +173,7 @@ def test_a_step_of_which_vllm_says_nothing_is_computed(monkeypatch):
 
 def test_steps_of_a_capture_choose_none_either(monkeypatch):
     """Though vLLM gives them an attention's metadata; nor are they rehearsals."""
-    from vllm_tiered.adapter import ffn_modules
+    from vllm_tiered.adapter.ffn import modules as ffn_modules
 
     module = SimpleNamespace(compute=pytest.fail, rehearse=pytest.fail)
     out_BH = torch.full((4, 8), torch.nan)
@@ -184,7 +184,7 @@ def test_steps_of_a_capture_choose_none_either(monkeypatch):
 
 
 def test_dummy_steps_are_rehearsed(monkeypatch):
-    from vllm_tiered.adapter import ffn_modules
+    from vllm_tiered.adapter.ffn import modules as ffn_modules
 
     seen: list[int] = []
     module = SimpleNamespace(compute=pytest.fail, rehearse=lambda x_BH: seen.append(len(x_BH)))

@@ -4,7 +4,7 @@
 import psutil
 import pytest
 
-from vllm_tiered.tiers.host import HostMemory, host_memory
+from vllm_tiered.devices.host import HostMemory, host_memory
 from vllm_tiered.units import GIB, MIB
 
 

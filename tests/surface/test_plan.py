@@ -9,7 +9,7 @@ import scipy.optimize
 
 from tests.cost.test_model import LLAMA_3_8B
 from vllm_tiered.cli.main import main
-from vllm_tiered.cost import near_program
+from vllm_tiered.planner import placement_milp as near_program
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_tiered.cli.main import main
-from vllm_tiered.cost.ffn import Precision, bundle_stride
-from vllm_tiered.ffn import store_layer
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.matmul.quantise import expand
 from vllm_tiered.ffn.prepare import pipeline
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
-from vllm_tiered.ffn.quantise import expand
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.ffn.store import layer as store_layer
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.storage.immutable_file import aligned_pages
 
 HIDDEN, NEURONS, LAYERS = 128, 96, 3
 GATED = dict(hidden_size=HIDDEN, intermediate_size=NEURONS, num_hidden_layers=LAYERS)

@@ -60,7 +60,7 @@ def test_what_is_printed_as_json_is_what_is_written_and_plan_takes_it(model, tmp
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_what_others_took_is_said(monkeypatch, capsys, share):
-    from vllm_tiered.tiers import survey
+    from vllm_tiered.probe import survey
 
     monkeypatch.setattr(survey, "_foreign_share", lambda *_: share)
     assert main(["probe"]) == 0

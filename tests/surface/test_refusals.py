@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered.adapter import refusals
+from vllm_tiered.adapter import checks as refusals
 from vllm_tiered.errors import UnsupportedError
 
 ON: dict[str, Any] = {"tiered": {}}

@@ -10,10 +10,10 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.config import set_current_vllm_config as current
 
-from vllm_tiered.adapter import weights_graphs
+from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.config import WeightsConfig
-from vllm_tiered.cost.weights import place, sublayers_of
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.weights.placement import place, sublayers_of
 
 FAR = WeightsConfig(placement="all_far")
 STORED = WeightsConfig(placement="all_far", storage_path="/ssd")

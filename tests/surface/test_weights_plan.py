@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_tiered.adapter import weights_plan
-from vllm_tiered.adapter.weights_plan import load_of, target_of
-from vllm_tiered.adapter.weights_times import ROWS, measure_machine
+from vllm_tiered.adapter.weights import plan as weights_plan
+from vllm_tiered.adapter.weights.plan import load_of, target_of
+from vllm_tiered.adapter.weights.times import ROWS, measure_machine
 from vllm_tiered.config import WeightsConfig
-from vllm_tiered.cost.curves import Curves, ProductCurve
-from vllm_tiered.cost.machine import machine
-from vllm_tiered.cost.predict import far_link, storage_link
-from vllm_tiered.cost.weights import sublayers_of
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.throttle import Throttle
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.step_time import far_link, storage_link
+from vllm_tiered.weights.placement import sublayers_of
 
 WEIGHTS = {"placement": "throughput", "near_gib": 0.25}
 TIERED = {"tiered": {"kv": {"enabled": False}, "weights": WEIGHTS}}

@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from vllm_tiered.tiers.base import PageBuffer, Pages
+from vllm_tiered.devices.base import PageBuffer, Pages
 
 PAGE_BYTES = 64
 

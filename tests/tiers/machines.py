@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.tiers.gate import Gate
-from vllm_tiered.tiers.base import Device, Event
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.devices.base import Device, Event
+from vllm_tiered.devices.cpu import CpuDevice
 
 
 class HeldUp(NamedTuple):

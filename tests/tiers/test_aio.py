@@ -11,8 +11,8 @@ from errno import EAGAIN, EINTR, EINVAL
 import numpy as np
 import pytest
 
-from vllm_tiered.tiers import aio
-from vllm_tiered.tiers.aio import AioQueue
+from vllm_tiered.storage import aio
+from vllm_tiered.storage.aio import AioQueue
 
 BLOCK = 4096
 NUM_BLOCKS = 300

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
+from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.tiers import checksums
-from vllm_tiered.tiers.base import Direction, PageError, Pages
-from vllm_tiered.tiers.checksums import SAMPLE_EVERY, UNWRITTEN, checksum
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.storage import checksums
+from vllm_tiered.storage.checksums import SAMPLE_EVERY, UNWRITTEN, checksum
 
 READ, WRITE = Direction.READ, Direction.WRITE
 NUM_PAGES = 64

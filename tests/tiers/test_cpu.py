@@ -12,9 +12,9 @@ from hypothesis import given
 
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
 from tests.tiers.gate import Gate
+from vllm_tiered.devices.base import Direction, LinkUse
+from vllm_tiered.devices.cpu import CpuDevice, CpuEvent, copy_pages
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.tiers.base import Direction, LinkUse
-from vllm_tiered.tiers.cpu import CpuDevice, CpuEvent, copy_pages
 
 READ, WRITE = Direction.READ, Direction.WRITE
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.tiers.buffers import contents, copy, make_buffer
-from vllm_tiered.tiers.base import Direction, Pages
-from vllm_tiered.tiers.cpu import CopyThread, CpuDevice
+from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.cpu import CopyThread, CpuDevice
 
 
 class TimedThread(CopyThread):

@@ -7,9 +7,9 @@ import pytest
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
+from vllm_tiered.devices.base import Direction, Event, LinkUse
+from vllm_tiered.devices.cuda.copy import joint_runs
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import Direction, Event, LinkUse
-from vllm_tiered.tiers.cuda_copy import joint_runs
 
 READ, WRITE = Direction.READ, Direction.WRITE
 

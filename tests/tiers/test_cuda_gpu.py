@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.tiers.buffers import copy, pages_of
+from vllm_tiered.devices.base import Direction, PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import Direction, PageBuffer, Pages
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -18,7 +18,7 @@ PAGE_BYTES = 24 << 10
 @pytest.fixture(params=["kernel", "engines", "as-tuned"])
 def device(request):
     from vllm_tiered.adapter.device import cuda_device
-    from vllm_tiered.tiers.cuda import CudaDevice
+    from vllm_tiered.devices.cuda.device import CudaDevice
 
     device = cuda_device()
     assert isinstance(device, CudaDevice)

@@ -8,9 +8,9 @@ import pytest
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
+from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
 from vllm_tiered.errors import ConfigError, IntegrityError
-from vllm_tiered.tiers import cuda_stored
-from vllm_tiered.tiers.base import Direction, PageError, Pages
 
 READ, WRITE = Direction.READ, Direction.WRITE
 PAGES = Pages(np.arange(20), ascending=True)

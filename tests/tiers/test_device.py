@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every device does: the contract of ``tiers/base.py``, on each of them."""
+"""What every device does: the contract of ``devices/base.py``, on each of them."""
 
 import threading
 import time
@@ -9,8 +9,8 @@ import pytest
 
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
 from tests.tiers.machines import MACHINES
+from vllm_tiered.devices.base import Direction, Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import Direction, Pages
 
 READ, WRITE = Direction.READ, Direction.WRITE
 

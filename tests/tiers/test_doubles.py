@@ -6,7 +6,7 @@ import pytest
 
 from tests.doubles import NAN_BYTE, DelayedDevice, DelayedStorageDevice
 from tests.tiers.buffers import copy, make_buffer
-from vllm_tiered.tiers.base import Direction, Pages
+from vllm_tiered.devices.base import Direction, Pages
 
 PAGES = Pages(np.arange(200), ascending=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from vllm_tiered.tiers.id_ring import IdRing
+from vllm_tiered.devices.cuda.page_id_buffer import IdRing
 
 
 class Copy:

@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
+from vllm_tiered.devices.base import PageBuffer
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import PageBuffer
 from vllm_tiered.units import KIB, MIB
 
 

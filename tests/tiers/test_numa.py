@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vllm_tiered.tiers import numa
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.numa import Node, bind, bind_near, nodes, spread, spread_near
+from vllm_tiered.devices import numa
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.numa import Node, bind, bind_near, nodes, spread, spread_near
 from vllm_tiered.units import GIB, MIB
 
 KEPT = numa._KEPT_BYTES

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.powercap import SERVER, Powercap
-from vllm_tiered.tiers.power import IDLE_SECONDS, Constant, Known, Nvml, PowerMeter, open_meter
+from vllm_tiered.energy.power import IDLE_SECONDS, Constant, Known, Nvml, PowerMeter, open_meter
 
 DRAM = 26 / 256
 GB = 10**9

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.probes import FakeClock
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.probe import Sample, link_curve, median_seconds, product_curve
-from vllm_tiered.tiers.throttle import Throttle
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
+from vllm_tiered.probe.links import Sample, link_curve, median_seconds, product_curve
 from vllm_tiered.units import KIB, MIB
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from vllm_tiered.devices.base import Direction, PageBuffer, Pages
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
-from vllm_tiered.tiers import published
-from vllm_tiered.tiers.base import Direction, PageBuffer, Pages
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.published import Draft, PublishedPages, aligned_pages
+from vllm_tiered.storage import immutable_file as published
+from vllm_tiered.storage.immutable_file import Draft, PublishedPages, aligned_pages
 
 PAGE = 64 * 1024
 

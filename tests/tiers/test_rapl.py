@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.powercap import DESKTOP, RANGE_UJ, SERVER, Powercap
-from vllm_tiered.tiers.rapl import RaplZone, open_rapl
+from vllm_tiered.energy.rapl import RaplZone, open_rapl
 
 
 def taken(zones):

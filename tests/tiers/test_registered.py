@@ -10,10 +10,10 @@ import pytest
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
+from vllm_tiered.devices import numa
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cuda.runtime import numa_node_of
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.tiers import numa
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.cuda_runtime import numa_node_of
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers import slots
-from vllm_tiered.tiers.aio import AioQueue
-from vllm_tiered.tiers.checksums import checksum_of
-from vllm_tiered.tiers.published import ALIGNMENT, aligned_pages
-from vllm_tiered.tiers.slot_fetch import Fetcher
-from vllm_tiered.tiers.slot_read import Section
-from vllm_tiered.tiers.slot_work import EXTENT_BYTES
-from vllm_tiered.tiers.slots import SlotFile
+from vllm_tiered.storage import slots
+from vllm_tiered.storage.aio import AioQueue
+from vllm_tiered.storage.checksums import checksum_of
+from vllm_tiered.storage.immutable_file import ALIGNMENT, aligned_pages
+from vllm_tiered.storage.slot_fetch import Fetcher
+from vllm_tiered.storage.slot_read import Section
+from vllm_tiered.storage.slot_work import EXTENT_BYTES
+from vllm_tiered.storage.slots import SlotFile
 
 POISON = 0xE5
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tests.tiers.buffers import contents, copy, make_buffer, pages_of
+from vllm_tiered.devices.base import Device, Direction, PageError, Pages
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
-from vllm_tiered.tiers import io_pool
-from vllm_tiered.tiers.base import Device, Direction, PageError, Pages
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.storage import ALIGNMENT, EXTENT_BYTES, PageFile
+from vllm_tiered.storage import io_pool
+from vllm_tiered.storage.page_file import ALIGNMENT, EXTENT_BYTES, PageFile
 
 READ, WRITE = Direction.READ, Direction.WRITE
 

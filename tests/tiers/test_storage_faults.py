@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.tiers.buffers import copy, make_buffer, pages_of
-from vllm_tiered.tiers import storage
-from vllm_tiered.tiers.base import Direction, PageError, Pages
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.storage import PageFile
+from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.storage import page_file as storage
+from vllm_tiered.storage.page_file import PageFile
 
 PAGE_BYTES = 24 * 1024
 NUM_PAGES = 100

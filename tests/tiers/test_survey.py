@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from tests.probes import TINY, FakeClock
-from vllm_tiered.cost.probed import machine_of
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.tiers.base import Direction
-from vllm_tiered.tiers.beside import beside
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.probe import median_seconds
-from vllm_tiered.tiers.products import far_product, near_product
-from vllm_tiered.tiers.storage_probe import Pattern, storage_curves
-from vllm_tiered.tiers.survey import Matrices, Scope, survey
-from vllm_tiered.tiers.throttle import Throttle
+from vllm_tiered.planner.from_probe import machine_of
+from vllm_tiered.probe.contention import beside
+from vllm_tiered.probe.disk import Pattern, storage_curves
+from vllm_tiered.probe.gemm import far_product, near_product
+from vllm_tiered.probe.links import median_seconds
+from vllm_tiered.probe.survey import Matrices, Scope, survey
 from vllm_tiered.units import KIB, MIB
 
 CPU = torch.device("cpu")

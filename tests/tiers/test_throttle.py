@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.tiers.buffers import copy, make_buffer, pages_of
+from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.tiers.base import Direction, Pages
-from vllm_tiered.tiers.cpu import CpuDevice
-from vllm_tiered.tiers.throttle import Throttle
 
 READ, WRITE = Direction.READ, Direction.WRITE
 SLACK_SECONDS = 2.0

@@ -10,14 +10,14 @@ import torch
 from torch.nn.functional import linear
 
 from tests.cuda_double import SimulatedCudaDevice
-from vllm_tiered.cost.compress import compressed_bytes
-from vllm_tiered.cost.weights import place, spill, sublayers_of
+from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.cuda.device import CudaDevice
+from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.kernels.dequant_linear import reference
-from vllm_tiered.tiers import cuda_stored
-from vllm_tiered.tiers.cuda import CudaDevice
-from vllm_tiered.tiers.cuda_event import CudaEvent
 from vllm_tiered.weights import far_weights, packing
 from vllm_tiered.weights.far_weights import FarWeights, Group, Staged
+from vllm_tiered.weights.int4_layout import compressed_bytes
+from vllm_tiered.weights.placement import place, spill, sublayers_of
 from vllm_tiered.weights.store import WeightStore
 
 NUM_LAYERS, WIDTH = 3, 192

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.weights.rounding import rounded
-from vllm_tiered.cost.compress import compressed_bytes
 from vllm_tiered.weights import int4
 from vllm_tiered.weights.int4 import can_compress_matrix, compress, linear
+from vllm_tiered.weights.int4_layout import compressed_bytes
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SHAPES = [(64, 64), (192, 128), (256, 512), (1088, 192), (64, 4096)]

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 
 from tests.cuda_double import SimulatedCudaDevice
 from tests.kv.simulated_device import SimulatedDevice
-from vllm_tiered.cost.weights import SLOT_ALIGNMENT, moves
+from vllm_tiered.devices.base import Direction, PageBuffer
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import Direction, PageBuffer
-from vllm_tiered.weights.ring import WeightRing, lay_out
+from vllm_tiered.weights.buffers import WeightRing, lay_out
+from vllm_tiered.weights.placement import SLOT_ALIGNMENT, moves
 
 
 class Model:

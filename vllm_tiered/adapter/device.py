@@ -5,8 +5,8 @@ import os
 
 import torch
 
-from vllm_tiered.tiers.base import Device
-from vllm_tiered.tiers.cpu import CpuDevice
+from vllm_tiered.devices.base import Device
+from vllm_tiered.devices.cpu import CpuDevice
 
 
 def make_device() -> Device:
@@ -28,10 +28,10 @@ def cuda_device(index: int | None = None) -> Device:
     """
     from functools import partial
 
+    from vllm_tiered.devices.cuda.device import CudaDevice
+    from vllm_tiered.devices.cuda.runtime import CudaRuntime
     from vllm_tiered.kernels import tuned
     from vllm_tiered.kernels.kv_pages.api import copy_pages
-    from vllm_tiered.tiers.cuda import CudaDevice
-    from vllm_tiered.tiers.cuda_runtime import CudaRuntime
 
     name = torch.cuda.get_device_name(index)
     parameters = tuned.parameters("kv_pages", name)

@@ -12,15 +12,12 @@ def register() -> None:
     Idempotent: vLLM may call it more than once per process. Raises VersionError if this vLLM is not
     the supported one or lacks what the hooks attach to.
     """
-    from vllm_tiered.adapter import (
-        cli_args,
-        compat,
-        endpoint,
-        engine_config,
-        kv_config,
-        load_errors,
-        weights_engine,
-    )
+    from vllm_tiered.adapter import cli_args, compat
+    from vllm_tiered.adapter import config as engine_config
+    from vllm_tiered.adapter import worker_hooks as weights_engine
+    from vllm_tiered.adapter.kv import cache_config as kv_config
+    from vllm_tiered.adapter.kv import load_errors
+    from vllm_tiered.adapter.telemetry import endpoint
 
     compat.check_vllm_version()
     cli_args.install()

@@ -15,17 +15,17 @@ from typing import Any
 from rich.console import Console
 
 from vllm_tiered.cli import plan_tables
-from vllm_tiered.cost.compress import COMPRESS
-from vllm_tiered.cost.energy import CARBON_INTENSITY, grams_co2e
-from vllm_tiered.cost.fit import Fit, NoFit, chosen, fits, with_more_far
-from vllm_tiered.cost.machine import Figures, Machine, machine_names
-from vllm_tiered.cost.model import DTYPE_BYTES, ModelShape, bytes_by_class, model_shape
-from vllm_tiered.cost.probed import known_machine
-from vllm_tiered.cost.serving import Load, Served
-from vllm_tiered.cost.split import TARGETS, Target, target_for
-from vllm_tiered.cost.why import Reason, explain
+from vllm_tiered.energy.carbon import CARBON_INTENSITY, grams_co2e
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.planner.bottleneck import Reason, explain
+from vllm_tiered.planner.fit import Fit, NoFit, chosen, fits, with_more_far
+from vllm_tiered.planner.from_probe import known_machine
+from vllm_tiered.planner.machine import Figures, Machine, machine_names
+from vllm_tiered.planner.memory_split import TARGETS, Target, target_for
+from vllm_tiered.planner.model_shape import DTYPE_BYTES, ModelShape, bytes_by_class, model_shape
+from vllm_tiered.planner.serving import Load, Served
 from vllm_tiered.units import gib_to_bytes
+from vllm_tiered.weights.int4_layout import COMPRESS
 
 DOES_NOT_FIT = 3
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from vllm_tiered.cost.energy import grams_co2e
-from vllm_tiered.cost.fit import Fit, NoFit
-from vllm_tiered.cost.model import ModelShape, bytes_by_class
-from vllm_tiered.cost.serving import Load, Served
-from vllm_tiered.cost.split import Split
-from vllm_tiered.cost.why import Phase, Reason
+from vllm_tiered.energy.carbon import grams_co2e
+from vllm_tiered.planner.bottleneck import Phase, Reason
+from vllm_tiered.planner.fit import Fit, NoFit
+from vllm_tiered.planner.memory_split import Split
+from vllm_tiered.planner.model_shape import ModelShape, bytes_by_class
+from vllm_tiered.planner.serving import Load, Served
 from vllm_tiered.units import GIB, format_bytes
 
 

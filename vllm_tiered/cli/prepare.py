@@ -16,8 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:

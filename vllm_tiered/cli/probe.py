@@ -13,13 +13,13 @@ from rich.table import Table
 
 from vllm_tiered.cli.plan import read_config
 from vllm_tiered.cli.report import EXTRA_MODULES
-from vllm_tiered.cost.model import ModelShape, model_shape
-from vllm_tiered.cost.probed import machine_of
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.planner.from_probe import machine_of
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
 from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:
-    from vllm_tiered.tiers.survey import Matrices, Scope
+    from vllm_tiered.probe.survey import Matrices, Scope
 
 DISTURBED_SHARE = 0.05
 """Of the CPU, taken by others: above it figures are not the machine's own."""
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     import torch
 
     from vllm_tiered.adapter.device import make_device
-    from vllm_tiered.tiers.survey import Scope, survey
+    from vllm_tiered.probe.survey import Scope, survey
 
     draw = _picture_of() if args.plot else None  # before measuring, not after
     shape = model_shape(read_config(Path(args.model))) if args.model else None
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
 
 def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
     """The matrices of one layer's sublayers; all layers are alike."""
-    from vllm_tiered.tiers.survey import Matrices
+    from vllm_tiered.probe.survey import Matrices
 
     return [
         Matrices(

@@ -16,25 +16,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.ffn.cache.base import Ids
 from vllm_tiered.ffn.cache.layer import LayerCache, LayerPlan
-from vllm_tiered.ffn.choice import Choice
-from vllm_tiered.ffn.compute import (
+from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.loader.backend import NeuronSource
+from vllm_tiered.ffn.loader.loader import Supply
+from vllm_tiered.ffn.loader.stream import NeuronStream
+from vllm_tiered.ffn.mailbox import HostLink
+from vllm_tiered.ffn.matmul.compute import (
     Region,
     activations,
     add_down,
 )
-from vllm_tiered.ffn.host_link import HostLink
 from vllm_tiered.ffn.on_gpu import MOST_TOKENS, OnGpu
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection
-from vllm_tiered.ffn.source import NeuronSource
+from vllm_tiered.ffn.selector import Choice
 from vllm_tiered.ffn.step_clock import StepClock
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.ffn.stream import NeuronStream
-from vllm_tiered.ffn.supply import Supply
-from vllm_tiered.ffn.switch_over import SwitchOver
+from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.ffn.tables import Tables
 
 _LEAST = float(torch.finfo(torch.float32).tiny)

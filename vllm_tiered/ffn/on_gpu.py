@@ -18,12 +18,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn.cache.base import Ids
 from vllm_tiered.ffn.cache.layer import LayerCache
-from vllm_tiered.ffn.compute import Missing, Region, device_name, fill_and_add, num_fills
-from vllm_tiered.ffn.host_link import HostLink
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.mailbox import HostLink
+from vllm_tiered.ffn.matmul.compute import Missing, Region, device_name, fill_and_add, num_fills
 from vllm_tiered.ffn.tables import Tables
 
 MOST_TOKENS = 16

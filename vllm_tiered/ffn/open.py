@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from vllm_tiered.config import FfnConfig
-from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.devices.base import Device
+from vllm_tiered.devices.host import FAR_SHARE, host_memory
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.ffn.plan import FfnPlan, plan_exact, plan_mixed
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.ffn.store_format import MIX_FILE, statistics_name
-from vllm_tiered.tiers.base import Device
-from vllm_tiered.tiers.host import FAR_SHARE, host_memory
+from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
+from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.units import GIB
 
 _BOOK_BYTES = 20

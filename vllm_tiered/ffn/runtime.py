@@ -6,28 +6,28 @@ from typing import Literal
 
 import torch
 
-from vllm_tiered.cost.ffn import Precision, bundle_stride
+from vllm_tiered.devices.base import Device
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.base import NeuronCache
 from vllm_tiered.ffn.cache.layer import LayerCache
 from vllm_tiered.ffn.cache.lru import LruCache
 from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
-from vllm_tiered.ffn.compute import Region, gpu_kernels
-from vllm_tiered.ffn.dynamic import DynamicArea
-from vllm_tiered.ffn.host_link import HostLink
+from vllm_tiered.ffn.cost_model import SwitchOver
 from vllm_tiered.ffn.layer import FfnLayer, LayerUse
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.loader.backend import NeuronSource
+from vllm_tiered.ffn.loader.dynamic import DynamicArea
+from vllm_tiered.ffn.loader.stream import NeuronStream
+from vllm_tiered.ffn.mailbox import HostLink
+from vllm_tiered.ffn.matmul.compute import Region, gpu_kernels
+from vllm_tiered.ffn.memory_plan import AHEAD, NUM_CHUNKS, FfnPlan
 from vllm_tiered.ffn.on_gpu import OnGpu
-from vllm_tiered.ffn.plan import AHEAD, NUM_CHUNKS, FfnPlan
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.source import NeuronSource
 from vllm_tiered.ffn.step_clock import StepClock
-from vllm_tiered.ffn.store import NeuronStore
-from vllm_tiered.ffn.stream import NeuronStream
-from vllm_tiered.ffn.switch_over import SwitchOver
+from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.ffn.tables import Tables
-from vllm_tiered.tiers.base import Device
-from vllm_tiered.tiers.published import aligned_pages
+from vllm_tiered.storage.immutable_file import aligned_pages
 
 BASE = "base4"
 """What ranks neurons where the 4-bit region does."""

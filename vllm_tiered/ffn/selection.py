@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.layout import Precision
 
 Neurons = npt.NDArray[np.int64]
 """Numbers of neurons in a layer, ascending."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from vllm_tiered.tiers.base import Device, Event
+from vllm_tiered.devices.base import Device, Event
 
 Moment: TypeAlias = float | Event
 

@@ -3,8 +3,8 @@
 
 import torch
 
-from vllm_tiered.cost.ffn import Precision
-from vllm_tiered.ffn.store import NeuronStore
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.store.reader import NeuronStore
 
 
 class Tables:

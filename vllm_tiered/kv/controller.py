@@ -28,9 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vllm_tiered.cost.kv import KvLevels
-from vllm_tiered.kv.load import Record, Signals, Window
-from vllm_tiered.kv.outlook import (
+from vllm_tiered.kv.controller_context import (
     DEFAULT_TUNING,
     NO_STEPS,
     Memory,
@@ -40,6 +38,8 @@ from vllm_tiered.kv.outlook import (
     lowest_level,
     observe,
 )
+from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.kv.windows import Record, Signals, Window
 
 __all__ = ["ControllerState", "Decision", "Signals", "Tuning", "initial_state", "step"]
 

@@ -13,8 +13,8 @@ Both are decided in the scheduler alone and carried out by the plan of a step, s
 the same level in every step.
 """
 
-from vllm_tiered.cost.kv import KvLevels
-from vllm_tiered.kv.elastic import ElasticBlocks
+from vllm_tiered.kv.block_limit import ElasticBlocks
+from vllm_tiered.kv.layout import KvLevels
 
 
 class Expansion:

@@ -6,8 +6,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from vllm_tiered.devices.base import Event, PageIds
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.tiers.base import Event, PageIds
 
 
 class Owner(IntEnum):

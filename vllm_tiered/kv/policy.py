@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vllm_tiered.cost.kv import STAGING_AREAS
+from vllm_tiered.kv.layout import STAGING_AREAS
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 

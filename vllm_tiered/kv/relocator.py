@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from vllm_tiered.devices.base import Copy, Event, PageIds
 from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Copy, Event, PageIds
 
 
 class Relocator:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_tiered.devices.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 _NO_PAGES: PageIds = np.empty((0, 0), np.int64)

@@ -19,6 +19,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
+from vllm_tiered.devices.base import Copy, Device, Event, PageBuffer, PageIds
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.far_tier import FarHomes, FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
@@ -27,7 +28,6 @@ from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
-from vllm_tiered.tiers.base import Copy, Device, Event, PageBuffer, PageIds
 
 _NOTHING = StepPlan()
 

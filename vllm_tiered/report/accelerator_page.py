@@ -40,7 +40,7 @@ def _text(answer: Mapping[str, Any], command: str, drawn: set[str]) -> str:
         f"Written by `{command}`; do not edit.",
         "PRESERVE prefetches weights and KV cache from HBM to L2 while all-reduces run, and asks "
         "in its section 5 how large that L2 should be. This is its model of compute, memory, link "
-        "and die area (`vllm_tiered/cost/accelerator/`), with table 2's figures.",
+        "and die area (`vllm_tiered/accelerator/`), with table 2's figures.",
         "\n".join(f"* {line}" for line in summary(answer)),
         *(_section(table, drawn) for table in tables(answer)),
         _section(assumptions(answer), drawn),

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from vllm_tiered.cost.energy import grams_co2e
+from vllm_tiered.energy.carbon import grams_co2e
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.report.drawing import render
 from vllm_tiered.report.figures import pictures

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from vllm_tiered.cost.compress import BLOCK, GROUP, can_compress, compressed_bytes
+from vllm_tiered.weights.int4_layout import BLOCK, GROUP, can_compress, compressed_bytes
 
 DIRECT_TOKENS = 60
 """Up to so many, torch's product for compressed weights is faster than expanding them first."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.cost.weights import SLOT_ALIGNMENT, Placement, Sublayer, extent_of
+from vllm_tiered.devices.base import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.tiers.base import PageBuffer
-from vllm_tiered.tiers.published import Draft, PublishedPages
+from vllm_tiered.storage.immutable_file import Draft, PublishedPages
 from vllm_tiered.units import format_bytes
+from vllm_tiered.weights.placement import SLOT_ALIGNMENT, Placement, Sublayer, extent_of
 
 logger = logging.getLogger("vllm.tiered")
 

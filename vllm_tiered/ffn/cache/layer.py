@@ -21,9 +21,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn.cache.base import NO_IDS, Ids, NeuronCache, Plan
+from vllm_tiered.ffn.layout import Precision
 
 Scores: TypeAlias = npt.NDArray[np.float32]
 

@@ -14,10 +14,10 @@ from typing import ClassVar
 
 import torch
 
-from vllm_tiered.cost.ffn import FfnShape, Precision, bundle_bytes
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes
+from vllm_tiered.ffn.matmul.quantise import OFFSET
 from vllm_tiered.ffn.predictor.activation import activation_function
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.quantise import OFFSET
 
 _TORCH_GROUPS = (32, 64, 128, 256)
 _BLOCK = 64

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, save_predictor
 from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.calibration import calibration_texts
@@ -37,7 +37,7 @@ from vllm_tiered.ffn.prepare.statistics import layer_statistics
 from vllm_tiered.ffn.prepare.steps import Step
 from vllm_tiered.ffn.prepare.train import TrainSettings, train_layer
 from vllm_tiered.ffn.selection import Mix
-from vllm_tiered.ffn.store_format import MIX_FILE, statistics_name
+from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

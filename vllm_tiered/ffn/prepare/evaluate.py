@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_tiered.cost.ffn import Precision
+from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.calibration import Text
 from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel

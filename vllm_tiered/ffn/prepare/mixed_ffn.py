@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vllm_tiered.cost.ffn import FfnShape, Precision
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.layout import FfnShape, Precision
+from vllm_tiered.ffn.matmul.quantise import expand, quantise
 from vllm_tiered.ffn.predictor.activation import activation_function
 from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
-from vllm_tiered.ffn.quantise import expand, quantise
 from vllm_tiered.ffn.selection import Mix, select_each
 
 _TOKENS_AT_ONCE = 256

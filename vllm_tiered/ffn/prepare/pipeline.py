@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
-from vllm_tiered.cost.ffn import Precision
 from vllm_tiered.errors import ConfigError, IntegrityError
-from vllm_tiered.ffn import store_format as fmt
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.matmul.quantise import default_group
 from vllm_tiered.ffn.prepare.calibrated import Calibration, calibrated_steps
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.steps import Here, Progress, Runner, Step, run_steps
-from vllm_tiered.ffn.quantise import default_group
-from vllm_tiered.ffn.store_format import HEADER, StoreFormat
-from vllm_tiered.ffn.store_layer import write_layer
-from vllm_tiered.ffn.store_writer import NeuronStoreWriter
+from vllm_tiered.ffn.store import format as fmt
+from vllm_tiered.ffn.store.format import HEADER, StoreFormat
+from vllm_tiered.ffn.store.layer import write_layer
+from vllm_tiered.ffn.store.writer import NeuronStoreWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse FFN of an engine: taken out of the model as it is built, computed from a neuron store.
+
+layers are built   each dense FFN leaves the layer that was just built
+weights are loaded the loader passes by what is not there
+the model is whole the store is opened, regions are laid out, and layers can compute
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.ffn.modules import (
+    FfnEnd,
+    FfnSizes,
+    SparseFfn,
+    named,
+    register_op,
+    replace_ffn,
+)
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.config import FfnConfig
+from vllm_tiered.devices.base import Device
+from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_tiered.ffn.layer import FfnLayer
+from vllm_tiered.ffn.open import open_runtime
+from vllm_tiered.ffn.runtime import FfnRuntime
+from vllm_tiered.ffn.store.reader import NeuronStore
+
+logger = logging.getLogger("vllm.tiered")
+
+
+class FfnEngine:
+    """The FFN of one engine's rank.
+
+    Args:
+        config: the store, and what is taken of it.
+        context: vLLM's modules that ops find by name (``static_forward_context``).
+        fingerprint: says which model the engine serves.
+
+    Attributes:
+        runtime: when the model is loaded.
+    """
+
+    def __init__(
+        self, config: FfnConfig, context: dict[str, Any], fingerprint: Callable[[], str]
+    ) -> None:
+        assert config.store is not None
+        self._config, self._folder = config, config.store
+        self._context = context
+        self._fingerprint = fingerprint
+        self._modules: list[tuple[SparseFfn, FfnEnd]] = []
+        self._before: dict[str, float] = {}
+        self._failure: Exception | None = None
+        self._rehearsed_tokens = 0
+        self.runtime: FfnRuntime | None = None
+        register_op()
+
+    def is_of(self, context: dict[str, Any]) -> bool:
+        """Whether it is the FFN of the engine that has this context; a process may have several."""
+        return self._context is context
+
+    def take_out(self, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+        """The layers as they are built, without their FFNs.
+
+        Raises:
+            UnsupportedError: a layer's FFN has no known form, or there is a second stack of layers.
+        """
+        if self._modules:
+            raise UnsupportedError(
+                "the model has more than one stack of layers (a draft model, an encoder), and a "
+                "neuron store is of one: leave tiered.ffn.store out"
+            )
+        for name, layer in named(iter(layers)):
+            start, end = replace_ffn(layer, name)
+            self._context[name] = start
+            self._modules.append((start, end))
+            yield layer
+
+    def start(self, near_device: torch.device) -> None:
+        """Open the store; the model can compute from now on.
+
+        Args:
+            near_device: torch's, which the model is on.
+
+        Raises:
+            ConfigError: it is of another model.
+            BudgetError: a tier does not have the memory.
+        """
+        if not self._modules:
+            raise UnsupportedError(
+                "the model does not build its layers where their FFN can be taken out (vLLM's "
+                "Transformers backend does not): leave tiered.ffn.store out"
+            )
+        sizes = self._modules[0][0].sizes
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        store = NeuronStore.open(
+            self._folder,
+            self._fingerprint(),
+            first_neuron=rank * sizes.neurons,
+            num_neurons=sizes.neurons,
+        )
+        device = make_device()
+        try:
+            _check_device(device, near_device)
+            _check(store, sizes, len(self._modules))
+            self.runtime = open_runtime(
+                self._config, store, device, num_ranks=ranks, near_device=near_device
+            )
+        except BaseException:
+            device.close()
+            store.close()
+            raise
+        for (start, end), layer in zip(self._modules, self.runtime.layers, strict=True):
+            start.compute = partial(self._compute, layer)
+            end.bias_H = layer.down_bias
+        if device.is_apart:
+            self._modules[0][0].rehearse = self._rehearse
+        stated = manifest.FfnManifest.of(self.runtime, self._config)
+        manifest.publish_ffn(stated)
+        if rank == 0:
+            logger.info("%s", stated.describe())
+
+    def take_use(self) -> dict[str, float]:
+        """What was brought and computed since the last call, by metric."""
+        if self.runtime is None:
+            return {}
+        source, layers = self.runtime.source.use, self.runtime.use
+        use = {
+            "ffn_far_bytes": float(source.far_bytes),
+            "ffn_storage_bytes": float(source.storage_bytes),
+            "ffn_wait_seconds": source.wait_seconds,
+            "ffn_hits": float(layers.hits),
+            "ffn_misses": float(layers.misses),
+            "ffn_sparse_steps": float(layers.sparse_steps),
+            "ffn_dense_steps": float(layers.dense_steps),
+        }
+        before, self._before = self._before, use
+        return {name: value - before.get(name, 0.0) for name, value in use.items()}
+
+    def close(self) -> None:
+        """Give memory and files back. Idempotent."""
+        for start, _ in self._modules:
+            start.compute = start.rehearse = None
+        # vLLM's offloader outlives the engine, and knows this; the context has its KV cache.
+        self._modules, self._context = [], {}
+        if self.runtime is not None:
+            self.runtime.close()
+        self.runtime = None
+        manifest.publish_ffn(None)
+
+    def _rehearse(self, x_BH: torch.Tensor) -> None:
+        """In the first dummy steps, which are vLLM's largest: it gives the KV cache what they leave
+        of a GPU's memory, so what a layer takes for a prompt has to be among it."""
+        if self.runtime is not None and len(x_BH) > self._rehearsed_tokens:
+            self._rehearsed_tokens = len(x_BH)
+            self.runtime.layers[0].compute(x_BH, only_decodes=False)
+
+    def _compute(self, layer: FfnLayer, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
+        """A layer's step, after a failed one never again.
+
+        vLLM takes what a step was to compute for computed, also where an error is caught: its KV
+        cache would have blocks that nobody wrote.
+        """
+        if self._failure is not None:
+            raise IntegrityError(
+                f"an earlier step failed ({self._failure}), and what it was to compute is missing: "
+                "start the engine anew"
+            ) from self._failure
+        try:
+            return layer.compute(x_BH, only_decodes)
+        except Exception as error:
+            self._failure = error
+            raise
+
+
+def _check_device(device: Device, near_device: torch.device) -> None:
+    if near_device.type != "cpu" and not device.is_apart:
+        raise UnsupportedError(
+            f"the model is on {near_device}, to which {type(device).__name__} does not copy: "
+            "FFNs from a neuron store are for vLLM's CPU backend and for NVIDIA GPUs"
+        )
+
+
+def _check(store: NeuronStore, sizes: FfnSizes, num_layers: int) -> None:
+    shape = store.shape
+    found = (shape.num_layers, shape.hidden, shape.gated, store.dtype)
+    expected = (num_layers, sizes.hidden, sizes.gated, sizes.dtype)
+    if found != expected:
+        names = ("layers", "hidden size", "gated", "dtype")
+        wrong = ", ".join(
+            f"{name} {have} instead of {want}"
+            for name, have, want in zip(names, found, expected, strict=True)
+            if have != want
+        )
+        raise ConfigError(
+            f"{store.path} does not fit the model: {wrong}. Prepare it from this model, with "
+            "--dtype of the engine's dtype"
+        )

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns vLLM's KV cache configuration into a page pool with more blocks than it has memory.
+
+vLLM divides the near budget evenly: num_blocks x layers pages. With far layers the same
+pages hold more blocks, so the configuration is made for the logical number of blocks and its
+one allocation is cut back to the near pages.
+"""
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+from vllm_tiered.adapter.kv import plan as kv_plan
+from vllm_tiered.config import KvConfig
+from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels, expansion_of
+from vllm_tiered.kv.policy import POLICIES
+from vllm_tiered.units import GIB, format_bytes
+
+logger = logging.getLogger("vllm.tiered")
+
+
+def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> None:
+    """One group of plain full attention, in one allocation; on the CPU backend or on CUDA.
+
+    Raises:
+        UnsupportedError: naming what the model has instead.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    for config in kv_cache_configs:
+        kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
+        spec: Any = config.kv_cache_groups[0].kv_cache_spec if kinds else None
+        plain = (
+            len(kinds) == 1
+            and type(spec) is FullAttentionSpec
+            and spec.sliding_window is None
+            and spec.attention_chunk_size is None
+        )
+        if not plain or len(config.kv_cache_tensors) != 1:
+            raise UnsupportedError(
+                "KV swapping needs one uniform full-attention KV cache group; the model has "
+                f"{kinds or 'none'} (hybrid, sliding-window, MLA and Mamba models are not "
+                "supported yet): switch it off with kv.enabled=false"
+            )
+    device = vllm_config.device_config.device_type
+    if device not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            "KV swapping runs on vLLM's CPU backend and on CUDA, this engine's device is "
+            f"{device}: switch it off with kv.enabled=false"
+        )
+
+
+def logical_blocks(
+    kv: KvConfig, geometry: KvGeometry, *, max_model_len: int, world_size: int
+) -> int:
+    """vLLM's num_blocks (null block included) for a near budget.
+
+    Raises:
+        BudgetError: the far tier is too small for the expansion, or one request of
+            ``max_model_len`` tokens would not fit.
+    """
+    limit = geometry.block_limit(0)
+    budget = kv_plan.far_budget_bytes(kv, world_size)
+    needed = geometry.far_bytes(limit + 1)
+    if needed > budget and kv.tier == "far":
+        fits = max(0, budget // max(1, geometry.far_bytes(1)) - 1)
+        if kv.far_gib != "auto":
+            raise BudgetError(
+                f"{geometry.rotating_layers} rotating layers of {limit} blocks need "
+                f"{format_bytes(needed)} ({needed / GIB:.3f} GiB) of far memory per rank, "
+                f"kv.far_gib gives {format_bytes(budget)} (room for {fits} blocks): raise "
+                "kv.far_gib or lower kv.expansion"
+            )
+        logger.warning(
+            "tiered kv: available memory limits the KV cache to %d of %d blocks "
+            "(kv.far_gib=auto takes half of what is available)",
+            fits,
+            limit,
+        )
+        limit = min(limit, fits)
+    _check_longest(geometry, limit, max_model_len)
+    return limit + 1
+
+
+def adaptive_levels(
+    kv: KvConfig, levels: KvLevels, *, max_model_len: int, world_size: int
+) -> KvLevels:
+    """Levels that the far budget allows; none, but 0, when the plugin must step aside.
+
+    Raises:
+        BudgetError: one request of ``max_model_len`` tokens would not fit at any level.
+    """
+    allowed = levels
+    if kv.tier == "far":
+        allowed = kv_plan.within_far_budget(levels, kv_plan.far_budget_bytes(kv, world_size))
+    if not allowed.max_far_layers:
+        logger.warning(
+            "tiered kv: no level above 1 within reach (%d layers, kv.max_expansion=%g, far "
+            "memory %s per rank): steps aside",
+            levels.num_layers,
+            kv.max_expansion,
+            format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
+        )
+        return allowed
+    if allowed.max_far_layers < levels.max_far_layers:
+        logger.warning(
+            "tiered kv: far memory (%s per rank, kv.far_gib) limits the expansion to %.2f",
+            format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
+            expansion_of(levels.num_layers, allowed.max_far_layers),
+        )
+    _check_longest(_roomiest(allowed), allowed.max_blocks, max_model_len)
+    return allowed
+
+
+def _roomiest(levels: KvLevels) -> KvGeometry:
+    """The level that holds the longest single request."""
+    return max(
+        (levels.geometry(level) for level in range(levels.highest + 1)),
+        key=lambda geometry: geometry.block_limit(TAILS_WHILE_PREFILLING),
+    )
+
+
+def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None:
+    longest = geometry.max_request_tokens(limit)
+    if longest < max(max_model_len, geometry.block_tokens):
+        raise BudgetError(
+            f"one request of max_model_len={max_model_len} tokens does not fit: "
+            f"{format_bytes(geometry.near_bytes)} near KV memory with "
+            f"{geometry.rotating_layers} rotating layers holds {longest} tokens of one request"
+            f"{' (partly filled blocks stay near)' if geometry.tails_stay else ''}; raise "
+            f"--kv-cache-memory-bytes, set --max-model-len {longest} or change kv.expansion"
+        )
+
+
+def tiered_kv_cache_configs(
+    original: Any, vllm_config: Any, kv_cache_specs: list[Any], available_memory: list[int]
+) -> list[Any]:
+    """``get_kv_cache_configs`` for the logical number of blocks, backed by the near pages."""
+    config = kv_plan.tiered_config(vllm_config)
+    if config is None or not any(kv_cache_specs):
+        return list(original(vllm_config, kv_cache_specs, available_memory))
+    specs = kv_cache_specs[0]
+    spec = next(iter(specs.values()))
+    block_bytes = spec.page_size_bytes * len(specs)
+    near_bytes = _near_bytes(vllm_config, min(available_memory), block_bytes)
+    near_pages = near_bytes // spec.page_size_bytes
+    far_layers = kv_plan.resolve_far_layers(config.kv, len(specs))
+    sizes = {
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "world_size": vllm_config.parallel_config.world_size,
+    }
+    if far_layers is None:
+        reachable = kv_plan.make_levels(config.kv, spec, len(specs), near_pages)
+        levels = adaptive_levels(config.kv, reachable, **sizes)
+        steps_aside = not levels.max_far_layers
+        geometry, num_blocks = _roomiest(levels), levels.max_blocks + 1
+    else:
+        order = POLICIES[config.kv.policy](len(specs), far_layers)
+        steps_aside = not order.rotating
+        geometry = kv_plan.make_geometry(order, spec, near_pages)
+        num_blocks = 0 if steps_aside else logical_blocks(config.kv, geometry, **sizes)
+    if steps_aside:
+        configs = list(original(vllm_config, kv_cache_specs, available_memory))
+        check_supported_groups(vllm_config, configs)
+        return configs
+    configs = _with_blocks(original, vllm_config, kv_cache_specs, num_blocks, block_bytes)
+    check_supported_groups(vllm_config, configs)
+    model_config = vllm_config.model_config
+    if model_config.original_max_model_len == -1:  # vLLM fitted it to all blocks, tails too
+        longest = geometry.max_request_tokens(num_blocks - 1)
+        model_config.max_model_len = min(model_config.max_model_len, longest)
+    for kv_cache_config in configs:
+        (tensor,) = kv_cache_config.kv_cache_tensors
+        # Every layer's view starts at page 0 and has num_blocks pages, so that it lies inside
+        # the allocation; the worker replaces the views by the whole pool before first use.
+        kv_cache_config.kv_cache_tensors = [
+            dataclasses.replace(
+                tensor,
+                size=near_bytes,
+                layers=[layer],
+                layer_stride=near_bytes,
+                block_stride=spec.page_size_bytes,
+            )
+            for layer in tensor.layers
+        ]
+    return configs
+
+
+def _near_bytes(vllm_config: Any, available: int, block_bytes: int) -> int:
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        return int(override) * block_bytes
+    return available // block_bytes * block_bytes
+
+
+def _with_blocks(
+    original: Any, vllm_config: Any, kv_cache_specs: list[Any], num_blocks: int, block_bytes: int
+) -> list[Any]:
+    """vLLM's own planning for ``num_blocks``: its checks and groups stay vLLM's."""
+    cache_config = vllm_config.cache_config
+    override, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
+    try:
+        # One block more than usable: vLLM's check sets the null block aside.
+        memory = [num_blocks * block_bytes] * len(kv_cache_specs)
+        return list(original(vllm_config, kv_cache_specs, memory))
+    finally:
+        cache_config.num_gpu_blocks_override = override
+
+
+def install() -> None:
+    """Wrap the function by the name under which the engine core imported it. Idempotent."""
+    from vllm.v1.engine import core
+
+    original = core.get_kv_cache_configs
+    if getattr(original, "_tiered_original", None) is not None:
+        return
+
+    @functools.wraps(original)
+    def get_kv_cache_configs(
+        vllm_config: Any, kv_cache_specs: list[Any], available_memory: list[int]
+    ) -> list[Any]:
+        return tiered_kv_cache_configs(original, vllm_config, kv_cache_specs, available_memory)
+
+    get_kv_cache_configs._tiered_original = original  # type: ignore[attr-defined]
+    core.get_kv_cache_configs = get_kv_cache_configs

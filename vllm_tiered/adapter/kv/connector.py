@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV connector that vLLM loads: a thin face over the scheduler's and the worker's side.
+
+Hooks of a step, in vLLM's order, and what happens at each:
+
+    scheduler   build_connector_meta      plan the step
+    worker      handle_preemptions        apply the plan, queue all copies (input is prepared now)
+                bind_connector_metadata   translate block tables inside the forward context
+                do_kv_cache_update (wrapped) / wait_for_layer_load   wait for the layer's pages
+                save_kv_layer             computed: what it wrote goes out, a later layer comes in
+                wait_for_save             filled tails go out
+"""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from vllm_tiered.adapter.kv import full_graphs
+from vllm_tiered.adapter.kv.load_errors import RecentSteps, RecomputeLog
+from vllm_tiered.adapter.kv.plan import plan_from_config, tiered_config
+from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler, gauges
+from vllm_tiered.adapter.kv.steps import StepReport
+from vllm_tiered.adapter.kv.worker import TieredWorker, announce
+from vllm_tiered.adapter.l2 import hooks as l2_hooks
+from vllm_tiered.adapter.telemetry.energy import EngineEnergy, open_energy
+from vllm_tiered.adapter.telemetry.metrics import TieredPromMetrics, TieredStats
+from vllm_tiered.adapter.telemetry.timeline import timeline_of
+from vllm_tiered.adapter.worker_hooks import take_use
+from vllm_tiered.config import TieredConfig
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.step_plan import StepPlan
+
+logger = logging.getLogger("vllm.tiered")
+
+
+TRACE_EVERY = 64
+"""Steps from one that the report tells layer by layer to the next."""
+
+
+class TieredConnector(KVConnectorBase_V1, SupportsHMA):
+    """Swaps the KV cache layer by layer. Steps aside (every hook returns) if none is ever far.
+
+    ``SupportsHMA`` keeps vLLM's grouping of layers as it is without a connector: models with
+    several groups are then refused by name instead of being served at reduced speed.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        plan = plan_from_config(vllm_config, kv_cache_config)
+        if plan is None:
+            raise ConfigError(
+                "TieredConnector was configured without the plugin: use --plugin tiered or "
+                'additional_config={"tiered": {...}} instead of kv_transfer_config'
+            )
+        parallel = vllm_config.parallel_config
+        config = tiered_config(vllm_config) or TieredConfig()
+        report_path = config.report.path
+        self._plan = plan
+        self._world_size = parallel.world_size
+        self._schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        self._is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._scheduler: TieredScheduler | None = None
+        self._worker: TieredWorker | None = None
+        self._energy: EngineEnergy | None = None
+        if role is KVConnectorRole.WORKER:
+            is_first = parallel.rank == 0
+            self._energy = open_energy(config.report.carbon_intensity)
+            if not plan.swaps:
+                announce(plan, FarHomes(), log=is_first)
+            else:
+                layers = vllm_config.compilation_config.static_forward_context
+                traces = report_path is not None and is_first
+                self._worker = TieredWorker(
+                    plan,
+                    layers,
+                    self._world_size,
+                    is_first=is_first,
+                    trace_every=TRACE_EVERY if traces else 0,
+                )
+                if vllm_config.compilation_config.cudagraph_mode:
+                    self._worker.full_graphs = full_graphs.watch(
+                        vllm_config, self._worker.stays_as_vllm, log=is_first
+                    )
+        elif plan.swaps:
+            self._scheduler = TieredScheduler(
+                plan,
+                self._world_size,
+                max_model_len=vllm_config.model_config.max_model_len,
+                max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+                timeline=timeline_of(vllm_config, plan, self._world_size, config.report),
+            )
+        elif report_path is not None:
+            logger.warning(
+                "tiered: report.path is set, but there is nothing to report: no layer is ever far"
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # nothing is handed to another engine
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return not extra_config.get(full_graphs.KEPT, False)
+
+    # Scheduler side ---------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler:
+            self._scheduler.bind(kv_cache_manager)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def on_new_request(self, request: Any) -> None:
+        """Abort what cannot be served: a session whose input is streamed, scheduled ahead.
+
+        Between turns vLLM drops a token that an asynchronous step may already have put into a
+        block, filled it and sent it out; going on in that block is not built.
+        """
+        if self._scheduler and request.resumable and self._schedules_ahead:
+            logger.error(
+                "tiered kv: request %s streams its input, which KV swapping supports only with "
+                "--no-async-scheduling: aborted",
+                request.request_id,
+            )
+            request.abort_immediately = True
+        elif self._scheduler:
+            self._scheduler.begin_request(request)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        return
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._scheduler:
+            return self._scheduler.build_metadata(scheduler_output)
+        return TieredMetadata(StepPlan())
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler:
+            self._scheduler.request_finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler and report is not None:
+            self._scheduler.report(report)
+
+    # Worker side ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker:
+            self._worker.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._energy:
+            self._energy.begin_step()
+        if self._worker:
+            assert isinstance(kv_connector_metadata, TieredMetadata)
+            self._worker.begin_step(
+                kv_connector_metadata.plan, kv_connector_metadata.planning_seconds
+            )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker:
+            # Model runner V2 has none in a step that computes nothing, or that is one graph.
+            self._worker.translate(
+                get_forward_context() if is_forward_context_available() else None
+            )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        if self._worker:
+            self._worker.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._worker:
+            self._worker.end_step()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_lost_blocks() if self._worker else set()
+
+    @property
+    def recent_steps(self) -> RecentSteps:
+        assert self._scheduler is not None
+        return self._scheduler.recent
+
+    @property
+    def recomputes(self) -> RecomputeLog | None:
+        """None if no layer is ever far."""
+        return self._scheduler.recomputes if self._scheduler else None
+
+    def recomputed(self, request_ids: set[str]) -> None:
+        """Requests are computed anew because blocks of theirs were lost."""
+        assert self._scheduler is not None
+        self._scheduler.recomputed(request_ids)
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        report = self._worker.take_report() if self._worker else None
+        if report is not None and self._energy:
+            report.joules, report.assumed_joules = self._energy.take_for_report()
+        return report
+
+    def shutdown(self) -> None:
+        if self._worker:
+            self._worker.close()
+            full_graphs.forget(self._vllm_config)
+        if self._scheduler:
+            self._scheduler.close()
+
+    # Metrics ----------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TieredStats | None:
+        if not self._is_scheduler:
+            stats = self._worker.take_stats() if self._worker else TieredStats()
+            energy = self._energy.take_use() if self._energy else {}
+            return TieredStats(data=stats.data | take_use() | l2_hooks.take_use() | energy)
+        if self._scheduler:
+            return self._scheduler.stats()
+        return gauges(self._plan, self._world_size)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
+        return TieredStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TieredPromMetrics:
+        return TieredPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

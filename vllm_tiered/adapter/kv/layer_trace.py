@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step in detail now and then: when each layer waited, computed and was copied (figure 4)."""
+
+from typing import Literal
+
+from vllm_tiered.devices.base import Event
+from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.report.records import LayerSpan, LayerTimeline
+
+
+class LayerTrace:
+    """Times of one step, in seconds of ``time.perf_counter``.
+
+    A layer computes from the end of its wait to the next layer's: the connector's hooks are around
+    its attention, and what comes between two attentions is counted to the first.
+    """
+
+    def __init__(self, swapper: Swapper, start: float) -> None:
+        self._swapper = swapper
+        self._start = start
+        self._waits: dict[int, tuple[float, float]] = {}
+        self._reads: dict[int, Event] = {}
+
+    def before_wait(self, layer: int) -> None:
+        event = self._swapper.pending_read(layer)
+        if event is not None:
+            self._reads[layer] = event
+
+    def waited(self, layer: int, begin: float, end: float) -> None:
+        """A layer is waited for twice, before its KV is written and before its attention."""
+        self._waits[layer] = (self._waits.get(layer, (begin, end))[0], end)
+
+    def finish(self, end: float) -> LayerTimeline | None:
+        """Copies that are still under way are left out. None if the step computed nothing."""
+        if not self._waits:
+            return None
+        layers = sorted(self._waits, key=lambda layer: self._waits[layer][0])
+        ends = [self._waits[layer][0] for layer in layers[1:]] + [end]
+        rotating = set(self._swapper.order.rotating)
+        return LayerTimeline(
+            step=self._swapper.num_steps,
+            time=0.0,  # the scheduler knows when the step was
+            layers=tuple(
+                self._span(layer, "rotating" if layer in rotating else "pinned", compute_end)
+                for layer, compute_end in zip(layers, ends, strict=True)
+            ),
+        )
+
+    def _span(
+        self, layer: int, role: Literal["pinned", "rotating"], compute_end: float
+    ) -> LayerSpan:
+        wait_start, wait_end = self._waits[layer]
+        read = self._copied(self._reads.get(layer))
+        write = self._copied(self._swapper.write_of(layer))
+        return LayerSpan(
+            layer=layer,
+            role=role,
+            compute_start=wait_end - self._start,
+            compute_end=compute_end - self._start,
+            wait_start=wait_start - self._start if layer in self._reads else None,
+            wait_end=wait_end - self._start if layer in self._reads else None,
+            read_start=read[0],
+            read_end=read[1],
+            write_start=write[0],
+            write_end=write[1],
+        )
+
+    def _copied(self, event: Event | None) -> tuple[float | None, float | None]:
+        """When the copy ran, where the device says so."""
+        began, ended = getattr(event, "began", 0.0), getattr(event, "ended", 0.0)
+        if not began or not ended:
+            return None, None
+        return began - self._start, ended - self._start

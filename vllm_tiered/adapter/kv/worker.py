@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's worker side: drives the swapper from vLLM's hooks around each layer."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from vllm_tiered.adapter.checks import check_attention
+from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
+from vllm_tiered.adapter.kv.full_graphs import FullGraphs
+from vllm_tiered.adapter.kv.layer_trace import LayerTrace
+from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
+from vllm_tiered.adapter.kv.steps import StepReport
+from vllm_tiered.adapter.kv.translation import Translator
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry.metrics import TieredStats, page_errors_metric
+from vllm_tiered.devices.base import Direction, LinkUse, PageBuffer
+from vllm_tiered.errors import IntegrityError, UnsupportedError
+from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.step_plan import StepPlan
+from vllm_tiered.kv.swapper import Swapper
+
+logger = logging.getLogger("vllm.tiered")
+
+
+class TieredWorker:
+    """Owns the swapper of one rank.
+
+    Args:
+        plan: what was configured; it swaps, now or when the load asks for it.
+        layers: vLLM's attention layers by name (the static forward context).
+        world_size: ranks, which share the far budget.
+        is_first: this rank logs what was taken over.
+        trace_every: steps from one that is told layer by layer to the next; 0 for none. A step
+            that is one CUDA graph has no layers to tell of.
+
+    Attributes:
+        full_graphs: what must be taken from the model runner before a page moves; None without
+            CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        plan: KvPlan,
+        layers: dict[str, Any],
+        world_size: int,
+        *,
+        is_first: bool = True,
+        trace_every: int = 0,
+    ) -> None:
+        self._plan = plan
+        self._world_size = world_size
+        self._is_first = is_first
+        self._trace_every = trace_every
+        self._trace: LayerTrace | None = None
+        self._layers = layers
+        self._device = make_device()
+        self.swapper: Swapper
+        self.full_graphs: FullGraphs | None = None
+        self._translator: Translator | DeviceTranslator | None = None
+        self._translates = False
+        self._is_translated = False  # the step before, or this one
+        self._layer_of: dict[str, int] = {}  # layers that may be far
+        self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
+        self._rotating: dict[str, int] = {}
+        self._to_come: Container[int] = ()  # layers that this step has to wait for
+        self._report: StepReport | None = None
+        self._lost: set[int] = set()
+        self._step_start = 0.0
+        self._outer_error: BaseException | None = None  # handled around the step
+        self._bookkeeping_seconds = 0.0
+        self._wait_seconds = 0.0
+        self._stall_before = 0.0
+        self._use_before = {direction: LinkUse() for direction in Direction}
+        self._stats = TieredStats()
+        self._gauges: dict[str, int] = {}
+        self._errors_before = self._device.page_errors()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make vLLM's allocation the page pool, and give every layer a view of all of it.
+
+        Raises:
+            UnsupportedError: the views are not whole pages one after the other, or an attention
+                backend's block tables cannot be translated.
+            BudgetError: the far tier does not have the memory.
+        """
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        names = sorted(kv_caches, key=extract_layer_index)
+        geometry, near_pages = self._plan.geometry, self._plan.near_pages
+        if len(names) != geometry.num_layers:
+            raise UnsupportedError(
+                f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
+                "share another layer's KV cache are not supported; set kv.enabled=false"
+            )
+        check_attention(self._layers[name] for name in names)
+        view = kv_caches[names[0]]
+        if view.stride(0) * view.element_size() != geometry.page_bytes or any(
+            self._layers[name].kv_cache.shape != view.shape for name in names
+        ):
+            raise UnsupportedError(
+                f"KV pages are not contiguous: stride {view.stride(0) * view.element_size()} of "
+                f"{geometry.page_bytes} bytes, shape {tuple(view.shape)}, kernels see "
+                f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another "
+                "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
+            )
+        # Only now: what "auto" may take is half of what the near pages have left.
+        homes = far_homes(self._plan, self._world_size)
+        announce(self._plan, homes, log=self._is_first)
+        far_bytes, storage_bytes = self._plan.bytes_in(homes)
+        self._gauges = {
+            "kv_far_bytes": far_bytes * self._world_size,
+            "kv_storage_bytes": storage_bytes * self._world_size,
+        }
+        near = view.new_empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+        self.swapper = Swapper(
+            order=self._plan.order,
+            num_blocks=self._plan.num_blocks,
+            near=PageBuffer(near.view(near_pages, geometry.page_bytes)),
+            device=self._device,
+            far_layers=self._plan.far_layers,
+            homes=homes,
+            orders=self._plan.orders,
+            granted=self._plan.granted_blocks,
+        )
+        self._translator = make_translator(
+            self.swapper.table.pages, names, geometry.block_tokens, view.device
+        )
+        self._pool_view = view.as_strided((near_pages, *view.shape[1:]), view.stride(), 0)
+        self._names = names
+        self._layer_of = {names[layer]: layer for layer in sorted(self._plan.far_layers)}
+        self._waits_here = {
+            name: layer
+            for name, layer in self._layer_of.items()
+            if not self._wait_before_update(self._layers[name].impl, layer)
+        }
+        self._follow_level()
+
+    def _follow_level(self) -> None:
+        """Give every layer the view that the present layout asks for.
+
+        As long as no layer was ever far, block b of a layer is where vLLM would have it: each
+        layer sees its own pages, and nothing is translated.
+        """
+        rotating = set(self.swapper.order.rotating)
+        self._rotating = {n: layer for n, layer in self._layer_of.items() if layer in rotating}
+        self._far_layers = self.swapper.order.far_layers
+        self._translates = not self.swapper.is_laid_out_as_vllm
+        own_pages = len(self._pool_view) // len(self._names)
+        for layer, name in enumerate(self._names):
+            if self._translates:
+                self._layers[name].kv_cache = self._pool_view
+            else:
+                own = self._pool_view[layer * own_pages : (layer + 1) * own_pages]
+                self._layers[name].kv_cache = own
+
+    def stays_as_vllm(self, plan: StepPlan) -> bool:
+        """Whether nothing will be translated in the step of this plan."""
+        return self.swapper.will_be_laid_out_as_vllm(plan)
+
+    # vLLM's hooks, in the order of a step ------------------------------------------------
+
+    def begin_step(self, plan: StepPlan, planning_seconds: float = 0.0) -> None:
+        """Apply the plan.
+
+        Raises:
+            IntegrityError: a page moved, and a CUDA graph that does not know may be replayed; or
+                the plan does not fit the pages.
+        """
+        start = time.perf_counter()
+        self._step_start = start
+        self._outer_error = sys.exception()
+        if self._trace_every and self.swapper.num_steps % self._trace_every == 0:
+            self._trace = LayerTrace(self.swapper, start)
+        self.swapper.begin_step(plan)
+        if self.full_graphs and not self.swapper.is_laid_out_as_vllm:
+            self.full_graphs.check_taken()
+        if (
+            self.swapper.order.far_layers != self._far_layers
+            or self.swapper.is_laid_out_as_vllm == self._translates
+        ):
+            self._follow_level()
+        self._to_come = self.swapper.layers_to_come
+        self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
+
+    def translate(self, forward_context: Any) -> None:
+        """Give the layers their block tables.
+
+        No ``forward_context``: nothing is computed, or all of it by one CUDA graph, which there is
+        only while there is nothing to translate.
+
+        Raises:
+            IntegrityError: such a graph is to be replayed, and would not see the translation.
+        """
+        was_translated, self._is_translated = self._is_translated, False
+        if forward_context is None or forward_context.attn_metadata is None or not self._translates:
+            return
+        if forward_context.cudagraph_runtime_mode.name == "FULL":
+            raise IntegrityError("a CUDA graph of a whole step is chosen, whose KV pages moved")
+        assert self._translator is not None
+        start = time.perf_counter()
+        # What the translator has is of the last step that it saw.
+        keeps_pages = was_translated and self.swapper.keeps_pages
+        self._translator.translate(forward_context, keeps_pages=keeps_pages)
+        self._is_translated = True
+        self._bookkeeping_seconds += time.perf_counter() - start
+
+    def wait_layer(self, layer_name: str) -> None:
+        if self._trace:
+            self._traced_wait(self._names.index(layer_name))
+        elif (layer := self._waits_here.get(layer_name)) is not None and layer in self._to_come:
+            self._wait(layer)
+
+    def layer_done(self, layer_name: str) -> None:
+        layer = self._rotating.get(layer_name)
+        if layer is None:
+            return
+        start = time.perf_counter()
+        self.swapper.layer_done(layer)
+        self._bookkeeping_seconds += time.perf_counter() - start
+
+    def end_step(self) -> None:
+        error = sys.exception()
+        if error is not None and error is not self._outer_error:
+            # vLLM ends a step also when its forward has raised, or a signal came. That is what its
+            # caller is to hear of, not that layers were left out.
+            self.swapper.abandon(error)
+            return
+        start = time.perf_counter()
+        self.swapper.end_step()
+        end = time.perf_counter()
+        self._bookkeeping_seconds += end - start
+        self._lost = self.swapper.take_lost()
+        self._count(step_seconds=end - self._step_start)
+
+    def take_stats(self) -> TieredStats:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, TieredStats()
+        return stats
+
+    def take_lost_blocks(self) -> set[int]:
+        """Blocks of which a page did not arrive intact in the last step."""
+        return self._lost
+
+    def take_report(self) -> StepReport | None:
+        """What the last step took."""
+        report, self._report = self._report, None
+        return report
+
+    def close(self) -> None:
+        self._device.close()
+
+    def _wait_before_update(self, impl: Any, layer: int) -> bool:
+        """vLLM writes a layer's new KV before it asks the connector to wait for the layer.
+
+        Returns:
+            False if the attention call writes the KV itself, after the connector's wait.
+        """
+        update: Callable[..., Any] | None = getattr(impl, "do_kv_cache_update", None)
+        if update is None:
+            return False
+
+        def do_kv_cache_update(*args: Any, **kwargs: Any) -> Any:
+            if self._trace:
+                self._traced_wait(layer)
+            elif layer in self._to_come:
+                self._wait(layer)
+            return update(*args, **kwargs)
+
+        impl.do_kv_cache_update = do_kv_cache_update
+        return True
+
+    def _wait(self, layer: int) -> None:
+        start = time.perf_counter()
+        self.swapper.wait_layer(layer)
+        self._wait_seconds += time.perf_counter() - start
+
+    def _traced_wait(self, layer: int) -> None:
+        assert self._trace is not None
+        self._trace.before_wait(layer)
+        begin = time.perf_counter()
+        self.swapper.wait_layer(layer)
+        self._trace.waited(layer, begin, time.perf_counter())
+
+    def _count(self, *, step_seconds: float) -> None:
+        stall_seconds = self.swapper.stall_seconds - self._stall_before
+        # What a wait takes beside the standstill is bookkeeping too; traced waits are not timed.
+        waiting_seconds = max(0.0, self._wait_seconds - stall_seconds)
+        self._wait_seconds = 0.0
+        # Counters that did not move are left out: where no layer is far most do not.
+        data: dict[str, Any] = {
+            "kv_steps": 1,
+            "kv_step_seconds": step_seconds,
+            "kv_bookkeeping_seconds": self._bookkeeping_seconds + waiting_seconds,
+            **self._gauges,
+        }
+        if stall_seconds:
+            data["kv_stall_seconds"] = stall_seconds
+        if self._lost:
+            data["kv_lost_blocks"] = len(self._lost)
+        errors = self._device.page_errors()
+        if errors != self._errors_before:
+            for kind, count in errors.items():
+                data[page_errors_metric(kind)] = count - self._errors_before[kind]
+            self._errors_before = errors
+        self._stall_before = self.swapper.stall_seconds
+        report = self._report = StepReport(stall_seconds=stall_seconds)
+        for direction, before in self._use_before.items():
+            use = self._device.use(direction)
+            if use == before:
+                continue
+            num_bytes = use.num_bytes - before.num_bytes
+            seconds = use.busy_seconds - before.busy_seconds
+            data[f"kv_{direction.value}_bytes"] = num_bytes
+            data[f"kv_{direction.value}_seconds"] = seconds
+            self._use_before[direction] = use
+            if direction is Direction.READ:
+                report.read_bytes, report.read_seconds = num_bytes, seconds
+            else:
+                report.write_bytes, report.write_seconds = num_bytes, seconds
+        self._stats.aggregate(TieredStats(data=data))
+        if self._trace:
+            layers = self._trace.finish(self._step_start + step_seconds)
+            self._report.layers += [] if layers is None else [layers]
+            self._trace = None
+
+
+def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
+    """Publish the manifest of this process; one rank logs it."""
+    stated = manifest.Manifest.of(plan, homes)
+    manifest.publish(stated)
+    if log:
+        logger.info("%s", stated.describe())

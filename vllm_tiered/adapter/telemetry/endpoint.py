@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GET /tiered on vLLM's API server: what was taken over, and the bytes per tier (the manifest).
+
+The manifest is made in the worker processes. The server asks them with `collective_rpc`, the way
+vLLM's own handlers reach the engine, for a method that `install` adds to the worker class: a method
+name travels between processes, a function would need vLLM's insecure serialisation.
+
+vLLM serves an endpoint plugin only when VLLM_PLUGINS names it. Switching the plugin on with
+`--plugin tiered` names it just as plainly, so then the route is added as well. VLLM_PLUGINS itself
+is left alone: it is one list for every kind of plugin, and setting it would drop platform plugins
+and open other packages' routes.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered import __version__
+from vllm_tiered.adapter.compat import wrap_once
+from vllm_tiered.config import ROOT_KEY
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+
+logger = logging.getLogger("vllm.tiered")  # inside the hierarchy that vLLM configures
+
+PATH = "/tiered"
+WORKER_METHOD = "tiered_manifest"
+_TIMEOUT_S = 10.0
+
+_announced = False
+
+
+class TieredEndpoint:
+    """The route, as vLLM's `EndpointPlugin` protocol wants it."""
+
+    name = ROOT_KEY
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: "FastAPI") -> None:
+        from fastapi import Request
+        from fastapi.responses import JSONResponse
+
+        async def tiered(request: Request) -> JSONResponse:
+            """What vllm-tiered took over, per worker, and the bytes per tier."""
+            return JSONResponse(await _manifests(request.app.state.tiered_engine_client))
+
+        app.add_api_route(PATH, tiered, methods=["GET"])
+
+    async def init_state(
+        self, engine_client: "EngineClient | None", state: "State", args: "Namespace"
+    ) -> None:
+        state.tiered_engine_client = engine_client
+
+
+def make_endpoint_plugin() -> TieredEndpoint:
+    """Factory for the entry point group `vllm.endpoint_plugins`."""
+    return TieredEndpoint()
+
+
+def install() -> None:
+    """Give workers the method the route asks for, and servers the route once it is announced."""
+    import vllm.plugins
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if not hasattr(WorkerBase, WORKER_METHOD):
+        setattr(WorkerBase, WORKER_METHOD, _worker_manifest)
+    wrap_once(vllm.plugins, "load_endpoint_plugins", _load_endpoint_plugins)
+
+
+def announce() -> None:
+    """An engine of this process was configured with the plugin on: its server serves the route."""
+    global _announced
+    _announced = True
+
+
+def _load_endpoint_plugins(original: Any, *args: Any, **kwargs: Any) -> Any:
+    plugins = original(*args, **kwargs)
+    if _announced and all(plugin.name != ROOT_KEY for plugin in plugins):
+        logger.info("tiered: serving GET %s, because the plugin is switched on", PATH)
+        plugins.append(make_endpoint_plugin())
+    return plugins
+
+
+def _worker_manifest(worker: Any) -> dict[str, Any] | None:
+    """The manifest of a worker process, or None when nothing was taken over in it."""
+    from vllm_tiered.adapter.telemetry import manifest
+
+    return manifest.current()
+
+
+async def _manifests(engine_client: Any) -> dict[str, Any]:
+    """The answer: our version, the configuration in force, and one manifest per rank."""
+    manifests = await engine_client.collective_rpc(WORKER_METHOD, timeout=_TIMEOUT_S)
+    return {
+        "version": __version__,
+        "config": engine_client.vllm_config.additional_config.get(ROOT_KEY),
+        "workers": [manifest for manifest in manifests if manifest is not None],
+    }

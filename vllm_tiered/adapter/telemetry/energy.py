@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's rank draws, for ``/metrics``, the report and the log."""
+
+import logging
+from typing import Any
+
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.energy.carbon import DRAM_WATTS_PER_GB, SSD_WATTS, grams_co2e
+from vllm_tiered.energy.power import Known, PowerMeter, open_meter
+
+logger = logging.getLogger("vllm.tiered")
+
+PARTS = ("cpu", "dram", "gpu", "ssd")
+
+
+class EngineEnergy:
+    """Joules and grams of one rank, step by step.
+
+    Args:
+        carbon_intensity: of the grid, in gCO2e per kWh.
+        log: this rank says how each part is known.
+    """
+
+    def __init__(self, meter: PowerMeter, carbon_intensity: float, *, log: bool) -> None:
+        self._meter = meter
+        self._carbon_intensity = carbon_intensity
+        self._for_report = (0.0, 0.0)
+        if log:
+            parts = ", ".join(f"{part} {how}" for part, how in labels(meter).items())
+            logger.info("tiered energy: %s; at %g gCO2e per kWh", parts, carbon_intensity)
+
+    def begin_step(self) -> None:
+        self._meter.begin()
+
+    def take_use(self) -> dict[str, float]:
+        """What was drawn since the last call, by metric; empty if nothing was read since."""
+        drawn = self._meter.take()
+        if drawn is None:
+            return {}
+        joules, assumed = self._for_report
+        self._for_report = (joules + drawn.total, assumed + drawn.assumed_joules)
+        return {
+            "energy_joules": drawn.total,
+            "energy_assumed_joules": drawn.assumed_joules,
+            "co2e_grams": grams_co2e(drawn.total, self._carbon_intensity),
+        }
+
+    def take_for_report(self) -> tuple[float, float]:
+        """Joules that :meth:`take_use` gave since the last call: all, and those assumed."""
+        joules, self._for_report = self._for_report, (0.0, 0.0)
+        return joules
+
+
+def open_energy(carbon_intensity: float) -> EngineEnergy:
+    """The meter of this process's rank, which vLLM's parallel groups know by now."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    return EngineEnergy(
+        _meter(is_first=group.local_rank == 0), carbon_intensity, log=not group.rank
+    )
+
+
+def labels(meter: PowerMeter | None = None) -> dict[str, str]:
+    """How each part is known, by a meter or else by one that is opened for the answer."""
+    meter = meter or _meter(is_first=True)
+    stated = {}
+    for part in PARTS:
+        known = meter.labels.get(part, Known.NOT_COUNTED).value
+        reason = meter.reasons.get(part)
+        stated[part] = f"{known} ({reason})" if reason else known
+    return stated
+
+
+def _meter(*, is_first: bool) -> PowerMeter:
+    return open_meter(
+        dram_watts_per_gb=DRAM_WATTS_PER_GB,
+        ssd_watts=lambda: SSD_WATTS if manifest.uses_storage() else 0.0,
+        is_first=is_first,
+        **_gpus(),
+    )
+
+
+def _gpus() -> dict[str, Any]:
+    """This rank's GPU, if it computes on one. The scheduler's process must not wake it."""
+    import torch
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    from vllm.third_party import pynvml
+
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return {"nvml": pynvml, "gpu_uuids": [f"GPU-{uuid}"]}

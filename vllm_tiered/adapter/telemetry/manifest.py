@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin took over, stated once at start, in the log and at ``/tiered``."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_tiered.adapter.kv.plan import KvPlan
+from vllm_tiered.config import FfnConfig
+from vllm_tiered.ffn.layout import Precision, bundle_bytes
+from vllm_tiered.ffn.runtime import FfnRuntime
+from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.layout import expansion_of
+from vllm_tiered.l2.trial import Measured
+from vllm_tiered.units import format_bytes
+from vllm_tiered.weights.placement import Placement
+
+_current: "Manifest | None" = None
+_weights: "WeightsManifest | None" = None
+_ffn: "FfnManifest | None" = None
+_l2: "L2Manifest | None" = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The KV subsystem of one rank; bytes are this rank's.
+
+    Attributes:
+        active: False when the plugin stepped aside (no far layer, at any level).
+        expansion: at the start.
+        max_expansion: to which it may grow; the same if it is fixed.
+        far_layers: the paper's m, at the start.
+        max_far_layers: to which it may grow.
+        rotating_layers: layers that pass through staging areas at the start, ascending.
+        num_blocks: logical KV blocks, without vLLM's null block.
+        far_bytes, storage_bytes: of far pages, in memory and in a file.
+        tier: as configured; with "storage" the file may be empty, if memory holds all far pages.
+    """
+
+    active: bool
+    policy: str
+    expansion: float
+    max_expansion: float
+    num_layers: int
+    far_layers: int
+    max_far_layers: int
+    rotating_layers: tuple[int, ...]
+    staging_areas: int
+    num_blocks: int
+    block_tokens: int
+    page_bytes: int
+    near_bytes: int
+    far_bytes: int
+    storage_bytes: int
+    tier: str
+
+    @classmethod
+    def of(cls, plan: KvPlan, homes: FarHomes) -> "Manifest":
+        geometry = plan.geometry
+        far_bytes, storage_bytes = plan.bytes_in(homes)
+        return cls(
+            active=plan.swaps,
+            policy=plan.config.policy,
+            expansion=plan.expansion,
+            max_expansion=expansion_of(geometry.num_layers, plan.max_far_layers),
+            num_layers=geometry.num_layers,
+            far_layers=plan.order.far_layers,
+            max_far_layers=plan.max_far_layers,
+            rotating_layers=plan.order.rotating,
+            staging_areas=geometry.areas,
+            num_blocks=plan.num_blocks - 1,
+            block_tokens=geometry.block_tokens,
+            page_bytes=geometry.page_bytes,
+            near_bytes=plan.near_bytes,
+            far_bytes=far_bytes,
+            storage_bytes=storage_bytes,
+            tier=plan.config.tier,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"kv": asdict(self) | {"rotating_layers": list(self.rotating_layers)}}
+
+    def describe(self) -> str:
+        """The log line."""
+        if not self.active:
+            return (
+                "tiered kv: steps aside (expansion 1: no far layer); vLLM's own KV cache of "
+                f"{self.num_blocks} blocks, {format_bytes(self.near_bytes)}"
+            )
+        if self.max_far_layers > self.far_layers:
+            far = f"0 to {self.max_far_layers} far, expansion 1 to {self.max_expansion:.2f}"
+            far += " as the load asks for it: up to"
+        else:
+            far = f"{self.far_layers} far, expansion {self.expansion:.2f}:"
+        return (
+            f"tiered kv: took over {self.num_layers} layers ({self.policy}), {far} "
+            f"{self.num_blocks} blocks of "
+            f"{self.block_tokens} tokens on {format_bytes(self.near_bytes)} near memory, "
+            f"{format_bytes(self.far_bytes)} far memory{self._storage()} per rank"
+        )
+
+    def _storage(self) -> str:
+        if self.storage_bytes:
+            return f" and {format_bytes(self.storage_bytes)} in a file"
+        if self.tier == "storage":
+            return " (kv.far_gib holds all far pages: no file in kv.path)"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsManifest:
+    """The layers' weights of one rank; bytes are this rank's.
+
+    Attributes:
+        near_bytes: of parameters that stay near.
+        ring_bytes: of the staging slots, near memory too.
+        ahead: far sublayers on their way there while one computes.
+        far_sublayers: that have parameters elsewhere than near, of ``num_sublayers``.
+        far_bytes, storage_bytes: in far memory, and in a file.
+        compress: what matrices are kept in: "int4", or "none" for the checkpoint's own dtype.
+    """
+
+    placement: str
+    num_sublayers: int
+    far_sublayers: int
+    near_bytes: int
+    ring_bytes: int
+    ahead: int
+    far_bytes: int
+    storage_bytes: int
+    compress: str
+
+    @classmethod
+    def of(cls, placement: Placement, compress: str) -> "WeightsManifest":
+        return cls(
+            placement=placement.policy,
+            num_sublayers=len(placement.sublayers),
+            far_sublayers=len(placement.extents),
+            near_bytes=placement.resident_bytes,
+            ring_bytes=placement.ring_bytes,
+            ahead=placement.ahead,
+            far_bytes=placement.far_bytes,
+            storage_bytes=placement.storage_bytes,
+            compress=compress,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"weights": asdict(self)}
+
+    def describe(self) -> str:
+        """The log line."""
+        compressed = "" if self.compress == "none" else f", matrices in {self.compress}"
+        if not self.far_sublayers:
+            return (
+                f"tiered weights: {self.placement} keeps all {format_bytes(self.near_bytes)} of "
+                f"the layers near{compressed}: nothing is far"
+            )
+        stored = f", {format_bytes(self.storage_bytes)} stored" if self.storage_bytes else ""
+        return (
+            f"tiered weights: took over {self.far_sublayers} of {self.num_sublayers} sublayers "
+            f"({self.placement}{compressed}): {format_bytes(self.near_bytes)} of the layers stay "
+            f"near, {format_bytes(self.far_bytes)} are far{stored} and pass through "
+            f"{format_bytes(self.ring_bytes)} of staging slots, {self.ahead} ahead, per rank"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FfnManifest:
+    """The layers' FFN of one rank; bytes are this rank's.
+
+    Attributes:
+        mix: shares of the neurons by precision; None if all are computed in full.
+        predictor: what ranks them; None if nothing does.
+        cache: which neurons stay near.
+        cache_rows: neurons that a layer's regions hold, by precision.
+        near_bytes: of regions, staging, tables and predictors.
+        dense_bytes: what the layers' FFN weights would take.
+    """
+
+    store: str
+    num_layers: int
+    neurons: int
+    mix: tuple[float, float, float] | None
+    predictor: str | None
+    cache: str
+    cache_rows: dict[str, int]
+    near_bytes: int
+    far_layers: int
+    far_bytes: int
+    dense_bytes: int
+
+    @classmethod
+    def of(cls, runtime: FfnRuntime, config: FfnConfig) -> "FfnManifest":
+        plan = runtime.plan
+        return cls(
+            store=str(config.store),
+            num_layers=plan.shape.num_layers,
+            neurons=plan.shape.neurons,
+            mix=None if plan.mix is None else plan.mix.shares,
+            predictor=runtime.predictor,
+            cache=config.cache,
+            cache_rows={precision.value: rows for precision, rows in plan.rows.items()},
+            near_bytes=plan.near_bytes,
+            far_layers=plan.far_layers,
+            far_bytes=plan.far_bytes,
+            dense_bytes=plan.shape.num_layers
+            * plan.shape.neurons
+            * bundle_bytes(plan.shape, Precision.FULL),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        stated = asdict(self)
+        return {"ffn": stated | {"mix": None if self.mix is None else list(self.mix)}}
+
+    def describe(self) -> str:
+        """The log line."""
+        if self.mix is None:
+            what = "every neuron in full precision"
+        else:
+            shares = ", ".join(f"{share:.0%}" for share in self.mix)
+            what = f"{shares} of the neurons in full, 8 and 4 bit by {self.predictor}"
+        rows = ", ".join(f"{count} {name}" for name, count in self.cache_rows.items())
+        far = f"{self.far_layers} layers ({format_bytes(self.far_bytes)})"
+        return (
+            f"tiered ffn: took over {self.num_layers} layers of {self.neurons} neurons, {what}; "
+            f"{format_bytes(self.near_bytes)} near ({rows} a layer, {self.cache}) instead of "
+            f"{format_bytes(self.dense_bytes)}, {far} far, the rest read from {self.store}, "
+            "per rank"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class L2Manifest:
+    """Prefetches behind all-reduces of one rank; bytes are this rank's.
+
+    Attributes:
+        prefetch: as configured.
+        why_not: why nothing is prefetched; None if something may be.
+        budget_bytes: of the prefetches behind one all-reduce.
+        num_weights, weight_bytes: that a step prefetches.
+        num_attentions: of which a step prefetches the KV.
+        num_hidden: weights in reach that are packed behind a handle; None if the graph came out of
+            the compile cache, and the pass did not see it.
+        spare_cpus: that no rank computes on, for the prefetching thread; None on a GPU.
+        verdicts: what "auto" measured, by batch size.
+    """
+
+    prefetch: str
+    why_not: str | None = None
+    budget_bytes: int = 0
+    num_weights: int = 0
+    weight_bytes: int = 0
+    num_attentions: int = 0
+    num_hidden: int | None = None
+    spare_cpus: int | None = 0
+    verdicts: tuple[Measured, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether prefetches may happen; with "auto" the verdicts say for which batches."""
+        return self.why_not is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        verdicts = [
+            asdict(found) | {"ratio": found.ratio, "kept": found.is_kept} for found in self.verdicts
+        ]
+        return {"l2": asdict(self) | {"active": self.active, "verdicts": verdicts}}
+
+    def describe(self) -> str:
+        """The log line."""
+        if not self.active:
+            return f"tiered l2: prefetches nothing: {self.why_not}"
+        threads = "a core of its own" if self.spare_cpus else "the rank's own core"
+        if self.spare_cpus is None:
+            threads = "a stream of its own"
+        decided = (
+            "measured at start whether it stays on" if self.prefetch == "auto" else "always on"
+        )
+        return (
+            f"tiered l2: behind all-reduces a step prefetches {self.num_weights} weights "
+            f"({format_bytes(self.weight_bytes)}) and the KV of {self.num_attentions} layers, "
+            f"{format_bytes(self.budget_bytes)} at a time at most, from {threads}, per rank; "
+            f"{decided}"
+        )
+
+
+def publish_l2(manifest: L2Manifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _l2
+    _l2 = manifest
+
+
+def publish_ffn(manifest: FfnManifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _ffn
+    _ffn = manifest
+
+
+def publish_weights(manifest: WeightsManifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _weights
+    _weights = manifest
+
+
+def publish(manifest: Manifest | None) -> None:
+    """Make ``manifest`` the one that :func:`current` returns in this process."""
+    global _current
+    _current = manifest
+
+
+def uses_storage() -> bool:
+    """Whether something of this process's engine is read from or written to a disk."""
+    placed = (_current, _weights)
+    return _ffn is not None or any(part is not None and part.storage_bytes > 0 for part in placed)
+
+
+def published() -> Manifest | None:
+    """This process's manifest as it is; None where no engine worker runs."""
+    return _current
+
+
+def current() -> dict[str, Any] | None:
+    """The same, JSON-safe."""
+    stated = [part.to_dict() for part in (_current, _weights, _ffn, _l2) if part]
+    return {key: value for part in stated for key, value in part.items()} or None

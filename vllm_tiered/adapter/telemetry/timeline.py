@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what the scheduler sees to the file that ``vllm-tiered report`` reads."""
+
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import vllm_tiered
+from vllm_tiered.adapter import compat
+from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
+from vllm_tiered.adapter.kv.steps import Step
+from vllm_tiered.adapter.telemetry import energy, manifest
+from vllm_tiered.adapter.telemetry.manifest import Manifest
+from vllm_tiered.config import ReportConfig
+from vllm_tiered.kv.block_limit import ElasticBlocks
+from vllm_tiered.kv.layout import expansion_of
+from vllm_tiered.report.records import Header, Machine, StepSample
+from vllm_tiered.report.writer import TimelineWriter
+
+
+class Timeline:
+    """One engine's timeline, from its start.
+
+    Args:
+        path: of the file.
+        plan: what was configured.
+        model: as the engine names it.
+        world_size: ranks, whose bytes are added.
+        carbon_intensity: of the grid, in gCO2e per kWh.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(
+        self, path: str, plan: KvPlan, model: str, world_size: int, carbon_intensity: float
+    ) -> None:
+        self._start = time.perf_counter()
+        self._plan = plan
+        # A worker in this process knows where far pages are; else what it will find is guessed.
+        stated = manifest.published() or Manifest.of(plan, far_homes(plan, world_size))
+        self._writer = TimelineWriter(
+            path,
+            Header(
+                vllm_tiered=vllm_tiered.__version__,
+                vllm=compat.vllm_version() or "unknown",
+                model=model,
+                started=datetime.now(UTC).isoformat(timespec="seconds"),
+                num_layers=plan.geometry.num_layers,
+                block_tokens=plan.geometry.block_tokens,
+                num_blocks=plan.num_blocks - 1,
+                near_bytes=plan.near_bytes * world_size,
+                far_bytes=stated.far_bytes * world_size,
+                storage_bytes=stated.storage_bytes * world_size,
+                machine=Machine.here(),
+                carbon_intensity=carbon_intensity,
+                manifest=stated.to_dict() | {"energy": energy.labels()},
+            ),
+        )
+
+    def step(self, step: Step, elastic: ElasticBlocks, far_layers: int) -> None:
+        """A step is over."""
+        report = step.report
+        begin = step.end - step.seconds - self._start
+        at_level = min(elastic.usable_blocks, elastic.geometry.block_limit(0))
+        self._writer.step(
+            StepSample(
+                time=step.end - self._start,
+                seconds=step.seconds,
+                tokens=step.tokens,
+                stall_seconds=report.stall_seconds,
+                read_seconds=report.read_seconds,
+                read_bytes=report.read_bytes,
+                write_seconds=report.write_seconds,
+                write_bytes=report.write_bytes,
+                joules=report.joules,
+                assumed_joules=report.assumed_joules,
+                far_layers=far_layers,
+                expansion=expansion_of(self._plan.geometry.num_layers, far_layers),
+                granted_blocks=elastic.granted_blocks,
+                withheld_blocks=max(0, at_level - elastic.granted_blocks),
+                used_blocks=step.used_blocks,
+                tail_slots=elastic.tail_slots,
+                num_running=step.num_running,
+                num_waiting=step.num_waiting,
+                num_preempted=step.num_preempted,
+            )
+        )
+        for layers in report.layers:
+            self._writer.layers(replace(layers, time=begin))
+
+    def event(self, kind: str, text: str) -> None:
+        self._writer.event(time.perf_counter() - self._start, kind, text)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def timeline_of(
+    vllm_config: Any, plan: KvPlan, world_size: int, report: ReportConfig
+) -> Timeline | None:
+    """The timeline if ``report.path`` asks for one."""
+    if report.path is None:
+        return None
+    model = str(vllm_config.model_config.model)
+    return Timeline(report.path, plan, model, world_size, report.carbon_intensity)

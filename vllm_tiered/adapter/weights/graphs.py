@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs and compiled code around far weights.
+
+A captured graph repeats what the GPU was given, and no Python: a copy that the ring queued while it
+was captured would be queued once for ever, and at every replay overwrite a slot. So the two calls
+of a module with far parameters are where vLLM cuts the graph, as attention is, and each product is
+a piece of its own; the slots' addresses, which it keeps, never change:
+
+    captured    ... norm │                │ product │                         │ product │ ...
+    Python               │ wait_prefetch  │         │ start_prefetch,         │
+                         │                │         │ attention, wait_prefetch│
+"""
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from xxhash import xxh3_64_hexdigest
+
+from vllm_tiered.adapter import cuda_graphs
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.weights.placement import Placement
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.tiered")
+
+CUTS = ("vllm::wait_prefetch", "vllm::start_prefetch")
+"""vLLM's ops for offloaders, as its splitting_ops name them."""
+
+PLACEMENT_KEY = "tiered_placement"
+
+
+def cut_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
+    """Let vLLM capture between the waits for weights, or nothing; one log line says which.
+
+    Only pieces are captured: no graph of a whole step, as vLLM would have for decode steps.
+    """
+    compilation = vllm_config.compilation_config
+    before = compilation.cudagraph_mode
+    if not before:
+        return
+    reason = _why_none(config, compilation)
+    if reason is not None:
+        cuda_graphs.leave_out(compilation)
+        logger.warning("tiered weights: no CUDA graphs (%s would be captured): %s", before, reason)
+        return
+    cuda_graphs.cut_at(CUTS, compilation)
+    logger.info(
+        "tiered weights: CUDA graphs are PIECEWISE (%s without far weights), cut where sublayers "
+        "wait for their weights",
+        before,
+    )
+
+
+def _why_none(config: WeightsConfig, compilation: Any) -> str | None:
+    """Why no graph can be captured, and what would change that; None if pieces can be."""
+    if config.storage_path is not None:
+        return (
+            "threads read weights.storage_path while the model runs, and CUDA lets no other thread "
+            "wait for the GPU during a capture; leave weights.storage_path out"
+        )
+    if compilation.use_inductor_graph_partition:
+        return "graphs are cut before Inductor only; leave use_inductor_graph_partition out"
+    return cuda_graphs.why_uncut(compilation)
+
+
+def check_not_captured() -> None:
+    """Raises IntegrityError in a capture: what is called from here would not be repeated."""
+    if torch.cuda.is_current_stream_capturing():
+        raise IntegrityError(
+            "a CUDA graph is captured around a wait for far weights, which its replays would not "
+            "repeat: start with --enforce-eager, and report it"
+        )
+
+
+def remember_placement(placement: Placement) -> None:
+    """Into the key of vLLM's compiled code: which modules wait follows from the placement, and that
+    not from the configuration alone where it was measured."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None or not isinstance(vllm_config.additional_config, dict):
+        return
+    names = [[[p.name for p in part] for part in staged] for staged in placement.staged]
+    digest = xxh3_64_hexdigest(json.dumps(names).encode())
+    vllm_config.additional_config[PLACEMENT_KEY] = digest

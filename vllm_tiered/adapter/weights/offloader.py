@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far weights in vLLM's model: homes as layers are built, slots when they are loaded (HeLM, V).
+
+vLLM hands each decoder layer to its offloader as it builds it. There the layer's parameters leave
+the near tier, so that a model larger than it can be built; when all layers are known, the placement
+gives every parameter its home, into which vLLM's loader then writes.
+
+    wrap_modules   homes         far parameters are views of far memory
+    (loading)                    weights are written to their homes
+    post_init      slots         far parameters are views of the staging slots, always the same ones
+                                 (those in 4 bit go to their homes only here, one by one)
+    forward        enter, leave  each module with far parameters waits, and frees its slot
+
+The two calls go through vLLM's own custom ops for offloaders where the model is compiled.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from vllm.model_executor.offloader.base import BaseOffloader
+from xxhash import xxh3_64_hexdigest
+
+from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.weights.graphs import check_not_captured, remember_placement
+from vllm_tiered.adapter.weights.hooks import watch
+from vllm_tiered.adapter.weights.int4_layers import CompressedLinear, compressible
+from vllm_tiered.adapter.weights.layer_weights import (
+    cpu_linear,
+    leave_near,
+    movable,
+    parameter_bytes,
+    return_near,
+    skip_loading,
+)
+from vllm_tiered.adapter.weights.plan import (
+    have_all_ranks,
+    leave_rest,
+    plan_with_kv,
+    planned_for,
+)
+from vllm_tiered.adapter.weights.times import measure
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.host import FAR_SHARE, host_memory
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.units import GIB
+from vllm_tiered.weights.buffers import WeightRing
+from vllm_tiered.weights.far_weights import FarWeights, Group, Staged
+from vllm_tiered.weights.packing import packing_for
+from vllm_tiered.weights.placement import (
+    PARAMETER_ALIGNMENT,
+    SLOT_ALIGNMENT,
+    Parameter,
+    Placement,
+    Sublayer,
+    place,
+    spill,
+    sublayers_of,
+)
+from vllm_tiered.weights.store import WeightStore
+
+logger = logging.getLogger("vllm.tiered")
+
+
+class TieredOffloader(BaseOffloader):
+    """Places the parameters of the decoder layers, and brings far ones in time.
+
+    Args:
+        config: the placement and its budgets.
+        rank, num_ranks: of the engine; the first logs.
+        model: says which weights the model has, for a file of them.
+
+    Attributes:
+        placement: of the layers, when they are built.
+        ring: the staging slots, when all weights are loaded.
+        is_used: it has the layers of a model.
+    """
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        *,
+        model: Callable[[], Mapping[str, str]],
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        self._config = config
+        self._rank, self._num_ranks = rank, num_ranks
+        self._model = model
+        self._store: WeightStore | None = None
+        self._device = make_device()
+        self._weights: FarWeights | None = None
+        self._far: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._compressed: list[CompressedLinear] = []
+        self._near_device = torch.device("cpu")
+        self.placement: Placement | None = None
+        self.ring: WeightRing | None = None
+        self._is_on_gpu = False
+        self.is_used = False
+        self._use_before: dict[str, float] = {}
+
+    def wrap_modules(
+        self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
+    ) -> list[nn.Module]:
+        """Give each parameter of each layer its home.
+
+        Raises:
+            UnsupportedError: the model has a second stack of layers, or parameters that are not
+                plain.
+            BudgetError: the placement does not fit its budgets.
+        """
+        if self.is_used:
+            raise UnsupportedError(
+                "the model has more than one stack of layers (a draft model, an encoder), and "
+                "weights are staged in one order: set weights.placement=off"
+            )
+        self.is_used = True
+        try:
+            return self._wrap(modules_generator)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wrap(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        layers: list[nn.Module] = []
+        near_device = torch.device("cpu")
+        for layer in modules:
+            near_device = next((p.device for p in layer.parameters()), near_device)
+            leave_near(layer)
+            layers.append(layer)
+        is_compressed = self._config.compress == "int4"
+        compressed = compressible(layers) if is_compressed else [set() for _ in layers]
+        self.placement = placement = self._place(layers, compressed, near_device)
+        store = self._store if placement.storage_bytes else None
+        if store is not None:
+            store.keep(placement)
+        self._give_homes(layers, compressed, placement, near_device, store)
+        remember_placement(placement)
+        self._announce(placement)
+        return layers
+
+    def _give_homes(
+        self,
+        layers: Sequence[nn.Module],
+        compressed: Sequence[Collection[str]],
+        placement: Placement,
+        near_device: torch.device,
+        store: WeightStore | None,
+    ) -> None:
+        moved = [
+            (sublayer.layer, far, stored)
+            for sublayer, (far, stored) in zip(placement.sublayers, placement.staged, strict=True)
+            if far or stored
+        ]
+
+        def staged(index: int, chosen: Iterable[Parameter]) -> list[Staged]:
+            return [
+                Staged(
+                    layers[index].get_parameter(p.name), p.num_bytes, p.name in compressed[index]
+                )
+                for p in chosen
+            ]
+
+        groups = [Group(staged(index, far), staged(index, stored)) for index, far, stored in moved]
+        self._far = [
+            (layers[index], p.name, one.parameter)
+            for (index, far, stored), group in zip(moved, groups, strict=True)
+            for p, one in zip((*far, *stored), (*group.far, *group.stored), strict=True)
+        ]
+        self._compressed = [
+            CompressedLinear(layer.get_submodule(name.removesuffix(".weight")))
+            for layer, names in zip(layers, compressed, strict=True)
+            for name in names
+        ]
+        _check_distinct([parameter for *_, parameter in self._far])
+        _check_distinct([linear.weight for linear in self._compressed])
+        self._weights = FarWeights(self._device, groups, near_device, store, placement.ahead)
+        if store is not None and store.is_filled:
+            for group in groups:
+                for one in group.stored:
+                    skip_loading(one.parameter)
+        stay_away = list(map(set, compressed))  # near ones too, until they are compressed
+        for position, (index, far, stored) in enumerate(moved):
+            names = [p.name for p in (*far, *stored)]
+            stay_away[index].update(names)
+            watch(layers[index], names, position, self)
+        for layer, away in zip(layers, stay_away, strict=True):
+            return_near(layer, away, near_device)
+        self._near_device = near_device
+        self._is_on_gpu = near_device.type == "cuda"
+
+    @property
+    def stores(self) -> bool:
+        """Some weights are in a file."""
+        return (
+            self._store is not None and self.placement is not None and bool(self.placement.stored)
+        )
+
+    def close(self) -> None:
+        """Give far memory and slots back; the model cannot run any more. Idempotent."""
+        if self._store is not None:
+            self._store.cancel()
+        self._device.close()
+        if self._store is not None:
+            self._store.close()
+        self._weights = self.ring = self._store = None
+        manifest.publish_weights(None)
+
+    def post_init(self) -> None:
+        """All weights are loaded: they pass through the slots from now on. Idempotent.
+
+        Raises:
+            UnsupportedError: a far parameter is not what the layer computes with any more.
+        """
+        if self.ring is not None or self._weights is None:
+            return
+        for layer, name, parameter in self._far:
+            if dict(layer.named_parameters()).get(name) is not parameter:
+                raise UnsupportedError(
+                    f"{name} was replaced by another tensor while the model was loaded (packed, or "
+                    "quantized), so it cannot be staged: set weights.placement=off"
+                )
+        for layer, name, _ in self._far:
+            module = layer.get_submodule(name.rpartition(".")[0])
+            if hasattr(module, "cpu_linear"):
+                setattr(module, "cpu_linear", cpu_linear)  # noqa: B010 (a module's types are its own)
+        far = {id(parameter) for *_, parameter in self._far}
+        for linear in self._compressed:
+            linear.multiply_compressed()
+            if id(linear.weight) not in far:
+                linear.compress(self._near_device)
+        self.ring = self._weights.stage()
+        self.take_use()  # what was measured before is not the model's
+
+    def take_use(self) -> dict[str, float]:
+        """Bytes and seconds of the link, and of compute waiting, since the last call."""
+        if self.ring is None:
+            return {}
+        link = self._device.use(Direction.READ)
+        use = {
+            "weights_read_bytes": float(link.num_bytes),
+            "weights_read_seconds": link.busy_seconds,
+            "weights_stall_seconds": self.ring.stall_seconds,
+        }
+        before, self._use_before = self._use_before, use
+        return {name: value - before.get(name, 0.0) for name, value in use.items()}
+
+    # Called in the forward pass, by the hooks or by vLLM's custom ops in compiled code.
+
+    def _wait_for_layer(self, layer_idx: int) -> None:
+        assert self.ring is not None, "the model runs before its weights are loaded"
+        if self._is_on_gpu:
+            check_not_captured()
+        self.ring.enter(layer_idx)
+
+    def _start_prefetch(self, layer_idx: int) -> None:
+        assert self.ring is not None
+        if self._is_on_gpu:
+            check_not_captured()
+        self.ring.leave(layer_idx)
+
+    def _place(
+        self,
+        layers: Sequence[nn.Module],
+        compressed: Sequence[Collection[str]],
+        near_device: torch.device,
+    ) -> Placement:
+        sublayers = [
+            sublayer
+            for index, (layer, names) in enumerate(zip(layers, compressed, strict=True))
+            for sublayer in sublayers_of(index, parameter_bytes(layer, names), movable(layer))
+        ]
+        config = self._config
+        near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
+        placement = None
+        if config.storage_path is not None:
+            at_most = far_bytes
+            if far_bytes is None:
+                # What is usable differs a little from start to start; a file is used as long as
+                # what it leaves to far memory is there at all.
+                at_most = host_memory().usable_bytes // self._num_ranks
+                far_bytes = int(FAR_SHARE * at_most)
+            self._store = self._open_store(config.storage_path, layers, near_device)
+            placement = self._recorded(self._store, sublayers, at_most)
+            if placement is not None:
+                far_bytes = at_most
+        if placement is None:
+            placement = self._choose(
+                layers, sublayers, compressed, near_device, near_bytes, far_bytes
+            )
+            if self._store is not None and far_bytes is not None:
+                placement = spill(placement, far_bytes)
+        placement.check_budget(near_bytes, far_bytes)
+        if config.shares_with_kv:
+            leave_rest(config, placement)
+        return placement
+
+    def _recorded(
+        self, store: WeightStore, sublayers: Sequence[Sublayer], far_bytes: int | None
+    ) -> Placement | None:
+        """As the file says. What ranks agree on is planned by all of them or by none."""
+        recorded = store.placement(sublayers, far_bytes)
+        if not self._config.shares_with_kv or have_all_ranks(recorded is not None):
+            return recorded
+        if recorded is not None:
+            store.discard("is of one rank, and another rank's cannot be used")
+        return None
+
+    def _choose(
+        self,
+        layers: Sequence[nn.Module],
+        sublayers: Sequence[Sublayer],
+        compressed: Sequence[Collection[str]],
+        near_device: torch.device,
+        near_bytes: int | None,
+        far_bytes: int | None,
+    ) -> Placement:
+        config = self._config
+        if config.shares_with_kv:
+            return plan_with_kv(
+                config,
+                self._device,
+                layers,
+                sublayers,
+                near_device,
+                compressed=compressed,
+                far_bytes=far_bytes,
+                is_first=self._rank == 0,
+            )
+        if config.placement != "latency":
+            return place(config.placement, sublayers, config.percents)
+        assert near_bytes is not None, "checked by the configuration"
+        folder = None if config.storage_path is None else Path(config.storage_path)
+        measured = measure(
+            self._device,
+            layers,
+            sublayers,
+            near_device,
+            compressed=compressed,
+            storage_folder=folder,
+        )
+        return place_for_latency(
+            sublayers, measured.times, measured.link, near_bytes, far_bytes, measured.storage
+        )
+
+    def _open_store(
+        self, folder: str, layers: Sequence[nn.Module], near_device: torch.device
+    ) -> WeightStore:
+        """What the stored bytes and their placement depend on is what a file must agree in."""
+        config = self._config
+        shapes = [
+            [(name, str(p.dtype), list(p.shape)) for name, p in layer.named_parameters()]
+            for layer in layers
+        ]
+        is_compressed = config.compress == "int4"
+        settings = {
+            "placement": config.placement,
+            "percents": None if config.percents is None else list(config.percents),
+            "near_gib": config.near_gib,
+            "far_gib": config.far_gib,
+            "alignment": [SLOT_ALIGNMENT, PARAMETER_ALIGNMENT],
+            "compress": packing_for(near_device).layout() if is_compressed else config.compress,
+            "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
+            **(planned_for() if config.shares_with_kv else {}),
+        }
+        return WeightStore(
+            Path(folder),
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            model=self._model(),
+            settings=settings,
+        )
+
+    def _announce(self, placement: Placement) -> None:
+        stated = manifest.WeightsManifest.of(placement, self._config.compress)
+        manifest.publish_weights(stated)
+        if self._rank == 0:
+            logger.info("%s", stated.describe())
+
+
+def _check_distinct(parameters: Sequence[nn.Parameter]) -> None:
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise UnsupportedError(
+            "layers share parameters, and a sublayer is staged with its own: set "
+            "weights.placement=off"
+        )
+
+
+def _in_bytes(gib: float | str) -> int | None:
+    return None if isinstance(gib, str) else int(gib * GIB)

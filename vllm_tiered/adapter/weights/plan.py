@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements that share near memory with the KV cache: "throughput" and "auto" (HeLM, V-C).
+
+``weights.near_gib`` is then what the layers and the KV cache of a rank have together. The plan is
+that of ``vllm-tiered plan``, by the same functions, on a machine measured here; vLLM's KV cache
+gets the rest of near memory, to the byte.
+
+    arguments      what else sizes the KV cache is refused
+    configuration  kv_cache_memory_bytes = near_gib: no worker reserves a share of all memory
+    model built    measured, agreed on by all ranks, planned, or as the file of stored weights says;
+                   kv_cache_memory_bytes = the rest
+    KV cache       vLLM asks each worker, and takes the blocks that fit all of them
+"""
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vllm_tiered.adapter.weights.times import matrices_of, measure_machine
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.devices.base import Device
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.planner.curves import ProductCurve
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.memory_split import Room, Split, Target, target_for
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.throughput import split_for, split_for_throughput
+from vllm_tiered.units import format_bytes, gib_to_bytes
+from vllm_tiered.weights.placement import Placement, Sublayer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.tiered")
+
+# Before the engine starts ---------------------------------------------------------------
+
+
+def check_args(engine_args: Any, environment: Any) -> None:
+    """Whether anything else says how large the KV cache is.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    given = {
+        "--kv-cache-memory-bytes": engine_args.kv_cache_memory_bytes,
+        "--num-gpu-blocks-override": engine_args.num_gpu_blocks_override,
+        "the environment variable VLLM_CPU_KVCACHE_SPACE": environment.get(
+            "VLLM_CPU_KVCACHE_SPACE"
+        ),
+    }
+    for name, value in given.items():
+        if value:
+            raise UnsupportedError(
+                f"{name} is {value}, but with this weights.placement the KV cache gets what the "
+                "layers leave of weights.near_gib: leave it out, or set weights.placement to "
+                '"latency", "helm" or "all_far"'
+            )
+    if engine_args.max_model_len == -1:
+        raise UnsupportedError(
+            "--max-model-len -1 fits the longest request to the KV cache, whose size is planned "
+            "for the longest request with this weights.placement: set it to the longest that is "
+            "to be served"
+        )
+
+
+def reserve(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
+    """Before the layers are known the KV cache has all of it; workers allocate nothing yet."""
+    vllm_config.cache_config.kv_cache_memory_bytes = _near_bytes(config)
+
+
+# While the model is built ---------------------------------------------------------------
+
+
+def plan_with_kv(
+    config: WeightsConfig,
+    device: Device,
+    layers: Sequence[nn.Module],
+    sublayers: Sequence[Sublayer],
+    near_device: torch.device,
+    *,
+    compressed: Sequence[Collection[str]],
+    far_bytes: int | None,
+    is_first: bool,
+) -> Placement:
+    """The placement that shares ``weights.near_gib`` with the KV cache best.
+
+    Args:
+        compressed: of each layer, the matrices that will be in 4 bit.
+        far_bytes: None for as much as it takes; with ``weights.storage_path`` the rest is stored.
+
+    Raises:
+        BudgetError: the layers leave nothing to one request of ``--max-model-len`` tokens.
+    """
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    start = time.perf_counter()
+    folder = None if config.storage_path is None else Path(config.storage_path)
+    here = measure_machine(
+        device, layers, sublayers, near_device, compressed=compressed, storage_folder=folder
+    )
+    machine, far_bytes = _of_all_ranks(here, far_bytes)
+    shape = _shape(vllm_config, layers, sublayers, compressed)
+    load, target = load_of(vllm_config), target_of(vllm_config)
+    room = Room(near_bytes=_near_bytes(config), far_bytes=far_bytes, has_storage=folder is not None)
+    if config.placement == "throughput":
+        split = split_for_throughput(shape, machine, load, room)
+    else:
+        split = split_for(target, shape, machine, load, room)
+    if is_first:
+        _announce(config, target, machine, load, split, time.perf_counter() - start)
+    return split.placement
+
+
+def leave_rest(config: WeightsConfig, placement: Placement) -> None:
+    """vLLM's KV cache of this rank gets what the placement leaves of ``weights.near_gib``."""
+    from vllm.config import get_current_vllm_config
+
+    rest = _near_bytes(config) - placement.near_bytes
+    get_current_vllm_config().cache_config.kv_cache_memory_bytes = rest
+
+
+def planned_for() -> dict[str, Any]:
+    """What a plan depends on beside the weights' settings, JSON-safe: a file of stored weights has
+    one placement, and another load would have another."""
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    return {"load": asdict(load_of(vllm_config)), "target": target_of(vllm_config)}
+
+
+def have_all_ranks(has: bool) -> bool:
+    """Whether all ranks have it, said to each of them."""
+    return not any(_worst_of_ranks([0.0 if has else 1.0]))
+
+
+def load_of(vllm_config: "VllmConfig") -> Load:
+    """What is planned for: as many of the longest requests as may run, half of each its prompt."""
+    scheduler = vllm_config.scheduler_config
+    longest = vllm_config.model_config.max_model_len
+    prompt = max(1, longest // 2)
+    return Load(
+        prompt_tokens=prompt,
+        output_tokens=max(1, longest - prompt),
+        max_requests=scheduler.max_num_seqs,
+        block_tokens=vllm_config.cache_config.block_size,
+        max_batched_tokens=scheduler.max_num_batched_tokens,
+    )
+
+
+def target_of(vllm_config: "VllmConfig") -> Target:
+    """vLLM's ``--performance-mode``; where that is balanced, by ``--max-num-seqs``."""
+    modes: dict[str, Target] = {"interactivity": "latency", "throughput": "throughput"}
+    by_requests = target_for(vllm_config.scheduler_config.max_num_seqs)
+    return modes.get(vllm_config.performance_mode, by_requests)
+
+
+def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int | None]:
+    """The slowest rank's figures, and the least far memory: shards are alike, so all ranks come to
+    the same plan."""
+    curves = machine.curves
+    assert curves is not None
+    products = [curve for curve in (curves.near, curves.far, curves.compressed) if curve]
+    costs = [
+        1 / machine.read_gb_per_s,
+        1 / machine.near_gb_per_s,
+        1 / machine.tflops,
+        machine.far_layer_overhead_us,
+        1 / (machine.storage_read_gb_per_s or 1.0),
+        curves.compute_slowdown,
+        curves.link_slowdown,
+        -float(far_bytes or 0),
+        *(seconds for curve in products for seconds in curve.points.values()),
+    ]
+    worst = _worst_of_ranks(costs)
+    read, near, tflops, overhead, storage, compute_slower, link_slower, far = worst[:8]
+    rest = iter(worst[8:])
+    near_curve, far_curve, *compressed = (
+        ProductCurve.of({key: next(rest) for key in curve.points}) for curve in products
+    )
+    agreed = replace(
+        machine,
+        read_gb_per_s=1 / read,
+        write_gb_per_s=1 / read,
+        near_gb_per_s=1 / near,
+        tflops=1 / tflops,
+        far_layer_overhead_us=overhead,
+        storage_read_gb_per_s=1 / storage if machine.storage_read_gb_per_s else None,
+        curves=replace(
+            curves,
+            near=near_curve,
+            far=far_curve,
+            compressed=compressed[0] if compressed else None,
+            compute_slowdown=compute_slower,
+            link_slowdown=link_slower,
+        ),
+    )
+    return agreed, None if far_bytes is None else round(-far)
+
+
+def _worst_of_ranks(costs: list[float]) -> list[float]:
+    """The largest of each over all ranks."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return costs
+    worst = torch.tensor(costs, dtype=torch.float64, device="cpu")  # built with the GPU as default
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    found: list[float] = worst.tolist()
+    return found
+
+
+def _shape(
+    vllm_config: "VllmConfig",
+    layers: Sequence[nn.Module],
+    sublayers: Sequence[Sublayer],
+    compressed: Sequence[Collection[str]],
+) -> ModelShape:
+    """The layers as they are built, and a token's KV as vLLM's specs give it."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    attention: Any = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in attention.values()]
+    model_config = vllm_config.model_config
+    width = model_config.dtype.itemsize
+    vocabulary = model_config.get_vocab_size() // vllm_config.parallel_config.tensor_parallel_size
+    return ModelShape(
+        family=str(model_config.hf_text_config.model_type),
+        num_layers=len(layers),
+        sublayers=tuple(sublayers),
+        other_bytes=0,
+        head_bytes=vocabulary * model_config.get_hidden_size() * width,
+        kv_bytes_per_token=sum(-(-s.page_size_bytes // s.block_size) for s in specs if s),
+        dtype_bytes=width,
+        # Of others the bytes say how many weights there are.
+        matrices={
+            name: matrix.shape
+            for layer in matrices_of(layers, compressed)
+            for name, matrix in layer.items()
+            if matrix.is_compressed
+        },
+    )
+
+
+def _near_bytes(config: WeightsConfig) -> int:
+    assert not isinstance(config.near_gib, str), "checked by the configuration"
+    return gib_to_bytes(config.near_gib)
+
+
+def _announce(
+    config: WeightsConfig,
+    target: Target,
+    machine: Machine,
+    load: Load,
+    split: Split,
+    seconds: float,
+) -> None:
+    wanted = f"auto, for {target}: " if config.placement == "auto" else ""
+    logger.info(
+        "tiered weights: %s%s leaves %s of %s near memory to the KV cache, for %d of up to %d "
+        "requests of %d tokens at a time; planned in %.1f s from measured figures: products %.1f "
+        "GB/s and %.2f TFLOPS, link %.1f GB/s, products beside copies %.2fx as long",
+        wanted,
+        split.placement.policy,
+        format_bytes(split.kv_bytes),
+        format_bytes(_near_bytes(config)),
+        split.served.requests,
+        load.max_requests,
+        load.prompt_tokens + load.output_tokens,
+        seconds,
+        machine.near_gb_per_s,
+        machine.tflops,
+        machine.read_gb_per_s,
+        machine.curves.compute_slowdown if machine.curves else 1.0,
+    )

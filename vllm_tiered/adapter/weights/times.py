@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured where the model is about to run: how long sublayers compute, how long they travel.
+
+``measure`` takes the products of the layers' own shapes at one number of rows: enough for a step
+of one request. ``measure_machine`` takes those of the smallest and the largest matrix by rows, and
+what copies and compute do to each other: a plan for many requests needs both.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_tiered.devices.base import Device, Direction
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.pipeline import Link, StepTimes
+from vllm_tiered.probe.contention import beside
+from vllm_tiered.probe.gemm import far_product, near_product
+from vllm_tiered.probe.links import (
+    PAGE_BYTES,
+    SECONDS,
+    SIZES,
+    Sample,
+    link_curve,
+    median_seconds,
+    product_rows,
+    published_read,
+    synchronizer,
+)
+from vllm_tiered.units import MIB
+from vllm_tiered.weights.packing import packing_for
+from vllm_tiered.weights.placement import Sublayer, extent_bytes
+from vllm_tiered.weights.store import KNOB
+
+ROWS = (1, 4, 16, 64, 256)
+"""Of the products that a machine is described by: those of a probe."""
+
+_POINT_SECONDS = 0.05
+"""For each of them: there are some 20 to 30."""
+
+_BESIDE_SECONDS = 1.0
+
+_COPY_SECONDS = 0.02
+"""A copy beside products takes about so long, or less: a slow link is not waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What the placement is made from.
+
+    Attributes:
+        times: compute of each sublayer at ``num_tokens``, weights near.
+        link: far to near, at the size of the largest sublayer.
+        storage: the same from storage, if there is any.
+    """
+
+    times: StepTimes
+    link: Link
+    storage: Link | None = None
+
+
+class Matrix(NamedTuple):
+    """What a product takes its time from.
+
+    Attributes:
+        shape: (out, in).
+        dtype: of the activations, and of weights that are not compressed.
+        is_compressed: it will be in 4 bit.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    is_compressed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Not compressed."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+def measure(
+    device: Device,
+    layers: Sequence[nn.Module],
+    sublayers: Sequence[Sublayer],
+    near_device: torch.device,
+    *,
+    compressed: Sequence[Collection[str]],
+    storage_folder: Path | None = None,
+    num_tokens: int = 1,
+) -> Measured:
+    """A second or two: each link once, and the products of each distinct shape.
+
+    Attention itself is not counted: it reads the KV cache, whose length nobody knows yet.
+
+    Args:
+        compressed: of each layer, the matrices that will be in 4 bit.
+    """
+    by_name = matrices_of(layers, compressed)
+    seconds = {
+        matrix: _seconds(matrix, [num_tokens], near_device)[0]
+        for matrix in {matrix for layer in by_name for matrix in layer.values()}
+    }
+    compute = tuple(
+        math.fsum(
+            seconds[by_name[sublayer.layer][parameter.name]]
+            for parameter in sublayer.parameters
+            if parameter.name in by_name[sublayer.layer]
+        )
+        for sublayer in sublayers
+    )
+    (sample,) = link_curve(device, Direction.READ, near_device, [_link_bytes(sublayers)])
+    return Measured(
+        times=StepTimes(compute=compute),
+        link=link_of(sample),
+        storage=_storage(device, storage_folder, near_device),
+    )
+
+
+def measure_machine(
+    device: Device,
+    layers: Sequence[nn.Module],
+    sublayers: Sequence[Sublayer],
+    near_device: torch.device,
+    *,
+    compressed: Sequence[Collection[str]],
+    storage_folder: Path | None = None,
+) -> Machine:
+    """The machine that a plan for many requests sees, as :func:`measure` would measure it.
+
+    What a step costs beside the layers, and requests cost apart from their KV, is not known before
+    the model runs, and counted as nothing; it is the same for every placement.
+    """
+    all_of = {matrix for layer in matrices_of(layers, compressed) for matrix in layer.values()}
+    largest = max(all_of, key=lambda matrix: matrix.num_bytes)._replace(is_compressed=False)
+    plain = _ends(matrix for matrix in all_of if not matrix.is_compressed) or [largest]
+    packed = _ends(matrix for matrix in all_of if matrix.is_compressed)
+    near, far = (_curve(plain, near_device, is_far=is_far) for is_far in (False, True))
+    # A far weight is at best the same product: what was measured faster was disturbed less.
+    far = ProductCurve.of({key: max(far.points[key], near.points[key]) for key in near.points})
+    # A page first: what a transfer takes before any byte comes.
+    sizes = [PAGE_BYTES, _link_bytes(sublayers)]
+    smallest, sample = link_curve(device, Direction.READ, near_device, sizes)
+    link = link_of(sample)
+    slower = beside(
+        device,
+        near_device,
+        _copied_shape(largest, link),
+        largest.dtype,
+        seconds=_BESIDE_SECONDS,
+    )
+    curves = Curves(
+        near=near,
+        far=far,
+        compute_slowdown=slower.compute_slowdown,
+        link_slowdown=slower.link_slowdown,
+        layer_overhead_us=0.0,
+        compressed=_curve(packed, near_device) if packed else None,
+    )
+    (num_bytes, row_seconds), (_, most_seconds) = near.by_rows[0][-1], near.by_rows[-1][-1]
+    storage = _storage(device, storage_folder, near_device)
+    read, near_rate = link.bytes_per_s / 1e9, num_bytes / row_seconds / 1e9
+    operations = 2 * num_bytes / largest.dtype.itemsize * near.rows[-1]
+    return Machine(
+        read_gb_per_s=read,
+        write_gb_per_s=read,
+        near_gb_per_s=near_rate,
+        tflops=operations / most_seconds / 1e12,
+        near_bytes_per_copied_byte=curves.near_bytes_per_copied_byte(near_rate, read),
+        step_overhead_ms=0.0,
+        request_overhead_us=0.0,
+        far_layer_overhead_us=2e6 * smallest.seconds,
+        storage_read_gb_per_s=None if storage is None else storage.bytes_per_s / 1e9,
+        curves=curves,
+    )
+
+
+def matrices_of(
+    layers: Sequence[nn.Module], compressed: Sequence[Collection[str]]
+) -> list[dict[str, Matrix]]:
+    """Of each layer, by their names in it."""
+    return [
+        {
+            name: Matrix((p.shape[0], p.shape[1]), p.dtype, name in names)
+            for name, p in layer.named_parameters()
+            if p.ndim == 2
+        }
+        for layer, names in zip(layers, compressed, strict=True)
+    ]
+
+
+def link_of(sample: Sample) -> Link:
+    """A link as fast as the transfer that was measured."""
+    return Link(bytes_per_s=sample.num_bytes / sample.seconds)
+
+
+def _link_bytes(sublayers: Sequence[Sublayer]) -> int:
+    """Of the largest sublayer: what a link is measured with."""
+    largest = max(extent_bytes(p.num_bytes for p in sublayer.parameters) for sublayer in sublayers)
+    return min(max(largest, PAGE_BYTES), max(SIZES))
+
+
+def _storage(device: Device, folder: Path | None, near_device: torch.device) -> Link | None:
+    if folder is None:
+        return None
+    return link_of(published_read(device, folder, near_device, knob=KNOB))
+
+
+def _ends(matrices: Iterator[Matrix]) -> list[Matrix]:
+    """The smallest and the largest: products of sizes in between take times in between."""
+    by_size = {matrix.num_bytes: matrix for matrix in matrices}
+    return [by_size[size] for size in sorted({min(by_size), max(by_size)})] if by_size else []
+
+
+def _curve(
+    matrices: Sequence[Matrix], near_device: torch.device, *, is_far: bool = False
+) -> ProductCurve:
+    """By the bytes that they have before they are compressed."""
+    found: dict[tuple[int, int], float] = {}
+    for matrix in matrices:
+        seconds = _seconds(matrix, ROWS, near_device, is_far=is_far, seconds=_POINT_SECONDS)
+        found |= {(rows, matrix.num_bytes): took for rows, took in zip(ROWS, seconds, strict=True)}
+    return ProductCurve.of(found)
+
+
+def _seconds(
+    matrix: Matrix,
+    rows: Sequence[int],
+    near_device: torch.device,
+    *,
+    is_far: bool = False,
+    seconds: float = SECONDS,
+) -> list[float]:
+    """Of products by the activations' rows."""
+    if matrix.is_compressed:
+        return _compressed_seconds(matrix, rows, near_device, seconds)
+    product_of = far_product if is_far else near_product
+    return [
+        sample.seconds
+        for sample in product_rows(
+            matrix.shape, rows, matrix.dtype, near_device, product_of, seconds
+        )
+    ]
+
+
+def _compressed_seconds(
+    matrix: Matrix, rows: Sequence[int], near_device: torch.device, seconds: float
+) -> list[float]:
+    """Products with a matrix in 4 bit that is in no cache; near or far, they are the same."""
+    out_features, in_features = matrix.shape
+    packing = packing_for(near_device)
+    weight = torch.randn(matrix.shape, device=near_device).to(matrix.dtype)
+    first = packing.compress(weight, None)
+    count = min(max(2, -(-64 * MIB // first.nbytes)), 16)
+    weights = [first, *(first.clone() for _ in range(count - 1))]
+    found = []
+    for num_tokens in rows:
+        x = torch.randn((num_tokens, in_features), device=near_device).to(matrix.dtype)
+
+        def product(turn: int, x: torch.Tensor = x) -> None:
+            packing.linear(x, weights[turn % count], out_features)
+
+        found.append(median_seconds(product, seconds, synchronizer(near_device)))
+    return found
+
+
+def _copied_shape(matrix: Matrix, link: Link) -> tuple[int, int]:
+    """Rows of the matrix that are copied beside products: whole pages, and not too many."""
+    row_bytes = matrix.shape[1] * matrix.dtype.itemsize
+    least = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)  # rows of whole pages
+    wanted = min(matrix.num_bytes, _COPY_SECONDS * link.bytes_per_s) / (least * row_bytes)
+    return max(1, round(wanted)) * least, matrix.shape[1]

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend's device: a copying thread per direction; far pages in DRAM or in a file."""
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_tiered.devices import numa
+from vllm_tiered.devices.base import (
+    NO_PAGES,
+    Copy,
+    Device,
+    Direction,
+    Event,
+    LinkUse,
+    PageBuffer,
+    PageError,
+    PageIds,
+    Pages,
+    PageStore,
+)
+from vllm_tiered.devices.memory import copy_words
+from vllm_tiered.devices.page_ranges import check_copy
+from vllm_tiered.devices.throttle import Throttle
+from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.storage.checksums import checked
+from vllm_tiered.storage.page_file import PageFile
+
+logger = logging.getLogger("vllm.tiered")
+
+
+def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> PageIds:
+    """``dst[dst_pages.ids[i]] = src[src_pages.ids[i]]`` for all i.
+
+    Returns:
+        Those of ``src_pages.ids`` that did not arrive intact. Their targets are zero: what is
+        computed from them is dropped, but it stays in pages that other blocks will use, where the
+        kernels multiply also what they mask; a NaN would go on from there.
+    """
+    if src.store is not None:
+        ids = src_pages.ids + src.first_page
+        lost = src.store.read(ids, dst, dst_pages)
+        if len(lost) and dst.words is not None:
+            dst.words[dst_pages.ids[np.isin(ids, lost)]] = 0
+        return lost - src.first_page
+    if dst.store is not None:
+        dst.store.write(src, src_pages.ids, dst_pages.ids + dst.first_page)
+        return NO_PAGES
+    assert src.words is not None and dst.words is not None, "the CPU device copies CPU memory"
+    copy_words(src.words, src_pages.ids, dst.words, dst_pages)
+    return NO_PAGES
+
+
+_FIRST_WAIT = threading.Lock()
+
+
+class CpuEvent:
+    """Done when the copying thread says so. Dozens are made in a step, and few are waited for: who
+    waits first makes the lock that it takes (cheaper than ``threading.Event``).
+
+    Attributes:
+        began, ended: ``time.perf_counter`` when the copying started and was over; 0.0 before.
+        failed_pages: source pages that did not arrive intact.
+        is_over: it is done, or has failed.
+    """
+
+    __slots__ = ("_error", "_lock", "began", "ended", "failed_pages", "is_over")
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.ended = 0.0
+        self.failed_pages = NO_PAGES
+        self.is_over = False
+        self._error: BaseException | None = None
+        self._lock: threading.Lock | None = None
+
+    def done(self) -> bool:
+        if not self.is_over:  # first: an error is set before this is
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait(self) -> None:
+        if not self.is_over:
+            lock = self._held_until_over()
+            if not self.is_over:  # looked at again: who finished meanwhile may have seen no lock
+                with lock:
+                    pass
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called once: by the thread that did the work, or by compute at a milestone."""
+        self._error = error
+        self.is_over = True  # before it looks for a lock, as who waits looks after making one
+        if self._lock is not None:
+            self._lock.release()
+
+    def _held_until_over(self) -> threading.Lock:
+        with _FIRST_WAIT:
+            if self._lock is None:
+                lock = threading.Lock()
+                lock.acquire()
+                self._lock = lock
+            return self._lock
+
+
+class _Now:
+    """Compute on the CPU backend is over when the call returns."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_NOW = _Now()
+
+
+class CpuCopy:
+    """A prepared copy. Nothing in it changes, so it may be under way more than once."""
+
+    __slots__ = ("dst", "dst_pages", "num_bytes", "src", "src_pages", "thread")
+
+    def __init__(
+        self,
+        thread: "CopyThread",
+        src: PageBuffer,
+        src_pages: Pages,
+        dst: PageBuffer,
+        dst_pages: Pages,
+    ) -> None:
+        self.thread = thread
+        self.src = src
+        self.src_pages = src_pages
+        self.dst = dst
+        self.dst_pages = dst_pages
+        self.num_bytes = len(src_pages) * src.page_bytes
+
+
+class CopyJob(NamedTuple):
+    """A submitted copy."""
+
+    copy: CpuCopy
+    after: tuple[Event, ...]
+    done: CpuEvent
+
+
+class CopyThread:
+    """Runs jobs in order; counts bytes and busy seconds (written by the thread alone)."""
+
+    def __init__(
+        self, name: str, cpus: Iterable[int] | None, throttle: Throttle | None = None
+    ) -> None:
+        self.name = name
+        self.throttle = throttle
+        self.num_bytes = 0
+        self.busy_seconds = 0.0
+        self.is_closed = False
+        self.jobs: SimpleQueue[list[CopyJob] | None] = SimpleQueue()
+        self._cpus = cpus
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.jobs.put(None)
+            self._thread.join()
+
+    def run(self, job: CopyJob) -> None:
+        """Copy, when the job's dependencies are done."""
+        for event in job.after:
+            if not event.done():
+                event.wait()
+        copy, done, throttle = job.copy, job.done, self.throttle
+        done.began = start = time.perf_counter()
+        ticket = throttle.admit(copy.num_bytes, start) if throttle else 0.0
+        done.failed_pages = copy_pages(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
+        if throttle:
+            throttle.hold(ticket)
+        done.ended = end = time.perf_counter()
+        self.busy_seconds += end - start
+        self.num_bytes += copy.num_bytes
+
+    def _loop(self) -> None:
+        self._unbind()
+        failure: BaseException | None = None
+        while (jobs := self.jobs.get()) is not None:
+            for job in jobs:
+                if failure is None:
+                    try:
+                        self.run(job)
+                    except BaseException as error:
+                        failure = error
+                # After a failure nothing of this direction is done: whoever waits for a later
+                # copy relies on the earlier ones too, as they run in order.
+                job.done.finish(failure)
+
+    def _unbind(self) -> None:
+        """Leave the CPU of the creating thread, to which the engine has bound it."""
+        if self._cpus:
+            try:
+                os.sched_setaffinity(0, self._cpus)
+            except OSError as error:
+                logger.warning("tiered: %s stays on its CPU: %s", self.name, error)
+
+
+class CpuDevice(Device):
+    """Near is DRAM within the configured budget; far is DRAM outside it, or a file.
+
+    Args:
+        cpus: CPUs on which the copying threads may run; None leaves them where the creating
+            thread is bound.
+        throttles: directions to slow down.
+    """
+
+    thread_class: type[CopyThread] = CopyThread
+
+    def __init__(
+        self,
+        cpus: Iterable[int] | None = None,
+        throttles: Mapping[Direction, Throttle] | None = None,
+    ) -> None:
+        throttles = throttles or {}
+        self._cpus = os.sched_getaffinity(0) if cpus is None else set(cpus)
+        self._threads = {
+            direction: self.thread_class(
+                f"tiered-{direction.value}", cpus, throttles.get(direction)
+            )
+            for direction in Direction
+        }
+        self._stores: list[PageStore] = []
+        self._milestones: list[CpuEvent] = []
+
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+        num_bytes = num_pages * page_bytes
+        try:
+            # Exactly so much, and the system gives it page by page when it is first written.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages could not be given back
+            memory = mmap.mmap(-1, max(1, num_bytes), flags=flags)
+        except (OSError, OverflowError) as error:
+            raise BudgetError(
+                f"the far tier could not get {num_bytes / 2**30:.2f} GiB "
+                f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib, kv.expansion or "
+                "ffn.far_gib, or keep more weights near"
+            ) from error
+        data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
+        numa.bind(data.data_ptr(), num_bytes, self._cpus)
+        return self._keep(checked(PageBuffer(data), verify))
+
+    def storage_buffer(
+        self,
+        path: str | Path,
+        num_pages: int,
+        page_bytes: int,
+        *,
+        deadline_seconds: float = 10.0,
+    ) -> PageBuffer:
+        file = PageFile(path, num_pages, page_bytes, deadline_seconds=deadline_seconds)
+        return self._keep(file.buffer())
+
+    def _keep(self, buffer: PageBuffer) -> PageBuffer:
+        if buffer.store is not None:
+            self._stores.append(buffer.store)
+        return buffer
+
+    def prepare(
+        self,
+        direction: Direction,
+        src: PageBuffer,
+        src_pages: Pages,
+        dst: PageBuffer,
+        dst_pages: Pages,
+    ) -> CpuCopy:
+        check_copy(src, src_pages, dst, dst_pages)
+        return CpuCopy(self._threads[direction], src, src_pages, dst, dst_pages)
+
+    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
+        return self.submit_together(((copy, after),))[0]
+
+    def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
+        """One wake-up of the copying thread, which costs as much as all the rest."""
+        jobs: list[CopyJob] = []
+        for copy, after in copies:
+            assert isinstance(copy, CpuCopy), "a copy of another device"
+            jobs.append(CopyJob(copy, after, CpuEvent()))
+        thread = jobs[0].copy.thread
+        if thread.is_closed:
+            raise IntegrityError("a copy after the device was closed")
+        thread.jobs.put(jobs)
+        return [job.done for job in jobs]
+
+    def failed_pages(self, event: Event) -> PageIds:
+        return event.failed_pages if isinstance(event, CpuEvent) else NO_PAGES
+
+    def page_errors(self) -> dict[PageError, int]:
+        return {kind: sum(store.errors[kind] for store in self._stores) for kind in PageError}
+
+    def compute_event(self) -> Event:
+        return _NOW
+
+    def milestones(self, count: int) -> list[CpuEvent]:
+        milestones = [CpuEvent() for _ in range(count)]
+        self._milestones = [event for event in self._milestones if not event.is_over] + milestones
+        return milestones
+
+    def reach(self, milestone: Event) -> None:
+        assert isinstance(milestone, CpuEvent), "a milestone of another device"
+        milestone.finish()
+
+    def wait(self, event: Event) -> float:
+        if event.done():
+            return 0.0
+        start = time.perf_counter()
+        event.wait()
+        return time.perf_counter() - start
+
+    def use(self, direction: Direction) -> LinkUse:
+        thread = self._threads[direction]
+        return LinkUse(num_bytes=thread.num_bytes, busy_seconds=thread.busy_seconds)
+
+    def close(self) -> None:
+        for milestone in self._milestones:
+            if not milestone.is_over:
+                milestone.finish(IntegrityError("the device was closed before compute came here"))
+        for thread in self._threads.values():
+            thread.close()
+        for store in self._stores:
+            store.close()

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the store to a GPU: a disk writes to registered host memory, copies go on from there.
+
+    store ─── SlotFile ──► room 0 │ room 1 │ ... ─── Device.copy ──► rows of a region, or staging
+                           read, then copied, then free again
+
+A room is read to again only when its last copy is done.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from vllm_tiered.devices.base import Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.loader.arrival import Arrival
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.storage.slot_read import SlotRead
+
+
+class Passage:
+    """Rooms for bundles of one precision.
+
+    One who waits for an arrival before the next is begun may ask for any number of neurons at a
+    time; others for at most ``room_rows`` each, and ``num_rooms`` times.
+
+    Raises:
+        BudgetError: the host does not have the memory.
+    """
+
+    def __init__(
+        self,
+        store: NeuronStore,
+        device: Device,
+        precision: Precision,
+        *,
+        room_rows: int,
+        num_rooms: int,
+    ) -> None:
+        self.store, self.device, self.precision = store, device, precision
+        self.room_rows = room_rows
+        stride = bundle_stride(store.shape, precision)
+        self.pages = device.far_buffer(num_rooms * room_rows, stride)
+        self.free: deque[tuple[int, Event | None]] = deque((n, None) for n in range(num_rooms))
+
+    def bring(
+        self, layer: int, neurons: PageIds, into: PageBuffer, rows: PageIds, after: Event
+    ) -> "Passing":
+        """Bundle ``neurons[i]`` comes to ``into``'s row ``rows[i]``, when ``after`` is done."""
+        return Passing(self, layer, neurons, into, rows, after)
+
+
+class Passing(Arrival):
+    """Bundles on their way, a room at a time."""
+
+    def __init__(
+        self,
+        passage: Passage,
+        layer: int,
+        neurons: PageIds,
+        into: PageBuffer,
+        rows: PageIds,
+        after: Event,
+    ) -> None:
+        self._passage, self._layer, self._into, self._after = passage, layer, into, after
+        step = passage.room_rows
+        firsts = range(0, len(neurons), step)
+        self._left = deque((neurons[n : n + step], rows[n : n + step]) for n in firsts)
+        self._reads: deque[tuple[int, SlotRead, PageIds]] = deque()
+        self._copies: list[Event] = []
+        self._error: Exception | None = None
+        self.standstill_seconds = 0.0
+        self._read_on()
+
+    def wait(self) -> None:
+        """The host is held until the disk is done, and compute until the copies are."""
+        passage = self._passage
+        while self._reads:
+            room, read, rows = self._reads[0]
+            try:
+                read.wait()
+            except Exception as error:
+                self._error = self._error or error
+                self._left.clear()
+                self._reads.popleft()
+                passage.free.append((room, None))
+                continue
+            first = room * passage.room_rows
+            copied = passage.device.copy(
+                Direction.READ,
+                passage.pages,
+                Pages(np.arange(first, first + len(rows)), ascending=True),
+                self._into,
+                Pages(rows),
+                (self._after,),
+            )
+            self._reads.popleft()
+            self._copies.append(copied)
+            passage.free.append((room, copied))
+            self._read_on()
+        assert not self._left, "more was asked for at a time than there are rooms"
+        for copied in self._copies:
+            self.standstill_seconds += passage.device.wait(copied)
+        self._copies.clear()
+        if self._error is not None:
+            raise self._error
+
+    def _read_on(self) -> None:
+        passage = self._passage
+        while self._left and passage.free:
+            room, copied = passage.free[0]
+            if copied is not None and not copied.done():
+                copied.wait()
+            passage.free.popleft()
+            neurons, rows = self._left.popleft()
+            first = room * passage.room_rows
+            here = np.arange(first, first + len(neurons))
+            read = passage.store.submit(
+                self._layer, passage.precision, neurons, passage.pages.data, here
+            )
+            self._reads.append((room, read, rows))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's neurons pass through a few chunks of near memory, read ahead of the product.
+
+chunks of a layer    0 │ 1 │ 2 │ ... │ last │ 0 of the next layer, if that will be wanted
+staging              computed, being read, being read, then the first again
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_tiered.devices.base import PageBuffer
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
+from vllm_tiered.ffn.loader.arrival import Arrival, settle
+from vllm_tiered.ffn.loader.backend import NeuronSource
+from vllm_tiered.storage.immutable_file import aligned_pages
+
+
+class Chunk(NamedTuple):
+    """Neurons of a layer that lie one after the other.
+
+    Attributes:
+        slot: of staging, where they come to the first rows.
+    """
+
+    layer: int
+    first: int
+    num_neurons: int
+    slot: int
+    arrival: Arrival
+
+
+class NeuronStream:
+    """Staging, and what is in it. One layer computes at a time.
+
+    Args:
+        precision: of the bundles that pass through.
+        chunk_rows: neurons of a chunk.
+        firsts: of each layer, the neuron with which its stream begins.
+    """
+
+    def __init__(
+        self,
+        source: NeuronSource,
+        shape: FfnShape,
+        precision: Precision,
+        *,
+        chunk_rows: int,
+        num_chunks: int,
+        firsts: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._source = source
+        self._precision = precision
+        self._chunk_rows = chunk_rows
+        self._num_neurons = shape.neurons
+        self._firsts = list(firsts)
+        stride = bundle_stride(shape, precision)
+        # Each of its own: chunks must begin where a disk can write.
+        self.slots = [
+            PageBuffer(aligned_pages(chunk_rows, stride, device)) for _ in range(num_chunks)
+        ]
+        self._in_use: int | None = None  # a slot, computed with
+        self._ahead: deque[Chunk] = deque()
+        self._next: tuple[int, int] | None = None
+
+    def chunks(self, layer: int, *, wraps: bool) -> Iterator[Chunk]:
+        """The layer's chunks in order; each is there until the next is asked for.
+
+        Args:
+            wraps: after the last layer the first will be wanted too. The layer after this one is
+                expected in any case: what was read ahead in vain costs the disk's time only.
+        """
+        first = self._firsts[layer]
+        self._in_use = None  # whoever came before may have failed in the middle
+        if not self._ahead or self._ahead[0][:2] != (layer, first):
+            self.drop()
+            self._next = (layer, first) if first < self._num_neurons else None
+        self._read_ahead(wraps=wraps)
+        while first < self._num_neurons:
+            chunk = self._ahead.popleft()
+            assert chunk[:2] == (layer, first)
+            self._source.wait([chunk.arrival])
+            self._in_use = chunk.slot
+            yield chunk
+            self._in_use = None
+            first += chunk.num_neurons
+            self._read_ahead(wraps=wraps)
+
+    def drop(self) -> None:
+        """Wait for what was read ahead, and forget it: something else will be wanted."""
+        settle([chunk.arrival for chunk in self._ahead])
+        self._ahead.clear()
+        self._next = None
+
+    def _read_ahead(self, *, wraps: bool) -> None:
+        taken = {self._in_use, *(chunk.slot for chunk in self._ahead)}
+        for slot in range(len(self.slots)):
+            if slot in taken or self._next is None:
+                continue
+            layer, first = self._next
+            count = min(self._chunk_rows, self._num_neurons - first)
+            neurons = np.arange(first, first + count, dtype=np.int64)
+            rows = np.arange(count, dtype=np.int64)
+            arrival = self._source.bring(
+                layer, self._precision, neurons, self.slots[slot], rows, is_waited_for=False
+            )
+            self._ahead.append(Chunk(layer, first, count, slot, arrival))
+            self._next = self._following(layer, first + count, wraps=wraps)
+
+    def _following(self, layer: int, neuron: int, *, wraps: bool) -> tuple[int, int] | None:
+        if neuron < self._num_neurons:
+            return layer, neuron
+        for other in (*range(layer + 1, len(self._firsts)), *(range(layer) if wraps else ())):
+            if self._firsts[other] < self._num_neurons:
+                return other, self._firsts[other]
+        return (layer, self._firsts[layer]) if wraps else None

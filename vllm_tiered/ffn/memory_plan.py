@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the FFN is near and how much is far, before any memory is taken.
+
+near    regions    of each layer, one for each precision: what the cache holds
+        tables     scales and biases of all neurons; predictors
+        staging    chunks through which a layer passes that is computed densely
+far     the first layers' bundles (M2Cache, 5.4: the fixed area)
+store   everything, read when it is needed
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
+from vllm_tiered.ffn.selection import Mix
+from vllm_tiered.units import MIB, format_bytes
+
+AHEAD = 2
+"""Layers from the one that computes to the one whose neurons are read ahead (M2Cache, 5.4)."""
+
+KNOB = "tiered.ffn.near_gib"
+
+_CHUNK_BYTES = 4 * MIB
+"""Of a chunk of staging: 2 ms of a fast disk, many bundles of the largest models."""
+
+NUM_CHUNKS = 3
+"""One that is computed with, and two that are read."""
+
+_ROOM = 2.0
+"""A region's rows over what one token wants, where nobody says: for a window, and for batches."""
+
+_LEAST_ROOM = 1.25
+"""The same where twice would be more than all neurons: tokens differ in what they want."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FfnPlan:
+    """Memory of one rank's FFN; all layers are alike.
+
+    Attributes:
+        shape: of the rank's neurons.
+        mix: None if every neuron is computed in full precision.
+        rows: of each precision's region in each layer. With ``mix`` None, neurons that stay near
+            for good.
+        has_base: the 4-bit region holds every neuron for good: it ranks them, and what it gives
+            for the low ranks is used.
+        reads_ahead: neurons that later layers are expected to want are read to far memory.
+        streamed: the precision in which layers are computed densely.
+        far_layers: whose bundles far memory has.
+        table_bytes: of tables and predictors.
+    """
+
+    shape: FfnShape
+    mix: Mix | None
+    rows: Mapping[Precision, int]
+    streamed: Precision
+    far_layers: int
+    table_bytes: int
+    has_base: bool = False
+    reads_ahead: bool = False
+
+    @property
+    def dynamic_rows(self) -> dict[Precision, int]:
+        """Of each of the ``AHEAD + 1`` slots of far memory for what is read ahead."""
+        return {p: self.rows[p] for p in self.cached} if self.reads_ahead else {}
+
+    @property
+    def cached(self) -> tuple[Precision, ...]:
+        """Whose regions change from token to token."""
+        return tuple(p for p in self.rows if not (self.has_base and p is Precision.INT4))
+
+    @property
+    def chunk_rows(self) -> int:
+        """Neurons in a chunk of staging."""
+        return min(self.shape.neurons, _chunk_rows(self.shape, self.streamed))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all regions."""
+        return self.shape.num_layers * _bytes(self.shape, self.rows)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of all chunks."""
+        return NUM_CHUNKS * self.chunk_rows * bundle_stride(self.shape, self.streamed)
+
+    @property
+    def near_bytes(self) -> int:
+        """Of everything near."""
+        return self.cache_bytes + self.staging_bytes + self.table_bytes
+
+    @property
+    def far_precisions(self) -> tuple[Precision, ...]:
+        """What far memory has of a layer: what steps read."""
+        wanted = {self.streamed, *(p for p, rows in self.rows.items() if rows)}
+        if self.has_base:
+            wanted.discard(Precision.INT4)
+        return tuple(p for p in Precision if p in wanted)
+
+    @property
+    def far_bytes(self) -> int:
+        """Of the far layers, and of what is read ahead."""
+        ahead_bytes = (AHEAD + 1) * _bytes(self.shape, self.dynamic_rows)
+        return self.far_layers * _layer_bytes(self.shape, self.far_precisions) + ahead_bytes
+
+
+def plan_exact(
+    shape: FfnShape, *, near_bytes: int | None, far_bytes: int, table_bytes: int
+) -> FfnPlan:
+    """Every neuron in full precision: as many as fit stay near, the others pass through staging.
+
+    Args:
+        near_bytes: that everything near may take; None keeps nothing near but what is needed.
+        far_bytes: that far memory may take.
+
+    Raises:
+        BudgetError: ``near_bytes`` does not hold tables and staging.
+    """
+    stride = bundle_stride(shape, Precision.FULL)
+    bare = FfnPlan(
+        shape=shape,
+        mix=None,
+        rows={Precision.FULL: 0},
+        streamed=Precision.FULL,
+        far_layers=_far_layers(shape, (Precision.FULL,), far_bytes),
+        table_bytes=table_bytes,
+    )
+    if near_bytes is None:
+        return bare
+    _check(near_bytes, bare.near_bytes, "staging and tables alone take")
+    rows = (near_bytes - bare.near_bytes) // (shape.num_layers * stride)
+    return replace(bare, rows={Precision.FULL: min(shape.neurons, rows)})
+
+
+def plan_mixed(
+    shape: FfnShape,
+    mix: Mix,
+    *,
+    active_share: float,
+    streamed: Precision,
+    near_bytes: int | None,
+    far_bytes: int,
+    table_bytes: int,
+    has_base: bool = False,
+    reads_ahead: bool = False,
+) -> FfnPlan:
+    """Neurons by importance: each precision has a region for what tokens want of it.
+
+    Args:
+        has_base: as in :class:`FfnPlan`.
+        reads_ahead: later layers' neurons can be told; they are read ahead if far memory has room
+            for them, and not for all layers anyway.
+        mix: shares of the neurons that are predicted active.
+        active_share: of all neurons, on average; 1 where none is ever inactive.
+        near_bytes: that everything near may take; None for regions of twice what a token wants, or
+            of as many bytes as all neurons have in full precision, if that is less and leaves room.
+
+    Raises:
+        BudgetError: ``near_bytes`` does not hold what one token wants.
+    """
+    num_active = math.ceil(active_share * shape.neurons)
+    counts = dict(zip(Precision, mix.counts(num_active), strict=True))
+    wanted = {p: count for p, count in counts.items() if count}
+    if has_base:
+        wanted[Precision.INT4] = shape.neurons
+    bare = FfnPlan(
+        shape=shape,
+        mix=mix,
+        rows=wanted,
+        streamed=streamed,
+        far_layers=0,
+        table_bytes=table_bytes,
+        has_base=has_base,
+    )
+    bare = replace(bare, far_layers=_far_layers(shape, bare.far_precisions, far_bytes))
+    if near_bytes is None:
+        dense_bytes = shape.neurons * bundle_stride(shape, Precision.FULL)
+        least_bytes = _bytes(shape, wanted)
+        layer_bytes = max(_LEAST_ROOM * least_bytes, min(_ROOM * least_bytes, dense_bytes))
+    else:
+        _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
+        spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes
+        layer_bytes = spare_bytes / shape.num_layers
+    plan = replace(bare, rows=_scaled(shape, wanted, layer_bytes))
+    if not reads_ahead or plan.far_layers == shape.num_layers:
+        return plan
+    ahead = replace(plan, far_layers=0, reads_ahead=True)
+    left_bytes = far_bytes - ahead.far_bytes
+    if left_bytes < 0:
+        return plan
+    return replace(ahead, far_layers=_far_layers(shape, plan.far_precisions, left_bytes))
+
+
+def _scaled(
+    shape: FfnShape, wanted: Mapping[Precision, int], layer_bytes: float
+) -> dict[Precision, int]:
+    """Regions in proportion; one that has all neurons leaves its share to the others."""
+    rows: dict[Precision, int] = {}
+    left = dict(wanted)
+    while left:
+        factor = layer_bytes / _bytes(shape, left)
+        full = [p for p, count in left.items() if count * factor >= shape.neurons]
+        if not full:
+            return rows | {p: int(count * factor) for p, count in left.items()}
+        for precision in full:
+            rows[precision] = shape.neurons
+            layer_bytes -= shape.neurons * bundle_stride(shape, precision)
+            del left[precision]
+    return rows
+
+
+def _bytes(shape: FfnShape, rows: Mapping[Precision, int]) -> int:
+    return sum(count * bundle_stride(shape, p) for p, count in rows.items())
+
+
+def _far_layers(shape: FfnShape, precisions: tuple[Precision, ...], far_bytes: int) -> int:
+    return min(shape.num_layers, far_bytes // _layer_bytes(shape, precisions))
+
+
+def _layer_bytes(shape: FfnShape, precisions: tuple[Precision, ...]) -> int:
+    return shape.neurons * sum(bundle_stride(shape, p) for p in precisions)
+
+
+def _chunk_rows(shape: FfnShape, precision: Precision) -> int:
+    return max(1, _CHUNK_BYTES // bundle_stride(shape, precision))
+
+
+def _check(near_bytes: int, least_bytes: int, what: str) -> None:
+    if near_bytes < least_bytes:
+        raise BudgetError(
+            f"{KNOB} is {format_bytes(near_bytes)} for a rank, and {what} "
+            f"{format_bytes(least_bytes)}: raise {KNOB}, or ask for fewer neurons (tiered.ffn.mix)"
+        )

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a neuron store's files hold, and where: the same for who writes and who reads them.
+
+NAME/store.json           what it is of, where its sections are, checksums of the files beside
+NAME/neurons.bin          for each layer, for each precision: a section of bundles, each at its
+                          stride (ffn/layout.py), from a boundary of 4 KiB on
+NAME/tables.safetensors   of each layer: scales and checksums of the bundles by precision,
+                          biases, norms of the down columns
+NAME/...                  files that other steps of `prepare` added, each with its checksum
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.ffn.layout import BLOCK_BYTES, FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul.quantise import num_groups
+from vllm_tiered.storage.checksums import checksum_of
+
+VERSION = 1
+HEADER, NEURONS, TABLES = "store.json", "neurons.bin", "tables.safetensors"
+
+MIX_FILE = "mix.json"
+"""The shares that the ratio search found best, if it ran, and those that it compared."""
+
+ANEW = "remove the folder and run `vllm-tiered prepare` again"
+"""What to do about a store that cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreFormat:
+    """A model, and how its neurons are stored.
+
+    Attributes:
+        model: its name, for people.
+        fingerprint: of its configuration and weights.
+        activation: "relu", "silu", "gelu", ... as the model's config calls it.
+        dtype: of the model's weights.
+        groups: weights that share a scale, None for a row, by each precision that is stored.
+
+    Raises:
+        ConfigError: groups that do not make up a row, or no precision.
+    """
+
+    model: str
+    fingerprint: str
+    shape: FfnShape
+    activation: str
+    dtype: torch.dtype
+    groups: Mapping[Precision, int | None]
+
+    def __post_init__(self) -> None:
+        assert self.dtype.itemsize == self.shape.dtype_bytes
+        if not self.groups:
+            raise ConfigError("a neuron store holds at least one precision: full, int8 or int4")
+        if self.shape.hidden % 2:
+            raise ConfigError(f"rows of {self.shape.hidden} weights cannot be halved for 4 bit")
+        for precision in self.groups:
+            self.num_groups(precision)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """In the order of their sections."""
+        return tuple(precision for precision in Precision if precision in self.groups)
+
+    def num_groups(self, precision: Precision) -> int:
+        """Scales of a row; 0 for FULL."""
+        return num_groups(self.shape.hidden, precision, self.groups[precision])
+
+    def offset(self, layer: int, precision: Precision) -> int:
+        """Where a section begins in the file of neurons, bytes."""
+        precisions = self.precisions
+        before = precisions[: precisions.index(precision)]
+        return layer * self._layer_bytes + sum(map(self._section_bytes, before))
+
+    @property
+    def neurons_bytes(self) -> int:
+        """Of the file of neurons."""
+        return self.shape.num_layers * self._layer_bytes
+
+    @property
+    def tables_bytes(self) -> int:
+        """Of the tables, about."""
+        shape = self.shape
+        scales = sum(2 * shape.num_matrices * self.num_groups(p) for p in self.groups)
+        of_neuron = scales + 8 * len(self.groups) + 4 + shape.dtype_bytes
+        of_layer = shape.neurons * of_neuron + shape.hidden * shape.dtype_bytes
+        return shape.num_layers * (of_layer + 1024)
+
+    @property
+    def _layer_bytes(self) -> int:
+        return sum(map(self._section_bytes, self.precisions))
+
+    def _section_bytes(self, precision: Precision) -> int:
+        num_bytes = self.shape.neurons * bundle_stride(self.shape, precision)
+        return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-safe, with what a reader of another language needs to find each bundle."""
+        return {
+            "version": VERSION,
+            "model": {"name": self.model, "fingerprint": self.fingerprint},
+            "shape": asdict(self.shape),
+            "activation": self.activation,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "groups": {p.value: self.groups[p] for p in self.precisions},
+            "sections": [
+                {
+                    "layer": layer,
+                    "precision": p.value,
+                    "offset": self.offset(layer, p),
+                    "stride": bundle_stride(self.shape, p),
+                    "bundle_bytes": bundle_bytes(self.shape, p),
+                }
+                for layer in range(self.shape.num_layers)
+                for p in self.precisions
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, contents: Mapping[str, Any]) -> "StoreFormat":
+        """Raises KeyError, TypeError or ValueError for what :meth:`to_json` did not make."""
+        dtype = getattr(torch, contents["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype {contents['dtype']}")
+        found = cls(
+            model=contents["model"]["name"],
+            fingerprint=contents["model"]["fingerprint"],
+            shape=FfnShape(**contents["shape"]),
+            activation=contents["activation"],
+            dtype=dtype,
+            groups={Precision(name): group for name, group in contents["groups"].items()},
+        )
+        if found.to_json()["sections"] != contents["sections"]:
+            raise ValueError("sections")
+        return found
+
+
+def seal(contents: Mapping[str, Any]) -> bytes:
+    """The text of a header: its contents, and their checksum."""
+    return json.dumps({**contents, "xxh3": _digest(contents)}, indent=1).encode()
+
+
+def unseal(text: bytes, path: Path) -> dict[str, Any]:
+    """A header's contents.
+
+    Args:
+        path: of the header, for messages.
+
+    Raises:
+        ConfigError: of another version.
+        IntegrityError: it is damaged.
+    """
+    try:
+        contents = dict(json.loads(text))
+        version = contents["version"]
+        expected = contents.pop("xxh3")
+    except (ValueError, TypeError, KeyError) as error:
+        raise IntegrityError(f"{path} is damaged: {ANEW}") from error
+    if version != VERSION:
+        raise ConfigError(
+            f"{path} has version {version}, and this vllm-tiered reads version {VERSION}: {ANEW}"
+        )
+    if _digest(contents) != expected:
+        raise IntegrityError(f"{path} is damaged (checksum): {ANEW}")
+    return contents
+
+
+def statistics_name(layer: int) -> str:
+    """Of the file with what calibration text told of a layer, if `prepare` looked."""
+    return f"statistics-{layer:04d}.json"
+
+
+def scales_name(layer: int, precision: Precision) -> str:
+    """In the tables; float16 [N, M, G]."""
+    return f"layer.{layer}.{precision.value}.scales"
+
+
+def checksums_name(layer: int, precision: Precision) -> str:
+    """In the tables; uint64 [N], of each bundle's bytes."""
+    return f"layer.{layer}.{precision.value}.xxh3"
+
+
+def up_bias_name(layer: int) -> str:
+    """In the tables, if the model has it; [N]."""
+    return f"layer.{layer}.up_bias"
+
+
+def down_bias_name(layer: int) -> str:
+    """In the tables, if the model has it; [H]."""
+    return f"layer.{layer}.down_bias"
+
+
+def down_norms_name(layer: int) -> str:
+    """In the tables; float32 [N], Euclidean norms of the down columns."""
+    return f"layer.{layer}.down_norms"
+
+
+def _digest(contents: Mapping[str, Any]) -> str:
+    return f"{checksum_of(json.dumps(contents, sort_keys=True).encode()):016x}"

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a neuron store's draft: written, or found intact. Needs no other process's leave."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul.quantise import quantise
+from vllm_tiered.ffn.store import format as fmt
+from vllm_tiered.ffn.store.format import NEURONS, StoreFormat
+from vllm_tiered.storage.checksums import checksum_of
+from vllm_tiered.units import MIB
+
+_CHUNK_BYTES = 32 * MIB
+
+
+def tables_of(draft: Path, layer: int) -> Path:
+    """There once all of the layer's bundles are on the disk."""
+    return draft / f"layer-{layer}.safetensors"
+
+
+def write_layer(
+    draft: Path,
+    form: StoreFormat,
+    layer: int,
+    weights_NMH: torch.Tensor,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> None:
+    """Quantise a layer and write it; it is on the disk then, whatever happens.
+
+    Args:
+        weights_NMH: [gate rows,] up rows and down columns, in the model's dtype.
+        up_bias: [N].
+        down_bias: [H].
+
+    Raises:
+        OSError: as the system says.
+        ConfigError: weights that cannot be quantised.
+    """
+    expected = (form.shape.neurons, form.shape.num_matrices, form.shape.hidden)
+    assert weights_NMH.shape == expected and weights_NMH.dtype == form.dtype
+    tables = {fmt.down_norms_name(layer): _norms(weights_NMH[:, -1])}
+    biases = {fmt.up_bias_name(layer): up_bias, fmt.down_bias_name(layer): down_bias}
+    tables |= {name: bias.contiguous() for name, bias in biases.items() if bias is not None}
+    fd = os.open(draft / NEURONS, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for precision in form.precisions:
+            scales, sums = _write_section(fd, form, layer, precision, weights_NMH)
+            if precision is not Precision.FULL:
+                tables[fmt.scales_name(layer, precision)] = scales
+            tables[fmt.checksums_name(layer, precision)] = sums
+        os.fdatasync(fd)
+        # What was written is not read again soon, and would take the place of what is.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    put(tables_of(draft, layer), save(tables))
+
+
+def is_intact(draft: Path, form: StoreFormat, layer: int) -> bool:
+    """Whether a layer is as it was written; each of its bundles is looked at.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    fd = os.open(draft / NEURONS, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        tables = load_file(tables_of(draft, layer))
+        for precision in form.precisions:
+            sums = tables[fmt.checksums_name(layer, precision)].tolist()
+            if sums != list(_sums_on_disk(fd, form, layer, precision)):
+                return False
+    except (SafetensorError, KeyError):
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def put(path: Path, content: bytes) -> None:
+    """A file that is whole and on the disk, or not there."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(content)
+    sync(new)
+    os.rename(new, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """A file, or a folder's list of files, to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_section(
+    fd: int, form: StoreFormat, layer: int, precision: Precision, weights_NMH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and checksums of the layer's bundles."""
+    stride, num_bytes = bundle_stride(form.shape, precision), bundle_bytes(form.shape, precision)
+    offset, step = form.offset(layer, precision), max(1, _CHUNK_BYTES // stride)
+    scales: list[torch.Tensor] = []
+    sums: list[int] = []
+    padded = torch.zeros((min(step, form.shape.neurons), stride), dtype=torch.uint8)
+    for first in range(0, form.shape.neurons, step):
+        chosen = weights_NMH[first : first + step]
+        codes, scales_nMG = quantise(chosen, precision, form.groups[precision])
+        scales.append(scales_nMG)
+        padded[: len(codes), :num_bytes] = codes
+        data = padded[: len(codes)].numpy().data.cast("B")
+        sums += _sums(data, stride, num_bytes)
+        _write_all(fd, data, offset + first * stride)
+    return torch.cat(scales), torch.tensor(sums, dtype=torch.uint64)
+
+
+def _sums_on_disk(fd: int, form: StoreFormat, layer: int, precision: Precision) -> Iterator[int]:
+    stride, num_bytes = bundle_stride(form.shape, precision), bundle_bytes(form.shape, precision)
+    offset, step = form.offset(layer, precision), max(1, _CHUNK_BYTES // stride)
+    for first in range(0, form.shape.neurons, step):
+        count = min(step, form.shape.neurons - first)
+        data = os.pread(fd, count * stride, offset + first * stride)
+        yield from _sums(memoryview(data), stride, num_bytes)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sums(data: memoryview, stride: int, num_bytes: int) -> list[int]:
+    return [checksum_of(data[begin : begin + num_bytes]) for begin in range(0, len(data), stride)]
+
+
+def _norms(down_NH: torch.Tensor) -> torch.Tensor:
+    starts = range(0, len(down_NH), 4096)  # in float32 they take twice the room
+    chunks = [down_NH[first : first + 4096].float() for first in starts]
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in chunks])
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def load_tables(draft: Path, num_layers: int) -> Mapping[str, torch.Tensor]:
+    """Of all layers."""
+    tables: dict[str, torch.Tensor] = {}
+    for layer in range(num_layers):
+        tables |= load_file(tables_of(draft, layer))
+    return tables

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A published neuron store: any neurons of a layer, in any precision, read to rows of a cache.
+
+Every bundle is verified when it arrives; a bad one is read once more, and then it is an error that
+names it: a model cannot go on without its weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from vllm_tiered.devices.base import PageIds
+from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.store import format as fmt
+from vllm_tiered.ffn.store.format import HEADER, NEURONS, TABLES, StoreFormat
+from vllm_tiered.storage.checksums import checksum_of
+from vllm_tiered.storage.slot_read import Section, SlotRead
+from vllm_tiered.storage.slots import SlotFile
+
+KNOB = "ffn.store"
+
+
+class NeuronStore:
+    """The neurons of a model, or of a rank's share of it; from :meth:`open`.
+
+    Neurons are numbered from the shard's first one on.
+
+    Attributes:
+        path: of the folder.
+        first_neuron: of the shard, in the whole.
+        shape: of the shard.
+        activation: "relu", "silu", "gelu", ...
+        dtype: of the model's weights.
+        precisions: that are stored.
+        group: weights that share a scale, None for a row, by precision.
+        contents: of the header.
+        is_direct: reads bypass the page cache.
+    """
+
+    def __init__(
+        self, path: Path, contents: dict[str, Any], first_neuron: int, num_neurons: int
+    ) -> None:
+        self.path, self.contents = path, contents
+        self._form = form = StoreFormat.from_json(contents)
+        whole = form.shape
+        self.shape = FfnShape(
+            num_layers=whole.num_layers,
+            hidden=whole.hidden,
+            neurons=num_neurons,
+            gated=whole.gated,
+            dtype_bytes=whole.dtype_bytes,
+        )
+        self.activation, self.dtype = form.activation, form.dtype
+        self.precisions, self.group = form.precisions, dict(form.groups)
+        self.first_neuron = first_neuron
+        self._tables = self._load_tables()
+        self._sections = {
+            (layer, precision): self._section(layer, precision)
+            for layer in range(whole.num_layers)
+            for precision in self.precisions
+        }
+        self._file = SlotFile(path / NEURONS)
+        self.is_direct = self._file.is_direct
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        fingerprint: str | None = None,
+        first_neuron: int = 0,
+        num_neurons: int | None = None,
+    ) -> "NeuronStore":
+        """A store for reading.
+
+        Args:
+            path: the folder that ``vllm-tiered prepare`` made.
+            fingerprint: of the model that it has to be of; None for any.
+            first_neuron, num_neurons: of each layer, those that are wanted; None for all others.
+
+        Raises:
+            ConfigError: there is none, or it is another model's or of another version.
+            IntegrityError: it is damaged.
+        """
+        folder = Path(path)
+        header = folder / HEADER
+        try:
+            contents = fmt.unseal(header.read_bytes(), header)
+            neurons_bytes = (folder / NEURONS).stat().st_size
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"{KNOB} is {folder}, which is no neuron store (no {Path(error.filename).name}): "
+                "give the folder that `vllm-tiered prepare MODEL --out FOLDER` made"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"{KNOB}: {folder} cannot be read ({error.strerror})") from error
+        try:
+            form = StoreFormat.from_json(contents)
+        except (KeyError, TypeError, ValueError) as error:
+            raise IntegrityError(f"{header} is damaged ({error!r}): {fmt.ANEW}") from error
+        if fingerprint is not None and form.fingerprint != fingerprint:
+            raise ConfigError(
+                f"{folder} holds neurons of {form.model} (fingerprint {form.fingerprint[:12]}), and"
+                f" this model's fingerprint is {fingerprint[:12]}: prepare this model, and give its"
+                f" store as {KNOB}"
+            )
+        if neurons_bytes != form.neurons_bytes:
+            raise IntegrityError(
+                f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "
+                f"{fmt.ANEW}"
+            )
+        all_neurons = form.shape.neurons
+        count = all_neurons - first_neuron if num_neurons is None else num_neurons
+        assert first_neuron >= 0 and 0 < count <= all_neurons - first_neuron
+        try:
+            return cls(folder, contents, first_neuron, count)
+        except OSError as error:
+            raise ConfigError(f"{KNOB}: {folder} cannot be read ({error.strerror})") from error
+
+    # Tables ------------------------------------------------------------------------------
+
+    def scales(self, layer: int, precision: Precision) -> torch.Tensor:
+        """float16 [N, M, G]; G is 0 for FULL."""
+        if precision is Precision.FULL:
+            size = (self.shape.neurons, self.shape.num_matrices, 0)
+            return torch.empty(size, dtype=torch.float16)
+        return self._of_shard(fmt.scales_name(layer, precision))
+
+    def up_bias(self, layer: int) -> torch.Tensor | None:
+        """[N], in the model's dtype, if it has it."""
+        name = fmt.up_bias_name(layer)
+        return self._of_shard(name) if name in self._tables else None
+
+    def down_bias(self, layer: int) -> torch.Tensor | None:
+        """[H], in the model's dtype, if it has it; not shared out among shards."""
+        return self._tables.get(fmt.down_bias_name(layer))
+
+    def down_norms(self, layer: int) -> torch.Tensor:
+        """float32 [N], Euclidean norms of the down columns."""
+        return self._of_shard(fmt.down_norms_name(layer))
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the tables, all of them in memory."""
+        return sum(table.nbytes for table in self._tables.values())
+
+    def file(self, name: str) -> Path:
+        """Another file that was published with the store.
+
+        Raises:
+            ConfigError: it has none of this name.
+            IntegrityError: the file is damaged.
+        """
+        if name not in self.contents["files"]:
+            raise ConfigError(
+                f"{self.path} has no {name}: prepare the model with the step that writes it"
+            )
+        self._read_file(name)
+        return self.path / name
+
+    # Bundles -----------------------------------------------------------------------------
+
+    def read(
+        self,
+        layer: int,
+        precision: Precision,
+        neurons: PageIds,
+        into: torch.Tensor,
+        rows: PageIds,
+    ) -> None:
+        """The bundle of ``neurons[i]`` arrives in ``into[rows[i]]``; blocks until all have.
+
+        Args:
+            neurons: int64 [n], of the shard.
+            into: uint8 [num_rows, bundle_stride], contiguous; memory from ``aligned_pages`` is
+                read to directly.
+            rows: int64 [n], each once.
+
+        Raises:
+            IntegrityError: naming file, layer, precision and neuron.
+        """
+        self.submit(layer, precision, neurons, into, rows).wait()
+
+    def submit(
+        self,
+        layer: int,
+        precision: Precision,
+        neurons: PageIds,
+        into: torch.Tensor,
+        rows: PageIds,
+    ) -> SlotRead:
+        """As :meth:`read`, but begun only: ``wait`` for what is returned, which may raise."""
+        section = self._sections[layer, precision]
+        if self.first_neuron:
+            neurons = neurons + self.first_neuron
+        return self._file.submit(section, neurons, into, rows)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """That the disk brought, blocks around small bundles included."""
+        return self._file.use.num_bytes
+
+    @property
+    def num_reads(self) -> int:
+        """Requests to the system."""
+        return self._file.use.num_reads
+
+    @property
+    def read_seconds(self) -> float:
+        """In which at least one read was under way."""
+        return self._file.use.seconds
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> "NeuronStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _of_shard(self, name: str) -> torch.Tensor:
+        return self._tables[name][self.first_neuron : self.first_neuron + self.shape.neurons]
+
+    def _section(self, layer: int, precision: Precision) -> Section:
+        return Section(
+            offset=self._form.offset(layer, precision),
+            stride=bundle_stride(self.shape, precision),
+            num_bytes=bundle_bytes(self.shape, precision),
+            sums=self._tables[fmt.checksums_name(layer, precision)].numpy(),
+            where=lambda neuron: f"layer {layer}, neuron {neuron}, {precision.value}",
+        )
+
+    def _load_tables(self) -> dict[str, torch.Tensor]:
+        path = self.path / TABLES
+        content = self._read_file(TABLES)
+        try:
+            tables: dict[str, torch.Tensor] = load(content)
+        except SafetensorError as error:
+            raise IntegrityError(f"{path} is damaged ({error}): {fmt.ANEW}") from error
+        shape, layers = self._form.shape, range(self._form.shape.num_layers)
+        for layer in layers:
+            for precision in self.precisions:
+                groups = (shape.num_matrices, self._form.num_groups(precision))
+                sums = tables.get(fmt.checksums_name(layer, precision))
+                scales = tables.get(fmt.scales_name(layer, precision))
+                is_whole = sums is not None and sums.shape == (shape.neurons,)
+                if precision is not Precision.FULL:
+                    is_whole &= scales is not None and scales.shape == (shape.neurons, *groups)
+                if not is_whole:
+                    raise IntegrityError(
+                        f"{path} lacks tables of layer {layer}, {precision.value}: {fmt.ANEW}"
+                    )
+        return tables
+
+    def _read_file(self, name: str) -> bytes:
+        """Verified."""
+        path = self.path / name
+        try:
+            expected = self.contents["files"][name]["xxh3"]
+            content = path.read_bytes()
+        except (KeyError, TypeError, FileNotFoundError) as error:
+            raise IntegrityError(f"{self.path} has lost its {name}: {fmt.ANEW}") from error
+        if f"{checksum_of(content):016x}" != expected:
+            raise IntegrityError(f"{path} is damaged (checksum): {fmt.ANEW}")
+        return content

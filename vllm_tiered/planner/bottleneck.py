@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a placement is not faster: what binds each kind of sublayer, and what would help.
+
+A sublayer waits for its far parameters unless they arrive while others compute: from the moment
+the far sublayer before it begins (HeLM, figure 8), or with more slots one further back. So one of
+three binds it: the link, near memory's bandwidth, or arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.memory_split import Split
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.pipeline import Link, StepTimes, transfer_seconds, waits_in_step
+from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.step_time import (
+    Batch,
+    compute_times,
+    far_link,
+    roofline,
+    slowdown,
+    storage_link,
+)
+from vllm_tiered.weights.placement import (
+    Parameter,
+    Placement,
+    Sublayer,
+    extent_bytes,
+    extent_of,
+    moves,
+)
+
+Binds = Literal["link", "near memory", "arithmetic"]
+Budget = Literal["near", "far", "none"]
+
+_MOST_SINGLY = 10
+"""Of more far parameters (experts) no combinations are tried: all near is what surely helps."""
+
+_DIGITS = 9
+"""Seconds are compared to a nanosecond: sums of the same numbers differ in the last bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A sublayer in a step.
+
+    Attributes:
+        compute_seconds: of the sublayer, copies beside it included.
+        arrives_seconds: the transfer of its far parameters; 0 if nothing is moved.
+        hidden_seconds: compute beside which it may arrive; with more slots others arrive beside it
+            too, and where one waits this is what of its transfer is hidden.
+        binds: what would have to be faster.
+    """
+
+    compute_seconds: float
+    arrives_seconds: float
+    hidden_seconds: float
+    binds: Binds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Sublayers that are alike in everything below.
+
+    Attributes:
+        kind: "attention" or "ffn".
+        layers: how many.
+        near_bytes, far_bytes, storage_bytes: of one's parameters.
+        decode, prefill: with all requests; one request's prompt.
+        budget: "near" if one's wait in decoding would end with ``more_bytes`` more of near memory,
+            which are not there; "far" if ``more_bytes`` more of far memory would let one make room
+            for requests, and still arrive in time; "none" if it is not for want of memory.
+    """
+
+    kind: str
+    layers: int
+    near_bytes: int
+    far_bytes: int
+    storage_bytes: int
+    decode: Phase
+    prefill: Phase
+    budget: Budget
+    more_bytes: int
+
+
+def explain(
+    shape: ModelShape, machine: Machine, load: Load, split: Split, far_bytes: int
+) -> list[Reason]:
+    """What binds the sublayers of a placement, those that are alike together.
+
+    Args:
+        far_bytes: the budget of far memory.
+    """
+    placement, requests = split.placement, split.served.requests
+    decode = _phases(shape, machine, placement, load.decode(requests))
+    prefill = _phases(shape, machine, placement, load.prefill())
+    spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
+    spare_far = far_bytes - placement.far_bytes
+    # As they are while compute is busy too, where they are not there for good.
+    is_moved = any(moves(len(placement.extents), placement.ahead))
+    slower = slowdown(machine).link if is_moved else 1.0
+    link = far_link(machine).slowed(slower)
+    links = (link, (storage_link(machine) or link).slowed(slower))
+    reasons: Counter[Reason] = Counter()
+    for position, (sublayer, (far, stored)) in enumerate(
+        zip(shape.sublayers, placement.staged, strict=True)
+    ):
+        budget: Budget = "none"
+        more = 0
+        if decode[position].binds == "link":
+            more = _more_near(far, stored, decode[position].hidden_seconds, links)
+            budget = "near" if more > spare_near else "none"
+        elif requests < load.max_requests and not stored:
+            more = _more_far(sublayer, far, decode[position - 1].compute_seconds, link)
+            budget = "far" if more > spare_far else "none"
+        moved = sum(parameter.num_bytes for parameter in far)
+        kept = sum(parameter.num_bytes for parameter in stored)
+        reason = Reason(
+            kind=sublayer.kind.value,
+            layers=1,
+            near_bytes=sublayer.num_bytes - moved - kept,
+            far_bytes=moved,
+            storage_bytes=kept,
+            decode=decode[position],
+            prefill=prefill[position],
+            budget=budget,
+            more_bytes=more if budget != "none" else 0,
+        )
+        reasons[reason] += 1
+    return [replace(reason, layers=count) for reason, count in reasons.items()]
+
+
+def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Batch) -> list[Phase]:
+    times = compute_times(shape, machine, batch, placement)
+    transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
+    far = [position for position, seconds in enumerate(transfers) if seconds]
+    is_moved = dict(zip(far, moves(len(far), placement.ahead), strict=True))
+    waits = [0.0] * len(transfers)
+    if any(is_moved.values()):  # while both are busy
+        slower = slowdown(machine)
+        times = replace(times, compute=tuple(s * slower.compute for s in times.compute))
+        transfers = [seconds * slower.link for seconds in transfers]
+        waits = waits_in_step(transfers, times, ahead=placement.ahead)
+    windows = _windows(far, times, placement.ahead)
+    phases = []
+    for position, (sublayer, seconds) in enumerate(
+        zip(shape.sublayers, times.compute, strict=True)
+    ):
+        arrives = transfers[position] if is_moved.get(position) else 0.0
+        hidden = windows[position] if is_moved.get(position) else 0.0
+        if placement.ahead > 1 and waits[position]:
+            hidden = arrives - waits[position]  # the rest of its window is others'
+        arithmetic = roofline(sublayer, shape, machine, batch).is_arithmetic
+        binds: Binds = "arithmetic" if arithmetic else "near memory"
+        late = round(waits[position] if placement.ahead > 1 else arrives - hidden, _DIGITS) > 0
+        phases.append(
+            Phase(
+                compute_seconds=round(seconds, _DIGITS),
+                arrives_seconds=round(arrives, _DIGITS),
+                hidden_seconds=round(max(0.0, hidden), _DIGITS),
+                binds="link" if late else binds,
+            )
+        )
+    return phases
+
+
+def _windows(far: Sequence[int], times: StepTimes, ahead: int) -> dict[int, float]:
+    """Compute beside which each may arrive: since the far sublayer ``ahead`` before it began. The
+    first ones' goes through the step's end."""
+    windows = {}
+    for index, position in enumerate(far):
+        begin = far[(index - ahead) % len(far)]
+        if begin < position:
+            windows[position] = sum(times.compute[begin:position])
+        else:
+            around = sum(times.compute[begin:]) + sum(times.compute[:position])
+            windows[position] = around + times.rest
+    return windows
+
+
+def _more_near(
+    far: Sequence[Parameter],
+    stored: Sequence[Parameter],
+    hidden_seconds: float,
+    links: tuple[Link, Link],
+) -> int:
+    """The fewest bytes of far and stored parameters without which the others arrive in time."""
+    moved = (*far, *stored)
+    if len(moved) > _MOST_SINGLY:
+        return sum(parameter.num_bytes for parameter in moved)
+
+    def arrives(stays: Collection[Parameter]) -> float:
+        return sum(
+            link.seconds(extent_of(p for p in group if p not in stays))
+            for link, group in zip(links, (far, stored), strict=True)
+        )
+
+    enough = (
+        sum(parameter.num_bytes for parameter in stays)
+        for count in range(1, len(moved) + 1)
+        for stays in itertools.combinations(moved, count)
+        if arrives(stays) <= hidden_seconds
+    )
+    return min(enough)
+
+
+def _more_far(
+    sublayer: Sublayer, far: Sequence[Parameter], hidden_seconds: float, link: Link
+) -> int:
+    """What could be far besides and still arrive while the sublayer before computes; or 0."""
+    movable = [parameter for parameter in sublayer.parameters if parameter.may_move]
+    extent = extent_bytes(parameter.num_bytes for parameter in movable)
+    if link.seconds(extent) > hidden_seconds:
+        return 0
+    return extent - extent_bytes(parameter.num_bytes for parameter in far)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fits where, and how fast: every placement of a model within a near and a far budget.
+
+Near memory is shared by what always stays (embeddings, head), by near weights and staging slots,
+and by the KV cache, which decides how many requests run at a time (HeLM V-C: that is worth more
+than weights near, where throughput counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.memory_split import (
+    BASELINES,
+    Room,
+    Split,
+    Target,
+    baseline,
+    near_sets,
+    pick,
+    split_beside,
+    split_for_latency,
+)
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.serving import Load, Served, serve
+from vllm_tiered.planner.step_time import storage_link
+from vllm_tiered.planner.throughput import split_for_throughput
+
+_PLANS = {"latency": split_for_latency, "throughput": split_for_throughput}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """One placement within the budgets, with as many requests as fit beside it.
+
+    Attributes:
+        near_bytes: of layers' weights; ``ring_bytes`` of slots and ``other_bytes`` are near too.
+        kv_bytes: what is left of the near budget for the KV cache.
+        requests: at a time; what follows is theirs, see :class:`Served`.
+        batches: the same with 1, 2, 4, ... requests, up to that many.
+        split: all of it, as it was planned.
+    """
+
+    placement: str
+    near_bytes: int
+    ring_bytes: int
+    far_bytes: int
+    storage_bytes: int
+    other_bytes: int
+    kv_bytes: int
+    requests: int
+    prefill_seconds: float
+    decode_seconds: float
+    stall_share: float
+    tokens_per_s: float
+    joules_per_token: float | None
+    batches: tuple[Served, ...]
+    split: Split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoFit:
+    """Why a placement does not fit.
+
+    Attributes:
+        budget: the one that is too small.
+        short_bytes: by so much.
+    """
+
+    placement: str
+    reason: str
+    budget: Literal["near", "far"]
+    short_bytes: int
+
+
+def fits(
+    shape: ModelShape,
+    machine: Machine,
+    load: Load,
+    near_bytes: int,
+    far_bytes: int,
+    *,
+    has_storage: bool = False,
+) -> Iterator[Fit | NoFit]:
+    """Each placement, as the engine would make it; all near first.
+
+    Args:
+        has_storage: what exceeds ``far_bytes`` is stored.
+
+    Raises:
+        ConfigError: the machine's disk is not known.
+    """
+    if has_storage and storage_link(machine) is None:
+        raise ConfigError(
+            "it is not known how fast this machine reads from storage: measure it with "
+            "vllm-tiered probe --path FOLDER, or plan without storage"
+        )
+    room = Room(
+        near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes, has_storage=has_storage
+    )
+    for name in (*BASELINES, *_PLANS):
+        try:
+            split = _split(name, shape, machine, load, room)
+        except BudgetError:
+            split = None
+        if split is None:
+            yield _why_not(name, shape, machine, load, near_bytes, far_bytes)
+        else:
+            yield _fit(name, split, shape, machine, load)
+
+
+def chosen(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
+    """The plan that ``placement="auto"`` takes; None if neither fits."""
+    plans = [fit for fit in results if isinstance(fit, Fit) and fit.placement in _PLANS]
+    if not plans:
+        return None
+    best = pick(target, [fit.split for fit in plans])
+    return next(fit.placement for fit in plans if fit.split is best)
+
+
+def with_more_far(shape: ModelShape, machine: Machine, load: Load, fit: Fit) -> Split | None:
+    """The same plan if far memory had no bound; None if that is no better."""
+    plan = _PLANS.get(fit.placement)
+    if plan is None:
+        return None
+    room = Room(near_bytes=fit.kv_bytes + fit.near_bytes + fit.ring_bytes)
+    unbounded = plan(shape, machine, load, room)
+    if unbounded.placement.far_bytes <= fit.far_bytes and not fit.storage_bytes:
+        return None
+    if fit.placement == "latency":
+        is_better = unbounded.alone.decode_seconds < 0.99 * fit.split.alone.decode_seconds
+    else:
+        is_better = unbounded.served.tokens_per_s > 1.01 * fit.tokens_per_s
+    return unbounded if is_better else None
+
+
+def _split(name: str, shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split | None:
+    if name in _PLANS:
+        return _PLANS[name](shape, machine, load, room)
+    return split_beside(baseline(name, shape), shape, machine, load, room)
+
+
+def _fit(name: str, split: Split, shape: ModelShape, machine: Machine, load: Load) -> Fit:
+    placement, served = split.placement, split.served
+    most = served.requests
+    sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+    return Fit(
+        placement=name,
+        near_bytes=placement.resident_bytes,
+        ring_bytes=placement.ring_bytes,
+        far_bytes=placement.far_bytes,
+        storage_bytes=placement.storage_bytes,
+        other_bytes=shape.other_bytes,
+        kv_bytes=split.kv_bytes,
+        requests=most,
+        prefill_seconds=served.prefill_seconds,
+        decode_seconds=served.decode_seconds,
+        stall_share=served.stall_share,
+        tokens_per_s=served.tokens_per_s,
+        joules_per_token=served.joules_per_token,
+        batches=tuple(serve(shape, machine, placement, load, size) for size in sizes),
+        split=split,
+    )
+
+
+def _why_not(
+    name: str, shape: ModelShape, machine: Machine, load: Load, near_bytes: int, far_bytes: int
+) -> NoFit:
+    one = load.kv_bytes(shape)
+    fixed = shape.other_bytes + one
+    if fixed > near_bytes:
+        return NoFit(
+            placement=name,
+            reason=f"embeddings, head and the KV cache of one request take {_gib(fixed)} of "
+            f"{_gib(near_bytes)} near",
+            budget="near",
+            short_bytes=fixed - near_bytes,
+        )
+    least = baseline("all_far" if name in _PLANS else name, shape)
+    short = fixed + least.near_bytes - near_bytes
+    if short > 0:
+        return NoFit(
+            placement=name,
+            reason=f"{_gib(least.near_bytes)} of layers and slots, {_gib(shape.other_bytes)} of "
+            f"embeddings and head, and {_gib(one)} of KV for one request exceed "
+            f"{_gib(near_bytes)} by {_gib(short)}",
+            budget="near",
+            short_bytes=short,
+        )
+    if name in _PLANS:
+        room = Room(near_bytes=near_bytes - shape.other_bytes)
+        sets = near_sets(shape, machine, load, room, 1)
+        least = min(sets, key=lambda placement: placement.far_bytes, default=least)
+    far = least.far_bytes
+    return NoFit(
+        placement=name,
+        reason=f"{_gib(far)} far exceed {_gib(far_bytes)} by {_gib(far - far_bytes)}",
+        budget="far",
+        short_bytes=far - far_bytes,
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

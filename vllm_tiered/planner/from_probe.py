@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine from what `vllm-tiered probe` measured, and from stated rules where it cannot.
+
+A probe sees memory, links and products. What an engine does between them (scheduling, sampling,
+norms, the calls of a layer) it cannot see; that is calls of small operations and Python, whose cost
+it does see: so many of the smallest operation's. How many is an estimate
+(docs/decisions/0003-weights.md), and such a figure says "assumed".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.planner.machine import Figures, Machine, machine, machine_names, provenance
+
+FORMAT = "vllm-tiered probe"
+VERSION = 1
+
+STEP_CALLS = 2000
+REQUEST_CALLS = 300
+LAYER_CALLS = 200
+"""Of a step, for each request and for each layer: in times of the smallest operation."""
+
+_AGAIN = "measure again with vllm-tiered probe"
+
+
+def known_machine(name_or_path: str) -> tuple[Machine, Figures]:
+    """A machine by its name, or from a probe's file, with where each of its figures is from.
+
+    Raises:
+        ConfigError: as :func:`read_probe`.
+    """
+    if name_or_path in machine_names():
+        return machine(name_or_path), provenance(name_or_path)
+    return read_probe(Path(name_or_path))
+
+
+def read_probe(path: Path) -> tuple[Machine, Figures]:
+    """The machine that a probe's file describes, and each of its figures with where it is from.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a probe's, or is of another version.
+    """
+    try:
+        probe = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not valid JSON: {error}; {_AGAIN}") from error
+    if not isinstance(probe, dict) or probe.get("format") != FORMAT:
+        raise ConfigError(f"{path}: is not a probe's result; {_AGAIN}")
+    if probe.get("version") != VERSION:
+        raise ConfigError(
+            f"{path}: has version {probe.get('version')!r}, and this reads {VERSION}; {_AGAIN}"
+        )
+    try:
+        return machine_of(probe)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path}: is damaged: {what}; {_AGAIN}") from error
+
+
+def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
+    """The same from the file's contents.
+
+    Raises:
+        KeyError, TypeError, ValueError, IndexError: something is missing, or is no number above 0.
+    """
+    near, far = (_products(probe["products"][where]) for where in ("near", "far"))
+    call_us = 1e6 * _positive(probe["call_seconds"], "call_seconds")
+    links = {name: _samples(probe["links"][name]) for name in ("read", "write")}
+    largest, one_row = near.by_rows[0][-1]
+    most_rows, (most_bytes, most_seconds) = near.rows[-1], near.by_rows[-1][-1]
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}[probe["dtype"]]
+    read_gb_per_s, write_gb_per_s = (_gb_per_s(links[name][-1]) for name in ("read", "write"))
+    near_gb_per_s = largest / one_row / 1e9
+    slower = probe["beside"]
+    compute_slowdown = _positive(slower["compute_slowdown"], "compute_slowdown")
+    link_slowdown = _positive(slower["link_slowdown"], "link_slowdown")
+    latency_s = links["read"][0][1]
+    where = f"vllm-tiered probe of {probe['machine']['name']}, {probe['date']}"
+    figures = _Figures(where, call_us)
+    measured, assumed = figures.measured, figures.assumed
+    curves = Curves(
+        near=near,
+        far=far,
+        compute_slowdown=max(
+            1.0, measured("compute_slowdown", compute_slowdown, "products beside copies")
+        ),
+        link_slowdown=max(1.0, measured("link_slowdown", link_slowdown, "copies beside products")),
+        layer_overhead_us=assumed("layer_overhead_us", LAYER_CALLS),
+    )
+    machine = Machine(
+        read_gb_per_s=measured("read_gb_per_s", read_gb_per_s, "the largest transfer"),
+        write_gb_per_s=measured("write_gb_per_s", write_gb_per_s, "the largest transfer"),
+        near_gb_per_s=measured("near_gb_per_s", near_gb_per_s, "the largest product, 1 row"),
+        tflops=measured(
+            "tflops",
+            2 * most_bytes / width * most_rows / most_seconds / 1e12,
+            f"the largest product, {most_rows} rows",
+        ),
+        storage_read_gb_per_s=_storage(probe.get("storage"), measured),
+        near_bytes_per_copied_byte=measured(
+            "near_bytes_per_copied_byte",
+            curves.near_bytes_per_copied_byte(near_gb_per_s, read_gb_per_s),
+            "products beside copies",
+        ),
+        step_overhead_ms=assumed("step_overhead_ms", STEP_CALLS, 1e-3),
+        request_overhead_us=assumed("request_overhead_us", REQUEST_CALLS),
+        far_layer_overhead_us=measured(
+            "far_layer_overhead_us", 2e6 * latency_s, "two of the smallest transfers"
+        ),
+        curves=curves,
+    )
+    return machine, figures.found
+
+
+def median_of(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One probe with the medians of several of the same scope.
+
+    A machine that others disturb at times, or that gets slower for a while, is measured better so.
+    """
+
+    def median(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            return {key: median([value[key] for value in values]) for key in first}
+        if isinstance(first, list):
+            return [median(list(entries)) for entries in zip(*values, strict=True)]
+        if isinstance(first, float):
+            return statistics.median(values)
+        return first
+
+    merged: dict[str, Any] = median(list(probes))
+    return merged
+
+
+class _Figures:
+    """Notes each figure's provenance as it is made."""
+
+    def __init__(self, where: str, call_us: float) -> None:
+        self.found: dict[str, dict[str, object]] = {}
+        self._where = where
+        self._call_us = call_us
+
+    def measured(self, name: str, value: float, how: str) -> float:
+        return self._note(name, value, "measured", f"{how}; {self._where}")
+
+    def assumed(self, name: str, calls: int, unit: float = 1.0) -> float:
+        rule = f"{calls} times the {self._call_us:.2f} us of the smallest operation, an estimate"
+        return self._note(name, calls * self._call_us * unit, "assumed", rule)
+
+    def _note(self, name: str, value: float, kind: str, source: str) -> float:
+        self.found[name] = {"value": value, "kind": kind, "source": source}
+        return value
+
+
+def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:
+    """The fastest of its sequential reads; None if it was not measured."""
+    if curves is None:
+        return None
+    rates = [
+        _positive(read["gb_per_s"], "gb_per_s")
+        for read in curves["reads"]
+        if read["pattern"] == "sequential"
+    ]
+    return measured("storage_read_gb_per_s", max(rates), "the fastest sequential reads")
+
+
+def _products(entries: Sequence[Mapping[str, Any]]) -> ProductCurve:
+    seconds = {
+        (int(_positive(entry["rows"], "rows")), int(_positive(entry["num_bytes"], "num_bytes"))): (
+            _positive(entry["seconds"], "seconds")
+        )
+        for entry in entries
+    }
+    if not seconds:
+        raise ValueError("no products")
+    return ProductCurve.of(seconds)
+
+
+def _samples(entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """(bytes, seconds), by rising bytes."""
+    return sorted(
+        (int(_positive(entry["num_bytes"], "num_bytes")), _positive(entry["seconds"], "seconds"))
+        for entry in entries
+    )
+
+
+def _gb_per_s(sample: tuple[int, float]) -> float:
+    return sample[0] / sample[1] / 1e9
+
+
+def _positive(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, and must be a number above 0")
+    return float(value)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Near memory shared by layers and KV cache: what a placement leaves, and the plan for a target.
+
+``auto`` plans for latency and for throughput and takes the target's own plan, unless the other is
+predicted to be better at it by more than predictions tell apart. The engine and
+``vllm-tiered plan`` decide by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.planner.latency import ALL, ONE_AHEAD, Effort, place_for_latency
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.pipeline import StepTimes
+from vllm_tiered.planner.serving import Load, Served, serve
+from vllm_tiered.planner.step_time import compute_times, far_link, slowdown, storage_link
+from vllm_tiered.units import format_bytes
+from vllm_tiered.weights.placement import Placement, place, spill
+
+Target = Literal["latency", "throughput"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+FLEXGEN_PERCENTS = (20, 80, 0)
+"""The share that HeLM's paper asks FlexGen for (section V-A)."""
+
+_AS_GOOD = 1.01
+"""Plans whose predictions differ by less are equally good: the figures they rest on are measured,
+and two runs of the same program would come to either by chance."""
+
+BASELINES = ("all near", "flexgen", "helm", "all_far")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What is to be shared.
+
+    Attributes:
+        near_bytes: for layers, slots and the KV cache; ``ModelShape.other_bytes`` are not in it.
+        far_bytes: None for as much as it takes.
+        has_storage: what exceeds far memory is stored.
+    """
+
+    near_bytes: int
+    far_bytes: int | None = None
+    has_storage: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """A placement, what it leaves to the KV cache, and what the load gets from both.
+
+    Attributes:
+        kv_bytes: the rest of near memory.
+        served: with as many requests as fit there, or as the load has.
+        alone: with one request.
+    """
+
+    placement: Placement
+    kv_bytes: int
+    served: Served
+    alone: Served
+
+
+def baseline(name: str, shape: ModelShape) -> Placement:
+    """A placement of the papers, or "all near"."""
+    if name == "all near":
+        none: tuple[()] = ()
+        return Placement(policy=name, sublayers=shape.sublayers, far=(none,) * len(shape.sublayers))
+    return place(name, shape.sublayers, FLEXGEN_PERCENTS if name == "flexgen" else None)
+
+
+def split_beside(
+    placement: Placement, shape: ModelShape, machine: Machine, load: Load, room: Room
+) -> Split | None:
+    """The KV cache gets what the placement leaves; None if that does not hold one request, or if
+    the layers do not fit far memory."""
+    if room.has_storage and room.far_bytes is not None:
+        placement = spill(placement, room.far_bytes)
+    kv_bytes = room.near_bytes - placement.near_bytes
+    requests = load.requests_in(shape, kv_bytes)
+    if not requests or (room.far_bytes is not None and placement.far_bytes > room.far_bytes):
+        return None
+    return Split(
+        placement=placement,
+        kv_bytes=kv_bytes,
+        served=serve(shape, machine, placement, load, requests),
+        alone=serve(shape, machine, placement, load, 1),
+    )
+
+
+def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split:
+    """The split with the shortest predicted decode step of one request.
+
+    Raises:
+        BudgetError: no placement fits beside the KV cache of one request.
+    """
+    candidates = [*(baseline(name, shape) for name in BASELINES)]
+    candidates += near_sets(shape, machine, load, room, 1)
+    splits = [split_beside(c, shape, machine, load, room) for c in candidates]
+    fitting = [split for split in splits if split]
+    if not fitting:
+        raise no_room(shape, load, room)
+    best = min(
+        fitting,
+        key=lambda s: (
+            round(s.alone.decode_seconds, 12),
+            s.placement.storage_bytes,
+            s.placement.far_bytes,
+            s.placement.ring_bytes,
+        ),
+    )
+    return replace(best, placement=replace(best.placement, policy="latency"))
+
+
+def near_sets(
+    shape: ModelShape, machine: Machine, load: Load, room: Room, requests: int
+) -> Iterator[Placement]:
+    """What the integer program keeps near beside the KV cache of so many requests: for a decode
+    step, for a prefill, and with nothing to hide behind.
+
+    Its sum takes each transfer with one compute; in a pipeline they reach further. So the best near
+    set for a step may be that for another.
+    """
+    prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
+    for times, effort in (
+        (compute_times(shape, machine, load.decode(requests)), ALL),
+        (compute_times(shape, machine, load.prefill(prompts)), ONE_AHEAD),
+        (StepTimes(compute=(0.0,) * len(shape.sublayers)), ONE_AHEAD),
+    ):
+        kv_bytes = load.kv_bytes(shape, requests)
+        placement = near_set(shape, machine, times, room, kv_bytes, effort)
+        if placement:
+            yield placement
+
+
+def near_set(
+    shape: ModelShape,
+    machine: Machine,
+    times: StepTimes,
+    room: Room,
+    kv_bytes: int,
+    effort: Effort = ALL,
+) -> Placement | None:
+    """What the integer program keeps near beside so much KV cache; None if nothing fits.
+
+    Args:
+        effort: as for :func:`~vllm_tiered.planner.latency.place_for_latency`.
+    """
+    budget = room.near_bytes - kv_bytes
+    link = far_link(machine)
+    storage = storage_link(machine) if room.has_storage else None
+    try:
+        return place_for_latency(
+            shape.sublayers,
+            times,
+            link,
+            budget,
+            room.far_bytes,
+            storage,
+            slowdown=slowdown(machine),
+            effort=effort,
+        )
+    except BudgetError:
+        return None
+
+
+def pick(target: Target, splits: Sequence[Split]) -> Split:
+    """The shortest decode step of one request, or the most tokens/s; the target's own plan where
+    that is as good as can be told."""
+
+    def cost(split: Split) -> float:
+        is_latency = target == "latency"
+        return split.alone.decode_seconds if is_latency else 1 / split.served.tokens_per_s
+
+    best = min(splits, key=cost)
+    own = [s for s in splits if s.placement.policy == target and cost(s) <= _AS_GOOD * cost(best)]
+    return min(own, key=cost, default=best)
+
+
+def target_for(max_requests: int) -> Target:
+    """Where nobody says: latency is what counts if requests are served one by one."""
+    return "latency" if max_requests == 1 else "throughput"
+
+
+def no_room(shape: ModelShape, load: Load, room: Room) -> BudgetError:
+    """The error for a room in which no placement fits."""
+    least = baseline("all_far", shape).near_bytes
+    one = load.kv_bytes(shape)
+    if least + one > room.near_bytes:
+        tokens = load.prompt_tokens + load.output_tokens
+        return BudgetError(
+            f"the least that layers keep near is {format_bytes(least)}, staging slots included; "
+            f"with {format_bytes(one)} of KV cache for one request of {tokens} tokens they exceed "
+            f"{format_bytes(room.near_bytes)} by {format_bytes(least + one - room.near_bytes)}: "
+            "raise weights.near_gib, or lower --max-model-len"
+        )
+    return BudgetError(
+        f"beside one request's KV cache in {format_bytes(room.near_bytes)} of near memory more "
+        f"than {format_bytes(room.far_bytes or 0)} of the layers are far: raise weights.far_gib "
+        "or weights.near_gib"
+    )

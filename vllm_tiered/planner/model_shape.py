@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tensors from its config.json alone, by the names and in the shapes that vLLM has them.
+
+    attention   qkv_proj [(heads + 2 kv heads) head size, hidden]   o_proj [hidden, heads head size]
+    FFN         gate_up_proj [2 inner, hidden], fc1 [inner, hidden]   down_proj, fc2 [hidden, inner]
+
+A rank of tensor parallelism holds its share of each matrix, all norms, and its share of the KV
+heads, one at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.weights.int4_layout import COMPRESS, can_compress, compressed_bytes
+from vllm_tiered.weights.placement import Kind, Parameter, Role, Sublayer, sublayers_of
+
+DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What a family of architectures has in common.
+
+    Attributes:
+        gated: gate and up, in one matrix, instead of fc1.
+        names: qkv, out, first and second FFN matrix, in the layer.
+        norms: in the layer; ``norm_bias`` says whether they have biases too.
+        qkv_bias, bias: defaults where the config does not say.
+        inner: the config's key for the FFN's size.
+    """
+
+    gated: bool
+    names: tuple[str, str, str, str]
+    norms: tuple[str, ...]
+    norm_bias: bool = False
+    qkv_bias: bool = False
+    bias: bool = False
+    inner: str = "intermediate_size"
+
+
+_LLAMA_NAMES = (
+    "self_attn.qkv_proj",
+    "self_attn.o_proj",
+    "mlp.gate_up_proj",
+    "mlp.down_proj",
+)
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LLAMA = Family(gated=True, names=_LLAMA_NAMES, norms=_LLAMA_NORMS)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "phi3": _LLAMA,
+    "qwen2": Family(gated=True, names=_LLAMA_NAMES, norms=_LLAMA_NORMS, qkv_bias=True),
+    "opt": Family(
+        gated=False,
+        names=("self_attn.qkv_proj", "self_attn.out_proj", "fc1", "fc2"),
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        norm_bias=True,
+        qkv_bias=True,
+        bias=True,
+        inner="ffn_dim",
+    ),
+    "falcon": Family(
+        gated=False,
+        names=(
+            "self_attention.query_key_value",
+            "self_attention.dense",
+            "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h",
+        ),
+        norms=("input_layernorm",),
+        norm_bias=True,
+        inner="ffn_hidden_size",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """What a planner needs to know of a model; bytes are one rank's.
+
+    Attributes:
+        family: its model type, or "unknown" where the generic shape was taken.
+        sublayers: of all layers, in the order of computation.
+        other_bytes: embeddings, head and last norm, which stay near.
+        head_bytes: of them, what each step reads.
+        kv_bytes_per_token: in all layers.
+        dtype_bytes: of a weight that is not compressed, and of an element of the KV cache.
+        matrices: (out, in) of each matrix of a layer, by its name, where the config told them.
+    """
+
+    family: str
+    num_layers: int
+    sublayers: tuple[Sublayer, ...]
+    other_bytes: int
+    head_bytes: int
+    kv_bytes_per_token: int
+    dtype_bytes: int
+    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of all layers' parameters."""
+        return sum(sublayer.num_bytes for sublayer in self.sublayers)
+
+    def weights_in(self, parameter: Parameter) -> float:
+        """How many, whatever they take."""
+        matrix = self.matrices.get(parameter.name)
+        return parameter.num_bytes / self.dtype_bytes if matrix is None else math.prod(matrix)
+
+    def is_compressed(self, parameter: Parameter) -> bool:
+        """Whether its weights take less than the dtype's bytes each."""
+        return parameter.num_bytes < self.weights_in(parameter) * self.dtype_bytes
+
+
+def bytes_by_class(shape: ModelShape) -> dict[str, int]:
+    """Of all layers' tensors by what they are, and of what is beside the layers."""
+    classes = {Role.FFN_FIRST: "first FFN matrix", Role.NORM: "norms", Role.BIAS: "biases"}
+    matrices = {Kind.ATTENTION: "attention matrices", Kind.FFN: "second FFN matrix"}
+    found: dict[str, int] = {}
+    for sublayer in shape.sublayers:
+        for parameter in sublayer.parameters:
+            name = classes.get(parameter.role, matrices[sublayer.kind])
+            found[name] = found.get(name, 0) + parameter.num_bytes
+    return found | {"embeddings and head": shape.other_bytes}
+
+
+def model_shape(
+    config: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    compress: str = "none",
+) -> ModelShape:
+    """The shapes that follow from a Hugging Face config.
+
+    A model type that is not in ``FAMILIES`` is taken for one of Llama's shapes: sizes are right to
+    a few percent, as long as it is a plain decoder.
+
+    Raises:
+        ConfigError: a size is missing or does not divide by ``tensor_parallel``; no such dtype or
+            compression.
+        UnsupportedError: a mixture of experts, a quantized checkpoint, or no decoder.
+    """
+    known = str(config.get("model_type", ""))
+    _check_kind(config)
+    family = FAMILIES.get(known, _LLAMA)
+    sizes = _Sizes.of(config, family)
+    width = DTYPE_BYTES.get(dtype)
+    if width is None:
+        raise ConfigError(f"no dtype {dtype!r}: there are {', '.join(DTYPE_BYTES)}")
+    if compress not in COMPRESS:
+        raise ConfigError(f"no compress {compress!r}: there are {', '.join(COMPRESS)}")
+    shapes = _layer_shapes(family, sizes, tensor_parallel)
+    layer = {name: math.prod(shape) * width for name, shape in shapes.items()}
+    if compress == "int4":
+        for name, shape in shapes.items():
+            if len(shape) == 2 and can_compress(*shape):
+                layer[name] = compressed_bytes(*shape, width)
+    kv_heads = max(1, sizes.kv_heads // tensor_parallel)
+    vocabulary = math.ceil(sizes.vocabulary / tensor_parallel) * sizes.hidden
+    heads = 1 if config.get("tie_word_embeddings", known in ("opt", "falcon")) else 2
+    positions = (sizes.positions + 2) * sizes.hidden if known == "opt" else 0
+    return ModelShape(
+        family=known if known in FAMILIES else "unknown",
+        num_layers=sizes.layers,
+        sublayers=tuple(
+            part for index in range(sizes.layers) for part in sublayers_of(index, layer)
+        ),
+        other_bytes=(heads * vocabulary + positions + sizes.hidden) * width,
+        head_bytes=vocabulary * width,
+        kv_bytes_per_token=2 * kv_heads * sizes.head_size * sizes.layers * width,
+        dtype_bytes=width,
+        matrices={name: (out[0], out[1]) for name, out in shapes.items() if len(out) == 2},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    positions: int
+    qkv_bias: bool
+    bias: bool
+    norms: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], family: Family) -> _Sizes:
+        hidden = _size(config, "hidden_size")
+        heads = _size(config, "num_attention_heads")
+        return cls(
+            layers=_size(config, "num_hidden_layers"),
+            hidden=hidden,
+            inner=int(config.get(family.inner) or config.get("intermediate_size") or 4 * hidden),
+            heads=heads,
+            kv_heads=_kv_heads(config, heads),
+            head_size=int(config.get("head_dim") or hidden // heads),
+            vocabulary=_size(config, "vocab_size"),
+            positions=int(config.get("max_position_embeddings") or 0),
+            qkv_bias=bool(config.get("attention_bias", config.get("enable_bias", family.qkv_bias))),
+            bias=bool(config.get("bias", config.get("enable_bias", family.bias))),
+            norms=_norms(config, family),
+        )
+
+
+def _layer_shapes(
+    family: Family, sizes: _Sizes, tensor_parallel: int
+) -> dict[str, tuple[int, ...]]:
+    """The parameters of a layer: [out, in] of matrices, [out] of others."""
+    for what, size in (("attention heads", sizes.heads), ("FFN neurons", sizes.inner)):
+        if size % tensor_parallel:
+            raise ConfigError(f"{size} {what} do not divide by {tensor_parallel} ranks")
+    heads = sizes.heads // tensor_parallel
+    kv_heads = max(1, sizes.kv_heads // tensor_parallel)
+    inner = sizes.inner // tensor_parallel
+    qkv, out, first, second = family.names
+    rows = (heads + 2 * kv_heads) * sizes.head_size
+    first_rows = inner * (2 if family.gated else 1)
+    shapes: dict[str, tuple[int, ...]] = {f"{qkv}.weight": (rows, sizes.hidden)}
+    if sizes.qkv_bias:
+        shapes[f"{qkv}.bias"] = (rows,)
+    shapes[f"{out}.weight"] = (sizes.hidden, heads * sizes.head_size)
+    if sizes.bias:
+        shapes[f"{out}.bias"] = (sizes.hidden,)
+    shapes[f"{first}.weight"] = (first_rows, sizes.hidden)
+    if sizes.bias:
+        shapes[f"{first}.bias"] = (first_rows,)
+    shapes[f"{second}.weight"] = (sizes.hidden, inner)
+    if sizes.bias:
+        shapes[f"{second}.bias"] = (sizes.hidden,)
+    for norm in sizes.norms:
+        shapes[f"{norm}.weight"] = (sizes.hidden,)
+        if family.norm_bias:
+            shapes[f"{norm}.bias"] = (sizes.hidden,)
+    return shapes
+
+
+def _norms(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    if config.get("new_decoder_architecture"):  # Falcon's 40B and later
+        return ("ln_attn", "ln_mlp")
+    if config.get("model_type") == "falcon" and not config.get("parallel_attn", True):
+        return ("input_layernorm", "post_attention_layernorm")
+    return family.norms
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("model_type") == "falcon":
+        if config.get("new_decoder_architecture"):
+            return int(config.get("num_kv_heads") or heads)
+        return 1 if config.get("multi_query", True) else heads
+    return int(config.get("num_key_value_heads") or heads)
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json has {key}={value!r}: it must be a number above 0")
+    return value
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    experts = next(
+        (k for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k)), None
+    )
+    if experts is not None:
+        raise UnsupportedError(
+            f"{experts}={config[experts]}: mixtures of experts cannot be planned yet"
+        )
+    if config.get("quantization_config"):
+        raise UnsupportedError(
+            "quantized checkpoints cannot be planned, and their weights not be placed, yet: give "
+            "the 16-bit model"
+        )
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedError("encoder-decoder models cannot be planned: only decoders are served")

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a load gets from a placement: time to first token, between tokens, tokens/s, joules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.step_time import Batch, predict_step
+from vllm_tiered.weights.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Requests of one length.
+
+    Attributes:
+        prompt_tokens, output_tokens: of each.
+        max_requests: that run at a time, memory permitting.
+        block_tokens: KV memory is given in blocks of so many.
+        max_batched_tokens: that a step computes: prompts share the prefill steps.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    max_requests: int = 256
+    block_tokens: int = 16
+    max_batched_tokens: int = 2048
+
+    def kv_bytes(self, shape: ModelShape, requests: int = 1) -> int:
+        """Of requests at their full length, and of the block that vLLM sets aside."""
+        return (requests * self._blocks + 1) * self._block_bytes(shape)
+
+    def requests_in(self, shape: ModelShape, kv_bytes: int) -> int:
+        """Those that run at a time in so much KV cache, ``max_requests`` at most."""
+        blocks = kv_bytes // self._block_bytes(shape) - 1
+        return max(0, min(self.max_requests, blocks // self._blocks))
+
+    def decode(self, requests: int) -> Batch:
+        """A step in which each adds a token, in the middle of its output."""
+        context = self.prompt_tokens + self.output_tokens // 2
+        return Batch(requests=requests, new_tokens=1, context_tokens=context)
+
+    def prefill(self, requests: int = 1) -> Batch:
+        """A step in which each computes its prompt."""
+        return Batch(requests=requests, new_tokens=self.prompt_tokens, context_tokens=0)
+
+    @property
+    def _blocks(self) -> int:
+        return -(-(self.prompt_tokens + self.output_tokens) // self.block_tokens)
+
+    def _block_bytes(self, shape: ModelShape) -> int:
+        return self.block_tokens * shape.kv_bytes_per_token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What so many requests at a time get.
+
+    Attributes:
+        prefill_seconds: of one request's prompt, alone: its time to first token.
+        decode_seconds: of a step with all of them: the time between tokens.
+        stall_share: of that step, for which compute waits for weights.
+        tokens_per_s: output tokens, with the prefills in between.
+        joules_per_token: of output, prefills included; None where the machine's power is unknown.
+    """
+
+    requests: int
+    prefill_seconds: float
+    decode_seconds: float
+    stall_share: float
+    tokens_per_s: float
+    joules_per_token: float | None
+
+
+def serve(
+    shape: ModelShape, machine: Machine, placement: Placement, load: Load, requests: int
+) -> Served:
+    """Predict ``requests`` of the load, all the time."""
+    decode = predict_step(shape, machine, placement, load.decode(requests))
+    alone = predict_step(shape, machine, placement, load.prefill())
+    together = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
+    prompts = predict_step(shape, machine, placement, load.prefill(together))
+    # While prompts are computed the others' tokens wait.
+    steps = requests / together
+    seconds = load.output_tokens * decode.seconds + steps * prompts.seconds
+    stall = load.output_tokens * decode.stall_seconds + steps * prompts.stall_seconds
+    tokens = requests * load.output_tokens
+    power = machine.power
+    return Served(
+        requests=requests,
+        prefill_seconds=alone.seconds,
+        decode_seconds=decode.seconds,
+        stall_share=decode.stall_seconds / decode.seconds,
+        tokens_per_s=tokens / seconds,
+        joules_per_token=power.joules(seconds, stall, placement.far_bytes) / tokens
+        if power
+        else None,
+    )

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a step takes on a machine: compute of each sublayer, and what arrives meanwhile.
+
+Of a machine that was probed a sublayer takes what its products were measured to take; else the
+longer of its memory traffic and its arithmetic (roofline). Attention reads the KV cache beside
+that. While copies run both are slower, as measured, or as they share the near tier's bandwidth.
+What a step costs beside the layers comes from the machine, and from the head, which reads its
+weights like a layer.
+
+Of weights in 4 bit transfers are less, and memory traffic where it is computed. An engine measures
+products with them; `vllm-tiered probe` does not, and its machine's are those of 16 bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_tiered.planner.curves import Curves
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.pipeline import (
+    Link,
+    Slowdown,
+    StepTime,
+    StepTimes,
+    step_time,
+    transfer_seconds,
+)
+from vllm_tiered.weights.placement import Kind, Parameter, Placement, Role, Sublayer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What a step computes.
+
+    Attributes:
+        requests: in the step.
+        new_tokens: of each: 1 in decoding, the prompt in prefill.
+        context_tokens: of each, whose KV attention reads.
+    """
+
+    requests: int
+    new_tokens: int
+    context_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.new_tokens
+
+
+def far_link(machine: Machine) -> Link:
+    """Far to near, as transfers of weights see it."""
+    latency_s = machine.far_layer_overhead_us * 1e-6 / 2  # a layer has two transfers
+    return Link(bytes_per_s=machine.read_gb_per_s * 1e9, latency_s=latency_s)
+
+
+def storage_link(machine: Machine) -> Link | None:
+    """Storage to near, where the machine has it."""
+    rate = machine.storage_read_gb_per_s
+    return None if rate is None else Link(bytes_per_s=rate * 1e9)
+
+
+class Roofline(NamedTuple):
+    """Seconds of a sublayer's parts: weights are read while they are multiplied with, then KV."""
+
+    weights: float
+    arithmetic: float
+    kv: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.weights, self.arithmetic) + self.kv
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether arithmetic is most of it, and not memory traffic."""
+        return self.arithmetic > max(self.weights, self.kv)
+
+
+def roofline(
+    sublayer: Sublayer,
+    shape: ModelShape,
+    machine: Machine,
+    batch: Batch,
+    far: Sequence[Parameter] = (),
+) -> Roofline:
+    """With no copies beside it; of a measured machine a product of one row is its memory traffic.
+
+    Args:
+        far: those of its parameters, which may take longer to multiply with.
+    """
+    near = machine.near_gb_per_s * 1e9
+    kv_bytes = 0.0
+    if sublayer.kind is Kind.ATTENTION:
+        per_layer = shape.kv_bytes_per_token / shape.num_layers
+        kv_bytes = batch.requests * batch.context_tokens * per_layer
+    if machine.curves:
+        weights, arithmetic = (
+            _measured_seconds(sublayer, shape, far, machine.curves, tokens)
+            for tokens in (1, batch.tokens)
+        )
+    else:
+        operations = 2 * sum(map(shape.weights_in, sublayer.parameters)) * batch.tokens
+        weights, arithmetic = sublayer.num_bytes / near, operations / (machine.tflops * 1e12)
+    return Roofline(weights=weights, arithmetic=arithmetic, kv=kv_bytes / near)
+
+
+def slowdown(machine: Machine) -> Slowdown:
+    """What compute and transfers do to each other: as measured, else by their bytes.
+
+    Where copies take ``near_bytes_per_copied_byte`` of the bus that compute reads from, they share
+    it in proportion to what each would take alone.
+    """
+    if machine.curves:
+        return Slowdown(machine.curves.compute_slowdown, machine.curves.link_slowdown)
+    asked = machine.near_bytes_per_copied_byte * machine.read_gb_per_s
+    shared = 1 + asked / machine.near_gb_per_s
+    return Slowdown(shared, shared)
+
+
+def compute_times(
+    shape: ModelShape, machine: Machine, batch: Batch, placement: Placement | None = None
+) -> StepTimes:
+    """Of each sublayer, with no copies beside it.
+
+    Args:
+        placement: far weights may take longer to multiply with; None for all near.
+    """
+    requests = batch.requests
+    rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
+    # Of what is beside the layers, a step reads the head; of the embedding a few rows.
+    if machine.curves:
+        # An engine that places weights keeps embeddings and head once, and does not pack them.
+        places = placement is not None and placement.policy != "all near"
+        curve = machine.curves.far if places else machine.curves.near
+        rest += curve.seconds(shape.head_bytes, requests)
+    else:
+        rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
+    staged = placement.staged if placement else [((), ())] * len(shape.sublayers)
+    return StepTimes(
+        compute=tuple(
+            roofline(sublayer, shape, machine, batch, (*far, *stored)).seconds
+            for sublayer, (far, stored) in zip(shape.sublayers, staged, strict=True)
+        ),
+        rest=rest,
+    )
+
+
+def predict_step(
+    shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
+) -> StepTime:
+    """A step with the placement's far weights arriving as far ahead as it says."""
+    times = compute_times(shape, machine, batch, placement)
+    transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
+    return step_time(transfers, times, slowdown(machine), placement.ahead)
+
+
+def _measured_seconds(
+    sublayer: Sublayer, shape: ModelShape, far: Sequence[Parameter], curves: Curves, tokens: int
+) -> float:
+    """Each product as it was measured, and half of what a layer costs beside its products."""
+    names = {parameter.name for parameter in far}
+    seconds = curves.layer_overhead_us * 1e-6 / 2
+    for parameter in sublayer.parameters:
+        if parameter.role not in (Role.MATRIX, Role.FFN_FIRST):
+            continue
+        curve = curves.far if parameter.name in names else curves.near
+        if curves.compressed and shape.is_compressed(parameter):
+            curve = curves.compressed
+        seconds += curve.seconds(round(shape.weights_in(parameter) * shape.dtype_bytes), tokens)
+    return seconds

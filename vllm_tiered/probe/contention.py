@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What copies and compute do to each other: measured, as they run at the same time in each step.
+
+Where near and far memory are the same DRAM, or copying threads take cores from compute, both are
+slower than alone. Behind a link with copy engines of its own neither is.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_tiered.devices.base import Copy, Device, Direction, PageBuffer, Pages
+from vllm_tiered.probe.gemm import far_product
+from vllm_tiered.probe.links import PAGE_BYTES
+
+_REPEATS = 5
+
+
+class Beside(NamedTuple):
+    """How much longer each takes while the other runs too, 1 for no longer.
+
+    Attributes:
+        compute_slowdown: of products.
+        link_slowdown: of transfers from far to near.
+    """
+
+    compute_slowdown: float
+    link_slowdown: float
+
+
+def beside(
+    device: Device,
+    near_device: torch.device,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    num_tokens: int = 1,
+    seconds: float = 2.0,
+) -> Beside:
+    """Products with weights in two slots into which a link copies all the time.
+
+    Args:
+        shape: (out, in) of a weight; its bytes are a multiple of ``PAGE_BYTES``.
+        num_tokens: rows of the products.
+        seconds: for all, about.
+
+    Returns:
+        Medians of several runs, in which each was measured alone before.
+
+    Raises:
+        BudgetError: the far tier does not have the memory of four weights.
+    """
+    pages = shape[0] * shape[1] * dtype.itemsize // PAGE_BYTES
+    far = device.far_buffer(4 * pages, PAGE_BYTES)
+    near = PageBuffer(torch.empty((2 * pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
+    for buffer in (far, near):
+        # Ones in every byte are tiny numbers of any floating type, but no denormal ones.
+        buffer.data.fill_(1)
+    copies = [
+        device.prepare(
+            Direction.READ, far, _pages(turn * pages, pages), near, _pages(turn % 2 * pages, pages)
+        )
+        for turn in range(4)
+    ]
+    x = torch.randn((num_tokens, shape[1]), device=near_device).to(dtype)
+    slots = near.data.view(2, -1)
+    products = [far_product(slots[slot].view(dtype).view(shape)) for slot in range(2)]
+    share = seconds / _REPEATS / 3
+
+    def compute(turn: int) -> None:
+        products[turn % 2](x)
+        device.compute_event().wait()
+
+    slower: list[Beside] = []
+    for _ in range(_REPEATS):
+        compute_alone = _rate(compute, share)
+        link_alone = _link_rate(device, copies, lambda turn: time.sleep(1e-3), share)
+        link_beside = _link_rate(device, copies, compute, share)
+        slower.append(
+            Beside(
+                compute_alone / link_beside.steps_per_s,
+                link_alone.copies_per_s / link_beside.copies_per_s,
+            )
+        )
+    return Beside(
+        max(1.0, statistics.median(one.compute_slowdown for one in slower)),
+        max(1.0, statistics.median(one.link_slowdown for one in slower)),
+    )
+
+
+def _rate(run: Callable[[int], None], seconds: float) -> float:
+    """Calls per second."""
+    run(0)
+    start = time.perf_counter()
+    num_calls = 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        run(num_calls)
+        num_calls += 1
+    return num_calls / elapsed
+
+
+class _Rates(NamedTuple):
+    steps_per_s: float
+    copies_per_s: float
+
+
+def _link_rate(
+    device: Device, copies: Sequence[Copy], step: Callable[[int], None], seconds: float
+) -> _Rates:
+    """Steps, and copies that run behind them without a pause, until ``seconds`` are over."""
+    under_way = deque(device.submit(copy) for copy in copies)
+    under_way.popleft().wait()
+    start = last = time.perf_counter()
+    num_steps = num_copies = 0
+    while (now := time.perf_counter()) < start + seconds or num_copies < 2:
+        step(num_steps)
+        num_steps += 1
+        while under_way[0].done():
+            under_way.popleft()
+            under_way.append(device.submit(copies[num_copies % len(copies)]))
+            num_copies += 1
+            last = time.perf_counter()
+    for event in under_way:
+        event.wait()
+    # From the end of a copy to the end of the last that was seen.
+    return _Rates(num_steps / (now - start), num_copies / (last - start))
+
+
+def _pages(first: int, count: int) -> Pages:
+    return Pages(np.arange(first, first + count, dtype=np.int64), ascending=True)

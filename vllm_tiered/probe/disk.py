@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a folder's disk gives: reads by request size and number of readers (LLM in a flash, 2b)."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from enum import Enum
+from errno import EIO
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.storage.direct_io import make_direct
+from vllm_tiered.storage.io_pool import BouncePool, Bytes, Transfer, transfer
+from vllm_tiered.storage.tmpfile import open_unnamed
+from vllm_tiered.units import MIB, format_bytes
+
+ALIGNMENT = 4096
+"""Bytes in which O_DIRECT counts."""
+
+_WRITE_BYTES = 4 * MIB
+
+
+class Pattern(Enum):
+    """Where the next request is."""
+
+    SEQUENTIAL = "sequential"
+    RANDOM = "random"
+
+
+class Read(NamedTuple):
+    """One point of a curve.
+
+    Attributes:
+        request_bytes: of one read.
+        readers: threads, each with one request at a time.
+        gb_per_s: of all together, 10^9 bytes.
+        latency_s: of one request.
+    """
+
+    pattern: Pattern
+    request_bytes: int
+    readers: int
+    gb_per_s: float
+    latency_s: float
+
+
+class StorageCurves(NamedTuple):
+    """All reads that were measured.
+
+    Attributes:
+        is_direct: past the page cache; if not, what was read may have come from memory.
+        write_gb_per_s: one sequential pass over the file, until it was on the disk.
+    """
+
+    is_direct: bool
+    file_bytes: int
+    write_gb_per_s: float
+    reads: tuple[Read, ...]
+
+
+def storage_curves(
+    folder: Path,
+    request_sizes: Sequence[int],
+    readers: Sequence[int],
+    *,
+    file_bytes: int,
+    seconds: float,
+) -> StorageCurves:
+    """Write a file without a name, then read it in every way; it goes away in any case.
+
+    Args:
+        request_sizes: multiples of ``ALIGNMENT``.
+        file_bytes: a multiple of all of ``request_sizes`` and of 4 MiB. Larger than what the disk
+            itself keeps in memory, or that is what is measured.
+        seconds: for each point.
+
+    Raises:
+        ConfigError: no file can be made in ``folder``, or the disk reports an error.
+        BudgetError: the disk does not have the space.
+    """
+    try:
+        fd = open_unnamed(folder, file_bytes)
+    except BudgetError as error:
+        raise BudgetError(
+            f"the probe's file takes {format_bytes(file_bytes)} in {folder}, where "
+            f"{format_bytes(_free_bytes(folder))} are free: free some, or name a folder on another "
+            "disk with --path"
+        ) from error
+    except ConfigError as error:
+        raise ConfigError(
+            f"no file can be made in {folder} ({_reason(error)}): name a writable folder on a "
+            "local disk with --path"
+        ) from error
+    try:
+        is_direct = make_direct(fd, BouncePool(ALIGNMENT).take())
+        write_gb_per_s = _write(fd, file_bytes)
+        reads = tuple(
+            _read(fd, pattern, size, number, file_bytes, seconds)
+            for pattern in Pattern
+            for size in request_sizes
+            for number in readers
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"the disk of {folder} failed while it was measured: {error.strerror}"
+        ) from error
+    finally:
+        os.close(fd)
+    return StorageCurves(is_direct, file_bytes, write_gb_per_s, reads)
+
+
+def _free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.__cause__
+    return (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(error)
+
+
+def _write(fd: int, file_bytes: int) -> float:
+    """Every byte, as reserved space is not read from the disk; GB/s."""
+    buffer = BouncePool(_WRITE_BYTES).take()
+    buffer[:] = np.frombuffer(random.Random(0).randbytes(_WRITE_BYTES), dtype=np.uint8)
+    start = time.perf_counter()
+    for offset in range(0, file_bytes, _WRITE_BYTES):
+        _move_all(os.pwritev, fd, buffer, offset)
+    os.fdatasync(fd)
+    seconds = time.perf_counter() - start
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where the page cache is in between
+    return file_bytes / seconds / 1e9
+
+
+def _read(
+    fd: int, pattern: Pattern, request_bytes: int, readers: int, file_bytes: int, seconds: float
+) -> Read:
+    offsets = list(range(0, file_bytes, request_bytes))
+    if pattern is Pattern.RANDOM:
+        random.Random(request_bytes).shuffle(offsets)
+    turns = count()  # next() of it is one step for all threads
+    buffers = BouncePool(request_bytes)
+    failures: list[OSError] = []
+    finished = [0] * readers
+    start = time.perf_counter()
+    end = start + seconds
+
+    def read(reader: int, buffer: Bytes) -> None:
+        try:
+            while time.perf_counter() < end or not finished[reader]:
+                _move_all(os.preadv, fd, buffer, offsets[next(turns) % len(offsets)])
+                finished[reader] += 1
+        except OSError as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=read, args=(reader, buffers.take()), daemon=True)
+        for reader in range(readers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    elapsed = time.perf_counter() - start
+    return Read(
+        pattern=pattern,
+        request_bytes=request_bytes,
+        readers=readers,
+        gb_per_s=sum(finished) * request_bytes / elapsed / 1e9,
+        latency_s=elapsed * readers / sum(finished),
+    )
+
+
+def _move_all(call: Transfer, fd: int, buffer: Bytes, offset: int) -> None:
+    moved = transfer(call, fd, buffer, offset, ALIGNMENT)
+    if moved != len(buffer):
+        raise OSError(EIO, f"{moved} of {len(buffer)} bytes at offset {offset}")

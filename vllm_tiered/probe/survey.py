@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that is measured of a machine, in order, within a time: what `vllm-tiered probe` runs.
+
+The result is plain data for a file, which :mod:`vllm_tiered.planner.from_probe` makes a machine of.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from vllm_tiered.devices.base import Device, Direction
+from vllm_tiered.probe.contention import beside
+from vllm_tiered.probe.disk import storage_curves
+from vllm_tiered.probe.gemm import Product, far_product, near_product
+from vllm_tiered.probe.links import SIZES, link_curve, median_seconds, product_curve
+from vllm_tiered.units import KIB, MIB
+
+FORMAT = "vllm-tiered probe"
+VERSION = 1
+"""Of the file; a reader refuses others."""
+
+PRODUCTS: Mapping[str, Callable[[torch.Tensor], Product]] = {
+    "near": near_product,
+    "far": far_product,
+}
+"""By where the weight is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """What is measured, and how long.
+
+    Attributes:
+        transfer_bytes: of transfers between near and far memory.
+        product_shapes: (out, in) of weights, by rising size.
+        rows: of products: tokens in a step.
+        dtype: of products.
+        beside_shape: (out, in) of what computes while a link copies, far larger than the caches.
+        request_bytes, readers: of reads from storage.
+        file_bytes: of the file that is read.
+        point_seconds: for one point of a curve.
+        beside_seconds: for what copies and compute do to each other.
+    """
+
+    transfer_bytes: tuple[int, ...] = SIZES
+    product_shapes: tuple[tuple[int, int], ...] = (
+        (512, 2048),
+        (2048, 2048),
+        (4096, 4096),
+        (8192, 4096),
+    )
+    rows: tuple[int, ...] = (1, 4, 16, 64, 256)
+    dtype: torch.dtype = torch.bfloat16
+    beside_shape: tuple[int, int] = (4096, 4096)
+    request_bytes: tuple[int, ...] = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
+    readers: tuple[int, ...] = (1, 4, 16, 32)
+    file_bytes: int = 512 * MIB
+    point_seconds: float = 0.15
+    beside_seconds: float = 3.0
+
+    @property
+    def planned_seconds(self) -> float:
+        """Of all points without the model's, and as much again for what is made ready for them."""
+        points = (
+            len(Direction) * len(self.transfer_bytes)
+            + len(PRODUCTS) * len(self.rows) * len(self.product_shapes)
+            + 2 * len(self.request_bytes) * len(self.readers)
+        )
+        return 2 * (points * self.point_seconds + self.beside_seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrices:
+    """A sublayer's matrices as (out, in) each, and what it is called."""
+
+    name: str
+    shapes: Sequence[tuple[int, int]] = field(default_factory=tuple)
+
+
+def survey(
+    device: Device,
+    near_device: torch.device,
+    scope: Scope,
+    *,
+    folder: Path | None = None,
+    sublayers: Sequence[Matrices] = (),
+    step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        folder: where storage is measured; None leaves it out.
+        sublayers: of a model, whose products are measured as they are.
+        step: is told what comes next.
+
+    Returns:
+        What the file holds, JSON-safe; seconds, bytes and GB/s (10^9 bytes) as its keys say.
+
+    Raises:
+        ConfigError, BudgetError: as :func:`storage_curves` and :meth:`Device.far_buffer`.
+    """
+    start, cpu_before = time.perf_counter(), _cpu_seconds()
+    storage = None
+    if folder is not None:  # first: what is wrong with it is said at once
+        step(f"reads from {folder}")
+        storage = _storage(folder, scope)
+    links = {}
+    for direction in Direction:
+        step(f"transfers, {_ENDS[direction]}")
+        curve = link_curve(
+            device, direction, near_device, scope.transfer_bytes, scope.point_seconds
+        )
+        links[direction.value] = [sample._asdict() for sample in curve]
+    products: dict[str, list[dict[str, float]]] = {}
+    for where, product_of in PRODUCTS.items():
+        step(f"products with {where} weights")
+        products[where] = [
+            {"rows": rows, **sample._asdict()}
+            for rows in scope.rows
+            for sample in product_curve(
+                scope.product_shapes,
+                rows,
+                scope.dtype,
+                near_device,
+                product_of,
+                scope.point_seconds,
+            )
+        ]
+    step("copies beside compute")
+    both = beside(
+        device, near_device, scope.beside_shape, scope.dtype, seconds=scope.beside_seconds
+    )
+    if sublayers:
+        step("the model's sublayers")
+    at_model = _sublayers(sublayers, scope, near_device)
+    seconds = time.perf_counter() - start
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe(near_device),
+        "dtype": str(scope.dtype).removeprefix("torch."),
+        "links": links,
+        "products": products,
+        "beside": both._asdict(),
+        "call_seconds": _call_seconds(near_device),
+        "storage": storage,
+        "sublayers": at_model,
+        "seconds": seconds,
+        "foreign_cpu_share": _foreign_share(cpu_before, _cpu_seconds(), seconds),
+    }
+
+
+_ENDS = {Direction.READ: "far to near", Direction.WRITE: "near to far"}
+
+
+def describe(near_device: torch.device) -> dict[str, Any]:
+    """What was measured, so that a file can be told from another machine's."""
+    name = _cpu_name()
+    if near_device.type != "cpu":
+        name = torch.cuda.get_device_name(near_device)
+    return {
+        "name": name,
+        "device": near_device.type,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _storage(folder: Path, scope: Scope) -> dict[str, Any]:
+    curves = storage_curves(
+        folder,
+        scope.request_bytes,
+        scope.readers,
+        file_bytes=scope.file_bytes,
+        seconds=scope.point_seconds,
+    )
+    reads = [{**read._asdict(), "pattern": read.pattern.value} for read in curves.reads]
+    return {**curves._asdict(), "path": str(folder), "reads": reads}
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """CPU seconds used so far by the whole machine, and by this process."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    return machine.user + machine.nice + machine.system, own.user + own.system
+
+
+def _foreign_share(
+    before: tuple[float, float], after: tuple[float, float], seconds: float
+) -> float:
+    """Of all cores' time, what other processes took: what they took is measured too little."""
+    machine, own = after[0] - before[0], after[1] - before[1]
+    return min(1.0, max(0.0, (machine - own) / (seconds * (os.cpu_count() or 1))))
+
+
+def _call_seconds(near_device: torch.device) -> float:
+    """Of the smallest operation: what a call costs before anything is computed."""
+    x = torch.ones((1, 64), device=near_device)
+
+    def call(turn: int) -> None:
+        torch.add(x, x)
+
+    return median_seconds(call)
+
+
+def _sublayers(
+    sublayers: Sequence[Matrices], scope: Scope, near_device: torch.device
+) -> list[dict[str, Any]]:
+    """Seconds of each, all weights near, at every number of rows."""
+    shapes = sorted({shape for sublayer in sublayers for shape in sublayer.shapes})
+    seconds = {
+        (shape, rows): product_curve(
+            [shape], rows, scope.dtype, near_device, near_product, scope.point_seconds
+        )[0].seconds
+        for shape in shapes
+        for rows in scope.rows
+    }
+    return [
+        {
+            "name": sublayer.name,
+            "shapes": [list(shape) for shape in sublayer.shapes],
+            "rows": rows,
+            "seconds": sum(seconds[shape, rows] for shape in sublayer.shapes),
+        }
+        for sublayer in sublayers
+        for rows in scope.rows
+    ]

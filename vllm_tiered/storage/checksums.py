@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of pages, kept near, so that a damaged page is found before attention reads it.
+
+A checksum is made from the near page that is written and compared with the near page that arrived:
+what happened to the bytes on both ways and in between is covered. It stays in this process's
+memory, by page id: a page that was mixed up with another one, or that an older write has
+overwritten, does not match either.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from vllm_tiered.devices.base import PageBuffer, PageError, PageIds, Pages, PageStore
+from vllm_tiered.devices.memory import Words, copy_words
+from vllm_tiered.errors import ConfigError
+
+UNWRITTEN = 0
+"""Stands for the checksum of a page that was not written."""
+
+SAMPLE_EVERY = 16
+"""``verify="sample"`` looks at every 16th read of each page."""
+
+
+def checksum(page: npt.NDArray[np.int64]) -> int:
+    """xxh3 of a page's bytes, never ``UNWRITTEN``."""
+    return xxh3_64_intdigest(page.data) or 1
+
+
+def checksum_of(data: bytes | memoryview) -> int:
+    """xxh3 of any contiguous bytes, 64 bit."""
+    return xxh3_64_intdigest(data)
+
+
+def checksums_of(words: Words, page_ids: PageIds) -> list[int]:
+    """The checksum of each page; ``words`` is [num_pages, page_bytes / 8]."""
+    return [checksum(words[page_id]) for page_id in page_ids.tolist()]
+
+
+def new_checksums(num_pages: int) -> npt.NDArray[np.uint64]:
+    """Of pages that were not written, uint64 [num_pages]."""
+    return np.zeros(num_pages, dtype=np.uint64)
+
+
+class CheckedPages(PageStore):
+    """Pages in memory that are verified when they are read.
+
+    Args:
+        words: the pages, int64 [num_pages, page_bytes / 8].
+        every: look at every ``every``-th read of each page. Which one differs from page to page, so
+            that each read looks at about that share of its pages, and none is ever left out.
+    """
+
+    def __init__(self, words: Words, every: int) -> None:
+        super().__init__()
+        self._words = words
+        self._every = every
+        self._checksums = new_checksums(len(words))
+        self._num_reads = np.arange(len(words), dtype=np.int64) % every
+
+    def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
+        assert near.words is not None
+        copy_words(self._words, page_ids, near.words, near_pages)
+        expected = self._checksums[page_ids]
+        is_lost = expected == UNWRITTEN
+        self.errors[PageError.UNWRITTEN] += int(np.count_nonzero(is_lost))
+        due = np.flatnonzero(~is_lost & self._is_due(page_ids))
+        arrived = np.array(checksums_of(near.words, near_pages.ids[due]), dtype=np.uint64)
+        damaged = due[arrived != expected[due]]
+        self.errors[PageError.CHECKSUM] += len(damaged)
+        is_lost[damaged] = True
+        lost: PageIds = page_ids[is_lost]
+        return lost
+
+    def write(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> None:
+        assert near.words is not None
+        self._checksums[page_ids] = checksums_of(near.words, near_ids)
+        copy_words(near.words, near_ids, self._words, Pages(page_ids))
+
+    def forget(self, first_page: int, num_pages: int) -> None:
+        self._checksums[first_page : first_page + num_pages] = UNWRITTEN
+
+    def _is_due(self, page_ids: PageIds) -> npt.NDArray[np.bool_]:
+        self._num_reads[page_ids] += 1
+        is_due: npt.NDArray[np.bool_] = self._num_reads[page_ids] % self._every == 0
+        return is_due
+
+
+def checked(buffer: PageBuffer, verify: str) -> PageBuffer:
+    """The same pages, verified as ``kv.verify`` says.
+
+    Args:
+        verify: "off", "sample" (every 16th read of each page) or "full" (every read).
+
+    Raises:
+        ConfigError: ``verify`` is another word.
+    """
+    every = {"off": 0, "sample": SAMPLE_EVERY, "full": 1}.get(verify)
+    if every is None:
+        raise ConfigError(f'kv.verify is "{verify}": set it to "off", "sample" or "full"')
+    if not every:
+        return buffer
+    assert buffer.words is not None
+    return PageBuffer(buffer.data, CheckedPages(buffer.words, every))
