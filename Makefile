@@ -30,7 +30,7 @@ test: $(STAMP)
 		--ignore=tests/kernels
 # Triton interprets in a whole process or not at all, and vLLM is not to find it interpreting.
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) tests/kernels
-	$(BIN)/python -m pytest -m ranks tests/engine
+	$(BIN)/python -m pytest -m ranks tests/e2e
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks run kv_swap --profile quick

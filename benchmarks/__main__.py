@@ -19,18 +19,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, registry
-from benchmarks.cache import write_atomic
-from benchmarks.environment import environment_stamp
-from benchmarks.progress import progress
-from benchmarks.runner import MeasurementError
+from benchmarks import registry
+from benchmarks.harness import plots
+from benchmarks.harness.cache import write_atomic
+from benchmarks.harness.environment import environment_stamp
+from benchmarks.harness.progress import progress
+from benchmarks.harness.runner import MeasurementError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = _parser().parse_args(argv)
     if arguments.command == "_measure":
-        from benchmarks.worker import main as measure
+        from benchmarks.harness.worker import main as measure
 
         return measure(arguments.read_fd, arguments.write_fd)
     try:
@@ -97,7 +98,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _model(_: argparse.Namespace) -> int:
-    from benchmarks.model import demo_model_dir
+    from benchmarks.inputs.model import demo_model_dir
 
     print(demo_model_dir())
     return 0

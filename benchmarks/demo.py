@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.jobs import RoundResult
-from benchmarks.kv_plan import KvPlan
-from benchmarks.model import demo_model_dir
-from benchmarks.progress import Step, progress
-from benchmarks.runner import DISTURBED_SHARE, MeasurementError, engines, interleave
-from benchmarks.summary import count_equal, summarise_rounds
-from benchmarks.workload import Request, sharegpt_requests, warmup_requests
+from benchmarks.harness.jobs import RoundResult
+from benchmarks.harness.progress import Step, progress
+from benchmarks.harness.runner import DISTURBED_SHARE, MeasurementError, engines, interleave
+from benchmarks.harness.summary import count_equal, summarise_rounds
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.workload import Request, sharegpt_requests, warmup_requests
+from benchmarks.suites.kv.plan import KvPlan
 
 _VLLM = "vLLM alone"
 _TIERED = "vLLM + tiered"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from benchmarks.gpu.parts import PARTS
-from benchmarks.progress import Step
+from benchmarks.harness.progress import Step
+from benchmarks.suites.gpu.parts import PARTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,115 +36,115 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         Benchmark(
             name="kv_swap",
             summary="throughput with too little KV memory: vLLM alone, with the plugin, unlimited",
-            module="benchmarks.kv_swap",
+            module="benchmarks.suites.kv.swap",
         ),
         Benchmark(
             name="kv_adaptive",
             summary="expansion=auto against the best fixed expansion, by workload and KV memory",
-            module="benchmarks.kv_adaptive",
+            module="benchmarks.suites.kv.adaptive",
         ),
         Benchmark(
             name="kv_rate",
             summary="throughput and latency over the rate at which requests arrive",
-            module="benchmarks.kv_rate",
+            module="benchmarks.suites.kv.rate",
         ),
         Benchmark(
             name="kv_storage",
             summary="far KV pages on an SSD against preempting and computing again",
-            module="benchmarks.kv_storage",
+            module="benchmarks.suites.kv.storage",
         ),
         Benchmark(
             name="kv_soak",
             summary="minutes of random load: integrity, memory growth, float32 control",
-            module="benchmarks.kv_soak",
+            module="benchmarks.suites.kv.soak",
         ),
         Benchmark(
             name="kv_policy",
             summary="what reading ahead gives: interleave and fifo against copying on demand",
-            module="benchmarks.kv_policy",
+            module="benchmarks.suites.kv.policy",
         ),
         Benchmark(
             name="copy_cost",
             summary="what copies cost the model that computes meanwhile: the limit on this machine",
-            module="benchmarks.copy_cost",
+            module="benchmarks.suites.kv.copy_cost",
         ),
         Benchmark(
             name="weights_placement",
             summary="time between tokens and throughput by where weights live, on HeLM's links",
-            module="benchmarks.weights_placement",
+            module="benchmarks.suites.weights.placement",
         ),
         Benchmark(
             name="helm_paper",
             summary="HeLM's table IV and figures 11 to 13 from the cost model: computed",
-            module="benchmarks.helm_paper",
+            module="benchmarks.suites.papers.helm_paper",
         ),
         Benchmark(
             name="dse",
             summary="PRESERVE's design space of an accelerator from the model: computed",
-            module="benchmarks.dse",
+            module="benchmarks.suites.papers.dse",
         ),
         Benchmark(
             name="weights_storage",
             summary="a model that memory does not hold, from an SSD, against what people use today",
-            module="benchmarks.weights_storage",
+            module="benchmarks.suites.weights.storage",
         ),
         Benchmark(
             name="planner_accuracy",
             summary="predicted against measured time per token, from a probe of the same run",
-            module="benchmarks.planner_accuracy",
+            module="benchmarks.suites.weights.planner_accuracy",
         ),
         Benchmark(
             name="weights_int4",
             summary="perplexity with the layers' matrices in 4 bit against 16 bit",
-            module="benchmarks.weights_int4",
+            module="benchmarks.suites.weights.int4",
         ),
         Benchmark(
             name="ffn_kernels",
             summary="products over cached neurons in 16, 8 and 4 bit against the rate of memory",
-            module="benchmarks.ffn_kernels",
+            module="benchmarks.suites.ffn.kernels",
         ),
         Benchmark(
             name="ffn_flash",
             summary="what a token's FFN costs to read, by technique, and in vLLM: planted",
-            module="benchmarks.ffn_flash",
+            module="benchmarks.suites.ffn.flash",
         ),
         Benchmark(
             name="ffn_mixed",
             summary="mixed-precision neurons against streaming layers under one limit: planted",
-            module="benchmarks.ffn_mixed",
+            module="benchmarks.suites.ffn.mixed",
         ),
         Benchmark(
             name="ffn_swiglu",
             summary="mixed neurons of the demo model (SwiGLU): speed over streaming, perplexity",
-            module="benchmarks.ffn_swiglu",
+            module="benchmarks.suites.ffn.swiglu",
         ),
         Benchmark(
             name="ffn_batch",
             summary="where the sparse FFN stops paying as the batch grows: planted",
-            module="benchmarks.ffn_batch",
+            module="benchmarks.suites.ffn.batch",
         ),
         Benchmark(
             name="ffn_quality",
             summary="perplexity with neurons in 16, 8 and 4 bit, by mix and by what ranks them",
-            module="benchmarks.ffn_quality",
+            module="benchmarks.suites.ffn.quality",
         ),
         Benchmark(
             name="tp_ray",
             summary="one rank against two, over vLLM's processes and over Ray, by part",
-            module="benchmarks.tp_ray",
+            module="benchmarks.suites.weights.tp_ray",
         ),
         Benchmark(
             name="l2_prefetch",
             summary="prefetching behind all-reduces, on against off: two ranks on two cores",
-            module="benchmarks.l2_prefetch",
+            module="benchmarks.suites.l2.prefetch",
         ),
         Benchmark(
             name="kv_simulate",
             summary="expansion=auto on other machines and loads: a simulation",
-            module="benchmarks.kv_simulate",
+            module="benchmarks.suites.kv.simulate",
         ),
         *(
-            Benchmark(name=f"gpu_{name}", summary=summary, module=f"benchmarks.gpu.{name}")
+            Benchmark(name=f"gpu_{name}", summary=summary, module=f"benchmarks.suites.gpu.{name}")
             for name, summary in PARTS.items()
         ),
     )

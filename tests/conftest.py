@@ -13,7 +13,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 import pytest
 from hypothesis import settings
 
-from tests.quick_start import sitecustomize
+from tests.fixtures.quick_start import sitecustomize
 
 # Of this process, and by the variable of those that tests start.
 QUICK_START = os.path.dirname(sitecustomize.__file__)

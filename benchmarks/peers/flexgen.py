@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from benchmarks.cache import publish_dir
+from benchmarks.harness.cache import publish_dir
 from benchmarks.peers.checkpoint import Bf16, Checkpoint, to_float32
 from benchmarks.peers.contender import (
     parse_arguments,

@@ -21,8 +21,8 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cache import publish_dir
-from benchmarks.model import demo_model_dir
+from benchmarks.harness.cache import publish_dir
+from benchmarks.inputs.model import demo_model_dir
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
 """Numbers in bfloat16."""

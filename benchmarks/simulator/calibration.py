@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.model import demo_model_dir
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.workload import sharegpt_requests
 from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
-from benchmarks.workload import sharegpt_requests
 from vllm_tiered.kv.layout import far_layers_for_expansion
 from vllm_tiered.planner.machine import machine
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import workload
+from benchmarks.inputs import workload
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 
 import pytest
 
-from benchmarks import cache
-from benchmarks.model import package_file
-from benchmarks.shapes import random_model_dir
+from benchmarks.harness import cache
+from benchmarks.inputs.model import package_file
+from benchmarks.inputs.shapes import random_model_dir
 
 
 def test_folder_is_the_argument_before_the_environment_before_the_default(monkeypatch, tmp_path):

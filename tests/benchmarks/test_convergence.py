@@ -3,7 +3,7 @@
 
 import pytest
 
-from benchmarks.convergence import (
+from benchmarks.harness.convergence import (
     last_expansion,
     steps_to_reach,
     summarise_convergence,
@@ -11,9 +11,9 @@ from benchmarks.convergence import (
     working_expansion,
     working_tails_far,
 )
-from benchmarks.workload import Request
-from tests.benchmarks.engines import FakeEngines
-from tests.benchmarks.rounds import make_round
+from benchmarks.inputs.workload import Request
+from tests.fakes.benchmark_engines import FakeEngines
+from tests.fixtures.rounds import make_round
 
 
 def rounds(*levels_by_round, num_steps=100):

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import copy_cost
-from benchmarks.copier import PAGE_BYTES, PAGES_PER_COPY, Copier
-from benchmarks.summary import COPIED_BYTES
-from tests.benchmarks.engines import FakeEngines, answer_in
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness.background_copier import PAGE_BYTES, PAGES_PER_COPY, Copier
+from benchmarks.harness.summary import COPIED_BYTES
+from benchmarks.suites.kv import copy_cost
+from tests.fakes.benchmark_engines import FakeEngines, answer_in
+from tests.fixtures.rounds import make_round
 
 COPY_BYTES = PAGES_PER_COPY * PAGE_BYTES
 

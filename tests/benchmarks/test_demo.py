@@ -4,9 +4,9 @@
 import pytest
 
 from benchmarks import demo
-from benchmarks.runner import MeasurementError
-from benchmarks.summary import summarise_rounds
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.harness.summary import summarise_rounds
+from tests.fixtures.rounds import make_round
 
 
 def outcome(equal=40, foreign=0.01):

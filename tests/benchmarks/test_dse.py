@@ -3,7 +3,7 @@
 
 import pytest
 
-from benchmarks import dse
+from benchmarks.suites.papers import dse
 
 
 @pytest.fixture(scope="module")

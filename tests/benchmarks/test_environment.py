@@ -4,8 +4,8 @@
 import json
 from datetime import datetime
 
-from benchmarks.environment import environment_stamp
-from benchmarks.progress import progress
+from benchmarks.harness.environment import environment_stamp
+from benchmarks.harness.progress import progress
 
 
 def test_stamp_is_complete_and_json_safe():

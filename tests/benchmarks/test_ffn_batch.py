@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import batch_decode, ffn_batch, limited
-from benchmarks.batch_decode import PATHS
-from benchmarks.ffn_batch import PROFILES, summarise
-from benchmarks.planted import PLANTED, planted_dir
-from benchmarks.planted_store import planted_store
+from benchmarks.harness import batch_decode
+from benchmarks.harness import memory_capped as limited
+from benchmarks.harness.batch_decode import PATHS
+from benchmarks.inputs.synthetic_sparsity.model import PLANTED, planted_dir
+from benchmarks.inputs.synthetic_sparsity.store import planted_store
+from benchmarks.suites.ffn import batch as ffn_batch
+from benchmarks.suites.ffn.batch import PROFILES, summarise
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.ffn.layer import FfnLayer
 

@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import ffn_flash, limited
-from benchmarks.ffn_flash import PROFILES
-from benchmarks.flash_files import Place, matrices, read_whole
-from benchmarks.flash_replay import Apart, Bundled, Whole, capacity_for, tokens_of
-from benchmarks.flash_summary import (
+from benchmarks.harness import memory_capped as limited
+from benchmarks.inputs.synthetic_sparsity.model import PLANTED, planted_dir
+from benchmarks.inputs.synthetic_sparsity.store import (
+    ffn_tensors,
+    planted_predictors,
+    planted_store,
+    predicted_share,
+)
+from benchmarks.suites.ffn import flash as ffn_flash
+from benchmarks.suites.ffn.flash import PROFILES
+from benchmarks.suites.ffn.flash_files import Place, matrices, read_whole
+from benchmarks.suites.ffn.flash_replay import Apart, Bundled, Whole, capacity_for, tokens_of
+from benchmarks.suites.ffn.flash_summary import (
     BUNDLING,
     HALF,
     NAIVE,
@@ -24,8 +32,6 @@ from benchmarks.flash_summary import (
     WINDOWING,
     summarise_engines,
 )
-from benchmarks.planted import PLANTED, planted_dir
-from benchmarks.planted_store import ffn_tensors, planted_predictors, planted_store, predicted_share
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.store.reader import NeuronStore
 
@@ -224,7 +230,7 @@ def test_without_engines_there_is_no_ratio():
 
 
 def test_a_contender_that_fails_says_why(tmp_path):
-    from benchmarks.runner import MeasurementError
+    from benchmarks.harness.runner import MeasurementError
 
     with pytest.raises(MeasurementError, match=r"nobody failed:\nno such luck"):
         limited.measure("nobody", ["sh", "-c", "echo no such luck; exit 3"], None, 1)

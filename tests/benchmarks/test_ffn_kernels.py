@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import ffn_kernels
-from benchmarks.runner import MeasurementError
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.suites.ffn import kernels as ffn_kernels
 from vllm_tiered.ffn.matmul import native
 
 SMALL = ffn_kernels.Settings(hidden=(128, 192), batches=(1, 2), turns=2, region_mib=1)

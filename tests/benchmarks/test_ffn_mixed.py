@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import ffn_mixed, limited, limited_peers, peers
-from benchmarks.ffn_mixed import PROFILES
-from benchmarks.limited_peers import PeerRuns
-from benchmarks.mixed_summary import DENSE, FULL, LAYERS, OURS, POLICIES, UNCACHED
+from benchmarks import peers
+from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped_peers as limited_peers
+from benchmarks.harness.memory_capped_peers import PeerRuns
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.synthetic_sparsity.model import PLANTED
 from benchmarks.peers import PEERS
-from benchmarks.planted import PLANTED
-from benchmarks.runner import MeasurementError
+from benchmarks.suites.ffn import mixed as ffn_mixed
+from benchmarks.suites.ffn.mixed import PROFILES
+from benchmarks.suites.ffn.mixed_summary import DENSE, FULL, LAYERS, OURS, POLICIES, UNCACHED
 from vllm_tiered.config import TieredConfig
 
 RESIDENT = 900_000_000

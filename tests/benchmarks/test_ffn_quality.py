@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 
-from benchmarks import ffn_quality, relu_model
-from benchmarks.ffn_quality import PROFILES, RESULT_KEYS, humaneval_texts, summarise, table
-from benchmarks.ffn_quality_variants import PAPERS, SEARCHED, by_low_rank, variants_of
-from benchmarks.ffn_rankings import at_random, by_oracle
-from benchmarks.ffn_relu import summarise as summarise_relu
+from benchmarks.inputs import relu_model
+from benchmarks.suites.ffn import quality as ffn_quality
+from benchmarks.suites.ffn.quality import PROFILES, RESULT_KEYS, humaneval_texts, summarise, table
+from benchmarks.suites.ffn.quality_variants import PAPERS, SEARCHED, by_low_rank, variants_of
+from benchmarks.suites.ffn.rankings import at_random, by_oracle
+from benchmarks.suites.ffn.relu import summarise as summarise_relu
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.evaluate import Outcome, by_base4
 from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
@@ -106,7 +107,7 @@ def test_rankings():
 
 
 def test_humaneval_is_prompts_and_solutions(tmp_path, monkeypatch):
-    from tests.ffn.tiny import tiny_tokenizer
+    from tests.fixtures.tiny_models import tiny_tokenizer
 
     tiny_tokenizer(tmp_path)
     path = tmp_path / "HumanEval.jsonl.gz"

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import ffn_swiglu, limited
-from benchmarks.ffn_swiglu import CONTENDERS, DENSE, FROM_DISK, LAYERS, MIXED, PROFILES
+from benchmarks.harness import memory_capped as limited
+from benchmarks.suites.ffn import swiglu as ffn_swiglu
+from benchmarks.suites.ffn.swiglu import CONTENDERS, DENSE, FROM_DISK, LAYERS, MIXED, PROFILES
 from vllm_tiered.config import TieredConfig
 
 SECONDS = {MIXED: 0.05, FROM_DISK: 0.08, LAYERS: 0.1, DENSE: 0.02}
@@ -73,7 +74,7 @@ def test_each_round_has_a_prompt_of_its_own_for_all(seen, tmp_path):
 
 
 def test_memory_is_that_of_the_dense_ffn(tmp_path):
-    from benchmarks.model import demo_model_dir
+    from benchmarks.inputs.model import demo_model_dir
 
     settings = settings_in(tmp_path)
     commands = ffn_swiglu.contenders(settings, demo_model_dir(), tmp_path, tmp_path, [1, 2, 3])

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.kit import __main__ as command
-from benchmarks.gpu.kit import collect as collecting
-from benchmarks.gpu.kit import install as installing
-from benchmarks.gpu.kit import lean, parts
-from benchmarks.gpu.kit.collect import Order, collect
-from benchmarks.gpu.kit.manifest import (
+from benchmarks.suites.gpu.kit import __main__ as command
+from benchmarks.suites.gpu.kit import collect as collecting
+from benchmarks.suites.gpu.kit import install as installing
+from benchmarks.suites.gpu.kit import lean, parts
+from benchmarks.suites.gpu.kit.collect import Order, collect
+from benchmarks.suites.gpu.kit.manifest import (
     MANIFEST,
     Kit,
     KitError,
@@ -26,7 +26,7 @@ from benchmarks.gpu.kit.manifest import (
     piece_of,
     read_kit,
 )
-from benchmarks.gpu.kit.repack import lean_name, repack
+from benchmarks.suites.gpu.kit.repack import lean_name, repack
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from benchmarks.gpu.kit.manifest import KitError
-from benchmarks.gpu.kit.selection import Distribution, Resolution, read_report, select
+from benchmarks.suites.gpu.kit.manifest import KitError
+from benchmarks.suites.gpu.kit.selection import Distribution, Resolution, read_report, select
 
 
 def resolution(**requires: list[str]) -> Resolution:

@@ -13,15 +13,15 @@ import torch
 
 from benchmarks import __main__ as benchmarks_command
 from benchmarks import registry
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import ffn, kernels, kv, l2, link, load, weights
-from benchmarks.gpu.parts import PARTS
-from benchmarks.kv_summary import BASELINE
-from benchmarks.planted import PLANTED
-from benchmarks.runner import MeasurementError
-from benchmarks.shapes import PLANNED_SHAPES
-from tests.benchmarks.engines import FakeEngines, answer_in
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.shapes import PLANNED_SHAPES
+from benchmarks.inputs.synthetic_sparsity.model import PLANTED
+from benchmarks.suites.gpu import __main__ as command
+from benchmarks.suites.gpu import ffn, kernels, kv, l2, link, load, weights
+from benchmarks.suites.gpu.parts import PARTS
+from benchmarks.suites.kv.summary import BASELINE
+from tests.fakes.benchmark_engines import FakeEngines, answer_in
+from tests.fixtures.rounds import make_round
 from vllm_tiered.kernels import tuned
 from vllm_tiered.planner.model_shape import model_shape
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import helm_figures, helm_paper
+from benchmarks.suites.papers import helm_figures, helm_paper
 from vllm_tiered.planner.machine import machine
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import integrity
+from benchmarks.harness import integrity
 
 
 class Owner:

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from benchmarks import kv_adaptive, kv_workloads
-from benchmarks.kv_summary import plugin_label
-from tests.benchmarks.engines import FakeEngines, answer_in
-from tests.benchmarks.rounds import make_round
+from benchmarks.inputs import kv_workloads
+from benchmarks.suites.kv import adaptive as kv_adaptive
+from benchmarks.suites.kv.summary import plugin_label
+from tests.fakes.benchmark_engines import FakeEngines, answer_in
+from tests.fixtures.rounds import make_round
 
 SETTINGS = kv_adaptive.Settings(
     workloads=("alpaca_like", "sharegpt"),

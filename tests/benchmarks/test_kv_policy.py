@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import kv_policy, kv_workloads
-from tests.benchmarks.engines import FakeEngines, answer_in
+from benchmarks.inputs import kv_workloads
+from benchmarks.suites.kv import policy as kv_policy
+from tests.fakes.benchmark_engines import FakeEngines, answer_in
 
 SETTINGS = kv_policy.Settings(
     budget=0.5, expansions=(1.5, 2.0), num_requests=6, max_repeats=0, rounds=2

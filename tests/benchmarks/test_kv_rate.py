@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from benchmarks import kv_rate, kv_workloads
-from benchmarks.kv_summary import BASELINE, plugin_label
-from tests.benchmarks.engines import FakeEngines, answer_in
-from tests.benchmarks.rounds import make_round
+from benchmarks.inputs import kv_workloads
+from benchmarks.suites.kv import rate as kv_rate
+from benchmarks.suites.kv.summary import BASELINE, plugin_label
+from tests.fakes.benchmark_engines import FakeEngines, answer_in
+from tests.fixtures.rounds import make_round
 
 SETTINGS = kv_rate.Settings(
     workload="sharegpt",

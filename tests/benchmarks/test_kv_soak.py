@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kv_soak, summary
-from benchmarks.runner import MeasurementError
-from benchmarks.workload import Request
-from tests.benchmarks.engines import FakeEngines
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness import summary
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.workload import Request
+from benchmarks.suites.kv import soak as kv_soak
+from tests.fakes.benchmark_engines import FakeEngines
+from tests.fixtures.rounds import make_round
 
 
 def request(name, num_output=4):

@@ -6,9 +6,11 @@ import os
 
 import pytest
 
-from benchmarks import disk, kv_storage, kv_workloads
-from benchmarks.runner import MeasurementError
-from tests.benchmarks.engines import TOKENS, FakeEngines, answer_in
+from benchmarks.harness import disk
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs import kv_workloads
+from benchmarks.suites.kv import storage as kv_storage
+from tests.fakes.benchmark_engines import TOKENS, FakeEngines, answer_in
 
 SETTINGS = kv_storage.Settings(
     workload="sharegpt",

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import kv_swap
-from benchmarks.kv_plan import KvPlan, kv_bytes_per_token
-from benchmarks.kv_summary import (
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.workload import Request
+from benchmarks.suites.kv import swap as kv_swap
+from benchmarks.suites.kv.plan import KvPlan, kv_bytes_per_token
+from benchmarks.suites.kv.summary import (
     BASELINE,
     CEILING,
     bytes_for_rate,
@@ -18,10 +20,8 @@ from benchmarks.kv_summary import (
     summarise,
     summarise_budget,
 )
-from benchmarks.runner import MeasurementError
-from benchmarks.workload import Request
-from tests.benchmarks.engines import TOKENS, FakeEngines, answer_in
-from tests.benchmarks.rounds import make_round
+from tests.fakes.benchmark_engines import TOKENS, FakeEngines, answer_in
+from tests.fixtures.rounds import make_round
 
 LLAMA = {
     "num_hidden_layers": 30,

@@ -3,8 +3,8 @@
 
 import pytest
 
-from benchmarks.l2_prefetch import summarise, table
-from benchmarks.runner import MeasurementError
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.suites.l2.prefetch import summarise, table
 
 VERDICT = {"batch_size": 1, "ratio": 1.1, "kept": False}
 MANIFEST = {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.memory_limit import can_limit, drop_cached, run_limited
+from benchmarks.harness.memory_limit import can_limit, drop_cached, run_limited
 
 needs_groups = pytest.mark.skipif(not can_limit(), reason="no control group can be made here")
 HOLD = "import sys; data = bytearray(int(sys.argv[1]) << 20); print('held', len(data) >> 20)"

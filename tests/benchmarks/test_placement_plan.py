@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from benchmarks import placement_plan as plan
-from benchmarks.helm_figures import FLEXGEN_PERCENTS, LINK_GB_PER_S, decode_ratios
+from benchmarks.suites.papers.helm_figures import FLEXGEN_PERCENTS, LINK_GB_PER_S, decode_ratios
+from benchmarks.suites.weights import placement_plan as plan
 from vllm_tiered.planner.latency import place_for_latency
 from vllm_tiered.planner.model_shape import model_shape
 from vllm_tiered.planner.pipeline import Link

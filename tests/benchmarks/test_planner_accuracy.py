@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from benchmarks import planner_accuracy, shapes
-from benchmarks.runner import MeasurementError
-from tests.benchmarks.engines import FakeEngines
-from tests.benchmarks.rounds import make_round
-from tests.probes import TINY, sample_probe
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs import shapes
+from benchmarks.suites.weights import planner_accuracy
+from tests.fakes.benchmark_engines import FakeEngines
+from tests.fixtures.probes import TINY, sample_probe
+from tests.fixtures.rounds import make_round
 from vllm_tiered.planner.from_probe import machine_of
 
 SETTINGS = planner_accuracy.Settings(

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import planted
+from benchmarks.inputs.synthetic_sparsity import model as planted
+from benchmarks.inputs.synthetic_sparsity.check import DEFINITIONS, measure, table
+from benchmarks.inputs.synthetic_sparsity.model import (
+    PLANTED,
+    PREDICTOR_FILE,
+    Sparsity,
+    planted_dir,
+)
+from benchmarks.inputs.synthetic_sparsity.record import planted_sparsity, record
+from benchmarks.inputs.synthetic_sparsity.values import GROWTH, LATENT_ENERGY, PlantedValues
 from benchmarks.peers.checkpoint import Checkpoint, to_float32
 from benchmarks.peers.model import SHAPES, to_bfloat16
-from benchmarks.planted import PLANTED, PREDICTOR_FILE, Sparsity, planted_dir
-from benchmarks.planted_check import DEFINITIONS, measure, table
-from benchmarks.planted_record import planted_sparsity, record
-from benchmarks.planted_values import GROWTH, LATENT_ENERGY, PlantedValues
 
 TINY = PLANTED["opt-tiny"]
 NUM_LATENT = 2 * TINY.sparsity.rank

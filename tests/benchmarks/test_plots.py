@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command_line
-from benchmarks import helm_paper, plots, registry
+from benchmarks import registry
+from benchmarks.harness import plots
+from benchmarks.suites.papers import helm_paper
 
 ENVIRONMENT = {"cores": 2, "cpu": "Xeon", "date": "2026-11-21T12:00:00+00:00"}
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import __main__ as command_line
 from benchmarks import registry
+from benchmarks.harness.runner import MeasurementError
 from benchmarks.registry import LoadedBenchmark
-from benchmarks.runner import MeasurementError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,15 @@ import os
 
 import pytest
 
-from benchmarks import runner
-from benchmarks.jobs import EngineSpec
-from benchmarks.runner import EngineProcess, MeasurementError, engine_environment, interleave
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness import runner
+from benchmarks.harness.jobs import EngineSpec
+from benchmarks.harness.runner import (
+    EngineProcess,
+    MeasurementError,
+    engine_environment,
+    interleave,
+)
+from tests.fixtures.rounds import make_round
 
 
 class Recorder:

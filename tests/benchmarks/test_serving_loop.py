@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge
 
-from benchmarks import engine, summary
-from benchmarks.jobs import EngineSpec
-from benchmarks.workload import Request
+from benchmarks.harness import engine, summary
+from benchmarks.harness.jobs import EngineSpec
+from benchmarks.inputs.workload import Request
 
 STEP_S = 0.01
 BLOCK_SIZE = 4

@@ -10,7 +10,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from benchmarks import kv_simulate
 from benchmarks.simulator.calibration import calibration, calibration_case
 from benchmarks.simulator.compare import (
     compare,
@@ -33,6 +32,7 @@ from benchmarks.simulator.trace import (
     all_at_once,
     poisson,
 )
+from benchmarks.suites.kv import simulate as kv_simulate
 from vllm_tiered.kv.layout import KvLevels
 from vllm_tiered.planner.machine import Machine
 

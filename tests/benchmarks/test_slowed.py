@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import slowed
-from benchmarks.jobs import EngineSpec
-from benchmarks.slowed import Slowed, SublayerClock
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness import throttled_engine as slowed
+from benchmarks.harness.jobs import EngineSpec
+from benchmarks.harness.throttled_engine import Slowed, SublayerClock
+from tests.fixtures.rounds import make_round
 from vllm_tiered.adapter.weights import offloader
 from vllm_tiered.adapter.weights import plan as weights_plan
 from vllm_tiered.adapter.weights.times import Measured

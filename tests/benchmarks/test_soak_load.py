@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from benchmarks.soak_load import MAX_REQUEST_TOKENS, PRESSURES, soak_rounds
+from benchmarks.inputs.soak_load import MAX_REQUEST_TOKENS, PRESSURES, soak_rounds
 
 TEXTS = [list(range(1000 * i, 1000 * i + 300)) for i in range(40)]
 

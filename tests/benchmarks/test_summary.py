@@ -7,10 +7,10 @@ import statistics
 
 import pytest
 
-from benchmarks import summary
-from benchmarks.jobs import EngineSpec, RoundResult, request_from_json, request_to_json
-from benchmarks.workload import Request
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness import summary
+from benchmarks.harness.jobs import EngineSpec, RoundResult, request_from_json, request_to_json
+from benchmarks.inputs.workload import Request
+from tests.fixtures.rounds import make_round
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 
 import pytest
 
-from benchmarks.tables import markdown, number
+from benchmarks.harness.tables import markdown, number
 
 
 def test_a_table():

@@ -6,7 +6,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks import workload
+from benchmarks.inputs import workload
 
 
 def conversation(num_question_words, num_answer_words):

@@ -3,8 +3,8 @@
 
 import pytest
 
-from benchmarks.runner import MeasurementError
-from benchmarks.tp_ray import PARTS, RANKS, summarise, table
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.suites.weights.tp_ray import PARTS, RANKS, summarise, table
 
 TOKENS = [[1, 2], [3, 4]]
 

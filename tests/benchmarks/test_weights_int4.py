@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from benchmarks.runner import MeasurementError
-from benchmarks.weights_int4 import Settings, perplexity, summarise, table, texts
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.suites.weights.int4 import Settings, perplexity, summarise, table, texts
 
 
 def measured(**changes):

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import placement_plan, weights_placement
-from benchmarks.helm_figures import LINK_GB_PER_S
-from benchmarks.placement_contenders import CONTENDERS, PLACED, SHARING
-from benchmarks.placement_summary import DEFINITIONS, TARGETS
-from benchmarks.runner import MeasurementError
-from benchmarks.slowed import COMPUTE_SECONDS, FAR_BYTES, LINK_SECONDS
-from benchmarks.summary import PREEMPTIONS
-from benchmarks.weights_placement import NEAR
-from tests.benchmarks.engines import FakeEngine, FakeEngines
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.harness.summary import PREEMPTIONS
+from benchmarks.harness.throttled_engine import COMPUTE_SECONDS, FAR_BYTES, LINK_SECONDS
+from benchmarks.suites.papers.helm_figures import LINK_GB_PER_S
+from benchmarks.suites.weights import placement as weights_placement
+from benchmarks.suites.weights import placement_plan
+from benchmarks.suites.weights.placement import NEAR
+from benchmarks.suites.weights.placement_contenders import CONTENDERS, PLACED, SHARING
+from benchmarks.suites.weights.placement_summary import DEFINITIONS, TARGETS
+from tests.fakes.benchmark_engines import FakeEngine, FakeEngines
+from tests.fixtures.rounds import make_round
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.planner.model_shape import model_shape
 from vllm_tiered.weights.placement import Kind

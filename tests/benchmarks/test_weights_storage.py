@@ -5,13 +5,15 @@ import json
 
 import pytest
 
-from benchmarks import limited, peers, weights_storage
-from benchmarks.disk import sequential_read_gb_per_s
-from benchmarks.limited_peers import PeerRuns
+from benchmarks import peers
+from benchmarks.harness import memory_capped as limited
+from benchmarks.harness.disk import sequential_read_gb_per_s
+from benchmarks.harness.memory_capped_peers import PeerRuns
+from benchmarks.harness.runner import MeasurementError
 from benchmarks.peers import PEERS
-from benchmarks.runner import MeasurementError
-from benchmarks.storage_summary import OURS
-from benchmarks.weights_storage import Settings
+from benchmarks.suites.weights import storage as weights_storage
+from benchmarks.suites.weights.storage import Settings
+from benchmarks.suites.weights.storage_summary import OURS
 
 SETTINGS = Settings(
     shape="opt-1.3b", new_tokens=4, rounds=2, peers=("llama_cpp", "flexgen", "airllm_disk")

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import engine, worker
-from benchmarks.jobs import EngineSpec, RoundResult, request_to_json
-from benchmarks.workload import Request
-from tests.benchmarks.rounds import make_round
+from benchmarks.harness import engine, worker
+from benchmarks.harness.jobs import EngineSpec, RoundResult, request_to_json
+from benchmarks.inputs.workload import Request
+from tests.fixtures.rounds import make_round
 
 SPEC = EngineSpec(
     label="one",
@@ -69,7 +69,7 @@ def test_an_engine_that_is_not_timed_is_left_alone(monkeypatch):
 
 @pytest.mark.parametrize("tiered", [None, {"weights": {"placement": "helm"}}])
 def test_the_link_is_slowed_where_there_is_one(monkeypatch, tiered):
-    from benchmarks.slowed import Slowed
+    from benchmarks.harness.throttled_engine import Slowed
 
     prepared = []
     monkeypatch.setattr(Slowed, "prepare", lambda self: prepared.append(self))

@@ -8,8 +8,8 @@ import statistics
 
 import pytest
 
-from benchmarks import workload
-from benchmarks.workload import Request
+from benchmarks.inputs import workload
+from benchmarks.inputs.workload import Request
 
 RECORDS = [
     {"id": "a", "conversations": [{"from": "human", "value": "Où est [1]?"}, {"from": "gpt"}]},

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cuda_double import SimulatedCudaDevice
-from tests.ffn.models import Ffn, random_ffn
-from tests.ffn.test_runtime import (
+from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fixtures.ffn_models import Ffn, random_ffn
+from tests.unit.ffn.test_runtime import (
     Scripted,
     base_scores,
     check_bytes,

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.gpu import device as gpu_device
-from benchmarks.gpu import (
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.suites.gpu import device as gpu_device
+from benchmarks.suites.gpu import (
     kernel_dequant_linear,
     kernel_kv_pages,
     kernel_neuron_cache,
@@ -26,7 +27,6 @@ from benchmarks.gpu import (
     l2,
     link,
 )
-from benchmarks.runner import MeasurementError
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.kv_pages import kernel as kv_pages_kernel
 from vllm_tiered.kernels.l2_prefetch import api as l2_api

@@ -14,7 +14,7 @@ from vllm_tiered.adapter import compat
 
 @pytest.fixture(scope="session")
 def model_dir():
-    from benchmarks.model import demo_model_dir
+    from benchmarks.inputs.model import demo_model_dir
 
     return str(demo_model_dir())
 
@@ -35,7 +35,7 @@ def clean_env(tmp_path_factory):
     """`clean_env(NAME=value, ...)`: an environment for subprocesses, without warnings as errors."""
     root = tmp_path_factory.mktemp("environment")
     tests = Path(__file__).parents[1]
-    search_path = [str(tests.parent), str(tests / "quick_start")]
+    search_path = [str(tests.parent), str(tests / "fixtures" / "quick_start")]
     if compat.is_vllm_command_broken():
         # What the CPU distribution leaves out; vLLM tells its CPU build by "cpu" in the version.
         record = root / f"vllm-{compat.vllm_version()}+cpu.dist-info"

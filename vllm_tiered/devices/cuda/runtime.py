@@ -2,7 +2,7 @@
 """The few CUDA calls that the device for KV pages makes, as thin as they can be.
 
 Everything above this file runs in the tests, without a GPU, on a double of :class:`Runtime` that
-has CUDA's semantics (tests/cuda_double.py). The calls themselves run on a GPU only.
+has CUDA's semantics (tests/fakes/cuda.py). The calls themselves run on a GPU only.
 """
 
 from abc import ABC, abstractmethod

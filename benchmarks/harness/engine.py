@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives one in-process vLLM engine through a workload and times every token.
+
+Used only inside an engine process (`benchmarks.harness.worker`); vLLM is imported on use.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from benchmarks.harness import integrity
+from benchmarks.harness.background_copier import Copier
+from benchmarks.harness.jobs import EngineSpec, ExpansionAt, RequestTimes, RoundResult
+from benchmarks.harness.summary import COPIED_BYTES
+from benchmarks.inputs.workload import Request
+
+_USAGE_GAUGE = "vllm:kv_cache_usage_perc"
+_GRANTED_GAUGE = "vllm:tiered_kv_blocks_granted"
+_EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
+_TAILS_GAUGE = "vllm:tiered_kv_tails_far"
+_EXTRA_METRICS = ("vllm:num_preemptions",)
+_TIERED_PREFIX = "vllm:tiered_"
+
+
+def start_engine(spec: EngineSpec) -> Any:
+    """Return a `vllm.LLM` made from the specification (12 s on 2 cores)."""
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "model": spec.model_dir,
+        "dtype": spec.dtype,
+        "block_size": spec.block_size,
+        "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_model_len": spec.max_model_len,
+        "enable_prefix_caching": spec.enable_prefix_caching,
+        "enforce_eager": True,
+        "disable_log_stats": False,  # or there are no metrics
+        "seed": 0,
+        "additional_config": {} if spec.tiered is None else {"tiered": dict(spec.tiered)},
+    }
+    if spec.random_weights:
+        arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    return LLM(**arguments | dict(spec.engine_args))
+
+
+def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
+    """Return (counters, gauges) of this process by name: the plugin's, and preemptions.
+
+    Read from the Prometheus registry because `LLM.get_metrics()` cuts counters to whole numbers,
+    which loses counters of seconds.
+    """
+    from prometheus_client import REGISTRY
+
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    for metric in REGISTRY.collect():
+        if not metric.name.startswith(_TIERED_PREFIX) and metric.name not in _EXTRA_METRICS:
+            continue
+        values = counters if metric.type == "counter" else gauges
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        samples = [sample.value for sample in metric.samples if sample.name == name]
+        values[metric.name] = sum(samples)
+    return counters, gauges
+
+
+def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundResult:
+    """Run all requests to their end, each from its arrival time on, greedy and ignoring EOS.
+
+    A request with `abort_after_tokens` is aborted once it has given that many.
+
+    Raises RuntimeError if the prefix cache cannot be reset or a request ends with another number
+    of tokens than it asked for (the systems would not have done equal work).
+    """
+    resets = spec.enable_prefix_caching and spec.resets_prefix_cache
+    if resets and not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+    gc.collect()
+    counters_before, _ = read_metrics()
+    num_blocks = int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    clock = _Clock(requests, spec.block_size, num_blocks)
+    copier = _copier(spec)
+    cpu_before = _cpu_seconds()
+    with copier or nullcontext():
+        seconds = clock.drive(llm.llm_engine)
+    cpu_after = _cpu_seconds()
+    counters, gauges = read_metrics()
+    if copier:
+        counters[COPIED_BYTES] = copier.num_bytes
+    clock.check_lengths()
+    return RoundResult(
+        label=spec.label,
+        tiered=spec.tiered is not None,
+        seconds=seconds,
+        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+        num_output_tokens=sum(len(track.token_ids) for track in clock.tracks.values()),
+        num_steps=clock.num_steps,
+        # vLLM alone has no such gauge, and a plugin that stepped aside leaves it at 0.
+        num_blocks=int(gauges.get(_GRANTED_GAUGE, 0)) or num_blocks,
+        peak_blocks=clock.peak_blocks,
+        peak_in_flight=clock.peak_in_flight,
+        rss_bytes=psutil.Process().memory_info().rss,
+        foreign_cpu_share=foreign_cpu_share(
+            cpu_after[0] - cpu_before[0],
+            cpu_after[1] - cpu_before[1],
+            seconds * (os.cpu_count() or 1),
+        ),
+        requests=[track.times() for track in clock.tracks.values() if not track.is_aborted],
+        token_gaps_s=[gap for track in clock.tracks.values() for gap in track.gaps_s],
+        counters={name: value - counters_before.get(name, 0) for name, value in counters.items()},
+        gauges=gauges,
+        output_token_ids=[track.token_ids for track in clock.tracks.values()],
+        aborted_ids=[name for name, track in clock.tracks.items() if track.is_aborted],
+        expansions=clock.expansions,
+        integrity_checks=integrity.num_checks(),
+    )
+
+
+def _copier(spec: EngineSpec) -> Copier | None:
+    """Return what copies beside the engine; on all cores, as the engine's copying threads."""
+    if not spec.copies_gb_per_s:
+        return None
+    return Copier(spec.copies_gb_per_s, range(os.cpu_count() or 1))
+
+
+def foreign_cpu_share(machine_s: float, own_s: float, available_s: float) -> float:
+    """Return the share of the available CPU time that went to others, 0 to 1."""
+    return min(1.0, max(0.0, (machine_s - own_s) / available_s))
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Return the CPU seconds used so far by the whole machine and by this process."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    # iowait counts as idle; guest time is part of user time.
+    return machine.user + machine.nice + machine.system, own.user + own.system
+
+
+@dataclass(kw_only=True, slots=True)
+class _Track:
+    """What has come out of one request so far."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    is_aborted: bool = False
+
+    @property
+    def is_due_to_abort(self) -> bool:
+        limit = self.request.abort_after_tokens
+        return limit is not None and len(self.token_ids) >= limit
+
+    def add(self, token_ids: Sequence[int], now_s: float) -> None:
+        if not token_ids:
+            return
+        if self.token_ids:
+            self.gaps_s.append(now_s - self.last_token_s)
+        else:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        self.token_ids.extend(token_ids)
+
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            arrival_s=self.request.arrival_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            num_output_tokens=len(self.token_ids),
+        )
+
+
+class _Clock:
+    """The serving loop: adds requests when they are due, steps the engine, notes the times."""
+
+    def __init__(self, requests: Sequence[Request], block_size: int, num_blocks: int) -> None:
+        ordered = sorted(requests, key=lambda request: request.arrival_s)
+        self.tracks = {request.request_id: _Track(request=request) for request in ordered}
+        self.num_steps = 0
+        self.peak_blocks = 0
+        self.peak_in_flight = 0
+        self.expansions: list[ExpansionAt] = []
+        self._block_size = block_size
+        # The null block is never used for tokens, and vLLM leaves it out of the usage share.
+        self._usable_blocks = num_blocks - 1
+        self._waiting = [track.request for track in reversed(self.tracks.values())]
+        self._in_flight: set[str] = set()
+        self._abortable: set[str] = set()
+
+    def drive(self, engine: Any) -> float:
+        """Run the loop; return the seconds from the first arrival to the last token."""
+        from prometheus_client import REGISTRY
+
+        gauges = REGISTRY.restricted_registry([_USAGE_GAUGE, _EXPANSION_GAUGE, _TAILS_GAUGE])
+        start = time.perf_counter()
+        while self._waiting or engine.has_unfinished_requests():
+            self._add_due(engine, time.perf_counter() - start)
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, self._waiting[-1].arrival_s - (time.perf_counter() - start)))
+                continue
+            outputs = engine.step()
+            now_s = time.perf_counter() - start
+            self._note_gauges(gauges, self._note(outputs, now_s), now_s)
+            self._abort_due(engine)
+        return time.perf_counter() - start
+
+    def _add_due(self, engine: Any, now_s: float) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        while self._waiting and self._waiting[-1].arrival_s <= now_s:
+            request = self._waiting.pop()
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request.num_output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+            engine.add_request(request.request_id, prompt, params)
+            if request.abort_after_tokens is not None:
+                self._abortable.add(request.request_id)
+
+    def _abort_due(self, engine: Any) -> None:
+        due = [name for name in self._abortable if self.tracks[name].is_due_to_abort]
+        if due:
+            engine.abort_request(due)
+            for name in due:
+                self.tracks[name].is_aborted = True
+            self._abortable.difference_update(due)
+            self._in_flight.difference_update(due)
+
+    def _note(self, outputs: Sequence[Any], now_s: float) -> int:
+        """Record one step's outputs; return the KV blocks that requests finished in it had held."""
+        self.num_steps += 1
+        freed_blocks = 0
+        for output in outputs:
+            track = self.tracks[output.request_id]
+            track.add(output.outputs[0].token_ids, now_s)
+            self._in_flight.add(output.request_id)
+            self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
+            if output.finished:
+                # The last token is never fed back, so it has no KV.
+                freed_blocks += math.ceil((track.request.num_tokens - 1) / self._block_size)
+        finished = {output.request_id for output in outputs if output.finished}
+        self._in_flight -= finished
+        self._abortable -= finished
+        return freed_blocks
+
+    def _note_gauges(self, gauges: Any, freed_blocks: int, now_s: float) -> None:
+        """Follow the peak of used blocks, and the level."""
+        values: dict[str, float] = {}
+        for metric in gauges.collect():
+            values[metric.name] = max((s.value for s in metric.samples), default=0.0)
+        # The gauge is read after finished requests gave back their blocks: add those.
+        used_blocks = round(values.get(_USAGE_GAUGE, 0.0) * self._usable_blocks)
+        self.peak_blocks = max(self.peak_blocks, used_blocks + freed_blocks)
+        expansion = values.get(_EXPANSION_GAUGE)
+        if not expansion:
+            return
+        tails_far = values.get(_TAILS_GAUGE, 0.0) > 0
+        last = self.expansions[-1] if self.expansions else None
+        if last is None or (last.expansion, last.tails_far) != (expansion, tails_far):
+            self.expansions.append(
+                ExpansionAt(
+                    step=self.num_steps, seconds=now_s, expansion=expansion, tails_far=tails_far
+                )
+            )
+
+    def check_lengths(self) -> None:
+        """Raise RuntimeError unless every request gave as many tokens as it asked for.
+
+        Those that were aborted gave fewer.
+        """
+        for name, track in self.tracks.items():
+            if track.is_aborted:
+                continue
+            if len(track.token_ids) != track.request.num_output_tokens:
+                raise RuntimeError(
+                    f"request {name} gave {len(track.token_ids)} tokens,"
+                    f" asked for {track.request.num_output_tokens}"
+                )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parent asks of an engine process and what it gets back, as JSON-safe dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.inputs.workload import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """One engine configuration. Systems that are compared differ in `tiered` alone.
+
+    `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
+    `kv_cache_memory_bytes` is None where the plugin's own plan says how large the KV cache is. With
+    `resets_prefix_cache` false, prefixes live on from round to round. `checks_integrity` has the
+    plugin's structures checked at every step (slower: not for timing). `copies_gb_per_s` has a
+    thread copy host memory for nobody during each round, at most at this rate (0: none).
+    `random_weights` needs no more than a config.json in the folder; `cpus` are those of the compute
+    threads, as vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves it to vLLM). `weights_per_s` and
+    `link_bytes_per_s` hold products and far weights to a speed (0: none): see
+    `benchmarks.harness.throttled_engine`; with `is_timed` the sublayers are timed. `threads`
+    compute (0: as many as there are cores). `engine_args` are further arguments of vLLM's, and win
+    over what follows from the others.
+    """
+
+    label: str
+    model_dir: str
+    dtype: str
+    block_size: int
+    kv_cache_memory_bytes: int | None
+    max_num_seqs: int
+    max_model_len: int
+    enable_prefix_caching: bool
+    tiered: Mapping[str, Any] | None = None
+    resets_prefix_cache: bool = True
+    checks_integrity: bool = False
+    copies_gb_per_s: float = 0.0
+    random_weights: bool = False
+    cpus: str = ""
+    is_timed: bool = False
+    weights_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    threads: int = 0
+    engine_args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a dict has none
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that `EngineSpec(**dict)` reads back."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTimes:
+    """When one request arrived, and when its first and last tokens came out (seconds)."""
+
+    arrival_s: float
+    first_token_s: float
+    last_token_s: float
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpansionAt:
+    """The level from one engine step of a round on; seconds since the round began.
+
+    With `tails_far` partly filled blocks are far too.
+    """
+
+    step: int
+    seconds: float
+    expansion: float
+    tails_far: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundResult:
+    """One round of one engine: what was measured, before any summarising.
+
+    `counters` are increases over the round and `gauges` values at its end, by metric name.
+    `num_blocks` are the logical KV blocks vLLM could use; `peak_blocks` the most in use at once
+    (of vLLM alone: the plugin's withheld blocks count as used there).
+    `peak_in_flight` are the most requests between their first and last token at once.
+    `token_gaps_s` are the times between consecutive steps that gave a request tokens.
+    `foreign_cpu_share` is the share of all cores' time that other processes took meanwhile.
+    `requests` leaves out those aborted, whose ids are `aborted_ids`; `output_token_ids` has all.
+    `expansions` is the level at the first step and after each change (none without the plugin).
+    `integrity_checks` are those made since the engine started.
+    """
+
+    label: str
+    tiered: bool
+    seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_steps: int
+    num_blocks: int
+    peak_blocks: int
+    peak_in_flight: int
+    rss_bytes: int
+    foreign_cpu_share: float
+    requests: Sequence[RequestTimes]
+    token_gaps_s: Sequence[float]
+    counters: Mapping[str, float]
+    gauges: Mapping[str, float]
+    output_token_ids: Sequence[Sequence[int]]
+    aborted_ids: Sequence[str] = field(default_factory=list)
+    expansions: Sequence[ExpansionAt] = field(default_factory=list)
+    integrity_checks: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that `RoundResult.from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RoundResult:
+        """Read `to_json` back."""
+        requests = [RequestTimes(**times) for times in data["requests"]]
+        expansions = [ExpansionAt(**level) for level in data["expansions"]]
+        return cls(**{**data, "requests": requests, "expansions": expansions})
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """Return a dict that `request_from_json` reads back."""
+    return asdict(request)
+
+
+def request_from_json(data: Mapping[str, Any]) -> Request:
+    """Read `request_to_json` back; token ids become a tuple again."""
+    return Request(**{**data, "prompt_token_ids": tuple(data["prompt_token_ids"])})

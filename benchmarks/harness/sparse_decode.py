@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of requests decoded by vLLM with any settings of ours: one contender, one process.
+
+It prints one line, as the peers do. Only steps in which every request decodes are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
+from benchmarks.peers import PREFIX
+from benchmarks.peers.contender import prompt_ids
+
+
+def main() -> None:
+    """Start, generate, print."""
+    parser = argparse.ArgumentParser(prog="benchmarks.harness.sparse_decode")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--tiered", type=json.loads, default={})
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-bytes", type=int, required=True)
+    parser.add_argument("--prompt-tokens", type=int, default=12)
+    parser.add_argument("--prompt-step", type=int, default=0)
+    parser.add_argument("--prompt", type=json.loads, help="token ids, of one request")
+    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
+    args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    print(PREFIX + json.dumps(_run(args)), flush=True)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    start = time.perf_counter()
+    import psutil
+    from vllm import LLM, SamplingParams
+
+    from vllm_tiered.adapter import worker_hooks as weights_engine
+    from vllm_tiered.adapter.telemetry import manifest
+
+    longest = args.prompt_tokens + (args.batch - 1) * args.prompt_step
+    llm = LLM(
+        model=str(args.model),
+        dtype=args.dtype,
+        load_format=args.load_format,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=longest + args.new_tokens,
+        max_num_seqs=args.batch,
+        block_size=KV_BLOCK_TOKENS,
+        kv_cache_memory_bytes=args.kv_bytes,
+        skip_tokenizer_init=True,
+        additional_config={"tiered": {"kv": {"enabled": False}, **args.tiered}},
+    )
+    started = time.perf_counter() - start
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False
+    )
+    engine = llm.llm_engine
+    for index in range(args.batch):
+        ids = args.prompt or _prompt(args.prompt_tokens + index * args.prompt_step, llm)
+        engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
+    weights_engine.take_use()
+    begin = time.perf_counter()
+    prefill_seconds = 0.0
+    seconds: list[float] = []
+    use: Counter[str] = Counter()
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        before = {name: len(ids) for name, ids in tokens.items()}
+        step_begin = time.perf_counter()
+        outputs = engine.step()
+        step_end = time.perf_counter()
+        used = weights_engine.take_use()
+        tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+        # All had their first token before: a step of decoding alone.
+        if len(before) == args.batch:
+            if not seconds:
+                prefill_seconds = step_begin - begin
+            if len(outputs) == args.batch:
+                seconds.append(step_end - step_begin)
+                use.update(used)
+    return {
+        "load_seconds": started,
+        "prefill_seconds": prefill_seconds,
+        "seconds_per_token": seconds,
+        "batch": args.batch,
+        "use": dict(use),
+        "resident_bytes": psutil.Process().memory_info().rss,
+        "tokens": [tokens[str(index)] for index in range(args.batch)],
+        "manifest": manifest.current(),
+    }
+
+
+def _prompt(num_tokens: int, llm: Any) -> list[int]:
+    """The contenders' prompt, within the vocabulary."""
+    vocab_size = llm.llm_engine.model_config.get_vocab_size()
+    return [3 + token % (vocab_size - 3) for token in prompt_ids(num_tokens)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose link, and whose products, are held to a given speed; and a clock in its layers.
+
+The paper's machine expands 4-bit weights before it multiplies, which takes longer than the product
+and as long for one request as for forty. Here products in 16 bit wait for memory, which far weights
+cross too. So both sides are slowed by as much: a product of n weights lasts at least n / rate, and
+the link moves at its share of that. What a product does not need of its time the core sleeps.
+
+Used only inside an engine process (`benchmarks.harness.worker`); torch and vLLM are imported on
+use.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.harness.jobs import EngineSpec, RoundResult
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.weights.placement import Kind, Sublayer, sublayers_of
+
+COMPUTE_SECONDS: Mapping[Kind, str] = {kind: f"benchmarks:{kind.value}_seconds" for kind in Kind}
+"""Counters of a round: the median time of a sublayer's compute, without waiting for weights."""
+
+FAR_BYTES = "benchmarks:weights_read_bytes"
+LINK_SECONDS = "benchmarks:weights_read_seconds"
+
+
+class Slowed:
+    """Slows the engine that this process starts next, and times its sublayers.
+
+    Args:
+        spec: `weights_per_s` and `link_bytes_per_s`; 0 leaves either as fast as it is.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm_tiered.devices.throttle import Throttle
+
+        self._rate = spec.weights_per_s
+        self._throttle = Throttle(spec.link_bytes_per_s or float("inf"))
+        self.clock = SublayerClock()
+
+    def prepare(self) -> None:
+        """Before the engine starts: its device gets the link, its measurements the rate."""
+        from vllm_tiered.adapter import device
+        from vllm_tiered.adapter.weights import offloader
+        from vllm_tiered.adapter.weights import plan as weights_plan
+        from vllm_tiered.devices.base import Direction
+        from vllm_tiered.devices.cpu import CpuDevice
+
+        def make_device() -> CpuDevice:
+            throttles = {Direction.READ: self._throttle}
+            return CpuDevice(cpus=device.process_cpus(), throttles=throttles)
+
+        measure, measure_machine = offloader.measure, weights_plan.measure_machine
+
+        def held(device: Any, layers: Any, sublayers: Any, *args: Any, **kwargs: Any) -> Any:
+            measured = measure(device, layers, sublayers, *args, **kwargs)
+            if not self._rate:
+                return measured
+            products = [_products(layer) for layer in layers]
+            compute = tuple(
+                max(seconds, _num_weights(sublayer, products[sublayer.layer]) / self._rate)
+                for seconds, sublayer in zip(measured.times.compute, sublayers, strict=True)
+            )
+            return replace(measured, times=replace(measured.times, compute=compute))
+
+        def held_machine(device: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
+            machine = measure_machine(device, layers, *args, **kwargs)
+            if not self._rate or machine.curves is None:
+                return machine
+            width = next(layers[0].parameters()).element_size()
+            return replace(machine, curves=held_curves(machine.curves, width * self._rate))
+
+        offloader.make_device = make_device
+        offloader.measure = held
+        weights_plan.measure_machine = held_machine
+
+    def watch(self, llm: Any) -> None:
+        """When the engine is up: time, and hold, the products of its layers."""
+        llm.apply_model(lambda model: self.clock.watch(decoder_layers(model), self._rate))
+
+    def set_link(self, bytes_per_s: float) -> None:
+        """From now on."""
+        self._throttle.set(bytes_per_s)
+
+    def begin_round(self) -> None:
+        """Forget what was measured before."""
+        self.clock.reset()
+        _take_use()
+
+    def end_round(self, result: RoundResult) -> RoundResult:
+        """The round's result, with what the clock and the link say."""
+        use = _take_use()
+        counters = {
+            **result.counters,
+            FAR_BYTES: use.get("weights_read_bytes", 0.0),
+            LINK_SECONDS: use.get("weights_read_seconds", 0.0),
+        }
+        for kind, name in COMPUTE_SECONDS.items():
+            counters[name] = self.clock.median_seconds(kind)
+        return replace(result, counters=counters)
+
+
+class SublayerClock:
+    """Hooks on the layers' products: how long each sublayer computes, and no product too short.
+
+        wait │ qkv ├ held ┤ attention │ out ├ held ┤ norm │ wait │ fc1 ...
+             └──────────── compute of attention ──────────┘
+
+    A sublayer's compute goes from its first product, which has its weights, to the next sublayer's
+    first product, without what it waits for further weights in between.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+        self._kind: Kind | None = None  # of the sublayer that computes
+        self._began = 0.0
+        self._waited = 0.0  # in it
+        self._arrived = 0.0  # at the module that computes
+
+    def reset(self) -> None:
+        """Forget all times."""
+        for seconds in self._seconds.values():
+            seconds.clear()
+
+    def median_seconds(self, kind: Kind) -> float:
+        """Of a sublayer. Raises StatisticsError if none was timed."""
+        return statistics.median(self._seconds[kind])
+
+    def watch(self, layers: Any, weights_per_s: float) -> None:
+        """Time the layers; products last at least as long as the rate says, if it is not 0."""
+        for index, layer in enumerate(layers):
+            products = _products(layer)
+            for sublayer in sublayers_of(index, products):
+                paths = [parameter.name for parameter in sublayer.parameters]
+                is_last = index == len(layers) - 1 and sublayer.kind is Kind.FFN
+                for path in paths:
+                    seconds = products[path] / weights_per_s if weights_per_s else 0.0
+                    self._watch_module(
+                        layer.get_submodule(path),
+                        begins=sublayer.kind if path == paths[0] else None,
+                        ends=is_last and path == paths[-1],
+                        least_seconds=seconds,
+                    )
+
+    def _watch_module(
+        self, module: Any, *, begins: Kind | None, ends: bool, least_seconds: float
+    ) -> None:
+        def comes(*_: Any) -> None:
+            self._arrived = time.perf_counter()
+            if begins is not None:
+                self._end_sublayer(self._arrived)
+
+        def computes(*_: Any) -> None:
+            now = time.perf_counter()
+            if begins is not None:
+                self._kind, self._began, self._waited = begins, now, 0.0
+            else:
+                self._waited += now - self._arrived
+            self._arrived = now
+
+        def is_done(*_: Any) -> None:
+            left = self._arrived + least_seconds - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
+            if ends:
+                self._end_sublayer(time.perf_counter())
+
+        # The plugin's own hooks wait for weights before, and give the slot free after: ours are
+        # around the former and before the latter.
+        module.register_forward_pre_hook(comes, prepend=True)
+        module.register_forward_pre_hook(computes)
+        module.register_forward_hook(is_done, prepend=True)
+
+    def _end_sublayer(self, now: float) -> None:
+        if self._kind is not None:
+            self._seconds[self._kind].append(now - self._began - self._waited)
+        self._kind = None
+
+
+def held_curves(curves: Curves, bytes_per_s: float) -> Curves:
+    """Products that last at least as long as their weights take at this rate.
+
+    What copies take of the memory meanwhile fits into that time: neither slows the other.
+    """
+
+    def held(curve: ProductCurve) -> ProductCurve:
+        return ProductCurve.of(
+            {
+                (rows, size): max(seconds, size / bytes_per_s)
+                for (rows, size), seconds in curve.points.items()
+            }
+        )
+
+    return replace(
+        curves,
+        near=held(curves.near),
+        far=held(curves.far),
+        compressed=held(curves.compressed) if curves.compressed else None,
+        compute_slowdown=1.0,
+        link_slowdown=1.0,
+    )
+
+
+def decoder_layers(model: Any) -> Any:
+    """The layers of a vLLM model. Raises ValueError if there is not exactly one list of them."""
+    found = [module for name, module in model.named_modules() if name.endswith(".layers")]
+    if len(found) != 1:
+        raise ValueError(f"{type(model).__name__} has {len(found)} lists of layers, expected 1")
+    return found[0]
+
+
+def _products(layer: Any) -> dict[str, int]:
+    """The linear modules of a layer, by path, with the number of their weights.
+
+    From their sizes: vLLM packs weights that stay near, and drops the tensor.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return {
+        path: module.input_size * module.output_size
+        for path, module in layer.named_modules()
+        if isinstance(module, LinearBase)
+    }
+
+
+def _num_weights(sublayer: Sublayer, products: Mapping[str, int]) -> int:
+    return sum(
+        products.get(parameter.name.removesuffix(".weight"), 0) for parameter in sublayer.parameters
+    )
+
+
+def _take_use() -> dict[str, float]:
+    from vllm_tiered.adapter.worker_hooks import take_use
+
+    return take_use()

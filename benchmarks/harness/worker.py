@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process: `python -m benchmarks _measure READ_FD WRITE_FD`.
+
+It reads JSON lines from one pipe and answers each with one JSON line on the other, so that what
+vLLM prints cannot get between. The first line is an EngineSpec, answered when the engine is up;
+each further line is a list of requests to run as one round, or {"link_bytes_per_s": number} to
+change the speed of a link that is slowed. The end of the input ends the process.
+An exception is answered as {"error": traceback} and ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import IO, TYPE_CHECKING, Any
+
+from benchmarks.harness.jobs import EngineSpec, request_from_json
+
+if TYPE_CHECKING:
+    from benchmarks.harness.throttled_engine import Slowed
+
+
+def main(read_fd: int, write_fd: int) -> int:
+    """Serve rounds until the input ends; return the exit status."""
+    with os.fdopen(read_fd, "r") as jobs, os.fdopen(write_fd, "w") as answers:
+        try:
+            _serve(jobs, answers)
+        except Exception:
+            _answer(answers, {"error": traceback.format_exc()})
+            return 1
+    return 0
+
+
+def _serve(jobs: IO[str], answers: IO[str]) -> None:
+    from benchmarks.harness import integrity
+    from benchmarks.harness.engine import run_round, start_engine
+
+    spec = EngineSpec(**json.loads(jobs.readline()))
+    if spec.checks_integrity:
+        integrity.install()
+    slowed = _slowed(spec)
+    start = time.perf_counter()
+    llm = start_engine(spec)
+    if slowed:
+        slowed.watch(llm)
+    _answer(answers, {"start_seconds": time.perf_counter() - start})
+    for line in jobs:
+        job = json.loads(line)
+        if slowed and isinstance(job, dict):
+            slowed.set_link(job["link_bytes_per_s"])
+            _answer(answers, job)
+            continue
+        if slowed:
+            slowed.begin_round()
+        result = run_round(llm, spec, [request_from_json(data) for data in job])
+        _answer(answers, (slowed.end_round(result) if slowed else result).to_json())
+        sys.stdout.flush()
+
+
+def _slowed(spec: EngineSpec) -> Slowed | None:
+    if not spec.is_timed:
+        return None
+    from benchmarks.harness.throttled_engine import Slowed
+
+    slowed = Slowed(spec)
+    if spec.tiered is not None:
+        slowed.prepare()
+    return slowed
+
+
+def _answer(answers: IO[str], data: dict[str, Any]) -> None:
+    answers.write(json.dumps(data) + "\n")
+    answers.flush()

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models with seeded random weights and the demo tokenizer, for tests of the engine.
+
+`random_model_dir(shape)` with a name from `SHAPES`:
+
+| shape  | layers | attention                       | why it is here                        |
+|--------|--------|---------------------------------|---------------------------------------|
+| opt    | 4      | MHA, 4 heads, biases, learned positions | every head has its own KV     |
+| qwen2  | 4      | GQA, 4 heads on 2, qkv bias     | grouped queries, biased keys          |
+| llama1 | 1      | GQA, 4 heads on 2               | fewest layers: nothing to interleave  |
+| llama3 | 3      | MQA, 4 heads on 1               | an odd number of layers, one KV head  |
+| qwen3  | 2      | GQA, 4 heads on 2, norms of queries and keys | heads of another size    |
+| mistral | 2     | GQA, 4 heads on 2               | Llama's under another name            |
+| phi3   | 4      | MHA, 4 heads                    | gate and up in one, in the checkpoint too |
+| falcon | 4      | MQA, 4 heads on 1               | attention and FFN from the same input |
+| deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
+
+Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
+`dtype="float32"` for exact comparisons). Greedy text varies and depends on the whole context, so
+wrong KV shows up in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.cache import cache_root, publish_dir
+from benchmarks.inputs.model import demo_model_dir
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_COMMON: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,  # tied random embeddings repeat the last token for ever
+}
+_LLAMA: dict[str, Any] = {**_COMMON, "model_type": "llama", "intermediate_size": 512}
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "opt": {
+        **_COMMON,
+        "model_type": "opt",
+        "num_hidden_layers": 4,
+        "ffn_dim": 512,
+        "word_embed_proj_dim": 256,
+        "pad_token_id": 0,
+    },
+    "qwen2": {
+        **_COMMON,
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+    },
+    "llama1": {**_LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 2},
+    "llama3": {**_LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 1},
+    "qwen3": {
+        **_COMMON,
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 512,
+    },
+    "mistral": {
+        **_LLAMA,
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+    },
+    "phi3": {
+        **_COMMON,
+        "model_type": "phi3",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "pad_token_id": 0,
+    },
+    "falcon": {
+        **_COMMON,
+        "model_type": "falcon",
+        "num_hidden_layers": 4,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+        "new_decoder_architecture": False,
+    },
+    "deep": {
+        **_LLAMA,
+        "num_hidden_layers": 30,
+        "hidden_size": 192,
+        "head_dim": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "intermediate_size": 256,
+    },
+}
+
+_OPT_13B: dict[str, Any] = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "hidden_size": 5120,
+    "word_embed_proj_dim": 5120,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "ffn_dim": 20480,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "opt-13b": _OPT_13B,
+    "opt-tiny": {
+        **_OPT_13B,
+        "hidden_size": 256,
+        "word_embed_proj_dim": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 12,  # as many as an expansion of 2 takes, and some
+        "ffn_dim": 1024,
+        "vocab_size": 8192,
+    },
+    "llama-13b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+        "num_hidden_layers": 40,
+        "intermediate_size": 13824,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    },
+    "opt": {
+        **_OPT_13B,
+        "hidden_size": 2048,
+        "word_embed_proj_dim": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 8,
+        "ffn_dim": 8192,
+        "vocab_size": 8192,
+    },
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 8,
+        "intermediate_size": 5632,
+        "vocab_size": 8192,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""For times, with weights that vLLM makes up (`load_format="dummy"`). "opt" and "llama" are
+OPT-1.3B's and TinyLlama-1.1B's layers, 8 of them, and a vocabulary of 8192; "opt-tiny" shows that a
+benchmark runs."""
+
+
+def planned_model_dir(shape: str, *, cache_dir: str | Path | None = None) -> Path:
+    """Return a folder with the config.json of one of `PLANNED_SHAPES`, and nothing else."""
+    text = json.dumps(PLANNED_SHAPES[shape], indent=1, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    target = cache_root(cache_dir) / f"planned-{shape}-{digest}"
+    if not (target / "config.json").is_file():
+        with publish_dir(target) as staging:
+            (staging / "config.json").write_text(text, encoding="utf-8")
+    return target
+
+
+# Gains over 1/sqrt(fan_in). Queries and keys get more, so attention picks tokens rather than
+# averaging them away; at gain 1 the text falls into a short cycle that ignores the context.
+_GAIN_QUERY_KEY = 2.0
+_GAIN_OTHER = 1.5
+_BIAS_STD = 0.2
+
+
+def random_model_dir(shape: str, *, seed: int = 0, cache_dir: str | Path | None = None) -> Path:
+    """Return the folder of a random-weight model of this shape, made on first use (3 s).
+
+    The same shape and seed give the same weights on every machine. Raises KeyError, naming the
+    shapes there are, for an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise KeyError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+    recipe = [dict(SHAPES[shape]), _GAIN_QUERY_KEY, _GAIN_OTHER, _BIAS_STD]
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
+    target = cache_root(cache_dir) / f"random-{shape}-seed{seed}-{digest}"
+    if (target / "config.json").is_file():
+        return target
+    tokenizer_dir = demo_model_dir(cache_dir)
+    print(f"preparing a random {shape} model in {target}", file=sys.stderr, flush=True)
+    tokenizer = json.loads((tokenizer_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    with publish_dir(target) as staging:
+        write_model(SHAPES[shape], len(tokenizer["model"]["vocab"]), seed, staging)
+        for name in _TOKENIZER_FILES:
+            (staging / name).write_bytes((tokenizer_dir / name).read_bytes())
+    return target
+
+
+def write_model(shape: Mapping[str, Any], vocab_size: int, seed: int, out: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kwargs = {key: value for key, value in shape.items() if key != "model_type"}
+    config = AutoConfig.for_model(shape["model_type"], vocab_size=vocab_size, **kwargs)
+    config.dtype = torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            value = _initial_value(name, tuple(parameter.shape), generator)
+            if value is not None:
+                parameter.copy_(value)
+    model.save_pretrained(out)
+
+
+def _initial_value(name: str, shape: tuple[int, ...], generator: Any) -> Any:
+    """Return the float32 start value of a parameter; None leaves a norm as it is (ones, zeros)."""
+    import torch
+
+    if "norm" in name:
+        return None
+    std = _BIAS_STD
+    if "embed" in name:
+        std = 1.0
+    elif len(shape) == 2:
+        gain = _GAIN_QUERY_KEY if ".q_proj" in name or ".k_proj" in name else _GAIN_OTHER
+        std = gain / shape[1] ** 0.5
+    return torch.randn(shape, generator=generator) * std

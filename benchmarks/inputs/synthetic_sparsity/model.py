@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OPT models with *planted* ReLU sparsity, at real sizes: what the papers' models show, by design.
+
+No trained ReLU model can be had offline, and random weights make half of the neurons active. So the
+statistics that sparse inference lives on are planted. Of each layer's neurons about 3 % are active
+for a token, about 80 % of them for the next token too, and a low-rank predictor can tell which
+(LLM in a flash: OPT-6.7B is 97 % sparse). Whatever is measured with such a model is called
+*planted*: it says what I/O, caches and kernels do with such statistics, and nothing of quality.
+
+    position ──► latent u [r], turning slowly ──► residual stream, coordinates 0 … 2r-1
+    token    ──► random numbers              ──► residual stream, the other coordinates
+    fc1 = B @ A + noise     A reads u through the layer norm, noise the rest; bias = -threshold
+
+Coordinates 2j and 2j+1 hold u_j and -u_j, so the layer norm's mean takes nothing away. What
+attention and FFN add grows the rest of the stream by half from the first layer to the last, which
+leaves the latent the most of it. The last norm passes by the latent: the text depends on tokens,
+attention and FFN. The embeddings are tied.
+
+`planted.factors` beside the weights has each layer's factors, a predictor without training.
+The latent follows the *position* alone: requests of a batch that are at the same positions have
+almost the same active neurons, so give them prompts of different lengths.
+
+    python -m benchmarks.inputs.synthetic_sparsity.model opt-1.3b FOLDER [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.harness.cache import publish_dir
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.peers.model import SHAPES, TOKENIZER_FILES, OptShape, write_tensors
+
+PREDICTOR_FILE = "planted.factors"
+"""A safetensors file under another ending: loaders take all `*.safetensors` for weights."""
+
+STATISTICS_FILE = "planted.json"
+
+_RECIPE = 1  # counts changes of the bytes that are written
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sparsity:
+    """What is planted.
+
+    Attributes:
+        active_share: of a layer's neurons, for a token.
+        overlap: share of a token's active neurons that are active for the next one too.
+        rank: of the latent, even.
+        noise: standard deviation of what the latent does not explain in a neuron's input, over
+            that of what it does. Fresh for each token: a predictor from the latent misses it.
+    """
+
+    active_share: float = 0.03
+    overlap: float = 0.8
+    rank: int = 64
+    noise: float = 0.1
+
+    @property
+    def predictor_threshold(self) -> float:
+        """Score from which a neuron is predicted active: one deviation of the noise below 0."""
+        return -self.noise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlantedShape:
+    """A model to write."""
+
+    sizes: OptShape
+    sparsity: Sparsity = field(default_factory=Sparsity)
+
+
+PLANTED: Mapping[str, PlantedShape] = {
+    # For tests: 10 MB, 32 active neurons of 1024.
+    "opt-tiny": PlantedShape(
+        sizes=OptShape(
+            hidden_size=256,
+            ffn_dim=1024,
+            num_layers=4,
+            num_heads=4,
+            vocab_size=512,
+            max_positions=1024,
+        ),
+        sparsity=Sparsity(rank=32),
+    ),
+    **{name: PlantedShape(sizes=sizes) for name, sizes in SHAPES.items()},
+}
+
+
+def planted_dir(
+    shape: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    tokenizer_dir: str | Path | None = None,
+    has_tokenizer: bool = True,
+) -> Path:
+    """Return the folder, inside `folder`, of a planted OPT of this shape; written on first use.
+
+    The same shape and seed give the same bytes on every machine. Where the vocabulary holds the
+    demo tokenizer's, that is put beside it (or the one in `tokenizer_dir`), unless `has_tokenizer`
+    is false: where the demo model is not installed. OPT-6.7B takes 13.4 GB
+    of disk, less than 1 GB of memory and a minute or two. Raises KeyError, naming the shapes there
+    are, for an unknown shape.
+    """
+    if shape not in PLANTED:
+        raise KeyError(f"no shape {shape!r}; there are {', '.join(PLANTED)}")
+    planted = PLANTED[shape]
+    recipe = json.dumps([_RECIPE, asdict(planted)], sort_keys=True)
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
+    target = folder / f"planted-{shape}-seed{seed}-{digest}{'' if has_tokenizer else '-bare'}"
+    if (target / "config.json").is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    size = planted.sizes.num_bytes / 1e9
+    print(f"writing a planted {shape} of {size:.1f} GB in {target}", file=sys.stderr, flush=True)
+    with publish_dir(target) as staging:
+        write_planted(planted, staging, seed=seed)
+        files = _tokenizer(planted.sizes.vocab_size, tokenizer_dir) if has_tokenizer else {}
+        for name, text in files.items():
+            (staging / name).write_bytes(text)
+    return target
+
+
+def write_planted(planted: PlantedShape, out: Path, *, seed: int = 0) -> None:
+    """Write the checkpoint, the predictor's factors and what was planted into the folder `out`."""
+    from benchmarks.inputs.synthetic_sparsity.values import PlantedValues
+
+    values = PlantedValues(planted.sizes, planted.sparsity, seed)
+    write_tensors(planted.sizes, out, values, alignment=_ALIGNMENT)
+    values.write_predictor(out / PREDICTOR_FILE)
+    text = json.dumps({"planted": asdict(planted.sparsity), "seed": seed}, indent=1)
+    (out / STATISTICS_FILE).write_text(text, encoding="utf-8")
+
+
+def _tokenizer(vocab_size: int, folder: str | Path | None) -> dict[str, bytes]:
+    """The tokenizer's files, if the vocabulary has a row for each of its tokens."""
+    source = Path(folder) if folder is not None else None
+    if source is None and vocab_size < SHAPES["opt-1.3b"].vocab_size:
+        return {}
+    source = source or demo_model_dir()
+    return {name: (source / name).read_bytes() for name in TOKENIZER_FILES}
+
+
+def main() -> None:
+    """Write a model, and look at it with transformers if asked to."""
+    parser = argparse.ArgumentParser(prog="benchmarks.inputs.synthetic_sparsity.model")
+    parser.add_argument("shape", choices=list(PLANTED))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--check", action="store_true", help="measure what was planted")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    args = parser.parse_args()
+    model = planted_dir(args.shape, args.folder)
+    if not args.check:
+        print(model)
+        return
+    from benchmarks.inputs.synthetic_sparsity import check as planted_check
+
+    print(planted_check.table(planted_check.measure(model, dtype=args.dtype)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kit holds: `kit.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.cache import write_atomic
+
+MANIFEST = "kit.json"
+FORMAT = 1
+_AT_ONCE = 1 << 20
+
+
+class KitError(RuntimeError):
+    """A kit cannot be made, or is damaged or incomplete; says which part and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A file by name: a wheel, or a part."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """A distribution that vLLM asks for and the kit does not bring.
+
+    Attributes:
+        version: that pip would have taken.
+        host_version: what the host has instead; None if it has none.
+        why: for people.
+    """
+
+    name: str
+    version: str
+    host_version: str | None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kit:
+    """All of it.
+
+    Attributes:
+        requirement: what was resolved.
+        python: "3.12".
+        is_lean: the wheels lack what TRITON_ATTN serving of dense models does not need.
+        reuses_host: some distributions are the host's own.
+        repacked: files that were taken out of wheels, by wheel.
+    """
+
+    requirement: str
+    python: str
+    is_lean: bool
+    reuses_host: bool
+    wheels: tuple[Piece, ...]
+    parts: tuple[Piece, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    repacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all wheels."""
+        return sum(wheel.num_bytes for wheel in self.wheels)
+
+    def write(self, folder: Path) -> None:
+        """Publish it in the folder: a reader sees the former one or this."""
+        write_atomic(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+
+
+def read_kit(folder: Path) -> Kit:
+    """Read `kit.json`. Raises KitError if it is missing or of another format."""
+    path = folder / MANIFEST
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise KitError(f"{path} is missing: bring {MANIFEST} along with the parts") from None
+    except ValueError as error:
+        raise KitError(f"{path} is damaged ({error}): bring it again") from None
+    found = data.pop("format", None)
+    if found != FORMAT:
+        raise KitError(f"{path} is of format {found}, this reads {FORMAT}: collect it again")
+    return Kit(
+        **{
+            **data,
+            "wheels": tuple(Piece(**piece) for piece in data["wheels"]),
+            "parts": tuple(Piece(**piece) for piece in data["parts"]),
+            "left_out": tuple(LeftOut(**entry) for entry in data["left_out"]),
+            "repacked": {name: tuple(files) for name, files in data["repacked"].items()},
+        }
+    )
+
+
+def piece_of(path: Path) -> Piece:
+    """Name, size and digest of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_AT_ONCE):
+            digest.update(block)
+    return Piece(name=path.name, num_bytes=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def is_there(piece: Piece, folder: Path) -> bool:
+    """Whether the folder holds the file, whole and undamaged."""
+    path = folder / piece.name
+    if not path.is_file() or path.stat().st_size != piece.num_bytes:
+        return False
+    return piece_of(path) == piece

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wheels cut into parts of a bounded size, and joined again.
+
+The wheels, one after the other, are one stream; a part ends where it is full:
+
+    wheels  |  a  |        b        | c |
+    parts   |    0    |    1    |    2  |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from benchmarks.suites.gpu.kit.manifest import Kit, KitError, Piece, is_there
+
+_AT_ONCE = 1 << 20
+
+
+@contextmanager
+def _published(target: Path) -> Iterator[BinaryIO]:
+    """A file that becomes `target` by one rename, on success."""
+    handle, staging = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        Path(staging).chmod(0o644)
+        Path(staging).replace(target)
+    except BaseException:
+        Path(staging).unlink(missing_ok=True)
+        raise
+
+
+class _Stream:
+    """Reads files as if they were one."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = list(reversed(paths))
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, num_bytes: int) -> bytes:
+        """At most so many; b"" at the end."""
+        while True:
+            if self._file is None:
+                if not self._paths:
+                    return b""
+                self._file = self._paths.pop().open("rb")
+            if block := self._file.read(num_bytes):
+                return block
+            self._file.close()
+            self._file = None
+
+
+def _take(stream: _Stream, num_bytes: int) -> Iterator[bytes]:
+    """Blocks of a stream, so many bytes in all or up to its end."""
+    while num_bytes > 0 and (block := stream.read(min(num_bytes, _AT_ONCE))):
+        num_bytes -= len(block)
+        yield block
+
+
+def cut(wheels: Sequence[Path], folder: Path, part_bytes: int) -> list[Piece]:
+    """Write the parts of these wheels into the folder, in order; return what they are.
+
+    Raises ValueError for parts of no bytes.
+    """
+    if part_bytes < 1:
+        raise ValueError(f"parts of {part_bytes} bytes: take 1 at least")
+    left = sum(path.stat().st_size for path in wheels)
+    pieces: list[Piece] = []
+    with _Stream(wheels) as stream:
+        while left > 0:
+            name = f"part-{len(pieces):03}"
+            digest, size = hashlib.sha256(), 0
+            with _published(folder / name) as file:
+                for block in _take(stream, part_bytes):
+                    digest.update(block)
+                    file.write(block)
+                    size += len(block)
+                if not size:
+                    raise KitError(f"{left} bytes of the wheels went missing while they were cut")
+            pieces.append(Piece(name=name, num_bytes=size, sha256=digest.hexdigest()))
+            left -= size
+    return pieces
+
+
+def receive(kit: Kit, source: Path, into: Path) -> list[str]:
+    """Take over the parts that are in `source` and not yet in `into`; return their names.
+
+    Raises KitError, naming it, for a part that is damaged: it is not taken.
+    """
+    taken = []
+    for part in kit.parts:
+        if not (source / part.name).is_file() or is_there(part, into):
+            continue
+        if not is_there(part, source):
+            raise KitError(f"{source / part.name} is damaged: bring {part.name} again")
+        with (source / part.name).open("rb") as there, _published(into / part.name) as here:
+            shutil.copyfileobj(there, here, _AT_ONCE)
+        taken.append(part.name)
+    return taken
+
+
+def missing_parts(kit: Kit, folder: Path) -> list[str]:
+    """Names of parts that are not there, or damaged."""
+    return [part.name for part in kit.parts if not is_there(part, folder)]
+
+
+def join(kit: Kit, folder: Path, wheels: Path) -> list[Path]:
+    """Write the kit's wheels from the parts in `folder` into `wheels`; return their paths.
+
+    Wheels that are there already are left. Raises KitError, naming them, if parts are missing or
+    damaged, or if a wheel is not what the kit says.
+    """
+    paths = [wheels / wheel.name for wheel in kit.wheels]
+    if all(is_there(wheel, wheels) for wheel in kit.wheels):
+        return paths
+    if missing := missing_parts(kit, folder):
+        raise KitError(
+            f"{len(missing)} of {len(kit.parts)} parts are missing or damaged in {folder}: bring"
+            f" {', '.join(missing)}"
+        )
+    with _Stream([folder / part.name for part in kit.parts]) as stream:
+        for wheel in kit.wheels:
+            with _published(wheels / wheel.name) as file:
+                for block in _take(stream, wheel.num_bytes):
+                    file.write(block)
+            if not is_there(wheel, wheels):
+                raise KitError(f"{wheel.name} is not what kit.json says: collect the kit again")
+    return paths

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Throughput when the KV cache does not fit: vLLM alone, with the plugin, and with all it wants.
+
+The workload (ShareGPT or Alpaca-like, all requests at once) is first run by vLLM with unlimited KV,
+which gives its peak KV demand. Then, at each budget (a share of that demand), vLLM alone, the
+plugin at each fixed expansion and with the adaptive one (`auto`), and the unlimited vLLM, the
+ceiling, run the same requests in interleaved rounds. They differ in nothing but `additional_config`
+and the ceiling's KV size. Pie's figures 6 and 7.
+
+Choices:
+
+* Prefix caching is off: every round runs the same prompts, so a cache would carry work over.
+  (Reset between rounds and on, it gives vLLM alone 3 % at a quarter of the demand: preempted
+  requests find some of their blocks again. Medians of 3 rounds, 2 cores, November 2026.)
+* Block size 32 for both systems, as it does not handicap vLLM: at a quarter of the demand vLLM
+  alone ran at 292, 282 and 290 tokens/s with 32, 64 and 128, and unlimited at 709, 713 and 682
+  (same machine). Its CPU backend refuses 16.
+* `auto` runs the load before it is measured, as a server would have: it keeps its level.
+* Exactness is a separate float32 run, since in bfloat16 the outputs of a request differ with the
+  batch it is in, in vLLM alone too. It comes first, and nothing is reported unless all its outputs
+  equal vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness.convergence import summarise_convergence, warm_up
+from benchmarks.harness.jobs import RoundResult
+from benchmarks.harness.progress import Step
+from benchmarks.harness.runner import Engine, engines, interleave, require_equal
+from benchmarks.harness.summary import summarise_rounds
+from benchmarks.harness.tables import markdown, number
+from benchmarks.inputs.kv_workloads import workload
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.workload import Request, warmup_requests
+from benchmarks.suites.kv.plan import Expansion, KvPlan
+from benchmarks.suites.kv.summary import (
+    BASELINE,
+    CEILING,
+    DEFINITIONS,
+    expansion_key,
+    plugin_label,
+    summarise,
+    summarise_budget,
+)
+
+RESULT_KEYS = (
+    "throughput_ratio_vs_vllm",
+    "by_budget",
+    "fraction_of_ceiling",
+    "mean_tpot_ratio",
+    "mean_token_latency_ratio",
+    "memory_ratio_for_equal_throughput",
+    "stall_fraction",
+    "bookkeeping_fraction",
+    "bytes_per_step",
+    "tokens_equal_fp32",
+    "definitions",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What one profile runs. Budgets are shares of the peak KV demand."""
+
+    num_requests: int
+    max_prompt_tokens: int
+    max_output_tokens: int
+    budgets: tuple[float, ...]
+    expansions: tuple[float, ...]
+    control_requests: int
+    max_repeats: int  # of disturbed rounds, per budget
+    auto: bool = True
+    auto_warmup_rounds: int = 2
+    rounds: int = 3
+    seed: int = 0
+    block_size: int = 32
+    prefix_caching: bool = False
+    control_budget: float = 0.25
+    control_expansion: float = 2.0
+    workload: str = "sharegpt"
+
+    @property
+    def plugin_expansions(self) -> list[Expansion]:
+        """The fixed expansions, and the adaptive one."""
+        return [*self.expansions, "auto"] if self.auto else [*self.expansions]
+
+    @property
+    def control_expansions(self) -> list[Expansion]:
+        """Those whose float32 outputs are compared with vLLM's."""
+        return [self.control_expansion, "auto"] if self.auto else [self.control_expansion]
+
+
+PROFILES: Mapping[str, Settings] = {
+    "quick": Settings(
+        num_requests=24,
+        max_prompt_tokens=128,
+        max_output_tokens=64,
+        budgets=(0.25, 1.0),
+        expansions=(1.0, 2.0),
+        control_requests=12,
+        max_repeats=4,
+        auto_warmup_rounds=1,
+    ),
+    "full": Settings(
+        num_requests=36,
+        max_prompt_tokens=256,
+        max_output_tokens=128,
+        budgets=(0.125, 0.25, 0.5, 1.0),
+        expansions=(1.0, 1.25, 1.5, 2.0, 2.5, 3.0),
+        control_requests=24,
+        max_repeats=8,
+        auto_warmup_rounds=3,
+    ),
+}
+
+
+def num_steps(settings: Settings) -> int:
+    """Return how many steps `run` reports: every engine start and every round."""
+    ceiling_and_control = 2 + 2 * (1 + len(settings.control_expansions))
+    starts = 1 + len(settings.plugin_expansions)
+    rounds = settings.rounds * (starts + 1)
+    warmup = settings.auto_warmup_rounds if settings.auto else 0
+    return ceiling_and_control + len(settings.budgets) * (starts + warmup + rounds)
+
+
+def run(settings: Settings, step: Step) -> dict[str, Any]:
+    """Measure; see the module's docstring. Raises MeasurementError if outputs differ."""
+    model_dir = demo_model_dir()
+    source = workload(settings.workload)
+    requests = source.draw(
+        settings.num_requests,
+        settings.seed,
+        model_dir,
+        settings.max_prompt_tokens,
+        settings.max_output_tokens,
+    )
+    plan = KvPlan(
+        model_dir=model_dir,
+        requests=requests,
+        block_size=settings.block_size,
+        prefix_caching=settings.prefix_caching,
+    )
+    warmup = warmup_requests(requests)
+    with engines([plan.spec(CEILING, plan.enough_blocks())], warmup, step) as (ceiling,):
+        demand_blocks = ceiling.run(requests).peak_blocks + 1  # and vLLM's null block
+        demand_bytes = demand_blocks * plan.block_bytes()
+        step(f"peak KV demand: {demand_blocks} blocks, {demand_bytes / 2**20:.0f} MiB")
+        control = _fp32_control(plan, settings, demand_blocks, warmup, step)
+        by_budget = {}
+        for budget in settings.budgets:
+            num_blocks = plan.budget_blocks(budget, demand_blocks)
+            measured, convergence = _measure_budget(
+                plan, settings, num_blocks, ceiling, warmup, step
+            )
+            by_budget[str(budget)] = {
+                "near_bytes": num_blocks * plan.block_bytes(),
+                "near_blocks": num_blocks,
+                **summarise_budget(measured, settings.plugin_expansions),
+                "convergence": convergence,
+            }
+    return {
+        **summarise(by_budget),
+        "tokens_equal_fp32": control,
+        "demand_blocks": demand_blocks,
+        "demand_bytes": demand_bytes,
+        "workload": {
+            "source": source.source,
+            "model": model_dir.name,
+            "dtype": "bfloat16",
+            "requests": len(requests),
+            "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
+            "output_tokens": sum(request.num_output_tokens for request in requests),
+            "arrivals": "all at once",
+        },
+        "definitions": DEFINITIONS,
+    }
+
+
+def _measure_budget(
+    plan: KvPlan,
+    settings: Settings,
+    num_blocks: int,
+    ceiling: Engine,
+    warmup: Sequence[Request],
+    step: Step,
+) -> tuple[dict[str, list[RoundResult]], dict[str, Any] | None]:
+    """Run vLLM alone, the plugin at every expansion, and the ceiling, interleaved.
+
+    Returns the rounds by label, and how `auto` converged.
+    """
+    expansions = settings.plugin_expansions
+    specs = [plan.spec(BASELINE, num_blocks)]
+    specs += [plan.spec(plugin_label(x), num_blocks, expansion=x) for x in expansions]
+    with engines(specs, warmup, step) as group:
+        adapted: list[RoundResult] = []
+        if settings.auto:
+            adapted = warm_up(group[-1], plan.requests, settings.auto_warmup_rounds, step)
+        measured = interleave(
+            [*group, ceiling], plan.requests, settings.rounds, step, settings.max_repeats
+        )
+    if not settings.auto:
+        return measured, None
+    return measured, summarise_convergence(adapted, measured[plugin_label("auto")])
+
+
+def _fp32_control(
+    plan: KvPlan, settings: Settings, demand_blocks: int, warmup: Sequence[Request], step: Step
+) -> dict[str, Any]:
+    """Compare greedy tokens in float32. Raises MeasurementError unless all are equal."""
+    requests = plan.requests[: settings.control_requests]
+    num_blocks = plan.budget_blocks(settings.control_budget, demand_blocks)
+    vllm = plan.spec(f"{BASELINE}, float32", num_blocks, dtype="float32")
+    plugin = {
+        expansion: plan.spec(
+            f"{plugin_label(expansion)}, float32", num_blocks, dtype="float32", expansion=expansion
+        )
+        for expansion in settings.control_expansions
+    }
+    with engines([vllm, *plugin.values()], warmup, step) as group:
+        results = interleave(group, requests, 1, step)
+    (theirs,) = results[vllm.label]
+    ours = {expansion: results[spec.label][0] for expansion, spec in plugin.items()}
+    counted = [require_equal(result, theirs) for result in ours.values()]
+    return {
+        "equal": sum(count["equal"] for count in counted),
+        "total": sum(count["total"] for count in counted),
+        "near_bytes": vllm.kv_cache_memory_bytes,
+        "vllm": summarise_rounds([theirs]),
+        "plugin": {expansion_key(x): summarise_rounds([result]) for x, result in ours.items()},
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return tokens/s by budget and system, as in the documentation."""
+    by_budget: Mapping[str, Any] = result["by_budget"]
+    keys = list(next(iter(by_budget.values()))["plugin"])
+    headings = ["near KV", "vLLM", *(key if key == "auto" else f"x{key}" for key in keys)]
+    rows = []
+    for budget, entry in by_budget.items():
+        cells = [
+            f"{number(entry['plugin'][key]['tokens_per_s'])}"
+            f" ({entry['plugin'][key]['throughput_ratio']:.2f})"
+            for key in keys
+        ]
+        memory = result["memory_ratios"].get(budget)
+        rows.append(
+            [
+                budget,
+                number(entry["vllm"]["tokens_per_s"]),
+                *cells,
+                number(entry["ceiling"]["tokens_per_s"]),
+                number(memory, 2),
+            ]
+        )
+    return markdown([*headings, "ceiling", "memory ratio"], rows)

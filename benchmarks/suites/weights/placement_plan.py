@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the paper's links are scaled to an engine, how many requests fit, and what is then expected.
+
+Pure arithmetic. The scale is one number: weights of a layer take as long to arrive, over the time
+that the layer computes, as table IV's ratios say for NVDRAM. The other links follow by the ratio of
+their bandwidths.
+
+                     attention load           FFN load
+    all_far, NVDRAM  FFN compute / 1.39       attention compute / 0.36
+
+    layer ratio      (0.36 x FFN load + 1.39 x attention load) / (both loads)      0.70
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.suites.papers.helm_figures import (
+    CARD_BYTES,
+    LINK_GB_PER_S,
+    OPT_175B,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    decode_ratios,
+)
+from vllm_tiered.planner.curves import Curves, ProductCurve
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.memory_split import Room, Split
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.throughput import split_for_throughput
+from vllm_tiered.weights.placement import Kind, Placement, place
+
+_OPT_1_3B_LAYERS = 24
+_OPT_1_3B_VOCABULARY = 50272
+
+
+def opt_config(num_layers: int) -> dict[str, Any]:
+    """OPT-1.3B's config.json; with fewer layers also with a vocabulary smaller by as much."""
+    vocabulary = _OPT_1_3B_VOCABULARY * num_layers // _OPT_1_3B_LAYERS // 16 * 16
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": num_layers,
+        "ffn_dim": 8192,
+        "word_embed_proj_dim": 2048,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "torch_dtype": "bfloat16",
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """What a step is made of, at one request: seconds of a sublayer of each kind, and the rest."""
+
+    attention: float
+    ffn: float
+    rest: float
+
+    def times(self, shape: ModelShape) -> StepTimes:
+        """Of all sublayers."""
+        by_kind = {Kind.ATTENTION: self.attention, Kind.FFN: self.ffn}
+        return StepTimes(
+            compute=tuple(by_kind[sublayer.kind] for sublayer in shape.sublayers), rest=self.rest
+        )
+
+
+def scaled_links(shape: ModelShape, compute: Compute) -> dict[str, float]:
+    """Bytes per second of each link, so that table IV's ratios hold with all weights far."""
+    attention_bytes, ffn_bytes = _layer_extents(place("all_far", shape.sublayers))
+    attention_ratio, ffn_ratio = decode_ratios("all_far", "nvdram")
+    load_bytes = attention_bytes + ffn_bytes
+    layer_ratio = (attention_ratio * ffn_bytes + ffn_ratio * attention_bytes) / load_bytes
+    load_seconds = (compute.attention + compute.ffn) / layer_ratio
+    nvdram = load_bytes / load_seconds
+    return {name: nvdram * gb / LINK_GB_PER_S["nvdram"] for name, gb in LINK_GB_PER_S.items()}
+
+
+def ratios(placement: Placement, compute: Compute, bytes_per_s: float) -> tuple[float, float]:
+    """Attention compute over the FFN's load, and FFN compute over attention's, as in table IV."""
+    attention_bytes, ffn_bytes = _layer_extents(placement)
+    return (
+        compute.attention * bytes_per_s / ffn_bytes,
+        compute.ffn * bytes_per_s / attention_bytes,
+    )
+
+
+def expected_seconds(
+    shape: ModelShape, placement: Placement, compute: Compute, bytes_per_s: float
+) -> float:
+    """Of a step, from the pipeline's model alone."""
+    transfers = transfer_seconds(placement, Link(bytes_per_s=bytes_per_s))
+    return step_time(transfers, compute.times(shape), ahead=placement.ahead).seconds
+
+
+def planned_split(
+    shape: ModelShape,
+    compute: Compute,
+    bytes_per_s: float,
+    near_bytes: int,
+    most: int,
+    block_tokens: int,
+) -> Split:
+    """What `throughput` should plan on such a link, products being held.
+
+    Args:
+        near_bytes: of layers, KV, and the block that vLLM keeps for itself.
+        most: requests, each of one block.
+
+    Raises:
+        BudgetError: not one request fits.
+    """
+    layer = [part.num_bytes for part in shape.sublayers[:2]]
+    seconds = compute.attention + compute.ffn
+    # Held products take time by their weights; any number of rows as long as one.
+    held = ProductCurve.of({(1, sum(layer)): seconds, (most * block_tokens, sum(layer)): seconds})
+    machine = Machine(
+        read_gb_per_s=bytes_per_s / 1e9,
+        write_gb_per_s=bytes_per_s / 1e9,
+        near_gb_per_s=sum(layer) / seconds / 1e9,
+        tflops=math.inf,
+        near_bytes_per_copied_byte=0.0,
+        step_overhead_ms=1e3 * compute.rest,
+        request_overhead_us=0.0,
+        far_layer_overhead_us=0.0,
+        curves=Curves(
+            near=held, far=held, compute_slowdown=1.0, link_slowdown=1.0, layer_overhead_us=0.0
+        ),
+    )
+    prompt = block_tokens // 2  # as the engine takes it, which knows the longest request only
+    load = Load(
+        prompt_tokens=prompt,
+        output_tokens=block_tokens - prompt,
+        max_requests=most,
+        block_tokens=block_tokens,
+    )
+    without_head = replace(shape, head_bytes=0)  # `rest` has it
+    return split_for_throughput(without_head, machine, load, Room(near_bytes=near_bytes))
+
+
+def card_near_bytes(shape: ModelShape) -> int:
+    """What HeLM's card holds of layers, scaled: beside the slots of HeLM's placement as large a
+    share of the layers' bytes as `CARD_BYTES` hold of OPT-175B's in 4 bit, beside its slots,
+    embeddings, head and the KV of one request (III-A, III-B)."""
+    paper = model_shape(OPT_175B, dtype="float16", compress="int4")
+    kv_bytes = (PROMPT_TOKENS + OUTPUT_TOKENS) * paper.kv_bytes_per_token
+    ring_bytes = place("helm", paper.sublayers).ring_bytes
+    share = (CARD_BYTES - paper.other_bytes - kv_bytes - ring_bytes) / paper.layer_bytes
+    return int(share * shape.layer_bytes) + place("helm", shape.sublayers).ring_bytes
+
+
+def near_budget(shape: ModelShape, placement: Placement, requests: int, block_tokens: int) -> int:
+    """Near memory of layers and KV with which so many requests of a block each just fit."""
+    return placement.near_bytes + requests * block_tokens * shape.kv_bytes_per_token
+
+
+def largest_batch(
+    shape: ModelShape, placement: Placement, near_bytes: int, block_tokens: int
+) -> int:
+    """Requests of a block each that fit beside the placement; 0 if it does not fit itself."""
+    left = near_bytes - placement.near_bytes
+    return max(0, left // (block_tokens * shape.kv_bytes_per_token))
+
+
+def _layer_extents(placement: Placement) -> tuple[int, int]:
+    """Far bytes of the first layer's attention and FFN.
+
+    Raises ValueError if either has none: there is no ratio then.
+    """
+    attention, ffn = (sum(p.num_bytes for p in far) for far in placement.far[:2])
+    if not attention or not ffn:
+        raise ValueError(f"{placement.policy} has no far weights in attention or FFN")
+    return attention, ffn

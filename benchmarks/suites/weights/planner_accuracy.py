@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per token that the planner predicts against what the engine takes.
+
+A probe of this machine is taken in each round, between the engines' rounds; the medians of its
+figures make the machine. Each step is then predicted by the planner's own functions and compared
+with the median decode step of a real engine with random weights: models, placements, batches and
+contexts. Nothing of the engines' times goes into a prediction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness.cache import REPO_ROOT
+from benchmarks.harness.jobs import EngineSpec, RoundResult
+from benchmarks.harness.progress import Step
+from benchmarks.harness.runner import DISTURBED_SHARE, Engine, MeasurementError, engines
+from benchmarks.harness.tables import markdown, number
+from benchmarks.inputs.shapes import PLANNED_SHAPES, planned_model_dir
+from benchmarks.inputs.workload import Request
+from benchmarks.suites.kv.plan import kv_bytes_per_token
+from vllm_tiered.planner.from_probe import machine_of, median_of
+from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.step_time import Batch, compute_times, far_link, predict_step
+from vllm_tiered.units import GIB
+from vllm_tiered.weights.placement import Placement, place
+
+RESULT_KEYS = ("median_error", "worst_error", "by_configuration", "machine", "definitions")
+
+DEFINITIONS = {
+    "median_error": "median over configurations of |predicted - measured| / measured",
+    "worst_error": "the largest of them",
+    "predicted_ms": "a decode step by cost.predict.predict_step, from the probes of this run alone",
+    "measured_ms": "median of the engine's decode steps with all requests in them, over rounds",
+    "machine": "figures of the probes' medians, each with its kind and source",
+    "num_disturbed": "configurations whose least disturbed round others took more than 5 % of the"
+    " CPU from: their errors are the disturbance's",
+    "foreign_cpu_share": "share of the CPU time taken by other processes, in the least disturbed"
+    " round",
+}
+
+_BLOCK_TOKENS = 32
+_OUTPUT_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What one profile runs. `batches` and `contexts` go together, one by one.
+
+    `threads` compute; another core is left to copies. `near_share` of the layers' bytes is the near
+    budget of the placement `latency`.
+    """
+
+    models: tuple[str, ...] = ("opt", "llama")
+    placements: tuple[str, ...] = ("off", "helm", "all_far", "latency")
+    batches: tuple[int, ...] = (1, 4, 16, 16)
+    contexts: tuple[int, ...] = (32, 256, 32, 256)
+    rounds: int
+    max_repeats: int  # of disturbed rounds
+    threads: int = 1
+    near_share: float = 0.6
+    dtype: str = "bfloat16"
+
+
+PROFILES: Mapping[str, Settings] = {
+    "quick": Settings(
+        placements=("off", "helm", "all_far"),
+        batches=(1, 16),
+        contexts=(32, 128),
+        rounds=1,
+        max_repeats=2,
+    ),
+    "full": Settings(rounds=3, max_repeats=12),
+}
+
+
+def num_steps(settings: Settings) -> int:
+    """Return how many steps `run` reports: every engine start, every probe, every engine round."""
+    per_model = len(settings.placements) * (1 + settings.rounds) + settings.rounds
+    return len(settings.models) * per_model
+
+
+def run(settings: Settings, step: Step) -> dict[str, Any]:
+    """Measure; see the module's docstring."""
+    probes: list[dict[str, Any]] = []
+    measured: dict[tuple[str, str, int, int], list[RoundResult]] = {}
+    for model in settings.models:
+        specs = [_spec(model, placement, settings) for placement in settings.placements]
+        warmup = _requests(1, min(settings.contexts))
+        with engines(specs, warmup, step) as group:
+            repeats_left = settings.max_repeats
+            for round_index in range(settings.rounds):
+                probes.append(_quiet_probe(settings.threads, min(2, repeats_left)))
+                share = probes[-1]["foreign_cpu_share"]
+                step(f"probe {len(probes)}: others took {share:.0%} of the CPU")
+                order = list(zip(group, settings.placements, strict=True))
+                for engine, placement in order if round_index % 2 == 0 else reversed(order):
+                    shares = []
+                    for batch, context in zip(settings.batches, settings.contexts, strict=True):
+                        result, repeats = _round(engine, batch, context, repeats_left)
+                        repeats_left -= repeats
+                        measured.setdefault((model, placement, batch, context), []).append(result)
+                        shares.append(result.foreign_cpu_share)
+                    step(f"{engine.spec.label}: others took {max(shares):.0%} of the CPU")
+    return {**summarise(probes, measured, settings), "definitions": DEFINITIONS}
+
+
+def summarise(
+    probes: Sequence[Mapping[str, Any]],
+    measured: Mapping[tuple[str, str, int, int], Sequence[RoundResult]],
+    settings: Settings,
+) -> dict[str, Any]:
+    """Return predictions and errors from the probes, and from the rounds by configuration."""
+    machine, figures = machine_of(median_of(probes))
+    rows: list[dict[str, Any]] = []
+    for (model, placement, batch, context), rounds in measured.items():
+        steps = [gap for one in rounds for gap in _decode_steps(one, batch)]
+        measured_s = statistics.median(steps)
+        predicted = predict(
+            model, placement, batch, context, machine, settings.near_share, settings.dtype
+        )
+        rows.append(
+            {
+                "model": model,
+                "placement": placement,
+                "batch": batch,
+                "context": context,
+                "predicted_ms": 1e3 * predicted,
+                "measured_ms": 1e3 * measured_s,
+                "error": predicted / measured_s - 1,
+                "foreign_cpu_share": min(one.foreign_cpu_share for one in rounds),
+            }
+        )
+    errors = [abs(row["error"]) for row in rows]
+    return {
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "num_configurations": len(rows),
+        "num_disturbed": sum(row["foreign_cpu_share"] > DISTURBED_SHARE for row in rows),
+        "by_configuration": rows,
+        "machine": figures,
+        "probes": list(probes),
+        "rounds_ms": {
+            "/".join(map(str, key)): [
+                1e3 * statistics.median(_decode_steps(one, key[2])) for one in rounds
+            ]
+            for key, rounds in measured.items()
+        },
+    }
+
+
+def predict(
+    model: str,
+    placement: str,
+    batch: int,
+    context: int,
+    machine: Machine,
+    near_share: float,
+    dtype: str = "bfloat16",
+) -> float:
+    """Return the seconds of a decode step, as `vllm-tiered plan` has them."""
+    shape = planned_shape(model, dtype)
+    placed = _placement(shape, placement, machine, _near_gib(shape, near_share))
+    load = Batch(requests=batch, new_tokens=1, context_tokens=context + _OUTPUT_TOKENS // 2)
+    return predict_step(shape, machine, placed, load).seconds
+
+
+def _placement(shape: ModelShape, name: str, machine: Machine, near_gib: float) -> Placement:
+    if name == "off":
+        none: tuple[()] = ()
+        return Placement(
+            policy="all near", sublayers=shape.sublayers, far=(none,) * len(shape.sublayers)
+        )
+    if name == "latency":
+        one = compute_times(shape, machine, Batch(requests=1, new_tokens=1, context_tokens=0))
+        return place_for_latency(shape.sublayers, one, far_link(machine), int(near_gib * GIB))
+    return place(name, shape.sublayers)
+
+
+def planned_shape(model: str, dtype: str = "bfloat16") -> ModelShape:
+    """Return the planner's view of a model of `shapes.PLANNED_SHAPES`."""
+    return model_shape(PLANNED_SHAPES[model], dtype=dtype)
+
+
+def _near_gib(shape: ModelShape, near_share: float) -> float:
+    return round(near_share * shape.layer_bytes / GIB, 3)
+
+
+def _spec(model: str, placement: str, settings: Settings) -> EngineSpec:
+    shape = planned_shape(model, settings.dtype)
+    weights: dict[str, Any] = {"placement": placement}
+    if placement == "latency":
+        weights["near_gib"] = _near_gib(shape, settings.near_share)
+    longest = max(settings.contexts) + _OUTPUT_TOKENS
+    blocks = 1 + max(settings.batches) * math.ceil(longest / _BLOCK_TOKENS)
+    return EngineSpec(
+        label=f"{model}, {placement}",
+        model_dir=str(planned_model_dir(model)),
+        dtype=settings.dtype,
+        block_size=_BLOCK_TOKENS,
+        kv_cache_memory_bytes=blocks
+        * _BLOCK_TOKENS
+        * kv_bytes_per_token(PLANNED_SHAPES[model], settings.dtype),
+        max_num_seqs=max(settings.batches),
+        max_model_len=_BLOCK_TOKENS * math.ceil(longest / _BLOCK_TOKENS),
+        enable_prefix_caching=False,
+        tiered=None if placement == "off" else {"kv": {"enabled": False}, "weights": weights},
+        random_weights=True,
+        threads=settings.threads,
+    )
+
+
+def _requests(batch: int, context: int) -> list[Request]:
+    return [
+        Request(
+            request_id=f"{batch}-{context}-{index}",
+            prompt_token_ids=tuple(5 + (31 * index + token) % 1000 for token in range(context)),
+            num_output_tokens=_OUTPUT_TOKENS,
+        )
+        for index in range(batch)
+    ]
+
+
+def _round(engine: Engine, batch: int, context: int, repeats_left: int) -> tuple[RoundResult, int]:
+    """The least disturbed attempt, and how many there were beyond one."""
+    requests = _requests(batch, context)
+    attempts = [engine.run(requests)]
+    while attempts[-1].foreign_cpu_share > DISTURBED_SHARE and len(attempts) <= min(
+        2, repeats_left
+    ):
+        attempts.append(engine.run(requests))
+    return min(attempts, key=lambda one: one.foreign_cpu_share), len(attempts) - 1
+
+
+def _decode_steps(result: RoundResult, batch: int) -> list[float]:
+    """Seconds between tokens, without each request's first, while others are still in prefill."""
+    gaps = list(result.token_gaps_s)
+    per_request = _OUTPUT_TOKENS - 1
+    if len(gaps) != batch * per_request:
+        raise MeasurementError(f"{result.label}: {len(gaps)} gaps of {batch} requests")
+    return [
+        gap
+        for first in range(0, len(gaps), per_request)
+        for gap in gaps[first + 2 : first + per_request]
+    ]
+
+
+def _quiet_probe(threads: int, max_repeats: int) -> dict[str, Any]:
+    """The least disturbed of some probes."""
+    attempts = [_probe(threads)]
+    while attempts[-1]["foreign_cpu_share"] > DISTURBED_SHARE and len(attempts) <= max_repeats:
+        attempts.append(_probe(threads))
+    return min(attempts, key=lambda one: one["foreign_cpu_share"])
+
+
+def _probe(threads: int) -> dict[str, Any]:
+    """`vllm-tiered probe --json` in a process of its own, as the engines run in."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_tiered.cli.main", "probe", "--json"],
+        cwd=REPO_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise MeasurementError(f"the probe failed:\n{done.stderr}")
+    probe: dict[str, Any] = json.loads(done.stdout)
+    return probe
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return one row per configuration."""
+    rows = [
+        [
+            row["model"],
+            row["placement"],
+            str(row["batch"]),
+            str(row["context"]),
+            number(row["predicted_ms"], 1),
+            number(row["measured_ms"], 1),
+            f"{row['error']:+.0%}",
+        ]
+        for row in result["by_configuration"]
+    ]
+    return markdown(
+        ["model", "placement", "batch", "context", "predicted ms", "measured ms", "error"], rows
+    )

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs real vLLM engines in this process, with the plugin and without, on the same requests."""
+
+import contextlib
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import REGISTRY
+
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.shapes import random_model_dir
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.prepare.pipeline import prepare
+from vllm_tiered.ffn.store.reader import NeuronStore
+
+Tokens = list[list[int]]
+
+_engines = itertools.count()
+
+
+PATHS: dict[str, str] = {}
+"""Models that a test made itself, by the name it uses."""
+
+
+def model_path(model: str) -> str:
+    """``demo``, a shape of ``benchmarks.inputs.shapes``, or a name in ``PATHS``."""
+    if model in PATHS:
+        return PATHS[model]
+    return str(demo_model_dir() if model == "demo" else random_model_dir(model))
+
+
+def prepared(model: Path, folder: Path) -> NeuronStore:
+    """A store of all neurons in float32, without a predictor, in a new folder."""
+    precisions = (Precision.FULL,)
+    prepare(model, folder, dtype=torch.float32, precisions=precisions, predictor="none")
+    return NeuronStore.open(folder)
+
+
+def random_prompts(count: int, *, seed: int = 0, longest: int = 80) -> Tokens:
+    """Prompts of 4 to ``longest`` random tokens."""
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(1000, 40000) for _ in range(rng.randrange(4, longest))] for _ in range(count)
+    ]
+
+
+@contextlib.contextmanager
+def engine(
+    model: str,
+    tiered: dict[str, Any] | None = None,
+    *,
+    weights: dict[str, Any] | None = None,
+    ffn: dict[str, Any] | None = None,
+    **engine_args: Any,
+) -> Iterator[Any]:
+    """An in-process ``LLM``; ``tiered`` is the plugin's ``kv`` section, None leaves it off."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.model_executor.models import registry
+
+    # Of each architecture's class vLLM asks a process of its own, which takes 12 s to import it.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    keep_kernels()
+    manifest.publish(None)
+    manifest.publish_weights(None)
+    manifest.publish_ffn(None)
+    manifest.publish_l2(None)
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 1 << (27 if model in ("demo", "deep") else 26),
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "skip_tokenizer_init": True,  # an eighth of a test; its requests are tokens
+        **engine_args,
+    }
+    if tiered is not None:
+        sections = {"kv": tiered, "weights": weights or {}, "ffn": ffn or {}}
+        arguments["additional_config"] = {"tiered": sections}
+    llm = None
+    with young_garbage():
+        try:
+            llm = LLM(model=model_path(model), **arguments)
+            yield llm
+        finally:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            del llm
+            ensure_kv_transfer_shutdown()
+            for collector in list(REGISTRY._collector_to_names):
+                if "vllm" in str(REGISTRY._collector_to_names[collector]):
+                    REGISTRY.unregister(collector)
+            cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def young_garbage() -> Iterator[None]:
+    """What lives before an engine outlives it, and is left alone by the garbage collector.
+
+    vLLM collects nine times in an engine's life, thaws what was frozen as it ends, and going
+    through all of its and torch's modules each time took half of a test.
+    """
+    if next(_engines) % 4 == 0:
+        gc.unfreeze()
+        gc.collect()
+    collect, freeze, unfreeze = gc.collect, gc.freeze, gc.unfreeze
+    gc.freeze()
+    gc.collect = lambda generation=2: 0
+    gc.freeze = gc.unfreeze = lambda: None
+    try:
+        yield
+    finally:
+        gc.collect, gc.freeze, gc.unfreeze = collect, freeze, unfreeze
+        gc.collect()
+
+
+@cache
+def keep_kernels() -> None:
+    """Without Triton vLLM puts functions in its kernels' place whenever an engine starts, and looks
+    for them in all modules: half a second. A process needs that once."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+
+
+def generate(llm: Any, prompts: Tokens, max_tokens: int = 40) -> Tokens:
+    """Greedy continuations of exactly ``max_tokens`` tokens."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def metric(name: str) -> float:
+    """Sum of a ``vllm:`` metric over its labels, as /metrics would show it."""
+    names = {f"vllm:{name}", f"vllm:{name}_total"}
+    samples = [s for family in REGISTRY.collect() for s in family.samples if s.name in names]
+    assert samples, f"no metric {name}"
+    return sum(sample.value for sample in samples)
+
+
+@dataclass
+class Run:
+    """What an engine gave, and the figures that say what it did to get there."""
+
+    tokens: Tokens
+    num_blocks: int
+    manifest: Any  # None without the plugin
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def run(
+    model: str,
+    prompts: Tokens,
+    tiered: dict[str, Any] | None = None,
+    *,
+    max_tokens: int = 40,
+    drive: Callable[[Any], Tokens] | None = None,
+    **engine_args: Any,
+) -> Run:
+    """Start an engine, generate (or ``drive`` it), and shut it down."""
+    with engine(model, tiered, **engine_args) as llm:
+        tokens = drive(llm) if drive else generate(llm, prompts, max_tokens)
+        names = ["num_preemptions"]
+        current = manifest.current()
+        if current and current.get("kv", {}).get("active"):
+            names += ["tiered_kv_read_bytes", "tiered_kv_write_bytes", "tiered_kv_steps"]
+            names += ["tiered_kv_blocks_withheld", "tiered_kv_blocks_granted"]
+            names += ["tiered_kv_far_bytes", "tiered_kv_storage_bytes"]
+        cache_config = llm.llm_engine.vllm_config.cache_config
+        return Run(
+            tokens=tokens,
+            num_blocks=cache_config.num_gpu_blocks,
+            manifest=current,
+            metrics={name: metric(name) for name in names},
+        )
+
+
+@cache
+def _vllm_tokens(model: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int) -> Tokens:
+    return run(model, [list(prompt) for prompt in prompts], max_tokens=max_tokens).tokens
+
+
+def vllm_tokens(model: str, prompts: Sequence[Sequence[int]], max_tokens: int = 40) -> Tokens:
+    """What vLLM alone generates in float32 with ample memory; one engine per distinct call."""
+    return _vllm_tokens(model, tuple(map(tuple, prompts)), max_tokens)

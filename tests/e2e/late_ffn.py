@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FFNs of an engine on the CPU backend, on the GPU's device over a double of CUDA."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.deferred_torch import NEAR, LateTorch
+from vllm_tiered.adapter.ffn import engine as ffn_engine
+from vllm_tiered.ffn import layer as layers
+from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.layer import FfnLayer
+
+
+def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:
+    """From now on copies and products of an engine's FFN run in the double's streams, until vLLM is
+    given a layer's output.
+
+    Args:
+        haste: of the double.
+    """
+    device = SimulatedCudaDevice(random.Random(3), haste=haste)
+    late = LateTorch(device)
+    for name in ("activations", "add_down"):
+        monkeypatch.setattr(layers, name, late.late(getattr(layers, name)))
+    monkeypatch.setattr(ffn_engine, "make_device", lambda: device)
+    start, compute = ffn_engine.FfnEngine.start, FfnLayer.compute
+
+    def start_near(self: Any, near_device: torch.device) -> None:
+        with late:
+            start(self, NEAR)
+        device.cuda.run_all()
+        late.keep()
+
+    def compute_near(self: Any, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
+        with late:
+            found = compute(self, x_BH, only_decodes)
+            device.compute_event().wait()
+        late.forget()
+        return found
+
+    monkeypatch.setattr(ffn_engine.FfnEngine, "start", start_near)
+    monkeypatch.setattr(FfnLayer, "compute", compute_near)
+    # So small a model is computed faster densely.
+    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    return late

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a few tokens with each of some configurations, one engine after the other, and prints the
+tokens and by how much resident memory rose at most, as JSON.
+
+Usage: python -m tests.e2e.memory_script MODEL_DIR PROMPTS_JSON CONFIGURATIONS_JSON
+
+What is freed may not be given back, and a later engine takes it up unseen: the one that is to need
+less comes first. Nothing of the first is an import, as a small engine runs before it.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.harness import PATHS, Tokens, engine, generate
+
+STATUS = Path("/proc/self/status")
+
+
+def kib(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def served(model: str, prompts: Tokens, sections: dict[str, Any]) -> dict[str, Any]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = kib("VmRSS")
+    arguments: dict[str, Any] = {
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 16 << 20,
+    }
+    with engine(model, additional_config={"tiered": sections}, **arguments) as llm:
+        tokens = generate(llm, prompts, 8)
+    return {"tokens": tokens, "rise_bytes": (kib("VmHWM") - before) * 1024}
+
+
+def main() -> None:
+    PATHS["given"] = sys.argv[1]
+    prompts, configurations = map(json.loads, sys.argv[2:4])
+    served("llama1", prompts, {})
+    print(json.dumps([served("given", prompts, each) for each in configurations]))
+
+
+if __name__ == "__main__":
+    main()

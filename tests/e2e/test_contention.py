@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another process takes the link: the level falls, and comes back when the link is free (3.4.2)."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tests.e2e.harness import engine, random_prompts
+from vllm_tiered.adapter.kv import worker
+from vllm_tiered.adapter.kv.scheduler import TieredScheduler
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
+
+
+class Load:
+    """Twelve requests at a time, for ever; the level after each step."""
+
+    def __init__(self, llm: Any) -> None:
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        scheduler: TieredScheduler = connector._scheduler
+        assert scheduler.adaptive is not None
+        self.expansion = scheduler.adaptive.expansion
+        self._engine = llm.llm_engine
+        self._numbers = itertools.count()
+
+    def run_until(self, is_reached: Callable[[int], bool], max_steps: int) -> int:
+        """The level when it was reached."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        for _ in range(max_steps):
+            while self._engine.get_num_unfinished_requests() < 12:
+                number = next(self._numbers)
+                (prompt,) = random_prompts(1, seed=number)
+                self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+            self._engine.step()
+            if is_reached(self.expansion.far_layers):
+                return self.expansion.far_layers
+        raise AssertionError(f"level {self.expansion.far_layers} after {max_steps} steps")
+
+
+def test_gives_way_and_comes_back(monkeypatch) -> None:
+    link = Throttle(math.inf)
+    monkeypatch.setattr(worker, "make_device", lambda: CpuDevice(throttles={Direction.READ: link}))
+    with engine("demo", {}, kv_cache_memory_bytes=28 << 20, max_model_len=256) as llm:
+        load = Load(llm)
+        free = load.run_until(lambda level: level >= 12, max_steps=400)
+        link.set(5e7)
+        under_load = load.run_until(lambda level: level <= free // 2, max_steps=400)
+        link.off()
+        assert load.run_until(lambda level: level >= free, max_steps=1500) > under_load

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number of far layers changes while requests run: same tokens, whatever the schedule."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.faults import walk
+from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from tests.fakes.devices import DelayedDevice
+from vllm_tiered.adapter.kv import adaptive, worker
+from vllm_tiered.kv.controller import Decision
+
+MIB = 1 << 20
+PROMPTS = random_prompts(10, longest=100)
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 256}
+
+
+def drive(llm) -> tuple[list[list[int]], float]:
+    return generate(llm, PROMPTS), metric("tiered_kv_level_changes")
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_walk_over_all_levels(monkeypatch, caching) -> None:
+    walk(monkeypatch, seed=1)
+    with engine("deep", {}, enable_prefix_caching=caching, **TIGHT) as llm:
+        tokens, num_changes = drive(llm)
+        again, _ = drive(llm)
+    assert num_changes > 5
+    assert tokens == vllm_tokens("deep", PROMPTS) == again
+
+
+def test_another_model(monkeypatch, force_levels) -> None:
+    force_levels()
+    walk(monkeypatch, seed=2, steps_per_level=2)
+    result = run("opt", PROMPTS, {}, max_model_len=256, kv_cache_memory_bytes=8 * MIB)
+    assert result.metrics["tiered_kv_read_bytes"] > 0
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+
+
+def test_delayed_copies_and_poisoned_staging(monkeypatch) -> None:
+    walk(monkeypatch, seed=0, steps_per_level=2)
+    monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(0, 2e-3))
+    result = run("deep", PROMPTS, {}, enable_prefix_caching=True, **TIGHT)
+    assert result.tokens == vllm_tokens("deep", PROMPTS)
+
+
+def test_grows_when_requests_wait() -> None:
+    with engine("deep", {}, **TIGHT) as llm:
+        tokens, num_changes = drive(llm)
+        read_bytes = metric("tiered_kv_read_bytes")
+    assert num_changes >= 1 and read_bytes > 0
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None:
+    def climb(signals, state, levels, tuning):
+        return Decision(level=levels.highest, reason="as high as can be"), state
+
+    monkeypatch.setattr(adaptive.controller, "step", climb)
+    with engine("deep", {}, **TIGHT) as llm:
+        tokens, num_changes = drive(llm)
+        assert num_changes >= 1 and metric("tiered_kv_tails_far") == 1
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+def test_steps_aside_when_nothing_waits() -> None:
+    with engine("deep", {}) as llm:
+        tokens, num_changes = drive(llm)
+        assert num_changes == 0 and metric("tiered_kv_expansion") == 1.0
+        assert metric("tiered_kv_read_bytes") == metric("tiered_kv_write_bytes") == 0
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+def test_a_request_larger_than_the_near_tier() -> None:
+    """vLLM refuses it: 12 MiB hold 8 blocks of 32 tokens; the request needs 14."""
+    prompts = [*random_prompts(1, seed=3, longest=5), random_prompts(1, seed=4)[0] * 30]
+    prompts[1] = prompts[1][:400]
+    with (
+        pytest.raises(ValueError, match="max seq len"),
+        engine("deep", kv_cache_memory_bytes=12 * MIB, max_model_len=448),
+    ):
+        pass
+    with engine("deep", {}, kv_cache_memory_bytes=12 * MIB, max_model_len=448) as llm:
+        tokens = generate(llm, prompts)
+        assert metric("tiered_kv_expansion") > 1.0
+    assert tokens == vllm_tokens("deep", prompts)
+
+
+def test_such_a_request_alone_in_an_idle_engine(tmp_path: Path) -> None:
+    """vLLM schedules none of it before there are blocks for all of its prompt.
+
+    The first steps compute nothing, and the report's layer picture begins with the first.
+    """
+    prompts = [(random_prompts(1, seed=4)[0] * 30)[:400]]
+    report = {"path": str(tmp_path / "timeline.jsonl")}
+    with engine(
+        "deep",
+        additional_config={"tiered": {"report": report}},
+        kv_cache_memory_bytes=12 * MIB,
+        max_model_len=448,
+    ) as llm:
+        tokens = generate(llm, prompts)
+        assert metric("tiered_kv_expansion") > 1.0
+    assert tokens == vllm_tokens("deep", prompts)
+
+
+def test_prefix_cache_reset_keeps_the_level(monkeypatch) -> None:
+    walk(monkeypatch, seed=5, steps_per_level=4)
+    with engine("deep", {}, enable_prefix_caching=True, **TIGHT) as llm:
+        first, _ = drive(llm)
+        assert llm.reset_prefix_cache()
+        second, _ = drive(llm)
+        granted = metric("tiered_kv_blocks_granted") + metric("tiered_kv_blocks_withheld")
+        assert granted == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+    assert first == second == vllm_tokens("deep", PROMPTS)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real engine's FFN on the GPU's device: on a double of CUDA, and on a GPU where there is one.
+
+On the double vLLM is the CPU backend's, and each layer's FFN runs late: its copies and products are
+in the double's streams, in random orders over poisoned memory, until vLLM has the layer's output.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.harness import (
+    engine,
+    generate,
+    metric,
+    model_path,
+    random_prompts,
+    vllm_tokens,
+)
+from tests.e2e.late_ffn import compute_late
+from tests.fakes.deferred_gpu import LateGpu
+from tests.fakes.deferred_torch import LateTorch
+from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.prepare.pipeline import prepare
+
+PROMPTS = random_prompts(3, seed=5, longest=40)
+MAX_TOKENS = 8
+
+KV_ON = {"expansion": 1.0}
+"""Left to vLLM, and metrics have the FFN's beside its."""
+
+KV_OFF = {"enabled": False}
+
+_FOLDER: list[Path] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _FOLDER[:] = [tmp_path_factory.mktemp("stores")]
+    store_of.cache_clear()
+
+
+@cache
+def store_of(model: str) -> str:
+    """Prepared by the first test that asks for it, in float32."""
+    folder = _FOLDER[0] / model
+    prepare(Path(model_path(model)), folder, dtype=torch.float32)
+    return str(folder)
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM takes the GPU")
+
+
+@pytest.fixture(params=[0.0, 0.7])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateTorch:
+    """FFNs are computed on the double."""
+    return compute_late(monkeypatch, request.param)
+
+
+@without_a_gpu
+@pytest.mark.parametrize("near_gib", [0.01, "auto"])
+def test_every_neuron(late: LateTorch, near_gib: Any) -> None:
+    ffn = {"store": store_of("opt"), "exact": True, "near_gib": near_gib, "far_gib": 0.003}
+    expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)  # never beside another engine
+    with engine("opt", KV_ON, ffn=ffn) as llm:
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected
+        assert metric("tiered_ffn_storage_bytes") > 0 and metric("tiered_ffn_far_bytes") > 0
+    assert late.num_late > 50
+
+
+@without_a_gpu
+def test_every_neuron_through_the_cache(late: LateTorch) -> None:
+    ffn = {"store": store_of("llama3"), "mix": [1, 0, 0], "far_gib": 0}
+    expected = vllm_tokens("llama3", PROMPTS, MAX_TOKENS)
+    with engine("llama3", KV_ON, ffn=ffn) as llm:
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected
+        assert metric("tiered_ffn_sparse_steps") > 0 and metric("tiered_ffn_misses") > 0
+        assert metric("tiered_ffn_hits") > 0
+    assert late.num_late > 50
+
+
+@without_a_gpu
+@pytest.mark.parametrize("model", ["opt", "llama3"])
+def test_every_neuron_with_the_books_on_the_gpu(
+    late: LateTorch, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """All layers far: decode steps wait for nothing, and prompts are dense between them."""
+    gpu = LateGpu(monkeypatch, late)
+    ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
+    expected = vllm_tokens(model, PROMPTS, MAX_TOKENS)
+    with engine(model, KV_ON, ffn=ffn) as llm:
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected
+        assert metric("tiered_ffn_sparse_steps") == len(gpu.counts) > 0
+        assert metric("tiered_ffn_misses") > 0 and metric("tiered_ffn_hits") > 0
+
+
+@on_a_gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("model", ["opt", "llama3"])
+def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
+    ffn = {"store": store_of(model), "exact": True, "near_gib": 0.01, "far_gib": 0.003}
+    expected = vllm_tokens(model, PROMPTS)
+    with engine(model, KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
+        assert generate(llm, PROMPTS) == expected
+        runtime = weights_engine._ffns[-1].runtime
+        assert runtime is not None and runtime.source.use.storage_bytes > 0
+
+
+@on_a_gpu
+@pytest.mark.parametrize("model", ["opt", "llama3"])
+def test_every_neuron_by_the_gpus_books(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Read from far memory while they are multiplied: float32 tokens are vLLM's."""
+    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
+    expected = vllm_tokens(model, PROMPTS)
+    with engine(model, KV_OFF, ffn=ffn) as llm:
+        assert generate(llm, PROMPTS) == expected
+        runtime = weights_engine._ffns[-1].runtime
+        assert runtime is not None and runtime.use.sparse_steps > 0 and runtime.use.hits > 0
+        assert all(layer.on_gpu is not None for layer in runtime.layers)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("far_gib", [0, 2], ids=["stored", "far"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: float) -> None:
+    """As the CPU backend's test of it: the demo model says nearly the same. Far layers' books are
+    the GPU's."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": far_gib}
+    tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
+    prompts = [tokenizer.encode("def fibonacci(n):\n")]
+    with engine("demo", KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
+        found = generate(llm, prompts, 24)[0]
+        runtime = weights_engine._ffns[-1].runtime
+        assert runtime is not None and runtime.use.sparse_steps >= 30 * 23
+        assert runtime.predictor == "base4"
+        leads = [layer.on_gpu is not None and layer.on_gpu.leads for layer in runtime.layers]
+        assert leads == [far_gib > 0] * len(leads)
+    expected = vllm_tokens("demo", prompts, 24)[0]
+    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 6
+
+
+@on_a_gpu
+def test_what_regions_take_is_not_given_to_the_kv_cache() -> None:
+    """vLLM's profile sees them, and what a prompt's product takes."""
+    ffn = {"store": store_of("opt"), "exact": True, "near_gib": 0.01}
+    sized: dict[str, Any] = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3}
+    expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)
+    with engine("opt", KV_OFF, ffn=ffn, **sized) as llm:
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        assert total_bytes - free_bytes < 0.35 * total_bytes

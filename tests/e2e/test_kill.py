@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that are killed while levels change: they end, and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import model_path
+from tests.e2e.script_start import FORK
+
+ROOT = Path(__file__).parents[2]
+OWN_PROCESSES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    **FORK,
+}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(expansion: str, arguments: str, **variables: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.endless_script", model_path("deep"),
+             str(tmp_path), expansion, arguments],
+            cwd=ROOT, env={**os.environ, **variables}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], *words: str) -> None:
+    """Read lines until one has all of ``words``."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if all(word in line for word in words):
+            return
+    assert process.stderr is not None
+    pytest.fail(process.stderr.read()[-3000:])
+
+
+MOMENTS = {"growing": ("level 0", "aims at 2"), "shrinking": ("level 2", "aims at 0")}
+WORKERS = '{"distributed_executor_backend": "mp"}'
+
+
+def test_sigterm_to_an_engine_in_the_scripts_process(start, tmp_path: Path) -> None:
+    """Which ends without a word of ours, so the moment does not matter."""
+    process = start("auto", "{}", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    wait_for(process, "generated")
+    wait_for(process, *MOMENTS["growing"])
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_sigterm_while_the_level_changes(start, tmp_path: Path, moment) -> None:
+    """As a service manager stops a server: all processes at once, in the middle of a forward.
+
+    vLLM's workers turn the signal into an exit, and that must not become an error of ours.
+    """
+    process = start("auto", WORKERS, **OWN_PROCESSES)
+    wait_for(process, "generated")
+    children = psutil.Process(process.pid).children(recursive=True)
+    wait_for(process, *moment)
+    for child in children:
+        child.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert "IntegrityError" not in errors, errors[-3000:]
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive and os.listdir(tmp_path) == []
+
+
+def test_a_killed_worker_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
+    process = start("2.0", WORKERS, **OWN_PROCESSES)
+    wait_for(process, "generated")
+    children = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in children if "Worker" in " ".join(child.cmdline())]
+    assert workers, [child.cmdline() for child in children]
+    workers[0].kill()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0 and "EngineDeadError" in errors, errors[-3000:]
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive and os.listdir(tmp_path) == []

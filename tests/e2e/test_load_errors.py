@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page that does not come back as it was written costs a recompute, never a wrong token."""
+
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.faults import flipping_device, walk
+from tests.e2e.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
+from vllm_tiered.adapter.kv import adaptive, worker
+from vllm_tiered.adapter.kv.load_errors import RecentSteps
+from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.kv.controller_context import STORAGE_TUNING
+
+MIB = 1 << 20
+PROMPTS = random_prompts(8, longest=100)
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 48 * MIB, "max_model_len": 256}
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_flipped_bit_in_far_memory(monkeypatch, caching) -> None:
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device({300}))
+    with engine(
+        "deep", {"expansion": 2.0, "verify": "full"}, enable_prefix_caching=caching, **TIGHT
+    ) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_lost_blocks") >= 1
+        assert metric("tiered_kv_recomputed_requests") == 1  # exactly the one that was hit
+        again = generate(llm, PROMPTS)
+    assert tokens == again == vllm_tokens("deep", PROMPTS)
+
+
+def test_unverified_damage_changes_tokens(monkeypatch) -> None:
+    """What the test above rests on: the damage is where attention sees it."""
+    reads = set(range(100, 9999, 10))
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device(reads, whole_pages=True))
+    result = run("deep", PROMPTS, {"expansion": 2.0}, **TIGHT)
+    assert result.tokens != vllm_tokens("deep", PROMPTS)
+
+
+def test_many_flipped_bits(monkeypatch) -> None:
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device(set(range(50, 4000, 120))))
+    with engine("deep", {"expansion": 2.0, "verify": "full"}, **TIGHT) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_recomputed_requests") >= 3
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+def test_nothing_is_hit_that_may_come_from_a_page_that_is_looked_at_now_and_then() -> None:
+    recent = RecentSteps(32, 10, notices_late=True)
+    assert recent.written() == set(range(1, 10))
+    assert RecentSteps(32, 10, notices_late=False).written() == set()
+
+
+def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
+    """Answers to a prompt that goes on behind a damaged first turn; and vLLM's.
+
+    The second chunk of the first prompt reads the blocks of the first chunk, one of them damaged,
+    and fills two blocks, which are then in the prefix cache twice.
+    """
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device({1}, whole_pages=True))
+    prompts = [[token for prompt in random_prompts(12, seed=3) for token in prompt][:200]]
+    expected = vllm_tokens("deep", prompts, max_tokens=8)
+    longer = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    with engine(
+        "deep",
+        {"expansion": 2.0, "verify": "full"},
+        enable_prefix_caching=True,
+        max_num_batched_tokens=64,
+        **TIGHT,
+    ) as llm:
+        assert generate(llm, prompts, 8) == expected
+        assert metric("tiered_kv_recomputed_requests") == 1
+        again = generate(llm, longer, 8)
+    return again, vllm_tokens("deep", longer, max_tokens=8)
+
+
+def test_what_was_computed_from_a_lost_page_is_not_hit(monkeypatch) -> None:
+    again, expected = second_turns(monkeypatch)
+    assert again == expected
+
+
+def test_the_test_above_fails_if_such_blocks_stay(monkeypatch) -> None:
+    monkeypatch.setattr(RecentSteps, "written", lambda self: set())
+    again, expected = second_turns(monkeypatch)
+    assert again != expected
+
+
+@pytest.mark.parametrize(("far_gib", "expansion"), [(0, 2.0), (0.03, 3.0), (0, "auto")])
+def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion, monkeypatch) -> None:
+    """Nothing in memory; some layers in memory, the others in the file; growing into it."""
+    # It looks for 256 steps at what is served without far layers; these requests end before.
+    soon = dataclasses.replace(STORAGE_TUNING, base_records=1, record_steps=8)
+    monkeypatch.setattr(adaptive, "STORAGE_TUNING", soon)
+    config = {
+        "tier": "storage",
+        "path": str(tmp_path),
+        "far_gib": far_gib,
+        "expansion": expansion,
+    }
+    result = run("deep", PROMPTS, config, **TIGHT | {"kv_cache_memory_bytes": 28 * MIB})
+    assert result.metrics["tiered_kv_read_bytes"] > 0
+    stated = result.manifest["kv"]
+    assert stated["storage_bytes"] > 0 and (stated["far_bytes"] > 0) == (far_gib > 0)
+    for home in ("far_bytes", "storage_bytes"):
+        assert result.metrics[f"tiered_kv_{home}"] == stated[home]
+    assert result.tokens == vllm_tokens("deep", PROMPTS)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_not_needed_is_said(tmp_path: Path, caplog_vllm) -> None:
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 1.0, "expansion": 2.0}
+    result = run("deep", PROMPTS[:2], config, max_tokens=2, **TIGHT)
+    assert result.manifest["kv"]["storage_bytes"] == 0 < result.manifest["kv"]["far_bytes"]
+    assert "far memory (kv.far_gib holds all far pages: no file in kv.path)" in caplog_vllm.text
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_flipped_bits_while_the_level_changes(monkeypatch, seed) -> None:
+    """Layers that are on their way, to the far tier or back, lose pages too."""
+    walk(monkeypatch, seed=seed, steps_per_level=2)
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device(set(range(20, 4000, 250))))
+    with engine("deep", {"verify": "full"}, enable_prefix_caching=True, **TIGHT) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_level_changes") > 5
+        assert metric("tiered_kv_recomputed_requests") >= 2
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+def eio(moved: int) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def enospc(moved: int) -> int:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("levels", ["fixed", "changing"])
+@pytest.mark.parametrize(
+    ("name", "outcome", "kind"),
+    [
+        ("preadv", eio, "io"),
+        ("preadv", lambda moved: 0, "short"),  # the file ends here
+        ("pwritev", eio, "write"),
+        ("pwritev", enospc, "write"),
+    ],
+    ids=["read error", "truncated", "write error", "full"],
+)
+def test_a_disk_that_fails_now_and_then(
+    monkeypatch, tmp_path: Path, name, outcome, kind, levels
+) -> None:
+    original = getattr(os, name)
+    # Several calls in a row, as pages that travelled together are tried again one by one. Rare
+    # enough not to stop the engine.
+    calls = iter(range(1 << 30))
+
+    def call(*args: Any) -> int:
+        moved: int = original(*args)
+        return outcome(moved) if 50 <= next(calls) % 600 < 60 else moved
+
+    monkeypatch.setattr(os, name, call)
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
+    if levels == "changing":
+        walk(monkeypatch, seed=3)
+        config["expansion"] = "auto"
+    with engine("deep", config, **TIGHT) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_recomputed_requests") >= 1
+        assert metric(f"tiered_kv_page_errors_{kind}") >= 1
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+def test_a_disk_that_is_silent(monkeypatch, tmp_path: Path) -> None:
+    """The requests that wait for it are computed anew after 10 s, and it is used again after."""
+    original = os.preadv
+    calls = iter(range(1 << 30))
+    answers, was_waited_for = threading.Event(), threading.Event()
+
+    def preadv(*args: Any) -> int:
+        if next(calls) == 300:
+            answers.wait(timeout=240)
+            was_waited_for.set()
+        return original(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
+    with engine("deep", config, **TIGHT) as llm:
+        begin = time.monotonic()
+        try:
+            tokens = generate(llm, PROMPTS)
+            assert time.monotonic() - begin > 10 and not was_waited_for.is_set()
+        finally:
+            answers.set()
+        assert metric("tiered_kv_page_errors_late") >= 1
+        again = generate(llm, PROMPTS)
+    assert tokens == again == vllm_tokens("deep", PROMPTS)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_goes_wrong_in_the_model_is_what_is_raised(monkeypatch, error) -> None:
+    """vLLM ends the step all the same; and the next one must not use what was left half done."""
+    layer_done = worker.TieredWorker.layer_done
+    calls = iter(range(1 << 30))
+
+    def fail(self: Any, layer_name: str) -> None:
+        if next(calls) == 200:
+            raise error
+        layer_done(self, layer_name)
+
+    monkeypatch.setattr(worker.TieredWorker, "layer_done", fail)
+    with engine("deep", {"expansion": 2.0}, **TIGHT) as llm:
+        with pytest.raises(error):
+            generate(llm, PROMPTS)
+        with pytest.raises(IntegrityError, match="not computed to its end"):
+            generate(llm, PROMPTS[:1])
+
+
+def test_a_device_that_never_works_stops_the_engine(monkeypatch, tmp_path: Path) -> None:
+    def preadv(*args, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
+    with (
+        pytest.raises(Exception, match=r"lost KV blocks \d+ times.*kv\.path"),
+        engine("deep", config, **TIGHT) as llm,
+    ):
+        generate(llm, PROMPTS)
+
+
+def test_a_full_disk_is_refused_at_start(monkeypatch, tmp_path: Path) -> None:
+    def posix_fallocate(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 2.0}
+    with pytest.raises(BudgetError, match=r"kv\.path"), engine("deep", config, **TIGHT):
+        pass

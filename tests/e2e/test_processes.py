@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unchanged scripts in processes of their own: engine and workers elsewhere, plugin by variable."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.harness import model_path, prepared, random_prompts, vllm_tokens
+
+PROMPTS = random_prompts(8, seed=40)
+SCRIPT = Path(__file__).with_name("unchanged_script.py")
+NEAR = 48 << 20
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def run_script(
+    variables: dict[str, str], model: str = "deep", **llm_arguments: Any
+) -> dict[str, Any]:
+    environment = {**os.environ, **variables}
+    arguments = {"kv_cache_memory_bytes": NEAR, **llm_arguments}
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), model_path(model), json.dumps(PROMPTS),
+         json.dumps(arguments)],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    # vLLM writes to stdout too, before the outputs and, when a process ends late, after them.
+    (outputs,) = [line for line in finished.stdout.splitlines() if line.startswith('{"tokens"')]
+    return json.loads(outputs)  # type: ignore[no-any-return]
+
+
+def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
+    """The KV cache swapped, and the FFN from a neuron store."""
+    prepared(Path(model_path("deep")), tmp_path / "store").close()
+    config = tmp_path / "tiered.toml"
+    config.write_text(
+        "[kv]\nexpansion = 2.5\n"
+        f"[ffn]\nstore = '{tmp_path / 'store'}'\nexact = true\nnear_gib = 0.01\nfar_gib = 0.003\n"
+    )
+    result = run_script(OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)})
+    assert result["tokens"] == vllm_tokens("deep", PROMPTS, max_tokens=24)
+    metrics = result["metrics"]
+    assert metrics["vllm:tiered_kv_expansion"] == 2.5
+    assert metrics["vllm:tiered_kv_read_bytes"] > 0
+    assert metrics["vllm:tiered_ffn_dense_steps"] > 0
+    assert metrics["vllm:tiered_ffn_storage_bytes"] > 0
+    assert metrics["vllm:tiered_ffn_far_bytes"] > 0
+
+
+def test_installed_but_not_asked_for_changes_no_output() -> None:
+    """Byte for byte, against a process in which the plugin is not even loaded.
+
+    In the script's own process: an engine elsewhere begins while requests still arrive, so its
+    first batches, and with them the last bits of a sum, depend on the moment.
+    """
+    unloaded = run_script({"VLLM_PLUGINS": ""})
+    off = run_script({})
+    assert off["tokens"] == unloaded["tokens"]
+    assert off["logprobs"] == unloaded["logprobs"]
+    assert not any("tiered" in name for name in off["metrics"])

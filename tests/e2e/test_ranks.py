@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks over processes, the engine in this one: vLLM's tokens on one rank, part by part."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import (
+    engine,
+    generate,
+    metric,
+    model_path,
+    prepared,
+    random_prompts,
+    vllm_tokens,
+)
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+
+PROMPTS = random_prompts(8, seed=40)
+KV_OFF = {"enabled": False}
+
+pytestmark = pytest.mark.ranks
+
+
+def test_kv_and_weights(two_ranks) -> None:
+    """Each has its KV head, its near pages and its far tier, steps in turn; and its shard of every
+    matrix, which it brings itself."""
+    arguments = {**two_ranks, "kv_cache_memory_bytes": 4 << 20}
+    weights = {"placement": "helm"}
+    expected = vllm_tokens("qwen2", PROMPTS)
+    with engine("qwen2", {"expansion": 1.3}, weights=weights, **arguments) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert metric("tiered_kv_near_bytes") == 2 * (4 << 20)
+        assert metric("tiered_kv_read_bytes") > 0
+        assert metric("tiered_weights_read_bytes") > 0
+
+
+def test_ffn(two_ranks, tmp_path: Path) -> None:
+    """Each opens its shard of the neurons, and brings no other."""
+    store = prepared(Path(model_path("opt")), tmp_path / "store")
+    store.close()
+    ffn = {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0}
+    expected = vllm_tokens("opt", PROMPTS)
+    with engine("opt", {"expansion": 1.0}, ffn=ffn, **two_ranks) as llm:
+        assert generate(llm, PROMPTS) == expected
+        shard_bytes = store.shape.neurons // 2 * bundle_stride(store.shape, Precision.FULL)
+        layers = metric("tiered_ffn_dense_steps")  # of both ranks
+        assert layers >= 2 * 39 * store.shape.num_layers
+        ahead = 2 * store.shape.num_layers * shard_bytes
+        read = metric("tiered_ffn_storage_bytes")
+        assert layers * shard_bytes <= read <= layers * shard_bytes + ahead
+
+
+def test_stored_weights(two_ranks, tmp_path: Path) -> None:
+    """Each measures for itself, all come to one plan, and each has a file of its shards. What a
+    plan is made from, they agree on: none may be without it."""
+    weights = {
+        "placement": "throughput",
+        "near_gib": 0.006,
+        "far_gib": 0.0005,
+        "storage_path": str(tmp_path),
+    }
+    arguments = {**two_ranks, "kv_cache_memory_bytes": None}
+    expected = vllm_tokens("qwen2", PROMPTS)
+
+    def start() -> list[int]:
+        with engine("qwen2", KV_OFF, weights=weights, **arguments) as llm:
+            assert generate(llm, PROMPTS) == expected
+        files = sorted(tmp_path.iterdir())
+        assert [file.name for file in files] == ["rank0of2.weights", "rank1of2.weights"]
+        return [file.stat().st_mtime_ns for file in files]
+
+    written = start()
+    assert start() == written, "they were read only"
+    (tmp_path / "rank1of2.weights").unlink()
+    assert start()[0] != written[0]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as Ray actors: the same tokens with every part on, and nothing left when one is killed."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import model_path, prepared, vllm_tokens
+from tests.e2e.test_kill import OWN_PROCESSES, wait_for
+from tests.e2e.test_kill import start as start  # the fixture
+from tests.e2e.test_processes import OWN_PROCESS, PROMPTS, run_script
+
+
+@pytest.mark.ranks
+def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) -> None:
+    """KV cache swapped, attention weights far, each rank's neurons from its shard of the store: an
+    unchanged script, with the engine in a process of its own."""
+    prepared(Path(model_path("qwen2")), tmp_path / "store").close()
+    sections = {
+        "kv": {"expansion": 1.3},
+        "weights": {"placement": "all_far"},
+        "ffn": {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0},
+    }
+    config = tmp_path / "tiered.json"
+    config.write_text(json.dumps(sections))
+    result = run_script(
+        OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)},
+        model="qwen2",
+        **{**two_ranks, "distributed_executor_backend": "ray", "kv_cache_memory_bytes": 4 << 20},
+    )
+    assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
+    metrics = result["metrics"]
+    assert metrics["vllm:tiered_kv_near_bytes"] == 2 * (4 << 20)
+    assert metrics["vllm:tiered_kv_read_bytes"] > 0
+    assert metrics["vllm:tiered_weights_read_bytes"] > 0
+    assert metrics["vllm:tiered_ffn_storage_bytes"] > 0
+
+
+def not_ended(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that ought to have: not Ray's agents, which look for their raylet once a minute."""
+    return [each for each in processes if is_at_work(each)]
+
+
+def is_at_work(process: psutil.Process) -> bool:
+    """A zombie is not: orphans may wait for a parent to ask for them for ever, in a container whose
+    first process asks for none."""
+    try:
+        is_agent = re.match(r"ray::\w+Agent", " ".join(process.cmdline()))
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE and not is_agent
+    except psutil.NoSuchProcess:  # since it was found running
+        return False
+
+
+@pytest.mark.ranks
+def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
+    process = start("2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES)
+    wait_for(process, "generated")
+    children = not_ended(psutil.Process(process.pid).children(recursive=True))
+    ranks = [child for child in children if "CpuRayWorkerProc" in " ".join(child.cmdline())]
+    assert ranks, [child.cmdline() for child in children]
+    ranks[0].kill()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0 and "EngineDeadError" in errors, errors[-3000:]
+    deadline = time.monotonic() + 60
+    while (alive := not_ended(children)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not alive
+    assert not [path for path in tmp_path.iterdir() if path.name != "ray"]

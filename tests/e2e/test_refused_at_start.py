@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work is refused when the engine starts, with the numbers and the knob."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.inputs.shapes import random_model_dir
+from tests.e2e import harness
+from tests.e2e.harness import engine
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
+
+MIB = 1 << 20
+
+
+def test_one_request_does_not_fit() -> None:
+    with (
+        pytest.raises(BudgetError, match=r"max_model_len=512 .* holds (\d+) tokens") as refusal,
+        engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB),
+    ):
+        pass
+    match = re.search(r"set --max-model-len (\d+)", str(refusal.value))
+    assert match, refusal.value
+    fits = int(match[1])
+    assert 0 < fits < 512 and fits % 32 == 0
+    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB, max_model_len=fits):
+        pass  # what the message says would fit does
+
+
+def test_far_budget_too_small() -> None:
+    with (
+        pytest.raises(BudgetError, match=r"kv\.far_gib gives 10\.\d+ MiB .*raise kv\.far_gib"),
+        engine("deep", {"expansion": 2.0, "far_gib": 0.01}, kv_cache_memory_bytes=64 * MIB),
+    ):
+        pass
+
+
+def test_far_budget_is_a_hard_cap() -> None:
+    with engine("deep", {"expansion": 2.0, "far_gib": 0.2}, kv_cache_memory_bytes=64 * MIB):
+        current = manifest.current()
+        assert current is not None
+        assert 0.05 * 2**30 < current["kv"]["far_bytes"] <= 0.2 * 2**30
+
+
+def test_expansion_out_of_reach() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"kv\.expansion=2 cannot be reached: 3 layers"),
+        engine("llama3", {"expansion": 2.0}),
+    ):
+        pass
+
+
+def test_sliding_window_model(tmp_path: Path, force_far_layers) -> None:
+    force_far_layers(2)
+    source = random_model_dir("llama3")
+    model = tmp_path / "mistral"
+    shutil.copytree(source, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 64,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    harness.PATHS["sliding"] = str(model)
+    with (
+        pytest.raises(UnsupportedError, match=r"SlidingWindowSpec.*kv\.enabled=false"),
+        engine("sliding", {}),
+    ):
+        pass

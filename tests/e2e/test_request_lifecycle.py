@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests do to blocks: reuse of prefixes, aborts, priorities of memory; in float32."""
+
+import pytest
+
+from tests.e2e.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
+
+NEAR = 96 << 20
+"""16 or so requests of this file's lengths do not fit this without the plugin."""
+
+
+def turns(llm) -> Tokens:
+    """A conversation of three turns for each of six users, whose prompts share a beginning."""
+    shared = random_prompts(1, seed=7, longest=5)[0] * 20
+    history = [shared + prompt for prompt in random_prompts(6, seed=8)]
+    answers: Tokens = []
+    for turn in range(3):
+        turn_answers = generate(llm, history, 24)
+        answers += turn_answers
+        questions = random_prompts(6, seed=100 + turn, longest=20)
+        history = [
+            past + answer + question
+            for past, answer, question in zip(history, turn_answers, questions, strict=True)
+        ]
+    return answers
+
+
+@pytest.mark.parametrize("policy", ["interleave", "fifo"])
+def test_conversation_reuses_its_prefix(policy) -> None:
+    cached: list[float] = []
+
+    def drive(llm) -> Tokens:
+        answers = turns(llm)
+        cached.append(metric("prefix_cache_hits"))
+        return answers
+
+    alone = run("deep", [], drive=drive, enable_prefix_caching=True)
+    tiered = run(
+        "deep",
+        [],
+        {"expansion": 2.0, "policy": policy},
+        drive=drive,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=NEAR,
+    )
+    assert tiered.tokens == alone.tokens
+    assert cached[0] > 0 and cached[1] >= 0.9 * cached[0]
+    assert tiered.metrics["tiered_kv_read_bytes"] > 0
+
+
+def test_prefix_computed_and_hit_in_one_step() -> None:
+    """Equal prompts scheduled together: the second hits blocks that the first computes."""
+    prompt = random_prompts(1, seed=3, longest=5)[0] * 40
+    prompts = [prompt, [*prompt, 5], [*prompt, 6], prompt]
+    tiered = run(
+        "deep",
+        prompts,
+        {"expansion": 2.0},
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=NEAR,
+    )
+    assert tiered.tokens == vllm_tokens("deep", prompts)
+
+
+def test_prefix_cache_under_preemption() -> None:
+    prompts = random_prompts(12, seed=4)
+    tiered = run(
+        "deep",
+        prompts,
+        {"expansion": 1.5},
+        enable_prefix_caching=True,
+        max_tokens=100,
+        kv_cache_memory_bytes=48 << 20,
+        max_model_len=256,
+    )
+    assert tiered.metrics["num_preemptions"] > 0
+    assert tiered.tokens == vllm_tokens("deep", prompts, max_tokens=100)
+
+
+def test_abort_in_the_middle() -> None:
+    """Aborted requests give back blocks and tails; the others' tokens do not change."""
+    from vllm import SamplingParams
+
+    prompts = random_prompts(10, seed=5)
+    expected = vllm_tokens("deep", prompts)  # first: one process holds one engine at a time
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=NEAR) as llm:
+        core = llm.llm_engine
+        for number, prompt in enumerate(prompts):
+            core.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        finished: dict[int, list[int]] = {}
+        steps = 0
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps in (3, 11, 20):
+                core.abort_request([str(steps % 10), str(steps % 10 + 4)])
+        survivors = [n for n in range(10) if n not in (3, 7, 1, 5, 0, 4)]
+        assert {n: finished[n] for n in survivors} == {n: expected[n] for n in survivors}
+        generate(llm, prompts[:2], 4)  # the step in which the last blocks come back
+        assert metric("tiered_kv_blocks_withheld") == 0
+        assert llm.reset_prefix_cache()
+
+
+def test_all_blocks_return_when_idle() -> None:
+    """Many short requests: tails take blocks from the pool while they run, and give them back."""
+    prompts = random_prompts(16, seed=6, longest=12)
+    with engine(
+        "deep", {"expansion": 3.0}, kv_cache_memory_bytes=40 << 20, max_model_len=128
+    ) as llm:
+        withheld: list[float] = []
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        for prompt in prompts:
+            generate_async(llm, prompt)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            elastic = scheduler.connector._scheduler.elastic
+            elastic.check_integrity()
+            withheld.append(len(elastic.withheld))
+        assert max(withheld) > 0
+        assert withheld[-1] == 0
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == (
+            llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+        )
+
+
+def generate_async(llm, prompt: list[int]) -> None:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    llm.llm_engine.add_request(str(id(prompt)), {"prompt_token_ids": prompt}, sampling)
+
+
+def test_prefix_cache_reset_under_load() -> None:
+    """Withheld blocks do not count as used; running requests start again and end the same."""
+    from vllm import SamplingParams
+
+    prompts = random_prompts(8, seed=9)
+    expected = vllm_tokens("deep", prompts)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with engine(
+        "deep",
+        {"expansion": 3.0},
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=48 << 20,
+        max_model_len=256,
+        async_scheduling=False,
+    ) as llm:
+        core = llm.llm_engine
+        scheduler = core.engine_core.engine_core.scheduler
+        for number, prompt in enumerate(prompts):
+            core.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        finished: dict[int, list[int]] = {}
+        steps = 0
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps == 12:
+                assert scheduler.connector._scheduler.elastic.withheld
+                assert not scheduler.reset_prefix_cache()
+                scheduler.connector._scheduler.elastic.check_integrity()
+                assert scheduler.reset_prefix_cache(reset_running_requests=True)
+                assert not scheduler.connector._scheduler.elastic.withheld
+        assert [finished[number] for number in range(8)] == expected
+
+
+def test_streamed_sessions_are_aborted_when_scheduled_ahead() -> None:
+    from types import SimpleNamespace
+
+    with engine("llama3", {"expansion": 1.0}) as llm:
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        request = SimpleNamespace(request_id="a", resumable=True, abort_immediately=False)
+        connector.on_new_request(request)
+        assert not request.abort_immediately  # the plugin stepped aside
+    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20) as llm:
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        assert not connector._schedules_ahead  # vLLM never does on CPUs
+        for ahead in (False, True):
+            connector._schedules_ahead = ahead
+            for resumable in (False, True):
+                request = SimpleNamespace(
+                    request_id="a", resumable=resumable, abort_immediately=False, num_tokens=1
+                )
+                connector.on_new_request(request)
+                assert request.abort_immediately is (resumable and ahead)

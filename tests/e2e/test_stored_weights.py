@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in a file on the real engine: filled once, read by later starts, never wrong."""
+
+import ctypes
+import mmap
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.offloader import get_offloader
+
+from tests.e2e.harness import (
+    PATHS,
+    engine,
+    generate,
+    model_path,
+    random_prompts,
+    run,
+    vllm_tokens,
+)
+from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.devices.host import host_memory
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
+from vllm_tiered.storage import immutable_file as published
+from vllm_tiered.weights import store as weight_store
+from vllm_tiered.weights.placement import SLOT_ALIGNMENT, place
+
+PROMPTS = random_prompts(6, seed=6)
+KV_OFF = {"enabled": False}
+ALL_STORED = {"placement": "all_far", "far_gib": 0}
+PLACEMENTS = (
+    ALL_STORED,
+    {"placement": "helm", "far_gib": 0.002},
+    {"placement": "latency", "near_gib": 0.004, "far_gib": 0.001},
+    {"placement": "flexgen", "percents": [20, 40, 40]},
+)
+
+
+def stored(folder, weights=ALL_STORED):
+    return {**weights, "storage_path": str(folder)}
+
+
+def the_file(folder: Path) -> Path:
+    (file,) = folder.iterdir()  # and no draft beside it
+    return file
+
+
+@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
+@pytest.mark.parametrize("model", ["opt", "qwen2", "llama3", "phi3", "falcon"])
+def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_path) -> None:
+    first = run(model, PROMPTS, KV_OFF, weights=stored(tmp_path, weights))
+    written = the_file(tmp_path).stat()
+    second = run(model, PROMPTS, KV_OFF, weights=stored(tmp_path, weights))
+    assert first.tokens == second.tokens == vllm_tokens(model, PROMPTS)
+    stated = first.manifest["weights"]
+    assert second.manifest["weights"] == stated
+    assert 0 < stated["storage_bytes"] < written.st_size
+    assert stated["far_bytes"] <= weights.get("far_gib", 1) * 2**30
+    assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_a_file_that_says_nothing_of_slots_has_two(tmp_path, monkeypatch) -> None:
+    """As files did while one sublayer at a time was on its way."""
+    weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
+    homes = weight_store._homes
+    monkeypatch.setattr(
+        weight_store, "_homes", lambda p: {k: v for k, v in homes(p).items() if k != "ahead"}
+    )
+    first = run("opt", PROMPTS, KV_OFF, weights=weights)
+    monkeypatch.undo()
+    written = the_file(tmp_path).stat()
+    second = run("opt", PROMPTS, KV_OFF, weights=weights)
+    assert first.manifest["weights"] == second.manifest["weights"]
+    assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_a_later_start_has_as_many_slots(tmp_path, monkeypatch) -> None:
+    weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
+    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=2))
+    first = run("opt", PROMPTS, KV_OFF, weights=weights)
+    monkeypatch.setattr(offloader, "place", lambda *args: pytest.fail("the file says"))
+    second = run("opt", PROMPTS, KV_OFF, weights=weights)
+    assert first.manifest["weights"]["ahead"] == second.manifest["weights"]["ahead"] == 2
+    assert first.tokens == second.tokens == vllm_tokens("opt", PROMPTS)
+
+
+# Near memory shared with the KV cache ---------------------------------------------------
+
+# Beside one request's KV cache the layers do not fit near and far, however fast each of them is.
+SHARED = {"placement": "throughput", "near_gib": 0.008, "far_gib": 0.002}
+
+
+@pytest.mark.parametrize(
+    ("placement", "max_num_seqs", "planned"),
+    [("throughput", 16, "throughput"), ("auto", 16, "throughput"), ("auto", 1, "latency")],
+)
+def test_what_is_planned_with_the_kv_cache_is_stored_too(
+    placement, max_num_seqs, planned, tmp_path
+) -> None:
+    weights = stored(tmp_path, {**SHARED, "placement": placement})
+    args = {"kv_cache_memory_bytes": None, "max_num_seqs": max_num_seqs}
+    first = run("opt", PROMPTS, KV_OFF, weights=weights, **args)
+    written = the_file(tmp_path).stat()
+    second = run("opt", PROMPTS, KV_OFF, weights=weights, **args)
+    assert first.tokens == second.tokens == vllm_tokens("opt", PROMPTS)
+    stated = first.manifest["weights"]
+    assert second.manifest["weights"] == stated and stated["placement"] == planned
+    assert stated["storage_bytes"] > 0 and stated["far_bytes"] <= 0.002 * 2**30
+    rest = int(0.008 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    assert first.num_blocks == second.num_blocks == rest // (4 * 2 * 4 * 64 * 32 * 4)
+    assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
+
+
+def test_another_load_is_planned_anew(tmp_path) -> None:
+    args = {"weights": stored(tmp_path, SHARED), "kv_cache_memory_bytes": None}
+    run("opt", PROMPTS, KV_OFF, **args)
+    before = the_file(tmp_path).stat().st_mtime_ns
+    result = run("opt", PROMPTS, KV_OFF, max_num_seqs=8, **args)
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+    assert the_file(tmp_path).stat().st_mtime_ns != before
+
+
+# What is not read -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied_model(tmp_path):
+    """A checkpoint that may be changed, under the name of ``copied``."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_path("qwen2"), folder)
+    PATHS["copied"] = str(folder)
+    yield folder
+    del PATHS["copied"]
+
+
+def poison(folder: Path, names: str) -> None:
+    """NaN in all tensors of the checkpoint whose name has ``names`` in it."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    assert any(names in name for name in tensors)
+    for name, tensor in tensors.items():
+        if names in name:
+            tensor.fill_(float("nan"))
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_later_start_does_not_need_the_stored_part_of_the_checkpoint(
+    copied_model, tmp_path, monkeypatch
+) -> None:
+    store = tmp_path / "store"
+    described = {"name": "m", "fingerprint": "1", "changed": "1"}
+    monkeypatch.setattr(weights_engine, "describe_checkpoint", lambda config: described)
+    expected = run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens
+    poison(copied_model, "proj")
+    assert run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens == expected
+    assert run("copied", PROMPTS).tokens != expected, "without the file the poison is noticed"
+
+
+def test_a_checkpoint_that_was_touched_fills_the_file_anew(copied_model, tmp_path) -> None:
+    store = tmp_path / "store"
+    run("copied", PROMPTS, KV_OFF, weights=stored(store))
+    before = the_file(store).stat().st_mtime_ns
+    (checkpoint,) = copied_model.glob("*.safetensors")
+    checkpoint.touch()
+    result = run("copied", PROMPTS, KV_OFF, weights=stored(store))
+    assert result.tokens == vllm_tokens("qwen2", PROMPTS)
+    assert the_file(store).stat().st_mtime_ns != before
+
+
+def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
+    """What "auto" left to far memory may not fit it today."""
+    weights = {"placement": "all_far", "storage_path": str(tmp_path)}
+    memory = host_memory()
+    sizes = iter([4 << 20, 3 << 20, 5 << 18])
+    monkeypatch.setattr(
+        offloader, "host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
+    )
+    monkeypatch.setattr(offloader, "FAR_SHARE", 0.5)
+    for at_most in (4 << 20, 4 << 20, 5 << 18):
+        result = run("opt", PROMPTS, KV_OFF, weights=weights)
+        assert result.tokens == vllm_tokens("opt", PROMPTS)
+        assert 0 < result.manifest["weights"]["far_bytes"] <= at_most
+
+
+def test_a_later_release_that_divides_layers_otherwise(tmp_path, monkeypatch) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    original = offloader.sublayers_of
+
+    def other(layer, sizes, movable):
+        return original(layer, sizes, {name for name in movable if "fc2" not in name})
+
+    monkeypatch.setattr(offloader, "sublayers_of", other)
+    result = run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+
+
+def test_an_engine_that_fails_later_leaves_room_for_the_next(tmp_path) -> None:
+    with (
+        pytest.raises(Exception, match="No available memory for the cache blocks"),
+        engine("opt", KV_OFF, weights=stored(tmp_path), kv_cache_memory_bytes=1 << 16),
+    ):
+        pytest.fail("the engine started")
+    assert run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path)).tokens == vllm_tokens(
+        "opt", PROMPTS
+    )
+
+
+def test_other_settings_fill_the_file_anew(tmp_path) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    before = the_file(tmp_path).stat()
+    result = run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path, PLACEMENTS[1]))
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+    assert the_file(tmp_path).stat().st_size != before.st_size
+
+
+# Bad input ------------------------------------------------------------------------------
+
+
+def start(model: str, folder: Path) -> None:
+    with engine(model, KV_OFF, weights=stored(folder)):
+        pytest.fail("the engine started")
+
+
+def test_another_models_file_is_not_touched(tmp_path) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    before = the_file(tmp_path).read_bytes()
+    with pytest.raises(ConfigError, match=r"holds weights of .*opt.* this model is .*qwen2"):
+        start("qwen2", tmp_path)
+    assert the_file(tmp_path).read_bytes() == before
+
+
+def test_a_changed_checkpoint_is_another_model(copied_model, tmp_path) -> None:
+    store = tmp_path / "store"
+    run("copied", PROMPTS, KV_OFF, weights=stored(store))
+    poison(copied_model, "layers.1.self_attn.o_proj")
+    with pytest.raises(ConfigError, match=r"holds weights of .* remove the file"):
+        start("copied", store)
+
+
+def test_a_file_of_another_version(tmp_path, monkeypatch) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    monkeypatch.setattr(published, "VERSION", published.VERSION + 1)
+    with pytest.raises(ConfigError, match=r"has version 1, .* reads version 2: remove it"):
+        start("opt", tmp_path)
+
+
+def test_a_file_that_is_cut_off(tmp_path) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    os.truncate(the_file(tmp_path), the_file(tmp_path).stat().st_size // 2)
+    with pytest.raises(ConfigError, match=r"is not a file of weights, or is cut off: remove it"):
+        start("opt", tmp_path)
+
+
+def test_a_damaged_page_stops_the_engine_with_the_layer_named(tmp_path, caplog_vllm) -> None:
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    with the_file(tmp_path).open("r+b") as file:
+        file.seek(SLOT_ALIGNMENT // 2)
+        file.write(b"\xff" * 8)
+    with (
+        engine("opt", KV_OFF, weights=stored(tmp_path)) as llm,
+        pytest.raises(IntegrityError, match=r"page 0 \(layer 0, attention\) is damaged"),
+    ):
+        generate(llm, PROMPTS)
+    assert "reading it again" in caplog_vllm.text
+
+
+def test_a_damaged_checkpoint_leaves_nothing_behind(copied_model, tmp_path) -> None:
+    (file,) = copied_model.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 1000)
+    store = tmp_path / "store"
+    with pytest.raises(Exception, match=r"(?i)safetensor|incomplete|deserializ"):
+        start("copied", store)
+    assert not list(store.iterdir())
+
+
+def test_a_full_disk(tmp_path, monkeypatch) -> None:
+    status = os.statvfs(tmp_path)
+    full = os.statvfs_result((*status[:3], 1, 1, *status[5:]))
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: full)
+    with pytest.raises(BudgetError, match=r"are to be stored in weights.storage_path .* are free"):
+        start("opt", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"weights.storage_path is .* no file can be made"):
+        start("opt", tmp_path / "file" / "folder")
+
+
+def test_filling_takes_no_name_before_it_is_whole(tmp_path, monkeypatch) -> None:
+    """A kill while the weights are loaded leaves an empty folder."""
+    seen = []
+    original = published.Draft.publish
+
+    def publish(draft, path, contents):
+        seen.append(list(tmp_path.iterdir()))
+        original(draft, path, contents)
+
+    monkeypatch.setattr(published.Draft, "publish", publish)
+    run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
+    assert seen == [[]]
+
+
+def test_what_is_stored_takes_no_memory(tmp_path) -> None:
+    for _ in range(2):
+        with engine("opt", KV_OFF, weights=stored(tmp_path)):
+            tiered = get_offloader()
+            assert tiered.placement.far_bytes == 0
+            held = {p.untyped_storage().data_ptr() for *_, p in tiered._far}
+            assert len(held) == 1, "all share the slots"
+            assert resident_pages(the_file(tmp_path)) <= 1  # beside what the file says of itself
+
+
+def resident_pages(path: Path) -> int:
+    """Of the data, in the page cache."""
+    num_bytes = path.stat().st_size // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), num_bytes, mmap.MAP_PRIVATE)
+    view = (ctypes.c_char * num_bytes).from_buffer(memory)
+    pages = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
+    size = ctypes.c_size_t(num_bytes)
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(view)), size, pages)
+    return sum(page & 1 for page in pages)

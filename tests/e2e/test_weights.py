@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in far memory on the real engine: the same tokens, and a manifest that says so."""
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.model_executor.offloader import get_offloader
+
+from tests.e2e.harness import engine, generate, model_path, random_prompts, run, vllm_tokens
+from tests.fakes.devices import DelayedDevice
+from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.adapter.weights.offloader import TieredOffloader
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.weights.placement import place
+
+PROMPTS = random_prompts(6, seed=5)
+PLACEMENTS = (
+    {"placement": "all_far"},
+    {"placement": "helm"},
+    {"placement": "latency", "near_gib": 0.004},
+    {"placement": "flexgen", "percents": [20, 80, 0]},
+    {"placement": "flexgen", "percents": [60, 40, 0]},
+)
+KV_OFF = {"enabled": False}
+
+
+@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
+@pytest.mark.parametrize("model", ["opt", "qwen2", "llama1", "llama3", "phi3", "falcon"])
+def test_tokens_equal(model, weights) -> None:
+    result = run(model, PROMPTS, KV_OFF, weights=weights)
+    assert result.tokens == vllm_tokens(model, PROMPTS)
+    stated = result.manifest["weights"]
+    assert stated["placement"] == weights["placement"]
+    if "near_gib" in weights:
+        assert stated["near_bytes"] + stated["ring_bytes"] <= weights["near_gib"] * 2**30
+    else:
+        assert stated["far_bytes"] > stated["near_bytes"] * (0.2 if "percents" in weights else 1)
+
+
+@pytest.mark.parametrize("model", ["demo", "opt", "qwen2", "phi3", "falcon"])
+def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
+    config = json.loads((Path(model_path(model)) / "config.json").read_text())
+    planned = place("helm", model_shape(config, dtype="float32").sublayers)
+    with engine(model, KV_OFF, weights={"placement": "helm"}):
+        assert get_offloader().placement == planned
+
+
+def test_together_with_swapped_kv() -> None:
+    result = run(
+        "demo",
+        PROMPTS,
+        {"expansion": 2.0},
+        weights={"placement": "helm"},
+        kv_cache_memory_bytes=64 << 20,
+    )
+    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    assert result.manifest["kv"]["active"]
+    assert result.manifest["weights"]["far_sublayers"] == 60
+
+
+# Near memory shared with the KV cache ---------------------------------------------------
+
+BLOCK_BYTES = {"opt": 4 * 2 * 4 * 64 * 32 * 4, "llama3": 3 * 2 * 1 * 64 * 32 * 4}
+"""Layers, keys and values, KV heads, head size, tokens, bytes."""
+
+
+@pytest.mark.parametrize("placement", ["throughput", "auto"])
+@pytest.mark.parametrize(("model", "near_gib"), [("opt", 0.03), ("llama3", 0.008)])
+def test_near_memory_is_shared_with_the_kv_cache(model, near_gib, placement) -> None:
+    weights = {"placement": placement, "near_gib": near_gib}
+    result = run(model, PROMPTS, KV_OFF, weights=weights, kv_cache_memory_bytes=None)
+    assert result.tokens == vllm_tokens(model, PROMPTS)
+    stated = result.manifest["weights"]
+    assert stated["placement"] == "throughput"  # 16 requests may run at a time
+    rest = int(near_gib * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    assert result.num_blocks == rest // BLOCK_BYTES[model]
+    assert result.num_blocks > 512 // 32, "a request of the longest length fits"
+
+
+def test_one_request_at_a_time_is_planned_for_latency() -> None:
+    """All that one request's KV leaves goes to the layers."""
+    weights = {"placement": "auto", "near_gib": 0.012}
+    result = run(
+        "opt", PROMPTS, KV_OFF, weights=weights, kv_cache_memory_bytes=None, max_num_seqs=1
+    )
+    assert result.tokens == vllm_tokens("opt", PROMPTS)
+    stated = result.manifest["weights"]
+    assert stated["placement"] == "latency" and stated["far_bytes"] > 0
+    assert 17 <= result.num_blocks < 17 + 8  # of 256 KiB: less than a matrix of fc1 is left
+
+
+def test_shared_near_memory_with_swapped_kv() -> None:
+    """What the layers leave holds twice the blocks."""
+    weights = {"placement": "throughput", "near_gib": 0.2}
+    result = run("demo", PROMPTS, {"expansion": 2.0}, weights=weights, kv_cache_memory_bytes=None)
+    assert result.tokens == vllm_tokens("demo", PROMPTS)
+    stated = result.manifest["weights"]
+    rest = int(0.2 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    block_bytes = 30 * 2 * 3 * 64 * 32 * 4
+    assert result.manifest["kv"]["near_bytes"] == rest // block_bytes * block_bytes
+    assert result.num_blocks > 1.5 * (rest // block_bytes)
+
+
+def test_too_little_for_layers_and_one_request() -> None:
+    weights = {"placement": "throughput", "near_gib": 0.004}
+    with (
+        pytest.raises(BudgetError, match=r"KV cache for one request of 512 tokens they exceed"),
+        engine("opt", KV_OFF, weights=weights, kv_cache_memory_bytes=None),
+    ):
+        pass
+
+
+# Late copies ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def delayed(monkeypatch):
+    monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.004))
+
+
+@pytest.mark.parametrize(
+    ("model", "ahead"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
+)
+def test_late_and_poisoned_copies(model, ahead, delayed, monkeypatch) -> None:
+    expected = vllm_tokens(model, PROMPTS)
+    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=ahead))
+    with engine(model, KV_OFF, weights={"placement": "all_far"}) as llm:
+        assert (manifest.current() or {})["weights"]["ahead"] == ahead
+        assert generate(llm, PROMPTS) == expected
+        ring = get_offloader().ring
+        assert ring.stall_seconds > 0 and ring.num_misses == 0
+        assert ahead < len(ring._slots) < len(ring._slot_of)
+        ring.check_integrity()
+
+
+def test_it_fails_without_the_wait(delayed, monkeypatch) -> None:
+    """Poisoned slots are noticed."""
+    monkeypatch.setattr(CpuDevice, "wait", lambda self, event: 0.0)
+    result = run("opt", PROMPTS, KV_OFF, weights={"placement": "all_far"})
+    assert result.tokens != vllm_tokens("opt", PROMPTS)
+
+
+# Other ways to run ----------------------------------------------------------------------
+
+
+def test_compiled(tmp_path) -> None:
+    """The waits are custom ops of the graph; weights keep their addresses."""
+    expected = vllm_tokens("falcon", PROMPTS)
+    with engine("falcon", KV_OFF, weights={"placement": "all_far"}, enforce_eager=False) as llm:
+        assert generate(llm, PROMPTS) == expected
+        ring = get_offloader().ring
+        assert ring.num_misses < 10, "the order of the layers is kept"
+
+
+def test_compiled_beside_an_engine_that_places_nothing() -> None:
+    """Of the same model, compiled too: neither takes the other's code, nor its offloader."""
+    expected = vllm_tokens("falcon", PROMPTS)
+    far = {"placement": "all_far"}
+    with (
+        engine("falcon", enforce_eager=False) as plain,
+        engine("falcon", KV_OFF, weights=far, enforce_eager=False) as placed,
+    ):
+        for llm in (placed, plain, placed, plain):
+            assert generate(llm, PROMPTS) == expected
+        ring = get_offloader().ring
+        assert ring.num_misses < 10, "the order of the layers is kept"
+        ring.check_integrity()
+
+
+def test_the_next_engine_has_its_weights_near() -> None:
+    run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
+    expected = vllm_tokens("opt", PROMPTS)
+    with engine("opt", KV_OFF) as llm:
+        assert not isinstance(get_offloader(), TieredOffloader)
+        assert set(manifest.current() or {}) == {"l2"}
+        assert generate(llm, PROMPTS) == expected
+
+
+def test_far_memory_is_given_back_with_the_engine() -> None:
+    run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
+    gc.collect()
+    assert not [ring for ring in gc.get_objects() if type(ring).__name__ == "WeightRing"]
+
+
+# Refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"near_gib": 0.0005}, r"keeps .* of the layers near .* weights\.near_gib allows"),
+        ({"far_gib": 0.0005}, r"in far memory, but weights\.far_gib allows"),
+    ],
+)
+def test_budgets_too_small(budget, message) -> None:
+    with (
+        pytest.raises(BudgetError, match=message),
+        engine("opt", KV_OFF, weights={"placement": "helm", **budget}),
+    ):
+        pass
+
+
+def test_weights_are_not_written_after_they_are_staged() -> None:
+    with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
+        for method in ("reload_weights", "save_sharded_state"):
+            with pytest.raises(UnsupportedError, match=f"{method} reads or writes"):
+                llm.collective_rpc(method)
+
+
+@pytest.mark.parametrize("placement", ["all_far", "off"])
+def test_a_second_engine_beside_it_is_refused(placement) -> None:
+    """One that places nothing too: the first one's compiled code would ask its offloader."""
+    with (
+        engine("opt", KV_OFF, weights={"placement": "all_far"}),
+        pytest.raises(UnsupportedError, match="another engine in this process"),
+        engine("qwen2", KV_OFF, weights={"placement": placement}),
+    ):
+        pass
+
+
+def test_models_whose_layers_vllm_does_not_build_are_refused(monkeypatch) -> None:
+    # vLLM changes transformers' own class for its compiler, and later tests build such models.
+    compiles = "vllm.model_executor.models.transformers.base.support_torch_compile"
+    monkeypatch.setattr(compiles, lambda **_: lambda cls: cls)
+    with (
+        pytest.raises(UnsupportedError, match="does not build its layers where weights can be"),
+        engine("qwen2", KV_OFF, weights={"placement": "helm"}, model_impl="transformers"),
+    ):
+        pass
+
+
+def layers(count=2, transposed=False):
+    for _ in range(count):
+        layer = torch.nn.Module()
+        layer.fc1 = torch.nn.Linear(64, 64)
+        layer.fc2 = torch.nn.Linear(64, 64)
+        if transposed:
+            layer.fc2.weight.data = layer.fc2.weight.data.t()
+        yield layer
+
+
+def given(*modules):
+    yield from modules
+
+
+def test_a_second_stack_of_layers_is_refused() -> None:
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
+    tiered.wrap_modules(layers())
+    with pytest.raises(UnsupportedError, match=r"more than one stack .* weights\.placement=off"):
+        tiered.wrap_modules(layers())
+
+
+def test_layers_that_share_parameters_are_refused() -> None:
+    first, second = layers()
+    second.fc1 = first.fc1
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
+    with pytest.raises(UnsupportedError, match="layers share parameters"):
+        tiered.wrap_modules(given(first, second))
+
+
+def test_what_others_read_stays_near() -> None:
+    """A bias that is returned to be added later, and what is no matrix of a linear layer."""
+    (layer,) = layers(1)
+    layer.fc1.skip_bias_add = True
+    layer.conv1d = torch.nn.Linear(4, 64)
+    layer.conv1d.weight.data = layer.conv1d.weight.data.unsqueeze(1)
+    layer.decay = torch.nn.Parameter(torch.zeros(64))
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
+    tiered.wrap_modules(given(layer))
+    assert tiered.placement is not None
+    far = {parameter.name for names in tiered.placement.far for parameter in names}
+    assert far == {"fc1.weight", "fc2.weight", "fc2.bias"}
+
+
+def test_parameters_that_are_not_plain_are_refused() -> None:
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
+    with pytest.raises(UnsupportedError, match=r"fc2\.weight .* is not contiguous"):
+        tiered.wrap_modules(layers(transposed=True))

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far weights on a GPU's device, a double of CUDA, under the real engine on vLLM's CPU backend.
+
+Compute runs when it is submitted, so it is held where a GPU's stream would be; copies are as late
+as the device lets them be. What only CUDA's runners do is shown to vLLM as far as a CPU can.
+"""
+
+import contextlib
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.model_loader import utils as loader_utils
+from vllm.model_executor.offloader import get_offloader
+
+from tests.e2e.harness import engine, generate, random_prompts, run, vllm_tokens
+from tests.fakes.cuda import SimulatedCudaDevice
+from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter.weights import graphs as weights_graphs
+from vllm_tiered.adapter.weights import int4_layers, offloader
+from vllm_tiered.adapter.weights import times as weights_times
+from vllm_tiered.config import WeightsConfig
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cuda.device import CudaDevice
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kernels.dequant_linear import reference
+from vllm_tiered.probe.links import published_read
+from vllm_tiered.weights import far_weights, packing
+
+PROMPTS = random_prompts(4, seed=6, longest=40)
+MAX_TOKENS = 12
+KV_OFF = {"enabled": False}
+
+
+class HeldCompute(SimulatedCudaDevice):
+    """The calling thread computes, when the compute stream has come there."""
+
+    def wait(self, event: Any) -> float:
+        stood_still = super().wait(event)
+        with self._changed:
+            self.cuda.synchronize(self._mark())
+        return stood_still
+
+    def _mark(self) -> Any:
+        mark = self.cuda.new_mark()
+        self.cuda.record(mark, self.cuda.compute_stream())
+        return mark
+
+
+@pytest.fixture(params=[0.0, 0.5], ids=["late", "hasty"])
+def on_double(request, monkeypatch):
+    monkeypatch.setattr(
+        offloader, "make_device", lambda: HeldCompute(random.Random(1), haste=request.param)
+    )
+
+
+@pytest.mark.parametrize("placement", ["all_far", "helm"])
+@pytest.mark.parametrize("model", ["opt", "llama3"])
+def test_tokens_equal(model, placement, on_double) -> None:
+    expected = vllm_tokens(model, PROMPTS, MAX_TOKENS)
+    with engine(model, KV_OFF, weights={"placement": placement}) as llm:
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected
+        tiered = get_offloader()
+        assert isinstance(tiered._device, CudaDevice)
+        assert tiered.ring.num_misses == 0
+        assert tiered._device.use(Direction.READ).num_bytes > 10 * tiered.placement.far_bytes
+        tiered.ring.check_integrity()
+
+
+def test_it_fails_without_the_wait(monkeypatch) -> None:
+    monkeypatch.setattr(
+        offloader, "make_device", lambda: SimulatedCudaDevice(random.Random(1), haste=0.3)
+    )
+    result = run("opt", PROMPTS, KV_OFF, weights={"placement": "all_far"}, max_tokens=MAX_TOKENS)
+    assert result.tokens != vllm_tokens("opt", PROMPTS, MAX_TOKENS)
+
+
+def test_stored_weights_with_the_first_start_and_the_second(on_double, tmp_path) -> None:
+    expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)
+    weights = {"placement": "flexgen", "percents": [20, 40, 40], "storage_path": str(tmp_path)}
+    for _ in range(2):
+        result = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS)
+        assert result.tokens == expected
+        assert result.manifest["weights"]["storage_bytes"]
+
+
+def test_four_bit_as_the_kernel_wants_it(on_double, monkeypatch) -> None:
+    """The tokens of the CPU's order of the same codes, by the kernel's reference."""
+    weights = {"placement": "helm", "compress": "int4"}
+    expected = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS).tokens
+    assert expected != vllm_tokens("opt", PROMPTS, MAX_TOKENS)
+    seen: set[int] = set()
+
+    def product(x, compressed, rows, bias_N=None):
+        seen.add(rows)
+        return reference.linear(x, compressed, rows, bias_N)
+
+    as_on_gpu = packing.ON_GPU._replace(linear=product)
+    for module in (far_weights, int4_layers, offloader):
+        monkeypatch.setattr(module, "packing_for", lambda device: as_on_gpu)
+    found = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS)
+    assert found.tokens == expected
+    assert len(seen) == 3  # of queries, keys and values; of the FFN's first; and of the others
+
+
+@pytest.mark.parametrize("compress", ["none", "int4"])
+def test_vllm_moves_no_far_layer_to_the_gpu_and_back(compress, monkeypatch) -> None:
+    moved: set[int] = set()
+
+    @contextlib.contextmanager
+    def moving(module, target_device):
+        moved.update(map(id, module.parameters(recurse=False)))
+        yield module
+
+    monkeypatch.setattr(loader_utils, "device_loading_context", moving)
+    weights = {"placement": "helm", "compress": compress}
+    with engine("opt", KV_OFF, weights=weights):
+        tiered = get_offloader()
+        far = {id(parameter) for *_, parameter in tiered._far}
+        compressed = {id(linear.weight) for linear in tiered._compressed}
+    assert far and moved and not moved & (far | compressed)
+
+
+def test_memory_is_where_it_belongs_while_torch_builds_on_the_gpu(monkeypatch, tmp_path) -> None:
+    """As vLLM builds models: with the GPU as default. What says nothing else would be "meta"."""
+    monkeypatch.setattr(
+        offloader, "make_device", lambda: SimulatedCudaDevice(random.Random(1), haste=1.0)
+    )
+    monkeypatch.setattr(weights_times, "published_read", partial(published_read, num_bytes=1 << 20))
+    built = [torch.nn.Module() for _ in range(4)]
+    for layer in built:
+        layer.fc1, layer.fc2 = torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)
+    expected = [p.detach().clone() for layer in built for p in layer.parameters()]
+    config = WeightsConfig(
+        placement="latency", near_gib=3e-3, far_gib=1e-3, storage_path=str(tmp_path)
+    )
+    about = {"name": "model", "fingerprint": "0", "changed": "0"}
+    with torch.device("meta"):
+        tiered = offloader.TieredOffloader(config, model=lambda: about)
+        tiered.wrap_modules(one for one in built)
+        assert tiered.placement is not None and tiered.placement.stored
+        parameters = [p for layer in built for p in layer.parameters()]
+        assert {parameter.device.type for parameter in parameters} == {"cpu"}
+        with torch.no_grad():
+            for parameter, value in zip(parameters, expected, strict=True):
+                parameter.copy_(value)
+        tiered.post_init()
+        assert tiered.ring is not None
+    for position in range(len(tiered.ring._slot_of)):
+        tiered.ring.enter(position)
+        tiered.ring.leave(position)
+    tiered.close()
+
+
+# Graphs ---------------------------------------------------------------------------------
+
+capturing = False
+
+
+class CapturedPiece:
+    """In the place of vLLM's wrapper that captures a piece: each time it runs is a capture."""
+
+    def __init__(self, runnable: Any, *args: Any, **kwargs: Any) -> None:
+        self.runnable = runnable
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(self.runnable, key)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        global capturing
+        assert not capturing
+        capturing = True
+        try:
+            return self.runnable(*args, **kwargs)
+        finally:
+            capturing = False
+
+
+@pytest.fixture
+def captured_pieces(monkeypatch, tmp_path):
+    """What vLLM compiles on a GPU, cut as there; each piece runs as if it were captured."""
+    from vllm.config import CompilationMode, CUDAGraphMode, PassConfig
+    from vllm.platforms import current_platform
+
+    check = engine_config._check_weights
+
+    def as_on_a_gpu(config: Any, vllm_config: Any) -> None:
+        check(config, vllm_config)
+        if vllm_config.model_config.enforce_eager:
+            return
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.VLLM_COMPILE
+        compilation.backend, compilation.compile_sizes = "eager", []
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 4], 4
+        compilation.post_init_cudagraph_sizes()
+        compilation.pass_config = PassConfig()  # passes of CUDA's own kernels
+        compilation.splitting_ops = None
+        compilation.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        weights_graphs.cut_graphs(config.weights, vllm_config)
+        assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
+
+    monkeypatch.setattr(engine_config, "_check_weights", as_on_a_gpu)
+    name = f"{__name__}.CapturedPiece"
+    monkeypatch.setattr(type(current_platform), "get_static_graph_wrapper_cls", lambda *_: name)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+
+@pytest.mark.parametrize("compress", ["none", "int4"])
+def test_no_piece_that_is_captured_waits_for_weights(compress, captured_pieces) -> None:
+    weights = {"placement": "helm", "compress": compress}
+    expected = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS).tokens
+    with engine("opt", KV_OFF, weights=weights, enforce_eager=False) as llm:
+        get_offloader()._is_on_gpu = True
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected
+        assert get_offloader().ring.num_misses < 10
+
+
+def test_a_piece_that_waits_is_an_error(captured_pieces, monkeypatch) -> None:
+    """What the test before relies on."""
+    monkeypatch.setattr(weights_graphs, "CUTS", ())
+    with engine("opt", KV_OFF, weights={"placement": "helm"}, enforce_eager=False) as llm:
+        get_offloader()._is_on_gpu = True
+        with pytest.raises(IntegrityError, match="a CUDA graph is captured around a wait"):
+            generate(llm, PROMPTS, MAX_TOKENS)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A runtime's layers on the double of CUDA, whose compute and copies run late, in any order; and
+what tests break of it on purpose."""
+
+import random
+
+import pytest
+import torch
+
+from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.deferred_torch import NEAR, LateTorch, now
+from tests.fixtures.ffn_models import Ffn
+from tests.unit.ffn.test_runtime import Scripted, close
+from vllm_tiered.ffn import layer as layers
+from vllm_tiered.ffn import mailbox as host_link
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.runtime import FfnRuntime
+
+HASTES = pytest.mark.parametrize("haste", [0.0, 0.6, 0.95])
+
+Due = list[tuple[torch.Tensor, torch.Tensor]]
+"""What was found, when it is computed, and what is expected."""
+
+
+class ScriptedNear(Scripted):
+    """Scores on the GPU."""
+
+    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
+        return self.next_BN.to(NEAR)
+
+
+class Rig:
+    """A runtime on the double."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ffn: Ffn, seed: int, haste: float) -> None:
+        print(f"seed {seed}, haste {haste}")
+        self.rng = random.Random(seed)
+        self.ffn = ffn
+        self.device = SimulatedCudaDevice(self.rng, haste=haste)
+        self.torch = LateTorch(self.device)
+        self.due: Due = []
+        for name in ("activations", "add_down"):
+            monkeypatch.setattr(layers, name, self.torch.late(getattr(layers, name)))
+
+    def runtime(self, plan, predictors=(), **kwargs) -> FfnRuntime:
+        return FfnRuntime(
+            self.ffn.open(), plan, self.device, predictors, near_device=NEAR, **kwargs
+        )
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(NEAR)
+
+    def settle(self) -> None:
+        with now():
+            self.device.cuda.run_all()
+            for found, expected in self.due:
+                assert close(found, expected)
+        self.due.clear()
+
+
+def residents(runtime: FfnRuntime, layer: int) -> dict[Precision, torch.Tensor]:
+    rows = runtime.layers[layer].residents()
+    return {p: torch.from_numpy(neurons[neurons >= 0]) for p, neurons in rows.items()}
+
+
+def at_once(device):
+    """An event of which nothing was recorded: a stream does not wait for it."""
+    event = device._new_event()
+    event.is_recorded = event._is_done = True
+    return event
+
+
+def compute_is_not_held(monkeypatch):
+    monkeypatch.setattr(SimulatedCudaDevice, "wait", lambda self, event: 0.0)
+
+
+def scores_are_read_early(monkeypatch):
+    fetch = host_link.HostLink.fetch
+
+    def hasty(self, tensors):
+        with monkeypatch.context() as patched:
+            patched.setattr(self._device, "compute_event", lambda: at_once(self._device))
+            return fetch(self, tensors)
+
+    monkeypatch.setattr(host_link.HostLink, "fetch", hasty)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the engine's scheduler, worker and a device together, for hypothesis and for plain seeds."""
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.fakes.kv.engine_model import EngineModel
+from tests.fakes.kv.request_model import Request, Step, Turn
+from tests.fakes.kv.simulated_device import SimulatedDevice
+from tests.fakes.kv.worker_model import WorkerModel
+from vllm_tiered.devices.base import Device
+from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A model, a near budget and an engine.
+
+    Attributes:
+        sure_blocks: one request can always have this many blocks.
+        spare_pages: near pages beyond the fewest for that.
+        unused_blocks: blocks that the far tier has no room for, if there are so many.
+        adaptive: start without far layers and change up to ``far_layers`` while requests run.
+        moves_tails: partly filled blocks do not stay near, if adaptive at the higher levels.
+    """
+
+    num_layers: int = 4
+    far_layers: int = 3
+    policy: str = "interleave"
+    block_tokens: int = 2
+    sure_blocks: int = 4
+    spare_pages: int = 0
+    unused_blocks: int = 0
+    ahead: bool = False
+    defer_frees: bool = False
+    adaptive: bool = False
+    moves_tails: bool = False
+
+    @property
+    def levels(self) -> KvLevels | None:
+        if not self.adaptive:
+            return None
+        sizes: dict[str, int] = {
+            "num_layers": self.num_layers,
+            "page_bytes": 8 * self.block_tokens,
+            "block_tokens": self.block_tokens,
+            "max_far_layers": self.far_layers,
+        }
+        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0, moves_tails=self.moves_tails)
+        fewest = max(
+            boundless.geometry(level).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
+            for level in range(boundless.highest + 1)
+        )
+        rows = 1 + -(-(fewest + self.spare_pages) // self.num_layers)
+        near_pages = rows * self.num_layers
+        levels = replace(boundless, near_pages=near_pages, max_blocks=near_pages)
+        limits = [levels.block_limit(level, 0) for level in range(levels.highest + 1)]
+        return replace(levels, max_blocks=max(limits))
+
+    @property
+    def order(self) -> SwapOrder:
+        return POLICIES[self.policy](self.num_layers, 0 if self.adaptive else self.far_layers)
+
+    @property
+    def geometry(self) -> KvGeometry:
+        if self.levels:
+            return self.levels.geometry(0)
+        order = self.order
+        sizes = {
+            "num_layers": self.num_layers,
+            "pinned_layers": len(order.pinned),
+            "areas": order.areas,
+            "page_bytes": 8 * self.block_tokens,
+            "block_tokens": self.block_tokens,
+        }
+        boundless = KvGeometry(**sizes, near_pages=0, tails_stay=not self.moves_tails)
+        fewest = boundless.pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
+        return replace(boundless, near_pages=fewest + self.spare_pages)
+
+    @property
+    def usable_blocks(self) -> int:
+        if self.levels:
+            return self.levels.max_blocks
+        return max(self.sure_blocks, self.geometry.block_limit(0) - self.unused_blocks)
+
+
+class Driver:
+    """Adds requests, runs steps, and checks every structure after each."""
+
+    def __init__(self, setup: Setup, device: Device, **worker: Any) -> None:
+        self.setup = setup
+        levels = setup.levels
+        near_pages = setup.geometry.near_pages
+        if levels:
+            near_pages = levels.near_pages
+            worker["check_bytes"] = False
+            worker["far_layers"] = far_order(levels.num_layers)[: levels.max_far_layers]
+            worker["granted"] = levels.block_limit(0, 0)
+            worker["orders"] = [
+                interleave(levels.num_layers, far_layers)
+                for far_layers in range(levels.max_far_layers + 1)
+            ]
+        self.engine = EngineModel(
+            geometry=setup.geometry,
+            usable_blocks=setup.usable_blocks,
+            ahead=setup.ahead,
+            defer_frees=setup.defer_frees and setup.ahead,
+            levels=levels,
+        )
+        self.worker = WorkerModel(
+            geometry=setup.geometry,
+            near_pages=near_pages,
+            order=setup.order,
+            num_blocks=setup.usable_blocks + 1,
+            device=device,
+            **worker,
+        )
+        self.pending: deque[Step] = deque()
+        self.num_steps = self.num_requests = self.num_aims = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.engine.running, *self.engine.holding, *self.engine.waiting]
+
+    def free_id(self, number: int) -> str:
+        """An id that no request has now; it may have been another's in the step before."""
+        taken = {request.request_id for request in self.requests}
+        return next(
+            name for at in itertools.count(number) if (name := f"request-{at}") not in taken
+        )
+
+    def add(
+        self,
+        request_id: str,
+        *,
+        family: int,
+        shared: int,
+        prompt: int,
+        output: int,
+        turns: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """A request whose first ``shared`` prompt tokens it has in common with its family.
+
+        With ``turns``, (prompt, output) lengths, it is a streaming session.
+        """
+        prompt = min(prompt, self.engine.max_tokens - 1)
+        total = min(prompt + output, self.engine.max_tokens)
+        self.num_requests += 1
+        tokens = tuple(family if at < shared else -1000 * self.num_requests for at in range(total))
+        own = -1000 * self.num_requests
+        self.engine.add(
+            Request(
+                request_id=request_id,
+                tokens=tokens,
+                num_prompt=prompt,
+                turns=deque(Turn(own - n, *lengths) for n, lengths in enumerate(turns, 1)),
+            )
+        )
+
+    def step(self, chunk: Callable[[], int]) -> None:
+        self.num_steps += 1
+        step = self.engine.schedule(chunk)
+        self.engine.check_integrity()
+        assert self.engine.planner.num_tails <= self.engine.elastic.tail_slots
+        self.pending.append(step)
+        if len(self.pending) > self.setup.ahead:
+            self.run_oldest()
+
+    def run_oldest(self) -> None:
+        step = self.pending.popleft()
+        self.worker.run(step)
+        self.engine.update(step)
+        self.engine.check_integrity()
+
+    def aim(self, level: int) -> None:
+        """Head for another level; without ``adaptive`` there is none."""
+        if self.engine.expansion:
+            self.engine.expansion.aim(level % (self.engine.expansion.levels.highest + 1))
+            self.num_aims += 1
+
+    def abort(self, request: Request) -> None:
+        self.engine.abort(request)
+        self.engine.check_integrity()
+
+    def run_out(self) -> None:
+        """Run until every request has finished; all blocks are granted then."""
+        budget = 20 + 4 * sum(len(request.tokens) for request in self.requests)
+        while self.requests:
+            if self.engine.holding and not self.engine.running:
+                # Sessions that wait may hold all blocks; vLLM leaves it to a client to give up.
+                self.abort(self.engine.holding[-1])
+            self.step(lambda: 3)
+            budget -= 1
+            assert budget > 0, "the engine makes no progress"
+        # A change of level that was begun ends, and the limit follows.
+        for _ in range(5 if self.setup.adaptive else 1):
+            self.step(lambda: 0)
+        while self.pending:
+            self.run_oldest()
+        elastic = self.engine.elastic
+        assert not elastic.tail_slots
+        assert elastic.granted_blocks == elastic.limit == len(self.engine.pool.free)
+        assert self.setup.adaptive or elastic.withheld == []
+
+    def close(self) -> None:
+        self.worker.close()
+        self.worker.check_far(sorted(self.engine.pool.prefix_of))
+
+
+def run_schedule(
+    driver: Driver, rng: random.Random, *, num_steps: int, turns: Sequence[int] = (0,)
+) -> None:
+    """A random schedule: requests come, run in chunks, are left out, aborted, and finish.
+
+    A request is a session with as many further turns as is drawn from ``turns``.
+    """
+    for _ in range(num_steps):
+        if rng.random() < 0.5 and len(driver.requests) < 6:
+            driver.add(
+                driver.free_id(rng.randrange(8)),
+                family=rng.randrange(2),
+                shared=rng.randrange(12),
+                prompt=rng.randint(1, 12),
+                output=rng.randint(1, 10),
+                turns=[(rng.randint(1, 6), rng.randint(1, 6)) for _ in range(rng.choice(turns))],
+            )
+        if driver.setup.adaptive and rng.random() < 0.2:
+            driver.aim(rng.randrange(1 << 30))
+        if driver.requests and rng.random() < 0.04:
+            driver.abort(rng.choice(driver.requests))
+        driver.step(lambda: rng.choice((0, 1, 1, 2, 3, 5, 8, 8)))
+    driver.run_out()
+    driver.close()
+
+
+def simulated(setup: Setup, seed: int, *, haste: float, **options: bool) -> Driver:
+    """A driver on a :class:`SimulatedDevice`."""
+    return Driver(setup, SimulatedDevice(random.Random(seed), haste=haste), **options)

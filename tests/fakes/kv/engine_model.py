@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's scheduler as far as KV blocks go: what vLLM's scheduler and block pool do, small.
+
+Blocks come from a free queue, full ones stay in a prefix cache after they are freed, requests
+share them, are prefilled in chunks, preempted, resumed and aborted. Admission keeps the protocol
+of ``vllm_tiered/adapter/kv/scheduler.py`` line by line. With ``ahead`` the next step is scheduled
+before the last one has run, as under vLLM's async scheduling; then ``defer_frees`` keeps a
+request's blocks until the steps that still write them have run, as vLLM does for connectors.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tests.fakes.kv.block_pool_model import BlockPool
+from tests.fakes.kv.request_model import Part, Request, Status, Step
+from vllm_tiered.kv.block_limit import ElasticBlocks
+from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
+
+
+class EngineModel:
+    """Schedules steps; ``update`` takes the sampled tokens when a step has run."""
+
+    def __init__(
+        self,
+        *,
+        geometry: KvGeometry,
+        usable_blocks: int,
+        max_running: int = 4,
+        ahead: bool = False,
+        defer_frees: bool = False,
+        levels: KvLevels | None = None,
+    ) -> None:
+        self.usable_blocks = usable_blocks
+        self.block_tokens = geometry.block_tokens
+        self.max_tokens = geometry.max_request_tokens(usable_blocks)
+        self.max_running = max_running
+        self.ahead = ahead
+        self.pool = BlockPool(usable_blocks + 1)
+        self.planner = StepPlanner(
+            num_blocks=usable_blocks + 1,
+            block_tokens=geometry.block_tokens,
+        )
+        self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.holding: deque[Request] = deque()  # sessions between turns: they keep their blocks
+        self.num_preemptions = self.num_hits = self.num_turns = 0
+        self._defer_frees = defer_frees
+        self._deferred: list[tuple[int, list[int]]] = []
+        self._finished: set[str] = set()
+        self._announced: set[int] = set()
+        self._withheld: set[int] = set()
+        self.expansion: Expansion | None = None
+        if levels:
+            self.expansion = Expansion(levels, self.elastic, level=0)
+            self.max_tokens = self.block_tokens * min(
+                levels.block_limit(level, TAILS_WHILE_PREFILLING)
+                for level in range(levels.highest + 1)
+            )
+            self.pool.take(self.elastic.limit)
+            self._withhold(usable_blocks - self.elastic.limit)
+            self.pool.release(range(1, self.elastic.limit + 1))
+            self.elastic.withheld.reverse()
+            self._announced = set(self._withheld)
+        self._scheduled_steps = self._updated_steps = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        next(
+            queue for queue in (self.running, self.waiting, self.holding) if request in queue
+        ).remove(request)
+        self._finish(request)
+
+    def schedule(self, chunk: Callable[[], int]) -> Step:
+        """Schedule at most ``chunk()`` tokens of each request, 0 leaving it out of the step."""
+        self._scheduled_steps += 1
+        preempted: list[Request] = []
+        parts = self._schedule_running(chunk, preempted)
+        if not preempted:
+            parts += self._schedule_waiting(chunk)
+        plan = self._plan(parts, {request.request_id for request in preempted})
+        for part in parts:
+            request = part.request
+            request.computed = part.end_tokens
+            request.last_step = self._scheduled_steps
+            request.placeholders += part.samples and self.ahead
+        granted = frozenset(range(1, self.usable_blocks + 1)) - self._announced
+        return Step(number=self._scheduled_steps, parts=tuple(parts), plan=plan, granted=granted)
+
+    def update(self, step: Step) -> None:
+        """The step has run: deliver its tokens, finish requests, free what waited for it."""
+        self._updated_steps = step.number
+        while self._deferred and self._deferred[0][0] <= self._updated_steps:
+            self.pool.release(self._deferred.pop(0)[1])
+        for part in step.parts:
+            request = part.request
+            if request.status is Status.FINISHED or not part.samples:
+                continue
+            if step.number <= request.drop_until:
+                continue
+            request.known += 1
+            if part.preemptions == request.preemptions:
+                request.placeholders -= self.ahead
+                self._cache_full_blocks(request, request.computed - request.placeholders)
+            if request.known == len(request.tokens):
+                if request.turns and request.status is Status.RUNNING:
+                    self._next_turn(request)
+                else:
+                    self.abort(request)
+
+    # Scheduling -------------------------------------------------------------------------
+
+    def _schedule_running(self, chunk: Callable[[], int], preempted: list[Request]) -> list[Part]:
+        parts: list[Part] = []
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            index += 1
+            room = self.max_tokens - request.computed - 1
+            if (num_tokens := min(chunk(), request.remaining, room)) <= 0:
+                continue
+            new_blocks = self._allocate(request, request.computed + num_tokens)
+            while new_blocks is None:
+                victim = self.running[-1]
+                if not self._can_free(victim):
+                    return parts
+                self.running.pop()
+                self._preempt(victim)
+                preempted.append(victim)
+                if victim is request:
+                    return parts
+                new_blocks = self._allocate(request, request.computed + num_tokens)
+            parts.append(self._part(request, new_blocks, num_tokens, restarts=False))
+        return parts
+
+    def _schedule_waiting(self, chunk: Callable[[], int]) -> list[Part]:
+        parts: list[Part] = []
+        while len(self.running) < self.max_running and (queue := self.holding or self.waiting):
+            request = queue[0]
+            hits = [] if request.blocks else self._hits(request)
+            computed = request.computed + len(hits) * self.block_tokens
+            if (num_tokens := min(chunk(), request.known - computed)) <= 0:
+                break
+            if not self._admit(request, hits, computed + num_tokens):
+                break
+            queue.popleft()
+            self.running.append(request)
+            request.status = Status.RUNNING
+            request.computed = computed
+            self.num_hits += len(hits)
+            parts.append(self._part(request, request.blocks, num_tokens, restarts=True))
+        return parts
+
+    def _admit(self, request: Request, hits: list[int], end_tokens: int) -> bool:
+        """As ``TieredScheduler._reserving`` does around vLLM's ``allocate_slots``."""
+        extra = self.elastic.blocks_to_withhold(request.request_id)
+        if self._allocate(request, end_tokens, hits=hits, reserved_blocks=extra) is None:
+            return False
+        self._withhold(extra)
+        prefill_tokens = max(request.num_prompt, request.known - 1)
+        self.elastic.admit(request.request_id, prefill_tokens=prefill_tokens)
+        self.elastic.check_integrity()
+        return True
+
+    def _plan(self, parts: list[Part], preempted: set[str]) -> StepPlan:
+        """As ``TieredScheduler.build_metadata`` does with vLLM's ``SchedulerOutput``."""
+        scheduled = {part.request.request_id for part in parts}
+        ended = preempted | self._finished
+        self._finished = set()
+        for request_id in ended - scheduled:
+            self.elastic.end(request_id)
+        self._grant()
+        for part in parts:
+            if not part.scheduled.restarts:
+                self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
+        far_layers = write_out_for = None
+        tails_stay = self.elastic.geometry.tails_stay
+        if self.expansion:
+            self._withhold(min(self.elastic.excess, len(self.pool.free)))
+            far_layers, write_out_for = self.expansion.next_step()
+            tails_stay = self.expansion.tails_stay
+        withheld = set(self.elastic.withheld)
+        plan = self.planner.plan(
+            [part.scheduled for part in parts],
+            ended,
+            granted=sorted(self._announced - withheld),
+            withheld=sorted(withheld - self._announced),
+            far_layers=far_layers,
+            write_out_for=write_out_for,
+            tails_stay=tails_stay,
+        )
+        self._announced = withheld
+        return plan
+
+    def _part(
+        self, request: Request, new_blocks: Sequence[int], num_tokens: int, *, restarts: bool
+    ) -> Part:
+        return Part(
+            request=request,
+            tokens=request.tokens,
+            blocks=tuple(request.blocks),
+            scheduled=ScheduledRequest(
+                request_id=request.request_id,
+                new_block_ids=tuple(new_blocks),
+                restarts=restarts,
+                computed_tokens=request.computed,
+                scheduled_tokens=num_tokens,
+            ),
+            samples=num_tokens == request.remaining,
+            preemptions=request.preemptions,
+        )
+
+    # Blocks -----------------------------------------------------------------------------
+
+    def _hits(self, request: Request) -> list[int]:
+        hits: list[int] = []
+        for end in range(self.block_tokens, request.known, self.block_tokens):
+            if (block := self.pool.hit(tuple(request.tokens[:end]))) is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _allocate(
+        self,
+        request: Request,
+        end_tokens: int,
+        *,
+        hits: Sequence[int] = (),
+        reserved_blocks: int = 0,
+    ) -> list[int] | None:
+        """vLLM's ``allocate_slots``: new blocks up to ``end_tokens``, or None and no change."""
+        needed = -(-end_tokens // self.block_tokens)
+        count = max(0, needed - len(request.blocks) - len(hits))
+        freed_hits = sum(not self.pool.references[block] for block in hits)
+        if count + freed_hits + reserved_blocks > len(self.pool.free):
+            return None
+        self.pool.touch(hits)
+        new_blocks = self.pool.take(count)
+        request.blocks += [*hits, *new_blocks]
+        self._cache_full_blocks(request, end_tokens)
+        return new_blocks
+
+    def _cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """At scheduling, before they are computed: others may hit them in the same step."""
+        for index in range(min(num_tokens, request.known) // self.block_tokens):
+            end = (index + 1) * self.block_tokens
+            self.pool.cache(request.blocks[index], tuple(request.tokens[:end]))
+
+    def _can_free(self, request: Request) -> bool:
+        return not self._defer_frees or request.last_step <= self._updated_steps
+
+    def _free(self, request: Request) -> None:
+        blocks = request.blocks[::-1]
+        request.blocks = []
+        if self._can_free(request):
+            self.pool.release(blocks)
+        else:
+            self._deferred.append((self._scheduled_steps, blocks))
+
+    def _preempt(self, request: Request) -> None:
+        self._free(request)
+        request.computed = request.placeholders = 0
+        request.preemptions += 1
+        request.status = Status.WAITING
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _next_turn(self, request: Request) -> None:
+        """The session goes on behind what is computed for sure; the last token is dropped."""
+        frontier = request.computed - request.placeholders
+        turn = request.turns.popleft()
+        num_prompt = min(frontier + turn.num_prompt, self.max_tokens - 1)
+        if num_prompt <= frontier:
+            self.abort(request)
+            return
+        end = min(num_prompt + turn.num_output, self.max_tokens)
+        request.tokens = request.tokens[:frontier] + (turn.token,) * (end - frontier)
+        request.known = request.num_prompt = num_prompt
+        request.computed = frontier
+        request.placeholders = 0
+        request.drop_until = self._scheduled_steps
+        request.status = Status.WAITING
+        self.running.remove(request)
+        self.holding.append(request)
+        self.num_turns += 1
+
+    def _finish(self, request: Request) -> None:
+        """As vLLM: the blocks are freed, and the connector's ``request_finished`` grants."""
+        request.status = Status.FINISHED
+        self._finished.add(request.request_id)
+        self.elastic.end(request.request_id)
+        self._grant()
+        self._free(request)
+
+    def _withhold(self, count: int) -> None:
+        withheld = self.pool.take(count) if count else []
+        self._withheld.update(withheld)
+        self.elastic.withheld.extend(withheld)
+
+    def _grant(self) -> None:
+        granted = self.elastic.grant()
+        self._withheld.difference_update(granted)
+        self.pool.release(granted)
+
+    def check_integrity(self) -> None:
+        """Every usable block is free or referenced, by requests, as withheld or deferred."""
+        self.elastic.check_integrity()
+        held = [
+            block for queue in (self.running, self.holding) for r in queue for block in r.blocks
+        ]
+        held += [block for _, blocks in self._deferred for block in blocks]
+        held += self._withheld
+        assert set(self.elastic.withheld) == self._withheld
+        assert self.elastic.granted_blocks + len(self._withheld) == self.usable_blocks
+        for block in range(1, self.usable_blocks + 1):
+            assert self.pool.references[block] == held.count(block)
+        free = sorted(self.pool.free)
+        assert free == [b for b in range(1, self.usable_blocks + 1) if b not in held]
+        granted, tails = self.elastic.granted_blocks, self.elastic.tail_slots
+        geometry = self.elastic.geometry
+        assert geometry.pages_needed(granted, tails) <= geometry.near_pages
+        assert not any(request.blocks for request in self.waiting)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker as far as KV goes: computes steps on the swapper's pages and knows the truth.
+
+Computing a layer stores a value that was never used before for each token of the step, where the
+mapping table says, then looks at *all* tokens of the step's requests as attention does: each page
+must hold exactly what was stored when the token was computed, in whatever step and by whichever
+request that was.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.kv.request_model import Part, Step
+from tests.fakes.kv.simulated_device import SimulatedDevice
+from vllm_tiered.devices.base import (
+    Copy,
+    Device,
+    Direction,
+    Event,
+    LinkUse,
+    PageBuffer,
+    PageIds,
+    Pages,
+)
+from vllm_tiered.kv.layout import KvGeometry
+from vllm_tiered.kv.page_pool import Owner
+from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.swapper import Swapper
+
+NEVER_WRITTEN = -2
+FREED = -3
+
+
+class WrongKv(AssertionError):
+    """Attention would have read something else than the token's KV."""
+
+
+class CountedCopy(NamedTuple):
+    direction: Direction
+    num_bytes: int
+    inner: Copy
+
+
+class CountedDevice(Device):
+    """Counts the bytes of the copies that are submitted to ``inner``; keeps the far buffer."""
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.submitted = dict.fromkeys(Direction, 0)
+        self.far: PageBuffer | None = None
+
+    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+        self.far = self.inner.far_buffer(num_pages, page_bytes, verify)
+        assert self.far.words is not None
+        self.far.words[:] = NEVER_WRITTEN
+        return self.far
+
+    def prepare(
+        self,
+        direction: Direction,
+        src: PageBuffer,
+        src_pages: Pages,
+        dst: PageBuffer,
+        dst_pages: Pages,
+    ) -> CountedCopy:
+        copy = self.inner.prepare(direction, src, src_pages, dst, dst_pages)
+        return CountedCopy(direction, len(src_pages) * src.page_bytes, copy)
+
+    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
+        assert isinstance(copy, CountedCopy)
+        self.submitted[copy.direction] += copy.num_bytes
+        return self.inner.submit(copy.inner, after)
+
+    def compute_event(self) -> Event:
+        return self.inner.compute_event()
+
+    def milestones(self, count: int) -> Sequence[Event]:
+        return self.inner.milestones(count)
+
+    def reach(self, milestone: Event) -> None:
+        self.inner.reach(milestone)
+
+    def wait(self, event: Event) -> float:
+        return self.inner.wait(event)
+
+    def use(self, direction: Direction) -> LinkUse:
+        return self.inner.use(direction)
+
+    def failed_pages(self, event: Event) -> PageIds:
+        return self.inner.failed_pages(event)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WorkerModel:
+    """Runs scheduled steps.
+
+    Args:
+        poison_freed: overwrite free pages after each step. Not with compute that runs late.
+        check_bytes: check what each step copies, beside what attention sees. Not with levels
+            that change: moving layers copies more.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometry: KvGeometry,
+        near_pages: int,
+        order: SwapOrder,
+        num_blocks: int,
+        device: Device,
+        far_layers: Sequence[int] | None = None,
+        orders: Sequence[SwapOrder] = (),
+        granted: int | None = None,
+        poison_freed: bool = True,
+        check_bytes: bool = True,
+    ) -> None:
+        near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
+        assert near.words is not None
+        self.words = near.words  # [near page, slot]
+        self.words[:] = NEVER_WRITTEN
+        self.device = CountedDevice(device)
+        self.swapper = Swapper(
+            order=order,
+            num_blocks=num_blocks,
+            near=near,
+            device=self.device,
+            far_layers=far_layers,
+            orders=orders,
+            granted=granted,
+        )
+        shape = (num_blocks, geometry.block_tokens)
+        self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
+        self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
+        self._geometry = geometry
+        self.num_kept = 0  # steps that went on in the areas of the step before
+        self.layouts: list[bool] = []  # of each step, whether it was vLLM's
+        self._next_value = 1
+        self._expected = dict.fromkeys(Direction, 0)
+        self._poison_freed = poison_freed
+        self._check_bytes = check_bytes
+
+    def run(self, step: Step) -> None:
+        """The connector's hooks in vLLM's order.
+
+        Raises:
+            WrongKv: a page does not hold what was computed.
+        """
+        self._follow_prefixes(step.parts)
+        as_vllm = self.swapper.will_be_laid_out_as_vllm(step.plan)
+        self.swapper.begin_step(step.plan)
+        self._check_layout(step, as_vllm)
+        self.num_kept += self.swapper.keeps_pages
+        self.swapper.check_integrity()
+        # vLLM's block tables are translated once a step, for all layers, right here.
+        pages = self.swapper.table.pages.astype(np.int64)
+        if step.parts:
+            for layer in range(self._geometry.num_layers):
+                self.swapper.wait_layer(layer)
+                self.swapper.wait_layer(layer)  # once before the update, once before attention
+                self._submit(self._kernel(layer, pages[layer], step.parts))
+                self.swapper.table.check_integrity()
+                self.swapper.layer_done(layer)
+        self.swapper.end_step()
+        self._check_step(step)
+
+    def close(self) -> None:
+        """Finish all copies and compare what was copied with what had to be."""
+        if isinstance(self.device.inner, SimulatedCudaDevice):
+            self.device.inner.cuda.run_all()  # what late kernels find is told before the end
+        self.device.close()
+        if self._check_bytes:
+            for direction, num_bytes in self._expected.items():
+                assert self.device.use(direction).num_bytes == num_bytes
+
+    def check_far(self, blocks: Sequence[int]) -> None:
+        """Call after ``close``: full ``blocks`` are in the far tier in every rotating layer."""
+        for layer in self.swapper.order.rotating:
+            slab = self.swapper.far.slab(layer).words
+            assert slab is not None
+            np.testing.assert_array_equal(slab[blocks], self.truth[layer, blocks])
+
+    def _check_layout(self, step: Step, as_vllm: bool) -> None:
+        """As was said before the step; where it is vLLM's, a graph of the step would be right."""
+        assert self.swapper.is_laid_out_as_vllm == as_vllm
+        self.layouts.append(as_vllm)
+        if as_vllm:
+            block_ids = np.array(sorted(step.granted), dtype=np.int64)
+            layers = np.arange(self._geometry.num_layers)[:, None]
+            own_pages = self.swapper.pool.num_pages // self._geometry.num_layers
+            expected = layers * own_pages + block_ids
+            np.testing.assert_array_equal(self.swapper.table.pages[:, block_ids], expected)
+            assert all(layer not in self.swapper.layers_to_come for layer in layers.ravel())
+
+    def _submit(self, kernel: Callable[[], None]) -> None:
+        if isinstance(self.device.inner, SimulatedDevice | SimulatedCudaDevice):
+            self.device.inner.compute(kernel)
+        else:
+            kernel()
+
+    def _kernel(
+        self, layer: int, pages: "np.ndarray[tuple[int], np.dtype[np.int64]]", parts: Sequence[Part]
+    ) -> Callable[[], None]:
+        written = self._slots(parts, new_only=True)
+        looked_at = self._slots(parts, new_only=False)
+        values = np.arange(self._next_value, self._next_value + len(written[0]))
+        self._next_value += len(values)
+
+        def kernel() -> None:
+            block_ids, slots = written
+            self.words[pages[block_ids], slots] = self.truth[layer, block_ids, slots] = values
+            block_ids, slots = looked_at
+            seen = self.words[pages[block_ids], slots]
+            wrong = np.flatnonzero(seen != self.truth[layer, block_ids, slots])
+            if len(wrong):
+                first = wrong[0]
+                block_id, slot = int(block_ids[first]), int(slots[first])
+                raise WrongKv(
+                    f"{len(wrong)} of {len(seen)} slots in layer {layer}; block {block_id} slot "
+                    f"{slot} (page {pages[block_id]}) holds {seen[first]}, computed was "
+                    f"{self.truth[layer, block_id, slot]}"
+                )
+
+        return kernel
+
+    def _slots(self, parts: Sequence[Part], *, new_only: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Block ids and slots of the step's tokens, with or without those computed before."""
+        block_ids, slots = [], []
+        for part in parts:
+            first = part.scheduled.computed_tokens if new_only else 0
+            positions = np.arange(first, part.end_tokens)
+            block_ids.append(np.array(part.blocks)[positions // self._geometry.block_tokens])
+            slots.append(positions % self._geometry.block_tokens)
+        return np.concatenate(block_ids), np.concatenate(slots)
+
+    def _follow_prefixes(self, parts: Sequence[Part]) -> None:
+        """Checks the engine model: a block of a request holds that request's tokens."""
+        hashes = {id(part): self._prefix_hashes(part) for part in parts}
+        for new_only in (True, False):
+            for part in parts:
+                block_ids, slots = self._slots([part], new_only=new_only)
+                own = hashes[id(part)][part.end_tokens - len(slots) :]
+                if new_only:
+                    self.prefixes[block_ids, slots] = own
+                else:
+                    assert (self.prefixes[block_ids, slots] == own).all(), "a wrong prefix hit"
+
+    def _prefix_hashes(self, part: Part) -> "np.ndarray":
+        tokens = part.tokens
+        # Under async scheduling a request runs on for one token after its last.
+        return np.array(
+            [hash((*tokens[:end], end)) for end in range(1, part.end_tokens + 1)], dtype=np.int64
+        )
+
+    def _check_step(self, step: Step) -> None:
+        self.swapper.check_integrity()
+        pool = self.swapper.pool
+        order = self.swapper.order
+        assert pool.count(Owner.PINNED) == len(order.pinned) * len(step.granted)
+        block_tokens = self._geometry.block_tokens
+        read: set[int] = set()
+        touched: set[int] = set()
+        extended: set[int] = set()
+        filled: list[int] = []
+        for part in step.parts:
+            first, partial = divmod(part.scheduled.computed_tokens, block_tokens)
+            read.update(part.blocks[:first])
+            extended.update(part.blocks[first : first + bool(partial)])
+            touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
+            filled += part.blocks[first : part.end_tokens // block_tokens]
+        assert len(set(filled)) == len(filled)
+        per_block = len(order.rotating) * self._geometry.page_bytes
+        num_read, num_written = len(read - touched), len(filled)
+        if not self._geometry.tails_stay:
+            num_read += len(extended)
+            num_written = len(touched)
+        self._expected[Direction.READ] += num_read * per_block
+        self._expected[Direction.WRITE] += num_written * per_block
+        if self._check_bytes:
+            assert self.device.submitted == self._expected
+        if self._poison_freed:
+            free, after = pool.allocate(pool.num_free, Owner.STAGING)
+            assert not after
+            self.words[free] = FREED
+            pool.free(free, Owner.STAGING)

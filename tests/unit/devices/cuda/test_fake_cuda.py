@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The double of the CUDA runtime has CUDA's semantics, the inconvenient ones above all."""
+
+import random
+
+import pytest
+import torch
+
+from tests.fakes.cuda import POISON, SimulatedCuda
+
+
+def make_cuda(haste=0.0):
+    return SimulatedCuda(random.Random(0), haste=haste, checks_memory=False)
+
+
+def note(cuda, stream, log, what):
+    """A kernel in any stream."""
+    here, cuda._compute = cuda._compute, stream
+    cuda.compute(lambda: log.append(what))
+    cuda._compute = here
+
+
+def test_a_stream_does_not_wait_for_an_event_that_was_not_recorded():
+    cuda = make_cuda()
+    log: list[object] = []
+    stream, mark = cuda.new_stream(), cuda.new_mark()
+    cuda.stream_wait(stream, mark)
+    note(cuda, stream, log, "behind")
+    assert cuda.is_done(mark)
+    cuda.synchronize(mark)
+    cuda.hold_compute()
+    cuda.record(mark, cuda.compute_stream())
+    cuda.run_all()
+    assert log == ["behind"] and not cuda.is_done(mark)
+
+
+def test_a_second_recording_counts_for_those_who_wait_later():
+    cuda = make_cuda()
+    log: list[object] = []
+    early, late, mark = cuda.new_stream(), cuda.new_stream(), cuda.new_mark()
+    cuda.record(mark, cuda.compute_stream())
+    cuda.stream_wait(early, mark)
+    open_compute = cuda.hold_compute()
+    cuda.record(mark, cuda.compute_stream())
+    cuda.stream_wait(late, mark)
+    note(cuda, early, log, "early")
+    note(cuda, late, log, "late")
+    cuda.run_all()
+    assert log == ["early"] and not cuda.is_done(mark)
+    open_compute()
+    cuda.run_all()
+    assert log == ["early", "late"] and cuda.is_done(mark)
+
+
+def test_streams_run_late_in_their_own_order():
+    orders = set()
+    for seed in range(20):
+        cuda = SimulatedCuda(random.Random(seed), haste=0.5)
+        log: list[object] = []
+        streams = [cuda.new_stream() for _ in range(2)]
+        for turn in range(3):
+            for number, stream in enumerate(streams):
+                note(cuda, stream, log, (number, turn))
+        cuda.run_all()
+        for number in range(2):
+            assert [one for one in log if one in [(number, n) for n in range(3)]] == [
+                (number, n) for n in range(3)
+            ]
+        orders.add(tuple(log))
+    assert len(orders) > 5
+
+
+def ids_in_registered_memory(cuda, *ids):
+    tensor = torch.tensor([*ids, 0, 0])
+    cuda.register(tensor.data_ptr(), tensor.numel() * 8)
+    return tensor[: len(ids)]
+
+
+@pytest.mark.parametrize("by", ["kernel", "engine"])
+def test_a_copy_is_made_when_it_runs_and_poisons_its_target_before(by):
+    cuda, seen = make_cuda(), []
+    stream = cuda.new_stream()
+    src, dst = torch.arange(8, dtype=torch.int32).view(4, 2), torch.zeros((4, 2), dtype=torch.int32)
+    src_ids, dst_ids = (ids_in_registered_memory(cuda, 0, 1) for _ in range(2))
+    if by == "kernel":
+        cuda.copy_pages(stream, src, src_ids, dst, dst_ids)
+    else:
+        cuda.copy_run(stream, src[2:].view(torch.uint8), dst[:2].view(torch.uint8))
+    src[2:] += 10
+    src_ids += 2
+    while stream:
+        cuda._advance(stream[0])
+        seen.append(dst.tolist())
+    assert seen[0] == [[POISON, POISON]] * 2 + [[0, 0]] * 2
+    assert seen[-1] == [[14, 15], [16, 17], [0, 0], [0, 0]]
+
+
+def test_what_a_gpu_would_not_survive_is_found():
+    cuda = SimulatedCuda(random.Random(0), haste=0.0)
+    stream, pages = cuda.new_stream(), torch.zeros((4, 2), dtype=torch.int32)
+    ids = ids_in_registered_memory(cuda, 0, 9)
+    with pytest.raises(AssertionError, match="illegal memory access"):
+        cuda.copy_pages(stream, pages, ids, pages.clone(), ids)
+    far = pages.clone()
+    cuda.register(far.data_ptr(), 32)
+    with pytest.raises(AssertionError, match="ids"):
+        cuda.copy_pages(stream, far, torch.tensor([0, 1]), pages, ids)
+    cuda.copy_pages(stream, far, ids, pages, ids)
+    with pytest.raises(AssertionError, match="while in use"):
+        cuda.unregister(far.data_ptr())
+    with pytest.raises(AssertionError, match="illegal memory access"):
+        cuda.run_all()
+
+
+def test_waiting_for_what_never_comes_is_no_hang():
+    cuda = make_cuda()
+    cuda.patience_seconds = 0.01
+    cuda.hold_compute()
+    mark = cuda.new_mark()
+    cuda.record(mark, cuda.compute_stream())
+    with pytest.raises(AssertionError, match="never opened"):
+        cuda.synchronize(mark)

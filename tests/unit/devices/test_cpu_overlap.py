@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies run while the main thread computes: shown by the order of moments, not by durations."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fixtures.page_buffers import contents, copy, make_buffer
+from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.cpu import CopyThread, CpuDevice
+
+
+class TimedThread(CopyThread):
+    """Notes when each copy began and ended."""
+
+    spans: list[tuple[float, float]]
+
+    def run(self, job):
+        begin = time.perf_counter()
+        super().run(job)
+        self.spans.append((begin, time.perf_counter()))
+
+
+@pytest.fixture
+def timed():
+    """A device and the (begin, end) of its copies."""
+    spans: list[tuple[float, float]] = []
+
+    class TimedDevice(CpuDevice):
+        thread_class = type("Timed", (TimedThread,), {"spans": spans})
+
+    device = TimedDevice()
+    yield device, spans
+    device.close()
+
+
+def test_a_copy_ends_while_one_matmul_runs(timed):
+    """Neither holds the interpreter: the copy ends, unwaited for, while one call computes."""
+    device, spans = timed
+    src, dst = make_buffer(512, 64 * 1024), make_buffer(512, 64 * 1024, value=-1)
+    ids = Pages(np.random.default_rng(0).permutation(512))
+    matrix = torch.rand(2500, 2500)
+    for _ in range(5):  # other processes may have the cores for a while
+        event = copy(device, Direction.READ, src, ids, dst, Pages(np.arange(512)))
+        begin = time.perf_counter()
+        matrix @ matrix
+        end = time.perf_counter()
+        was_done = event.done()
+        assert device.wait(event) >= 0.0
+        if was_done and begin < spans[-1][1] < end:
+            break
+    assert was_done and begin < spans[-1][1] < end
+    assert contents(dst) == ids.ids.tolist()
+
+
+def test_python_goes_on_while_one_copy_runs(timed):
+    """``numpy.take`` gives the interpreter away: else no line would run between begin and end."""
+    device, spans = timed
+    src, dst = make_buffer(2048, 64 * 1024), make_buffer(2048, 64 * 1024, value=-1)
+    everything = Pages(np.arange(2048))
+    assert len(everything.runs) == 1
+    for _ in range(5):  # other processes may have the cores for a while
+        event = copy(device, Direction.WRITE, src, everything, dst, everything)
+        ticks = []
+        while not event.done():
+            ticks.append(time.perf_counter())
+            time.sleep(1e-4)
+        begin, end = spans[-1]
+        num_between = sum(begin < tick < end for tick in ticks)
+        if num_between >= 3:
+            break
+    assert num_between >= 3

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joules and grams: M2Cache's formula 1."""
+
+import pytest
+
+from tests.unit.planner.test_model_shape import LLAMA_3_8B
+from vllm_tiered.energy.carbon import (
+    CARBON_INTENSITY,
+    DRAM_WATTS_PER_GB,
+    SSD_WATTS,
+    Power,
+    carbon_footprint,
+    embodied_grams,
+    grams_co2e,
+)
+from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.planner.serving import Load, serve
+from vllm_tiered.planner.step_time import predict_step
+from vllm_tiered.weights.placement import place
+
+POWER = Power(
+    near_idle_watts=20.0, near_active_watts=300.0, far_watts_per_gb=0.1, storage_watts=2.0
+)
+RTX = machine("rtx3090-pcie4")
+LLAMA = model_shape(LLAMA_3_8B)
+
+
+def test_each_part_draws_for_its_time():
+    joules = POWER.joules(10.0, 4.0, 30 * 10**9)
+    assert joules == pytest.approx(300 * 6 + 20 * 4 + (0.1 * 30 + 2) * 10)
+
+
+def test_the_papers_memory_and_grid():
+    """26 W for 256 GB, and 820 g for a kWh."""
+    assert RTX.power is not None
+    assert RTX.power.far_watts_per_gb * 256 == pytest.approx(26, rel=1e-3)
+    assert grams_co2e(3.6e6, CARBON_INTENSITY) == 820
+    assert (DRAM_WATTS_PER_GB * 256, SSD_WATTS) == (26, 2)
+
+
+def test_hardware_is_embodied_by_the_share_of_its_life():
+    """An A100, 150 kg (section 3.1), used for 4 years: an hour of it, and ten tokens a second."""
+    lifetime = 4 * 365 * 24 * 3600
+    hour = embodied_grams(150_000, 3600, lifetime)
+    assert hour == pytest.approx(150_000 / (4 * 365 * 24))
+    assert embodied_grams(150_000, lifetime, lifetime) == 150_000
+    assert embodied_grams(0, 3600, lifetime) == 0
+    kwh = 3.6e6
+    assert carbon_footprint(0.3 * kwh, 820, hour) == pytest.approx(0.3 * 820 + hour)
+
+
+@pytest.mark.parametrize(("seconds", "lifetime"), [(1, 0), (1, -5), (-1, 10), (11, 10)])
+def test_a_run_longer_than_the_hardware_lives_is_refused(seconds, lifetime):
+    with pytest.raises(ValueError, match="give a lifetime that holds the run"):
+        embodied_grams(1.0, seconds, lifetime)
+
+
+def test_a_token_takes_its_share_of_the_power_over_all_steps():
+    """Two requests, 4 decode steps and one prefill of both: everything but the tokens is theirs."""
+    load = Load(prompt_tokens=64, output_tokens=4)
+    placement = place("all_far", LLAMA.sublayers)
+    served = serve(LLAMA, RTX, placement, load, 2)
+    decode = predict_step(LLAMA, RTX, placement, load.decode(2))
+    prefill = predict_step(LLAMA, RTX, placement, load.prefill(2))
+    seconds = 4 * decode.seconds + prefill.seconds
+    stall = 4 * decode.stall_seconds + prefill.stall_seconds
+    assert RTX.power is not None
+    expected = RTX.power.joules(seconds, stall, placement.far_bytes) / 8
+    assert served.joules_per_token == pytest.approx(expected)
+    assert served.tokens_per_s == pytest.approx(8 / seconds)
+
+
+def test_more_requests_share_the_joules():
+    load = Load(prompt_tokens=64, output_tokens=64)
+    placement = place("all_far", LLAMA.sublayers)
+    few, many = (serve(LLAMA, RTX, placement, load, n).joules_per_token for n in (1, 16))
+    assert few is not None and many is not None and many < few / 8
+
+
+def test_unknown_power_is_no_figure():
+    load = Load(prompt_tokens=64, output_tokens=64)
+    placement = place("all_far", LLAMA.sublayers)
+    assert serve(LLAMA, machine("gh200"), placement, load, 1).joules_per_token is None

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model run layer by layer, what it records, and FFNs of mixed precision in it."""
+
+import pytest
+import torch
+
+from tests.fixtures.tiny_models import KINDS, LAYERS, NEURONS, tiny_model, tiny_texts
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.prepare.ffn_modules import ffn_weights, replace_ffn
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+from vllm_tiered.ffn.prepare.mixed_ffn import Copies, MixedFfn
+from vllm_tiered.ffn.prepare.record import (
+    num_recorded,
+    num_training_tokens,
+    record,
+    recorded_inputs,
+)
+from vllm_tiered.ffn.selection import ALL, Mix
+
+GROUPS = {Precision.INT8: None, Precision.INT4: 16}
+TEXTS = tiny_texts(3, 17)
+
+
+def run(model, replace=None):
+    """Logits of each text, every layer's FFN replaced first."""
+    hidden = model.embed(TEXTS)
+    with torch.inference_mode():
+        for layer in range(model.num_layers):
+            with model.layer(layer) as module:
+                if replace is not None:
+                    weights = ffn_weights(module, model.activation)
+                    replace_ffn(module, replace(weights))
+                hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
+    return [model.logits(text, x) for text, x in enumerate(hidden)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_by_layer_equals_the_whole_model(tmp_path, kind):
+    whole = tiny_model(kind, tmp_path)
+    model = LayerwiseModel(tmp_path)
+    assert model.num_layers == LAYERS
+    with torch.inference_mode():
+        expected = [whole(torch.tensor([text])).logits[0] for text in TEXTS]
+    for found, wanted in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert all(p.is_meta for layer in model._layers for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_neurons_in_full_equal_the_model(tmp_path, kind):
+    whole = tiny_model(kind, tmp_path)
+    with torch.inference_mode():
+        expected = [whole(torch.tensor([text])).logits[0] for text in TEXTS]
+
+    def ranked(weights):
+        # In full, but through ranks: [1, 0, 0] with a threshold takes the path of a mix.
+        def scores(x):
+            return torch.rand(len(x), NEURONS)
+
+        return MixedFfn(Copies.of(weights, GROUPS), ALL, scores, threshold=-1.0)
+
+    for found, wanted in zip(run(LayerwiseModel(tmp_path), ranked), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_a_mix_by_definition(tmp_path, kind):
+    tiny_model(kind, tmp_path)
+    model = LayerwiseModel(tmp_path)
+    mix = Mix(full=0.25, int8=0.25, int4=0.25)
+    x = torch.randn(5, 32)
+    order = torch.rand(5, NEURONS)
+    with model.layer(1) as module, torch.inference_mode():
+        weights = ffn_weights(module, model.activation)
+        copies = Copies.of(weights, GROUPS)
+        ffn = MixedFfn(copies, mix, lambda _: order)
+        found = ffn(x)
+        expected = torch.zeros_like(x)
+        for token in range(5):
+            ranked = order[token].argsort(descending=True)
+            for index, precision in enumerate(Precision):
+                for n in ranked[index * 16 : (index + 1) * 16].tolist():
+                    rows = copies.rows_NMH[precision][n]
+                    if kind == "llama":
+                        a = torch.nn.functional.silu(rows[0] @ x[token]) * (rows[1] @ x[token])
+                    else:
+                        assert weights.up_bias_N is not None
+                        a = torch.relu(rows[0] @ x[token] + weights.up_bias_N[n])
+                    expected[token] += a * rows[-1]
+        if weights.down_bias_H is not None:
+            expected += weights.down_bias_H
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert ffn.num_computed == [5 * 16] * 3
+
+
+def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
+    """Ranks that change a little: what is computed in which precision is what is near."""
+    tiny_model("llama", tmp_path)
+    model = LayerwiseModel(tmp_path)
+    mix = Mix(full=0.25, int8=0.25, int4=0.5)
+    x = torch.randn(40, 32)
+    order = torch.rand(1, NEURONS) + 0.1 * torch.randn(40, NEURONS)
+    with model.layer(1) as module, torch.inference_mode():
+        copies = Copies.of(ffn_weights(module, model.activation), GROUPS)
+        plain = MixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)])
+        cached = MixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)], has_cache=True)
+        torch.testing.assert_close(cached(x[:1]), plain(x[:1]))  # nothing was near
+        found, other = cached(x), plain(x)
+    assert not torch.allclose(found, other)
+    full, int8, _ = cached.num_computed
+    assert sum(cached.num_computed) == sum(plain.num_computed) == 41 * NEURONS
+    assert full >= 41 * 16 and full + int8 == 41 * 32
+    torch.testing.assert_close(found, other, rtol=0.3, atol=0.3)
+
+
+def test_recorded_inputs_give_what_the_ffn_gave(tmp_path):
+    tiny_model("opt", tmp_path / "model")
+    model = LayerwiseModel(tmp_path / "model")
+    record(model, TEXTS, tmp_path / "run")
+    x, lengths = recorded_inputs(tmp_path / "run", 1)
+    assert lengths == [17] * 3
+    seen = []
+    hidden = model.embed(TEXTS)
+    with torch.inference_mode():
+        for layer in range(2):
+            with model.layer(layer) as module:
+                module.get_submodule("final_layer_norm").register_forward_hook(
+                    lambda _, a, out: seen.append(out)
+                )
+                hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
+    assert torch.equal(x, torch.cat([x.flatten(0, -2) for x in seen[3:]]))
+
+
+def test_an_interrupted_recording_goes_on(tmp_path):
+    tiny_model("llama", tmp_path / "model")
+
+    class Killed(Exception):
+        pass
+
+    def kill(layer):
+        if layer == 1:
+            raise Killed
+
+    record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "whole")
+    with pytest.raises(Killed):
+        record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "run", kill)
+    assert num_recorded(tmp_path / "run", LAYERS) == 2
+    done: list[int] = []
+    record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "run", done.append)
+    assert done == [2]
+    assert num_recorded(tmp_path / "run", LAYERS) == LAYERS
+    for layer in range(LAYERS):
+        found, wanted = (recorded_inputs(tmp_path / d, layer)[0] for d in ("run", "whole"))
+        assert torch.equal(found, wanted)
+    assert not list((tmp_path / "run").glob("hidden-*"))
+
+
+def test_tokens_to_train_with():
+    assert num_training_tokens([10, 10, 10, 10]) == 30
+    assert num_training_tokens([10, 30]) == 10
+    assert num_training_tokens([100]) == 75
+
+
+def test_a_checkpoint_that_lacks_a_tensor(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny_model("opt", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("layers.1.fc1.weight"))
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    model = LayerwiseModel(tmp_path)
+    with pytest.raises(ConfigError, match=r"lacks .*layers\.1\.fc1\.weight"), model.layer(1):
+        pass

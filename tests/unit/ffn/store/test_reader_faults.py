@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damage, failing disks and wrong stores: read once more, then named; never a wrong weight."""
+
+import ctypes
+import errno
+import logging
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fixtures.neuron_stores import LARGE, MIDDLE, SMALL, bundles, flip, ids, region, written
+from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.store import format as store_format
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.storage import slot_read, slots
+from vllm_tiered.storage.aio import AioQueue
+
+
+@pytest.fixture(params=["large-queued", "large-threads", "small-queued", "small-threads"])
+def case(request, tmp_path, monkeypatch):
+    """A store whose bundles are whole blocks or share them, read many at once or by threads."""
+    shape = SMALL if request.param.startswith("small") else LARGE
+    store = NeuronStore.open(written(tmp_path / "store", shape))
+    store._file.use_aio &= request.param.endswith("queued")
+    monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
+    yield store, shape
+    store.close()
+
+
+def patch_reads(monkeypatch, preadv):
+    """Let the system read by ``preadv``, also what it is asked for many at once."""
+    monkeypatch.setattr(os, "preadv", preadv)
+
+    def read(self, fd, vectors, cuts, offsets):
+        for extent, offset in enumerate(offsets.tolist()):
+            pieces = vectors[cuts[extent] : cuts[extent + 1]].tolist()
+            memory = [(ctypes.c_ubyte * size).from_address(address) for address, size in pieces]
+            buffers = [memoryview(piece).cast("B") for piece in memory]
+            try:
+                yield extent, preadv(fd, buffers, offset)
+            except OSError as error:
+                yield extent, -(error.errno or errno.EIO)
+
+    monkeypatch.setattr(AioQueue, "read", read)
+
+
+def offset_of(store, layer, precision, neuron):
+    return store._form.offset(layer, precision) + neuron * bundle_stride(store.shape, precision)
+
+
+def read_all(store, layer, precision):
+    count = store.shape.neurons
+    into = region(store.shape, precision, count)
+    store.read(layer, precision, np.arange(count), into, np.arange(count))
+    return into
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("precision", Precision)
+def test_a_flipped_bit_is_found_and_named(case, precision, seed, caplog):
+    store, shape = case
+    rng = random.Random(seed)
+    layer, neuron = rng.randrange(shape.num_layers), rng.randrange(shape.neurons)
+    at = offset_of(store, layer, precision, neuron) + rng.randrange(bundle_bytes(shape, precision))
+    mask = 1 << rng.randrange(8)
+    flip(store.path / "neurons.bin", at, mask)
+    named = rf"neurons.bin: layer {layer}, neuron {neuron}, {precision.value} is damaged"
+    with (
+        caplog.at_level(logging.WARNING, logger="vllm.tiered"),
+        pytest.raises(IntegrityError, match=named),
+    ):
+        read_all(store, layer, precision)
+    assert caplog.text.count("reading it again") == 1
+    others = np.delete(np.arange(shape.neurons), neuron)
+    into = region(shape, precision, len(others))
+    store.read(layer, precision, others, into, np.arange(len(others)))
+    assert torch.equal(into, bundles(shape, layer, precision)[0][torch.from_numpy(others)])
+    flip(store.path / "neurons.bin", at, mask)
+    assert torch.equal(read_all(store, layer, precision), bundles(shape, layer, precision)[0])
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_damage_on_the_way_is_mended_by_the_second_read(case, precision, monkeypatch, caplog):
+    store, shape = case
+    real, calls = os.preadv, []
+
+    def preadv(fd, buffers, offset):
+        count = real(fd, buffers, offset)
+        calls.append(offset)
+        if len(calls) == 1:
+            for buffer in buffers:
+                buffer[len(buffer) // 3] ^= 0x10
+        return count
+
+    patch_reads(monkeypatch, preadv)
+    found = read_all(store, 1, precision)
+    assert torch.equal(found, bundles(shape, 1, precision)[0])
+    assert "reading it again" in caplog.text
+
+
+def test_a_bundle_mixed_up_with_another(case):
+    """Whole, but another neuron's: the checksum belongs to the place."""
+    store, shape = case
+    path, stride = store.path / "neurons.bin", bundle_stride(shape, Precision.INT8)
+    data = bytearray(path.read_bytes())
+    a, b = (offset_of(store, 0, Precision.INT8, neuron) for neuron in (4, 9))
+    data[b : b + stride] = data[a : a + stride]
+    path.write_bytes(data)
+    with (
+        NeuronStore.open(store.path) as again,
+        pytest.raises(IntegrityError, match="neuron 9, int8"),
+    ):
+        read_all(again, 0, Precision.INT8)
+
+
+def test_a_shard_names_the_models_neuron(tmp_path):
+    folder = written(tmp_path / "store", LARGE)
+    with NeuronStore.open(folder, None, 30, 40) as shard:
+        flip(folder / "neurons.bin", shard._form.offset(1, Precision.INT4) + 35 * 4096 + 17)
+        with pytest.raises(IntegrityError, match="layer 1, neuron 35, int4"):
+            read_all(shard, 1, Precision.INT4)
+
+
+def inject(monkeypatch, store, bad, error, *, times=10**9):
+    """Reads that touch a bundle of layer 1 in full precision fail."""
+    real, left = os.preadv, [times]
+    begin = offset_of(store, 1, Precision.FULL, bad)
+    end = begin + bundle_bytes(store.shape, Precision.FULL)
+
+    def faulty(fd, buffers, offset):
+        if offset < end and begin < offset + sum(map(len, buffers)) and left[0] > 0:
+            left[0] -= 1
+            raise OSError(error, os.strerror(error))
+        return real(fd, buffers, offset)
+
+    patch_reads(monkeypatch, faulty)
+
+
+def test_a_bad_block_is_named_by_its_neuron(case, monkeypatch):
+    store, shape = case
+    inject(monkeypatch, store, 17, errno.EIO)
+    # With small bundles the block's first neuron is named: none of them can be had.
+    per_block = max(1, 4096 // bundle_stride(shape, Precision.FULL))
+    neuron = 17 // per_block * per_block
+    named = rf"layer 1, neuron {neuron}, full cannot be read \(Input/output error\)"
+    with pytest.raises(IntegrityError, match=named):
+        read_all(store, 1, Precision.FULL)
+    assert torch.equal(read_all(store, 0, Precision.FULL), bundles(shape, 0, Precision.FULL)[0])
+
+
+def test_an_error_that_passes_costs_a_second_read(case, monkeypatch):
+    store, shape = case
+    inject(monkeypatch, store, 17, errno.EIO, times=1)
+    assert torch.equal(read_all(store, 1, Precision.FULL), bundles(shape, 1, Precision.FULL)[0])
+
+
+def test_the_system_may_take_several_calls(case, monkeypatch):
+    store, shape = case
+    real = os.preadv
+    patch_reads(monkeypatch, lambda fd, buffers, offset: real(fd, [buffers[0][:4096]], offset))
+    for precision in Precision:
+        assert torch.equal(read_all(store, 1, precision), bundles(shape, 1, precision)[0])
+
+
+def test_a_file_that_is_cut_off_while_it_is_open(case):
+    store, shape = case
+    last = shape.num_layers - 1
+    os.truncate(store.path / "neurons.bin", offset_of(store, last, Precision.INT4, 16))
+    # Another section's bundles are still there.
+    assert torch.equal(read_all(store, 0, Precision.INT8), bundles(shape, 0, Precision.INT8)[0])
+    with pytest.raises(IntegrityError, match=rf"layer {last}, neuron \d+, int4 is cut off"):
+        read_all(store, last, Precision.INT4)
+
+
+def test_a_bug_in_a_reader_is_no_damage(case, monkeypatch):
+    store, _ = case
+
+    def bug(fd, buffers, offset):
+        raise ZeroDivisionError
+
+    patch_reads(monkeypatch, bug)
+    with pytest.raises(ZeroDivisionError):
+        read_all(store, 0, Precision.FULL)
+
+
+def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
+    """Threads read what it does not take."""
+    real = AioQueue._submit
+
+    def submit(self, pointers, num_under_way):
+        if num_under_way:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real(self, pointers[:3], num_under_way)
+
+    monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
+    monkeypatch.setattr(slots, "DEPTH", 8)
+    monkeypatch.setattr(AioQueue, "_submit", submit)
+    far = np.arange(0, 70, 2)
+    with NeuronStore.open(written(tmp_path / "store", LARGE)) as store:
+        for _ in range(2):
+            into = region(LARGE, Precision.FULL, 35)
+            store.read(0, Precision.FULL, far, into, np.arange(35))
+            assert torch.equal(into, bundles(LARGE, 0, Precision.FULL)[0][::2])
+
+
+def test_after_an_error_a_store_goes_on(case, monkeypatch):
+    """Tasks of a read that failed do not run on into the next one."""
+    store, shape = case
+    with monkeypatch.context() as patch:
+        inject(patch, store, 3, errno.EIO)
+        with pytest.raises(IntegrityError):
+            read_all(store, 1, Precision.FULL)
+    for _ in range(3):
+        assert torch.equal(read_all(store, 1, Precision.FULL), bundles(shape, 1, Precision.FULL)[0])
+
+
+def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
+    store, shape = case
+    released, real = threading.Event(), os.preadv
+
+    def hang(fd, buffers, offset):
+        released.wait(timeout=60)
+        return real(fd, buffers, offset)
+
+    patch_reads(monkeypatch, hang)
+    monkeypatch.setattr(slot_read, "SILENCE_SECONDS", 0.05)
+    into = region(shape, Precision.INT8, 1)
+    read = store.submit(0, Precision.INT8, ids(5), into, ids(0))
+    threading.Timer(0.3, released.set).start()
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
+        read.wait()
+    assert time.monotonic() - begin >= 0.2
+    assert "has been silent for" in caplog.text
+    assert torch.equal(into[0], bundles(shape, 0, Precision.INT8)[0][5])
+
+
+# Opening --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return written(tmp_path / "store", MIDDLE)
+
+
+def rewrite(folder, **changes):
+    """The header with other contents, and the checksum that goes with them."""
+    path = folder / store_format.HEADER
+    contents = store_format.unseal(path.read_bytes(), path)
+    path.write_bytes(store_format.seal({**contents, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda f: (f / "store.json").unlink(), ConfigError, r"no neuron store \(no store.json\)"),
+        (lambda f: (f / "neurons.bin").unlink(), ConfigError, r"\(no neurons.bin\)"),
+        (lambda f: (f / "tables.safetensors").unlink(), IntegrityError, "has lost its tables"),
+        (lambda f: (f / "store.json").write_bytes(b""), IntegrityError, "store.json is damaged"),
+        (lambda f: (f / "store.json").write_bytes(b"[]"), IntegrityError, "store.json is damaged"),
+        (lambda f: flip(f / "store.json", 300), IntegrityError, "store.json is damaged"),
+        (
+            lambda f: rewrite(f, version=9),
+            ConfigError,
+            "has version 9, and this .* reads version 1",
+        ),
+        (lambda f: rewrite(f, dtype="nonsense"), IntegrityError, "store.json is damaged"),
+        (lambda f: rewrite(f, sections=[]), IntegrityError, "store.json is damaged"),
+        (lambda f: rewrite(f, files={}), IntegrityError, "has lost its tables"),
+        (lambda f: os.truncate(f / "neurons.bin", 8192), IntegrityError, "has 8192 bytes instead"),
+        (lambda f: flip(f / "tables.safetensors", 5000), IntegrityError, "tables.*checksum"),
+        (
+            lambda f: os.truncate(f / "tables.safetensors", 900),
+            IntegrityError,
+            r"tables.safetensors is damaged",
+        ),
+    ],
+)
+def test_a_store_that_cannot_be_used(folder, spoil, error, message):
+    spoil(folder)
+    with pytest.raises(error, match=message):
+        NeuronStore.open(folder)
+
+
+def test_any_bit_of_the_header_and_the_tables_is_covered(folder):
+    rng = random.Random(3)
+    for name in ("store.json", "tables.safetensors"):
+        size = (folder / name).stat().st_size
+        for _ in range(25):
+            at, mask = rng.randrange(size), 1 << rng.randrange(8)
+            flip(folder / name, at, mask)
+            with pytest.raises((IntegrityError, ConfigError)):
+                NeuronStore.open(folder).close()
+            flip(folder / name, at, mask)
+    NeuronStore.open(folder).close()
+
+
+def test_another_models_store_is_refused(folder):
+    NeuronStore.open(folder, "fingerprint-0").close()
+    with pytest.raises(ConfigError, match=r"of model-0 \(fingerprint fingerprint-\), and this"):
+        NeuronStore.open(folder, "another")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file"])
+def test_there_is_no_store(tmp_path, name):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"is no neuron store .*vllm-tiered prepare MODEL"):
+        NeuronStore.open(tmp_path / name)
+
+
+def test_a_damaged_file_beside_is_named(tmp_path):
+    from tests.fixtures.neuron_stores import add, writer
+
+    filling = writer(tmp_path / "store", SMALL)
+    filling.path_of("predictors.safetensors").write_bytes(b"weights")
+    for layer in range(SMALL.num_layers):
+        add(filling, layer)
+    with NeuronStore.open(filling.publish()) as store:
+        flip(store.path / "predictors.safetensors", 2)
+        with pytest.raises(IntegrityError, match=r"predictors.safetensors is damaged \(checksum\)"):
+            store.file("predictors.safetensors")

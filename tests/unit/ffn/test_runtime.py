@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers against the dense product: whatever is near, far or stored, and in whatever order."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.devices import DelayedDevice
+from tests.fixtures.ffn_models import Ffn, random_ffn
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.layer import FfnLayer
+from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.matmul.quantise import expand
+from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
+from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
+from vllm_tiered.ffn.selection import Mix, Selection, select
+
+POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru", "none")
+
+
+class Scripted(Predictor):
+    """Scores that the test sets before each step."""
+
+    name = "scripted"
+
+    def __init__(self, num_neurons: int) -> None:
+        self._num_neurons = num_neurons
+        self.next_BN = torch.rand(1, num_neurons)
+
+    @property
+    def num_neurons(self) -> int:
+        return self._num_neurons
+
+    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
+        return self.next_BN
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
+def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ffn:
+    return random_ffn(tmp_path_factory.mktemp("store") / "ffn", gated=request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is near before anything is brought, and what a chunk held, is not a number."""
+    import vllm_tiered.ffn.loader.stream as stream
+    import vllm_tiered.ffn.runtime as runtime
+
+    for module in (runtime, stream):
+        make = module.aligned_pages
+
+        def nan_pages(num_pages: int, page_bytes: int, device: torch.device, make=make):
+            pages = make(num_pages, page_bytes, device)
+            pages.fill_(0xFF)
+            return pages
+
+        monkeypatch.setattr(module, "aligned_pages", nan_pages)
+    chunks = stream.NeuronStream.chunks
+
+    def poisoning(self, layer: int, *, wraps: bool) -> Iterator:
+        for chunk in chunks(self, layer, wraps=wraps):
+            yield chunk
+            self.slots[chunk.slot].data.fill_(0xFF)
+
+    monkeypatch.setattr(stream.NeuronStream, "chunks", poisoning)
+
+
+def exact(ffn: Ffn, *, near_rows: int, far_layers: int) -> FfnPlan:
+    shape = ffn.shape
+    stride = bundle_stride(shape, Precision.FULL)
+    bare = plan_exact(shape, near_bytes=None, far_bytes=0, table_bytes=0)
+    return plan_exact(
+        shape,
+        near_bytes=bare.near_bytes + near_rows * stride * shape.num_layers,
+        far_bytes=far_layers * shape.neurons * stride,
+        table_bytes=0,
+    )
+
+
+def mixed(
+    ffn: Ffn,
+    mix: tuple[float, float, float],
+    *,
+    near_bytes: int | None = None,
+    far_bytes: int = 0,
+    table_bytes: int = 0,
+    has_base: bool = False,
+    reads_ahead: bool = False,
+) -> FfnPlan:
+    return plan_mixed(
+        ffn.shape,
+        Mix.of(mix),
+        active_share=1.0,
+        streamed=Precision.FULL,
+        near_bytes=near_bytes,
+        far_bytes=far_bytes,
+        table_bytes=table_bytes,
+        has_base=has_base,
+        reads_ahead=reads_ahead,
+    )
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("near_rows", [0, 1, 50, 96])
+@pytest.mark.parametrize("far_layers", [0, 2, 3])
+def test_every_neuron_wherever_it_is(ffn: Ffn, near_rows: int, far_layers: int) -> None:
+    device = DelayedDevice(seed=3, max_delay_seconds=0.0005)
+    plan = exact(ffn, near_rows=near_rows, far_layers=far_layers)
+    assert plan.rows[Precision.FULL] == near_rows and plan.far_layers == far_layers
+    runtime = FfnRuntime(ffn.open(), plan, device)
+    generator = torch.Generator().manual_seed(1)
+    # In the order of the model, and as no model would.
+    for layer in (0, 1, 2, 0, 1, 2, 2, 1, 1, 0):
+        x_BH = torch.randn((int(torch.randint(1, 9, (1,))), 64), generator=generator)
+        assert close(runtime.layers[layer].compute(x_BH, False), ffn.dense(layer, x_BH))
+    assert runtime.use.dense_steps == 10 and not runtime.use.sparse_steps
+    runtime.close()
+
+
+def test_a_resident_layer_reads_nothing(ffn: Ffn) -> None:
+    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=96, far_layers=0), CpuDevice())
+    before = runtime.source.use.storage_bytes
+    runtime.layers[1].compute(torch.ones(2, 64), False)
+    assert runtime.source.use.storage_bytes == before
+    runtime.close()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0, 0), (0, 0, 1), (0.25, 0.25, 0.5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_chosen_neurons_in_their_precision(
+    ffn: Ffn, policy: CachePolicy, mix: tuple[float, float, float], seed: int
+) -> None:
+    """Random choices, batches and layers; a policy keeps more near, and each is multiplied once."""
+    shape, chosen_mix = ffn.shape, Mix.of(mix)
+    # Nothing far, what is read ahead, and a layer too.
+    plan = replace(mixed(ffn, mix), reads_ahead=seed > 0, far_layers=seed // 2)
+    predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
+    device = DelayedDevice(seed=seed, max_delay_seconds=0.0005)
+    runtime = FfnRuntime(ffn.open(), plan, device, predictors, policy=policy, window=3)
+    rng = np.random.default_rng(seed)
+    scores = {layer: rng.random((8, shape.neurons)) for layer in range(shape.num_layers)}
+    sparse = 0
+    for step in range(40):
+        layer, batch = step % 3, int(rng.integers(1, 4))
+        # Most of what mattered still does.
+        scores[layer] = 0.8 * scores[layer] + 0.2 * rng.random((8, shape.neurons))
+        scores_BN = torch.from_numpy(scores[layer][:batch]).float()
+        predictors[layer].next_BN = scores_BN
+        x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
+        before = runtime.use.sparse_steps
+        found = runtime.layers[layer].compute(x_BH, True)
+        runtime.layers[layer].check_integrity()
+        if runtime.use.sparse_steps == before:
+            assert close(found, ffn.dense(layer, x_BH))
+            continue
+        sparse += 1
+        wanted = select(scores_BN, chosen_mix)
+        cache = runtime.layers[layer].cache
+        assert cache is not None
+        near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
+        check_precisions(wanted, near)
+        for precision in near:
+            check_bytes(ffn, runtime, layer, precision)
+        assert close(found, ffn.product(layer, x_BH, near))
+    assert sparse >= 20
+    if runtime.dynamic is not None:
+        assert runtime.dynamic.hits > 0
+    runtime.close()
+
+
+def test_a_mix_so_small_that_no_neuron_is_left(ffn: Ffn) -> None:
+    runtime = FfnRuntime(
+        ffn.open(),
+        mixed(ffn, (0.001, 0, 0), far_bytes=1 << 20),
+        CpuDevice(),
+        [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)],
+    )
+    assert not runtime.layers[0].regions
+    assert torch.equal(runtime.layers[0].compute(torch.ones(2, 64), True), torch.zeros(2, 64))
+    runtime.close()
+
+
+def check_precisions(wanted: Selection, near: dict[Precision, torch.Tensor]) -> None:
+    """All that is wanted is there. Neurons may change places, but not numbers: of each precision,
+    with those better than it, there are as many as are wanted."""
+    asked: set[int] = set()
+    there: set[int] = set()
+    for precision in (p for p in Precision if p in near):
+        there |= set(near[precision].tolist())
+        asked |= set(wanted.of(precision).tolist())
+        assert len(there) >= len(asked)
+    assert asked <= there
+
+
+def check_bytes(ffn: Ffn, runtime: FfnRuntime, layer: int, precision: Precision) -> None:
+    """Each near row holds its neuron's bundle, bit for bit."""
+    of_layer = runtime.layers[layer]
+    rows = of_layer.regions[precision].rows.cpu().numpy()
+    num_bytes = bundle_bytes(ffn.shape, precision)
+    for row, neuron in enumerate(of_layer.residents()[precision].tolist()):
+        assert neuron < 0 or rows[row, :num_bytes].tobytes() == ffn.bundle(layer, precision, neuron)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0, 0), (0.25, 0.25, 0.5)])
+def test_top_ranks_over_a_base_in_4_bit(
+    ffn: Ffn, policy: CachePolicy, mix: tuple[float, float, float]
+) -> None:
+    """Neurons that are near in a better precision are not added in 4 bit too."""
+    runtime = FfnRuntime(ffn.open(), mixed(ffn, mix, has_base=True), CpuDevice(), policy=policy)
+    assert runtime.predictor == "base4"
+    brought = runtime.source.use.storage_bytes
+    assert brought == 3 * 96 * bundle_stride(ffn.shape, Precision.INT4)
+    rng = np.random.default_rng(3)
+    everyone = torch.arange(ffn.shape.neurons)
+    x = rng.standard_normal(64)
+    for step in range(30):
+        layer = step % 3
+        x = 0.7 * x + 0.5 * rng.standard_normal(64)
+        x_BH = torch.from_numpy(x[None]).float()
+        found = runtime.layers[layer].compute(x_BH, True)
+        cache = runtime.layers[layer].cache
+        assert cache is not None and Precision.INT4 not in cache.caches
+        near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
+        wanted = select(base_scores(ffn, layer, x_BH), Mix.of(mix), least(ffn))
+        better = torch.cat(list(near.values()))
+        rest = everyone if sum(mix) == 1 and ffn.shape.gated else torch.from_numpy(wanted.int4)
+        chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
+        assert close(found, ffn.product(layer, x_BH, chosen))
+        assert len(cache.caches[Precision.FULL].resident()) >= len(wanted.full)
+        assert np.isin(np.concatenate((wanted.full, wanted.int8)), better).all()
+    assert runtime.use.sparse_steps == 30
+    runtime.close()
+
+
+def base_scores(ffn: Ffn, layer: int, x_BH: torch.Tensor) -> torch.Tensor:
+    codes, scales = ffn.quantised(layer, Precision.INT4)
+    w_NMH = expand(codes, scales, ffn.shape, Precision.INT4, torch.float32)
+    a_BN = x_BH @ w_NMH[:, -2].T
+    if ffn.shape.gated:
+        a_BN = torch.nn.functional.silu(x_BH @ w_NMH[:, 0].T) * a_BN
+    else:
+        bias_N = ffn.up_bias[layer]
+        assert bias_N is not None
+        a_BN = torch.relu(a_BN + bias_N)
+    norms_N: torch.Tensor = ffn.weights[layer][:, -1].norm(dim=1)
+    return a_BN.abs() * norms_N
+
+
+def least(ffn: Ffn) -> float | None:
+    return None if ffn.shape.gated else 1e-38
+
+
+def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails; what did not arrive is brought by the next one that wants it."""
+    shape, mix = ffn.shape, Mix.of((0.3, 0, 0))
+    plan = mixed(ffn, (0.3, 0, 0))
+    predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
+    runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), predictors)
+    rng = np.random.default_rng(0)
+    x_BH = torch.ones(1, 64)
+
+    def fails(arrivals: object) -> None:
+        """While the bundles are still on their way."""
+        raise IntegrityError("layer 0, neuron 3, full is damaged")
+
+    for step in range(6):
+        predictors[0].next_BN = torch.from_numpy(rng.random((1, shape.neurons))).float()
+        if step % 2:
+            with monkeypatch.context() as patched:
+                patched.setattr(runtime.source, "wait", fails)
+                with pytest.raises(IntegrityError, match="neuron 3"):
+                    runtime.layers[0].compute(x_BH, True)
+        found = runtime.layers[0].compute(x_BH, True)
+        chosen = select(predictors[0].next_BN, mix).full
+        expected = ffn.product(0, x_BH, {Precision.FULL: torch.from_numpy(chosen)})
+        assert close(found, expected)
+        check_bytes(ffn, runtime, 0, Precision.FULL)
+    runtime.close()
+
+
+def test_prompts_take_every_neuron(ffn: Ffn) -> None:
+    plan = mixed(ffn, (0.1, 0, 0))
+    predictors = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
+    runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), predictors)
+    x_BH = torch.randn(5, 64)
+    for layer in range(3):
+        assert close(runtime.layers[layer].compute(x_BH, False), ffn.dense(layer, x_BH))
+    runtime.close()
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+def test_a_layer_that_is_dense_for_now_is_not_asked_what_it_wants(
+    ffn: Ffn, has_base: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SwitchOver, "is_surely_dense", lambda *args: True)
+    monkeypatch.setattr(Scripted, "scores", lambda *args: pytest.fail("it was asked"))
+    monkeypatch.setattr(FfnLayer, "_activations", lambda *args: pytest.fail("all were ranked"))
+    of_layer = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
+    plan = mixed(ffn, (0.1, 0, 0), has_base=has_base)
+    runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), [] if has_base else of_layer)
+    x_BH = torch.randn(1, 64)
+    for layer in range(3):
+        assert close(runtime.layers[layer].compute(x_BH, True), ffn.dense(layer, x_BH))
+    assert (runtime.use.sparse_steps, runtime.use.dense_steps) == (0, 3)
+    runtime.close()
+
+
+def test_a_dense_step_between_makes_the_next_one_cold_and_scoring_is_part_of_sparse_ones(
+    ffn: Ffn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[float, bool]] = []
+    is_dense = iter([False, False, True, False, False])
+
+    def add_sparse(_: SwitchOver, layer: int, seconds: float, *rest: int, is_warm: bool) -> None:
+        told.append((seconds, is_warm))
+
+    def scores(predictor: Scripted, x_BH: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return predictor.next_BN
+
+    monkeypatch.setattr(SwitchOver, "is_surely_dense", lambda *args: next(is_dense))
+    monkeypatch.setattr(SwitchOver, "add_sparse", add_sparse)
+    monkeypatch.setattr(Scripted, "scores", scores)
+    predictors = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
+    runtime = FfnRuntime(ffn.open(), mixed(ffn, (0.1, 0, 0)), CpuDevice(), predictors)
+    for _ in range(5):
+        runtime.layers[0].compute(torch.randn(1, 64), True)
+    assert [is_warm for _, is_warm in told] == [False, True, False, True]
+    assert all(seconds >= 0.02 for seconds, _ in told)
+    runtime.close()
+
+
+def test_near_memory_below_a_tokens_neurons_is_refused(ffn: Ffn) -> None:
+    ample = mixed(ffn, (0.5, 0, 0), table_bytes=1000)
+    least = ample.staging_bytes + 1000 + 3 * 48 * bundle_stride(ffn.shape, Precision.FULL)
+    exactly = mixed(ffn, (0.5, 0, 0), near_bytes=least, table_bytes=1000)
+    assert exactly.rows[Precision.FULL] == 48 and exactly.near_bytes == least
+    with pytest.raises(BudgetError, match=r"near_gib is .* one token wants.* raise"):
+        mixed(ffn, (0.5, 0, 0), near_bytes=least - 1, table_bytes=1000)
+    with pytest.raises(BudgetError, match="staging and tables alone take"):
+        plan_exact(ffn.shape, near_bytes=5000, far_bytes=0, table_bytes=0)
+
+
+@pytest.mark.parametrize("near_bytes", [100_000, 150_000, 250_000, 10_000_000])
+def test_a_plan_takes_no_more_than_it_was_given(ffn: Ffn, near_bytes: int) -> None:
+    plan = mixed(ffn, (0.1, 0.1, 0.2), near_bytes=near_bytes, far_bytes=200_000, table_bytes=1000)
+    assert plan.near_bytes <= near_bytes and plan.far_bytes <= 200_000
+    assert all(0 < rows <= ffn.shape.neurons for rows in plan.rows.values())
+
+
+def test_reading_ahead_is_paid_from_far_memory(ffn: Ffn) -> None:
+    """Before layers are; where all of them fit nothing needs to be read."""
+    of_layer = 96 * bundle_stride(ffn.shape, Precision.FULL)
+    mix = (0.1, 0, 0)
+    ahead = mixed(ffn, mix, far_bytes=of_layer, reads_ahead=True)
+    assert ahead.reads_ahead and 0 < ahead.far_bytes < of_layer and not ahead.far_layers
+    both = mixed(ffn, mix, far_bytes=of_layer + ahead.far_bytes, reads_ahead=True)
+    assert both.reads_ahead and both.far_layers == 1
+    assert both.far_bytes == of_layer + ahead.far_bytes
+    assert not mixed(ffn, mix, far_bytes=3 * of_layer, reads_ahead=True).reads_ahead
+    assert not mixed(ffn, mix, far_bytes=ahead.far_bytes - 1, reads_ahead=True).reads_ahead

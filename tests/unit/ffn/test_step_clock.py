@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps are timed where they run: on the host at once, on a GPU by its events, without waiting."""
+
+import random
+import time
+
+from tests.fakes.cuda import SimulatedCudaDevice
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.ffn.step_clock import StepClock
+
+
+def test_on_the_host_a_step_is_over_when_it_was_computed() -> None:
+    told: list[float] = []
+    device = CpuDevice()
+    clock = StepClock(device)
+    begin = clock.now()
+    time.sleep(0.01)
+    clock.tell(begin, told.append)
+    device.close()
+    assert len(told) == 1 and 0.01 <= told[0] < 1
+
+
+def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
+    """A step that ends later than the host has gone on, and the next, in their order."""
+    told: list[tuple[str, float]] = []
+    device = SimulatedCudaDevice(random.Random(0), haste=0.0)
+    clock = StepClock(device)
+
+    def step(name: str, num_kernels: int) -> None:
+        begin = clock.now()
+        for _ in range(num_kernels):
+            device.compute(lambda: None)
+        clock.tell(begin, lambda seconds: told.append((name, seconds)))
+
+    step("long", 40)
+    step("short", 2)
+    assert not told
+    device.cuda.run_all()
+    assert not told  # nobody asked since
+    step("last", 1)
+    (first, long), (second, short) = told
+    assert (first, second) == ("long", "short")
+    assert 0.04 <= long < 0.05 and 0 < short < 0.01  # a piece is a millisecond of the double's
+    device.close()
+
+
+def test_a_step_that_took_nothing_can_be_divided_by() -> None:
+    told: list[float] = []
+    device = SimulatedCudaDevice(random.Random(0), haste=1.0)
+    device.cuda.seconds_between = lambda begin, end: 0.0  # type: ignore[method-assign]
+    clock = StepClock(device)
+    clock.tell(clock.now(), told.append)
+    device.close()
+    assert len(told) == 1 and told[0] > 0

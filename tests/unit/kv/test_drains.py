@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that a write to the far tier still reads, handed over to whoever writes to them next.
+
+Compute and reads run as far as events let them before any write makes a step; then what was written
+out must be what was computed. Near memory has no page to spare, so that all that is taken drains.
+"""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.kv.simulated_device import SimulatedDevice
+from tests.unit.kv.test_mutations import compute_does_not_wait_for_drains, hand_over_as_if_free
+from tests.unit.kv.test_swapper import plan_of
+from vllm_tiered.devices.base import Direction, PageBuffer
+from vllm_tiered.kv.far_tier import FarTier
+from vllm_tiered.kv.page_pool import Owner, PagePool
+from vllm_tiered.kv.policy import interleave
+from vllm_tiered.kv.swapper import Swapper
+
+NUM_LAYERS, NUM_BLOCKS, FAR_LAYERS = 5, 9, 3
+GRANTED = 4
+TAILS = (1, 2)
+NEAR_PAGES = (NUM_LAYERS - FAR_LAYERS) * GRANTED + FAR_LAYERS * len(TAILS)
+
+PLANS = {
+    "granted": ({"granted": [5, 6]}, Owner.PINNED),
+    "tails": ({"tail_acquire": [3, 4]}, Owner.TAIL),
+    "areas": ({"ring": [3]}, Owner.STAGING),
+    "layers-return": ({"ring": [3, 4], "withheld": [*TAILS], "far_layers": 0}, Owner.PINNED),
+}
+
+
+class Cuda(SimulatedCudaDevice):
+    """Whose writes stand still."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), haste=0.0)
+
+    def run_all_but_writes(self) -> None:
+        streams = [self.cuda._compute, self._queues[Direction.READ]._stream]
+        while ready := [one[0] for one in streams if one and not one[0].is_blocked()]:
+            self.cuda._advance(ready[0])
+
+    def run_all(self) -> None:
+        self.cuda.run_all()
+
+
+class Late(SimulatedDevice):
+    """Likewise."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), haste=0.0, late_compute=True)
+
+    def run_all_but_writes(self) -> None:
+        queues = [self._compute, self._queues[Direction.READ]]
+        while ready := [one[0] for one in queues if one and one[0].blocker() is None]:
+            ready[0].advance()
+            self._drop_finished()
+
+
+class Model:
+    """Layers that store a number of their own in every block that a step gives them."""
+
+    def __init__(self, device: Cuda | Late) -> None:
+        near = PageBuffer(torch.zeros((NEAR_PAGES, 64), dtype=torch.uint8))
+        assert near.words is not None
+        self.words = near.words
+        self.device = device
+        self.swapper = Swapper(
+            order=interleave(NUM_LAYERS, FAR_LAYERS),
+            num_blocks=NUM_BLOCKS,
+            near=near,
+            device=device,
+            far_layers=interleave(NUM_LAYERS, FAR_LAYERS).rotating,
+            orders=[interleave(NUM_LAYERS, far_layers) for far_layers in range(FAR_LAYERS + 1)],
+            granted=GRANTED,
+        )
+
+    def step(self, number, block_ids, **plan) -> None:
+        swapper = self.swapper
+        swapper.begin_step(plan_of(**plan))
+        swapper.check_integrity()
+        for layer in range(NUM_LAYERS):
+            swapper.wait_layer(layer)
+            pages = swapper.table.pages[layer, list(block_ids)].astype(np.int64)
+            pages = pages[pages != swapper.table.HOLE]
+            self.device.compute(partial(self._store, pages, number + layer))
+            swapper.layer_done(layer)
+            self.device.run_all_but_writes()
+        swapper.end_step()
+        self.device.run_all_but_writes()
+
+    def _store(self, pages, value) -> None:
+        self.words[pages] = value
+
+    def far(self, layer, block_id):
+        slab = self.swapper.far.slab(layer).words
+        assert slab is not None
+        return slab[block_id]
+
+
+def run(device, plan):
+    """Tails are written out in one step; what they leave is taken in the next one."""
+    model = Model(device)
+    rotating = model.swapper.order.rotating
+    model.step(100, TAILS, tail_acquire=list(TAILS), tail_flush=list(TAILS))
+    pool = model.swapper.pool
+    assert pool.num_free == 0 and pool.count(Owner.DRAINING) == FAR_LAYERS * len(TAILS)
+    blocks = {*plan.get("granted", ()), *plan.get("tail_acquire", ()), *plan.get("ring", ())}
+    model.step(200, sorted(blocks), **plan)
+    device.run_all()
+    for layer in rotating:
+        for block_id in TAILS:
+            assert (model.far(layer, block_id) == 100 + layer).all(), (layer, block_id)
+    device.close()
+
+
+DEVICES = pytest.mark.parametrize("device_class", [Cuda, Late])
+
+
+@DEVICES
+@pytest.mark.parametrize("case", PLANS)
+def test_what_was_computed_is_what_was_written_out(case, device_class, monkeypatch):
+    plan, owner = PLANS[case]
+    taken = []
+    allocate = PagePool.allocate
+
+    def noted(self, num_pages, owner):
+        pages, after = allocate(self, num_pages, owner)
+        taken.extend([owner] * len(after))
+        return pages, after
+
+    monkeypatch.setattr(PagePool, "allocate", noted)
+    run(device_class(), plan)
+    assert owner in taken
+
+
+@DEVICES
+@pytest.mark.parametrize("case", ["granted", "tails", "layers-return"])
+def test_without_the_order_it_is_not(case, device_class, monkeypatch):
+    monkeypatch.setattr(PagePool, "allocate", hand_over_as_if_free(PagePool.allocate))
+    with pytest.raises(AssertionError):
+        run(device_class(), PLANS[case][0])
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("case", "owner", "name", "broken"),
+    [
+        ("granted", Swapper, "_take", compute_does_not_wait_for_drains(None)),
+        ("tails", Swapper, "_take", compute_does_not_wait_for_drains(None)),
+        ("layers-return", FarTier, "wait", lambda self, event: 0.0),
+    ],
+    ids=["granted", "tails", "layers-return"],
+)
+def test_compute_that_does_not_wait_is_found(case, owner, name, broken, device_class, monkeypatch):
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError):
+        run(device_class(), PLANS[case][0])
+
+
+@DEVICES
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_areas_wait_for_their_own_pages_too(is_handed_over, device_class, monkeypatch):
+    """Reads are behind all earlier writes; if they were not, areas would still be right."""
+    original = Swapper._queue_copies
+
+    def without_earlier_writes(self):
+        self._written_before = ()
+        original(self)
+
+    monkeypatch.setattr(Swapper, "_queue_copies", without_earlier_writes)
+    if is_handed_over:
+        run(device_class(), PLANS["areas"][0])
+        return
+    monkeypatch.setattr(PagePool, "allocate", hand_over_as_if_free(PagePool.allocate))
+    with pytest.raises(AssertionError):
+        run(device_class(), PLANS["areas"][0])

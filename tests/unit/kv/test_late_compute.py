@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute that runs after it is submitted, as on a GPU: only events order it with copies."""
+
+import random
+
+import pytest
+
+from tests.fakes.kv.driver import Driver, Setup, run_schedule
+from tests.fakes.kv.simulated_device import SimulatedDevice
+from tests.fakes.kv.worker_model import WrongKv
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.kv.swapper import Swapper
+
+SETUPS = (
+    Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
+    Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True),
+    Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, moves_tails=True),
+    Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, adaptive=True),
+    Setup(num_layers=6, far_layers=5, spare_pages=4, adaptive=True, moves_tails=True),
+    Setup(num_layers=6, far_layers=5, policy="on_demand", spare_pages=2),
+)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    SETUPS,
+    ids=[
+        "interleave",
+        "fifo",
+        "small-blocks",
+        "staged-tails",
+        "adaptive",
+        "mixed-tails",
+        "on-demand",
+    ],
+)
+def test_late_compute_reads_its_own_kv(setup):
+    run_late(setup)
+
+
+def test_reads_into_an_area_still_computed_on_are_found(monkeypatch):
+    original = Swapper._queue_copies
+
+    def read_at_once(self):
+        self._staging.vacated = [()] * self._staging.num_areas
+        original(self)
+
+    monkeypatch.setattr(Swapper, "_queue_copies", read_at_once)
+    with pytest.raises(WrongKv):
+        run_late(SETUPS[0])
+
+
+def test_the_far_tier_is_not_given_back_while_it_is_read():
+    """Layers return, and are still on their way when the next step finds none of them far."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        setup = Setup(
+            num_layers=rng.randint(4, 8),
+            far_layers=3,
+            block_tokens=8,
+            sure_blocks=rng.randint(4, 12),
+            spare_pages=rng.randint(0, 60),
+            adaptive=True,
+        )
+        haste = rng.choice((0.0, 0.2, 0.5, 0.8))
+        device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=True)
+        driver = Driver(setup, device, poison_freed=False)
+        for _ in range(60):
+            if rng.random() < 0.2 and len(driver.requests) < 6:
+                driver.add(
+                    driver.free_id(rng.randrange(8)),
+                    family=0,
+                    shared=0,
+                    prompt=rng.randint(1, 30),
+                    output=rng.randint(1, 40),
+                )
+            if rng.random() < 0.15:
+                driver.aim(rng.randrange(1 << 30))
+            driver.step(lambda: rng.choice((1, 1, 1, 1, 1, 1, 1, 8)))  # noqa: B023
+        driver.run_out()
+        driver.close()
+
+
+def run_late(setup):
+    for haste in (0.0, 0.3, 0.7, 1.0):
+        for seed in range(8):
+            device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=True)
+            driver = Driver(setup, device, poison_freed=False)
+            run_schedule(driver, random.Random(seed), num_steps=40)
+
+
+def test_what_layers_write_on_their_way_out_is_written_once():
+    """Though the write is over before the step in which they are far, when none was far before."""
+    setup = Setup(num_layers=5, far_layers=3, block_tokens=2, spare_pages=40, adaptive=True)
+    driver = Driver(setup, SimulatedDevice(random.Random(0), haste=1.0))
+    driver.add("request", family=0, shared=0, prompt=6, output=20)
+    driver.step(lambda: 6)  # three full blocks
+    driver.aim(3)
+    driver.step(lambda: 0)
+    driver.worker.device.compute_event().wait()
+    driver.step(lambda: 0)
+    assert driver.engine.expansion and driver.engine.expansion.far_layers == 3
+    written = driver.worker.device.submitted[Direction.WRITE]
+    assert written == 3 * 3 * setup.geometry.page_bytes
+    driver.run_out()
+    driver.close()

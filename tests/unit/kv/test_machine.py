@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypothesis drives planner, elastic limit, swapper and pages with whatever an engine may do.
+
+The truth is kept beside them (``worker_model.py``); every structure's ``check_integrity`` and the
+bytes of every step are checked after each step.
+"""
+
+import functools
+import random
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.fakes.kv.driver import Driver, Setup
+from tests.fakes.kv.simulated_device import SimulatedDevice
+from vllm_tiered.kv.policy import POLICIES
+
+
+@st.composite
+def setups(draw):
+    num_layers = draw(st.integers(1, 6))
+    adaptive = draw(st.booleans())
+    return Setup(
+        num_layers=num_layers,
+        far_layers=draw(st.integers(0, num_layers - 1)),
+        policy="interleave" if adaptive else draw(st.sampled_from(sorted(POLICIES))),
+        block_tokens=draw(st.integers(1, 4)),
+        sure_blocks=draw(st.integers(2, 5)),
+        spare_pages=draw(st.integers(0, 30)),
+        unused_blocks=draw(st.integers(0, 2)),
+        ahead=draw(st.booleans()),
+        defer_frees=draw(st.booleans()),
+        adaptive=adaptive,
+        moves_tails=draw(st.booleans()),
+    )
+
+
+chunk_lists = st.lists(st.integers(0, 8), min_size=1, max_size=5)
+
+
+class KvMachine(RuleBasedStateMachine):
+    @initialize(
+        setup=setups(), seed=st.integers(0, 2**32), haste=st.sampled_from((0.0, 0.3, 0.7, 1.0))
+    )
+    def start(self, setup, seed, haste):
+        device = SimulatedDevice(random.Random(seed), haste=haste)
+        self.driver = Driver(setup, device)
+
+    @precondition(lambda self: len(self.driver.requests) < 8)
+    @rule(
+        number=st.integers(0, 3),
+        family=st.integers(0, 1),
+        shared=st.integers(0, 12),
+        prompt=st.integers(1, 12),
+        output=st.integers(1, 8),
+    )
+    def add(self, number, **lengths):
+        self.driver.add(self.driver.free_id(number), **lengths)
+
+    @rule(chunks=chunk_lists, num_steps=st.integers(1, 4))
+    def steps(self, chunks, num_steps):
+        for _ in range(num_steps):
+            self.driver.step(functools.partial(next, iter(chunks), chunks[-1]))
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(index=st.integers(0, 7))
+    def abort(self, index):
+        self.driver.abort(self.driver.requests[index % len(self.driver.requests)])
+
+    @precondition(lambda self: self.driver.setup.adaptive)
+    @rule(level=st.integers(0, 10))
+    def aim(self, level):
+        self.driver.aim(level)
+
+    @rule()
+    def run_out(self):
+        self.driver.run_out()
+
+    def teardown(self):
+        if hasattr(self, "driver"):
+            self.driver.run_out()
+            self.driver.close()
+
+
+TestKvMachine = KvMachine.TestCase
+TestKvMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

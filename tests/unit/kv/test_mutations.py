@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks behind the state machine find what they are there for.
+
+Each mutation breaks one thing in the way it would be broken by mistake, and a fixed set of random
+schedules must fail under it, as it must pass without.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fakes.devices import DelayedDevice
+from tests.fakes.kv.driver import Driver, Setup, run_schedule
+from tests.fakes.kv.simulated_device import SimulatedDevice
+from tests.fakes.kv.worker_model import CountedDevice, WrongKv
+from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv import block_limit as elastic
+from vllm_tiered.kv.block_limit import ElasticBlocks
+from vllm_tiered.kv.far_tier import FarTier
+from vllm_tiered.kv.mapping_table import MappingTable
+from vllm_tiered.kv.page_pool import PagePool
+from vllm_tiered.kv.relocator import Relocator
+from vllm_tiered.kv.staging import Staging
+from vllm_tiered.kv.step_plan import StepPlanner
+from vllm_tiered.kv.swapper import Swapper
+
+SETUPS = (
+    Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
+    Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=3, far_layers=1, block_tokens=3, sure_blocks=3, spare_pages=20),
+    Setup(num_layers=9, far_layers=8, block_tokens=4, sure_blocks=3, spare_pages=8),
+    Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
+    Setup(num_layers=5, far_layers=4, sure_blocks=4, spare_pages=4, adaptive=True),
+    Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
+    Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, moves_tails=True),
+    Setup(num_layers=6, far_layers=5, policy="on_demand", sure_blocks=4, spare_pages=2),
+    Setup(num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, moves_tails=True),
+    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, spare_pages=9),
+    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, moves_tails=True),
+    Setup(
+        num_layers=5,
+        far_layers=4,
+        block_tokens=8,
+        sure_blocks=2,
+        spare_pages=9,
+        adaptive=True,
+        moves_tails=True,
+    ),
+)
+HASTES = (0.0, 0.4, 1.0)
+SEEDS = range(4)
+
+
+def run_all(**options: bool) -> list[Driver]:
+    """A schedule for each setup, haste and seed, on the simulated device."""
+    drivers = []
+    for setup in SETUPS:
+        for haste in HASTES:
+            for seed in SEEDS:
+                device = SimulatedDevice(random.Random(seed), haste=haste)
+                drivers.append(Driver(setup, device, **options))
+                run_schedule(drivers[-1], random.Random(seed), num_steps=40)
+    return drivers
+
+
+def run_delayed(num_seeds: int, **options: bool) -> None:
+    """Some of the same on threads that sleep: the engine's own device, only later."""
+    for seed in range(num_seeds):
+        setup = SETUPS[seed % len(SETUPS)]
+        driver = Driver(setup, DelayedDevice(seed, 1e-3), **options)
+        try:
+            run_schedule(driver, random.Random(seed), num_steps=25)
+        finally:
+            driver.worker.device.close()
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``kind`` is what fails; content is wrong where it is :class:`WrongKv`."""
+
+    owner: object
+    name: str
+    broken: Callable[[Any], Any]
+    kind: type[Exception]
+    check_bytes: bool = False
+
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(self.owner, self.name, self.broken(getattr(self.owner, self.name)))
+
+
+def wait_layer_does_not_wait(original):
+    def wait_layer(self, layer):
+        position = self._position.get(layer)
+        if position is not None and self._reads[position] is not None:
+            self._reads[position] = None
+            self.table.publish(layer, self.num_steps)
+
+    return wait_layer
+
+
+def read_before_earlier_writes(original):
+    def queue_copies(self):
+        self._written_before = ()
+        original(self)
+
+    return queue_copies
+
+
+def write_nothing(original):
+    def submit_writes(self, writes):
+        self.last_write = (self._device.compute_event(),)
+        return [*self.last_write * len(writes)]
+
+    return submit_writes
+
+
+def write_before_it_is_computed(original):
+    def submit_writes(self, writes):
+        return original(self, [(copy, ()) for copy, _ in writes])
+
+    return submit_writes
+
+
+def areas_do_not_wait_for_writes(original):
+    def submit_writes(self, writes):
+        return [after[0] for (_, after), _ in zip(writes, original(self, writes), strict=True)]
+
+    return submit_writes
+
+
+def areas_do_not_wait_at_all(original):
+    def submit_reads(self, reads):
+        return original(self, [(copy, after[1:]) for copy, after in reads])
+
+    return submit_reads
+
+
+def flush_nothing(original):
+    def flush_tails(self, block_ids):
+        pages = self.table.rotating_pages(block_ids).ravel()
+        self.pool.drain(pages, self.pool._owner[pages][0], self._device.compute_event())
+        self._tails.difference_update(block_ids.tolist())
+
+    return flush_tails
+
+
+def write_all_but_one_page(original):
+    def prepare(self, direction, src, src_pages, dst, dst_pages):
+        kept = len(src_pages)
+        if direction is Direction.WRITE:
+            kept = max(1, kept - 1)
+        pages = Pages(src_pages.ids[:kept]), Pages(dst_pages.ids[:kept])
+        return original(self, direction, src, pages[0], dst, pages[1])
+
+    return prepare
+
+
+def free_instead_of_drain(original):
+    def drain(self, pages, owner, done):
+        self.free(pages, owner)
+
+    return drain
+
+
+def hand_over_as_if_free(original):
+    def allocate(self, num_pages, owner):
+        return original(self, num_pages, owner)[0], ()
+
+    return allocate
+
+
+def compute_does_not_wait_for_drains(original):
+    return lambda self, num_pages, owner: self.pool.allocate(num_pages, owner)[0]
+
+
+def settle_without_looking(original):
+    def settle(self):
+        while self._draining:
+            self._owner[self._draining.popleft()[1]] = 0
+
+    return settle
+
+
+def read_what_is_written(original):
+    def unique(self, read, *written):
+        return original(self, read)
+
+    return unique
+
+
+def read_nothing(original):
+    return lambda self, read, *written: np.empty(0, np.int64)
+
+
+def write_twice(original):
+    def submit_writes(self, writes):
+        original(self, writes)
+        return original(self, writes)
+
+    return submit_writes
+
+
+def forget_released_tails(original):
+    return lambda self, request_id: self._requests.pop(request_id, None) and None
+
+
+def tails_not_in_table(original):
+    def set_rotating(self, block_ids, pages):
+        if len(block_ids) != 1:
+            original(self, block_ids, pages)
+
+    return set_rotating
+
+
+def one_slot_while_prefilling(original):
+    return original - 1
+
+
+def withhold_one_too_few(original):
+    return lambda self, request_id: max(0, original(self, request_id) - 1)
+
+
+def withhold_nothing_in_the_worker(original):
+    return lambda self, block_ids: None
+
+
+def move_without_what_was_filled_since(original):
+    def move(self, order, granted, tails):
+        self.write_out_one = lambda: [self.leaving.pop()][:0]
+        seconds = original(self, order, granted, tails)
+        del self.write_out_one
+        return seconds
+
+    return move
+
+
+def return_without_reading(original):
+    def read(self, layer, block_ids, pages, drained):
+        return self._device.compute_event()
+
+    return read
+
+
+def use_returning_layers_at_once(original):
+    def wait(self, layer):
+        self.returning.pop(layer, None)
+        return 0.0
+
+    return wait
+
+
+def forget_that_blocks_are_reused(original):
+    def begin_step(self, plan):
+        self._settle(becomes_far=bool(plan.far_layers))
+
+    return begin_step
+
+
+def forget_that_tails_change(original):
+    def end_step(self, plan):
+        original(self, replace(plan, extend=plan.extend[:0]))
+
+    return end_step
+
+
+def tails_become_far_unwritten(original):
+    def take_near_tails(self):
+        original(self)
+        return []
+
+    return take_near_tails
+
+
+def tails_that_left_count_as_near(original):
+    def take_near_tails(self):
+        near = [request for request in self._requests.values() if request.tail_is_near]
+        tails = original(self)
+        for request in near:
+            request.tail_is_near = True
+        return tails
+
+    return take_near_tails
+
+
+def forget_that_tails_left(original):
+    return lambda self, block_ids: None
+
+
+def keep_areas_of_other_blocks(original):
+    def serves(self, plan):
+        same_numbers = len(plan.read) == len(self._read) and len(plan.extend) == len(self._extend)
+        return original(self, replace(plan, read=self._read, extend=self._extend)) and same_numbers
+
+    return serves
+
+
+def keep_areas_that_had_new_blocks(original):
+    def serves(self, plan):
+        self._has_ring = False
+        return original(self, plan)
+
+    return serves
+
+
+def shrink_before_blocks_fit(original):
+    return property(lambda self: 0)
+
+
+MUTATIONS = (
+    Mutation(Swapper, "wait_layer", wait_layer_does_not_wait, WrongKv),
+    Mutation(Swapper, "_queue_copies", read_before_earlier_writes, WrongKv),
+    Mutation(Swapper, "_flush_tails", flush_nothing, WrongKv),
+    Mutation(FarTier, "submit_writes", write_nothing, WrongKv),
+    Mutation(FarTier, "submit_writes", write_before_it_is_computed, WrongKv),
+    Mutation(FarTier, "submit_writes", areas_do_not_wait_for_writes, WrongKv),
+    Mutation(FarTier, "submit_writes", write_twice, AssertionError, check_bytes=True),
+    Mutation(FarTier, "submit_reads", areas_do_not_wait_at_all, WrongKv),
+    Mutation(CountedDevice, "prepare", write_all_but_one_page, WrongKv),
+    Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
+    Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
+    Mutation(PagePool, "settle", settle_without_looking, WrongKv),
+    Mutation(PagePool, "allocate", hand_over_as_if_free, WrongKv),
+    Mutation(Swapper, "_take", compute_does_not_wait_for_drains, WrongKv),
+    Mutation(StepPlanner, "_unique", read_nothing, WrongKv),
+    Mutation(StepPlanner, "_unique", read_what_is_written, IntegrityError),
+    Mutation(StepPlanner, "_forget", forget_released_tails, IntegrityError),
+    Mutation(MappingTable, "set_rotating", tails_not_in_table, IntegrityError),
+    Mutation(Relocator, "move", move_without_what_was_filled_since, WrongKv),
+    Mutation(FarTier, "read", return_without_reading, WrongKv),
+    Mutation(Relocator, "wait", use_returning_layers_at_once, WrongKv),
+    Mutation(Relocator, "begin_step", forget_that_blocks_are_reused, WrongKv),
+    Mutation(Relocator, "end_step", forget_that_tails_change, WrongKv),
+    Mutation(Relocator, "hold", forget_that_tails_left, WrongKv),
+    Mutation(StepPlanner, "_take_near_tails", tails_become_far_unwritten, IntegrityError),
+    Mutation(StepPlanner, "_take_near_tails", tails_that_left_count_as_near, WrongKv),
+    Mutation(Staging, "serves", keep_areas_of_other_blocks, WrongKv),
+    Mutation(Staging, "serves", keep_areas_that_had_new_blocks, IntegrityError),
+    Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),
+    Mutation(elastic, "TAILS_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
+    Mutation(ElasticBlocks, "blocks_to_withhold", withhold_one_too_few, IntegrityError),
+)
+
+
+def mutation_id(mutation):
+    return mutation.broken.__name__
+
+
+def test_unbroken_passes():
+    drivers = run_all()
+    # What the schedules went through; a check of things that never happen would prove nothing.
+    assert sum(driver.engine.num_preemptions for driver in drivers) > 100
+    assert sum(driver.engine.num_hits for driver in drivers) > 100
+    expansions = [driver.engine.expansion for driver in drivers]
+    assert sum(expansion.num_changes for expansion in expansions if expansion) > 100
+    assert sum(driver.worker.num_kept for driver in drivers) > 100
+
+
+def test_unbroken_passes_on_delayed_threads():
+    run_delayed(len(SETUPS))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=mutation_id)
+def test_broken_fails(mutation, monkeypatch):
+    mutation.apply(monkeypatch)
+    with pytest.raises(mutation.kind):
+        run_all(check_bytes=mutation.check_bytes)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS[:4], ids=mutation_id)
+def test_broken_fails_on_delayed_threads(mutation, monkeypatch):
+    mutation.apply(monkeypatch)
+    with pytest.raises(mutation.kind):
+        run_delayed(40, check_bytes=False)

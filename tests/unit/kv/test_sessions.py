@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming sessions: requests that wait for their client between turns and keep their blocks.
+
+vLLM goes on behind what is computed for sure. Under async scheduling one more token is in flight
+when a turn ends; it is dropped, and the next turn writes its slot again, in a block that may be
+full and gone by then: the connector aborts such sessions (tests/e2e/test_request_lifecycle.py).
+"""
+
+import dataclasses
+import random
+
+import pytest
+
+from tests.fakes.kv.driver import Setup, run_schedule, simulated
+
+SETUPS = (
+    Setup(num_layers=5, far_layers=4, sure_blocks=7, spare_pages=2),
+    Setup(num_layers=4, far_layers=3, policy="fifo", block_tokens=3, sure_blocks=6, spare_pages=6),
+    Setup(num_layers=6, far_layers=5, sure_blocks=7, adaptive=True, moves_tails=True),
+)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "fifo", "mixed-tails"])
+def test_sessions(setup):
+    run_sessions(setup)
+
+
+def run_sessions(setup, **changes):
+    num_turns = 0
+    for haste in (0.0, 0.5, 1.0):
+        for seed in range(12):
+            driver = simulated(dataclasses.replace(setup, **changes), seed, haste=haste)
+            run_schedule(driver, random.Random(seed), num_steps=40, turns=(0, 0, 1, 2))
+            num_turns += driver.engine.num_turns
+    assert num_turns > 50

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The integer program against brute force."""
+
+import ctypes
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import scipy.optimize
+from hypothesis import given, settings
+
+from tests.fixtures.placement_instances import (
+    LINK,
+    PAGE,
+    STORAGE,
+    by_kind,
+    every_placement,
+    small_model,
+)
+from vllm_tiered.planner import placement_milp as near_program
+from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.pipeline import ALONE, Slowdown, transfer_seconds
+from vllm_tiered.planner.placement_milp import Links, Problem, Stay, solve
+from vllm_tiered.weights.placement import slot_bytes
+
+
+def balance(placement, times, slower=ALONE):
+    """The program's objective: each transfer beside the compute before it."""
+    transfers = transfer_seconds(placement, LINK, STORAGE)
+    total = 0.0
+    for position, transfer in enumerate(transfers):
+        compute = times.compute[position - 1]
+        both = min(compute * slower.compute, transfer * slower.link)
+        total += both + max(compute - both / slower.compute, transfer - both / slower.link)
+    return total
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    attention=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    ffn=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    compute=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    budget=st.integers(4, 40),
+    far_budget=st.integers(0, 30),
+    has_storage=st.booleans(),
+    slower=st.sampled_from([ALONE, Slowdown(1.25, 1.5), Slowdown(2.0, 2.0)]),
+)
+def test_the_program_finds_what_brute_force_finds(
+    attention, ffn, compute, budget, far_budget, has_storage, slower
+):
+    """Where something of every sublayer is far, its constraints are those of the slots exactly."""
+    sublayers = small_model(1 if has_storage else 2, attention, ffn)
+    times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
+    tiers = ("near", "far", "stored") if has_storage else ("near", "far")
+    fitting = [
+        balance(placement, times, slower)
+        for placement in every_placement(sublayers, tiers)
+        if all(far or stored for far, stored in placement.staged)
+        and placement.near_bytes <= budget * PAGE
+        and placement.far_bytes <= far_budget * PAGE
+    ]
+    links = Links(LINK, STORAGE if has_storage else None, slower)
+    far_bytes = far_budget * PAGE
+    problem = Problem(
+        sublayers=sublayers, times=times, links=links, far_bytes=far_bytes, stay=Stay.NONE
+    )
+    solved = solve(problem, budget * PAGE)
+    if not fitting:
+        assert solved is None
+        return
+    assert solved is not None and all(far or stored for far, stored in solved.staged)
+    assert solved.near_bytes <= budget * PAGE
+    assert solved.far_bytes <= far_bytes
+    assert balance(solved, times, slower) == pytest.approx(min(fitting), rel=2e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    compute=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    budget=st.integers(4, 40),
+    stay=st.sampled_from(Stay),
+    ahead=st.integers(1, 3),
+)
+def test_no_placement_of_its_kind_is_better_than_the_programs(sizes, compute, budget, stay, ahead):
+    """By its own sum; longer last rounds may make it exceed the budget, which callers look at."""
+    sublayers = small_model(4, sizes[:1], sizes[1:])
+    times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
+    problem = Problem(
+        sublayers=sublayers,
+        times=times,
+        links=Links(LINK, None),
+        far_bytes=None,
+        stay=stay,
+        ahead=ahead,
+    )
+    solved = solve(problem, budget * PAGE)
+    near_attention = [not far for far in (solved.far if solved else ())][::2]
+    near_ffn = [not far for far in (solved.far if solved else ())][1::2]
+    if stay is Stay.NONE:
+        assert not any(near_attention + near_ffn)
+    if stay is Stay.LAYERS:
+        assert near_attention == near_ffn
+    fitting = [
+        balance(placement, times)
+        for each in every_placement(sublayers, ("near", "far"))
+        if (placement := replace(each, ahead=ahead)).near_bytes <= budget * PAGE
+        and is_of(placement, stay)
+    ]
+    if fitting and (stay is Stay.NONE or ahead == 1):  # else the slots are not known beforehand
+        assert solved is not None
+        assert balance(solved, times) <= min(fitting) * (1 + 2e-4) + 1e-9
+
+
+def is_of(placement, stay):
+    """Of those that the program has; with any it takes slots to hold either kind."""
+    stays = [not far for far in placement.far]
+    if stay is Stay.NONE:
+        return not any(stays)
+    if stay is Stay.LAYERS:
+        is_whole = stays[::2] == stays[1::2]
+        return is_whole and len(placement.extents) % 2 == 0
+    sizes = slot_bytes(placement.extents, placement.ahead)
+    return len(set(sizes)) == 1 and len(sizes) == placement.ahead + 1
+
+
+def test_the_solver_prints_nothing(monkeypatch, capfd):
+    """HiGHS prints a line now and then: not into what a command prints. Others' lines are kept."""
+    libc = ctypes.CDLL(None)
+    solver = scipy.optimize.milp
+    calls: list[object] = []
+
+    def noisy(*args, **kwargs):
+        libc.puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        if not calls:
+            libc.puts(b"another thread's")
+        calls.append(args)
+        return solver(*args, **kwargs)
+
+    monkeypatch.setattr(near_program, "milp", noisy)
+    sublayers = small_model(4, (3, 2), (16, 8))
+    place_for_latency(sublayers, by_kind(sublayers, 1e-3, 1e-3), LINK, 90 * PAGE)
+    assert calls
+    libc.puts(b"after")
+    libc.fflush(None)
+    assert capfd.readouterr() == ("another thread's\nafter\n", "")

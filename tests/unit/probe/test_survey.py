@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole survey, small: all that was asked for, in its time, and disks that refuse."""
+
+import dataclasses
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from tests.fixtures.probes import TINY, FakeClock
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
+from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.planner.from_probe import machine_of
+from vllm_tiered.probe.contention import beside
+from vllm_tiered.probe.disk import Pattern, storage_curves
+from vllm_tiered.probe.gemm import far_product, near_product
+from vllm_tiered.probe.links import median_seconds
+from vllm_tiered.probe.survey import Matrices, Scope, survey
+from vllm_tiered.units import KIB, MIB
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device():
+    device = CpuDevice()
+    yield device
+    device.close()
+
+
+def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
+    told: list[str] = []
+    ffn = Matrices(name="ffn", shapes=[(128, 64), (64, 128)])
+    probe = survey(device, CPU, TINY, folder=tmp_path, sublayers=[ffn], step=told.append)
+    probe = json.loads(json.dumps(probe, allow_nan=False))
+    assert [entry["num_bytes"] for entry in probe["links"]["read"]] == list(TINY.transfer_bytes)
+    assert len(probe["products"]["far"]) == len(TINY.rows) * len(TINY.product_shapes)
+    assert len(probe["storage"]["reads"]) == 2 * 2 * 2
+    assert [entry["rows"] for entry in probe["sublayers"]] == [1, 4]
+    assert len(told) == 7
+    machine, figures = machine_of(probe)
+    assert machine.curves is not None
+    assert all(math.isfinite(float(str(figure["value"]))) for figure in figures.values())
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_a_folder_storage_is_left_out(device):
+    assert survey(device, CPU, TINY)["storage"] is None
+
+
+def test_the_default_scope_is_planned_to_take_less_than_a_minute():
+    assert Scope().planned_seconds < 60
+
+
+def test_a_point_takes_its_time_and_no_more(monkeypatch):
+    """However slow a call is: one that is not counted, one to see, and one that counts."""
+    clock = FakeClock(monkeypatch)
+    assert median_seconds(clock.call(0.05), seconds=0.01) == pytest.approx(0.05)
+    assert clock.now == pytest.approx(3 * 0.05)
+    clock.now = 0.0
+    median_seconds(clock.call(1e-4), seconds=0.05)
+    assert 0.04 < clock.now < 6 * 0.05
+
+
+def test_a_link_that_compute_does_not_hold_up_is_as_fast_beside_it():
+    device = CpuDevice(throttles={Direction.READ: Throttle(100e6)})
+    try:
+        # What else the machine does can only make it slower: the best of a few.
+        found = [beside(device, CPU, (256, 256), torch.float32, seconds=0.5) for _ in range(3)]
+    finally:
+        device.close()
+    assert 1 <= min(each.link_slowdown for each in found) < 2
+    assert min(each.compute_slowdown for each in found) >= 1
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("product_of", [near_product, far_product])
+def test_products_are_products(product_of, rows):
+    weight, x = torch.randn(128, 64), torch.randn(rows, 64)
+    torch.testing.assert_close(product_of(weight)(x), x @ weight.t())
+
+
+def test_storage_reads_all_ways_and_leaves_nothing(tmp_path):
+    curves = storage_curves(tmp_path, [4 * KIB, MIB], [1, 4], file_bytes=8 * MIB, seconds=0.01)
+    assert {(read.pattern, read.request_bytes, read.readers) for read in curves.reads} == {
+        (pattern, size, readers)
+        for pattern in Pattern
+        for size in (4 * KIB, MIB)
+        for readers in (1, 4)
+    }
+    for read in curves.reads:
+        in_flight = read.gb_per_s * 1e9 * read.latency_s / read.request_bytes
+        assert in_flight == pytest.approx(read.readers)
+    assert curves.write_gb_per_s > 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_said_with_its_numbers(device, tmp_path):
+    scope = dataclasses.replace(TINY, file_bytes=1 << 60)
+    with pytest.raises(BudgetError, match=r"file takes 1048576.00 TiB in .* are free.*--path"):
+        survey(device, CPU, scope, folder=tmp_path)
+
+
+def test_a_folder_that_is_none_is_said(device, tmp_path):
+    with pytest.raises(ConfigError, match=r"no file can be made in .*--path"):
+        survey(device, CPU, TINY, folder=tmp_path / "absent")
+
+
+def test_an_error_of_the_disk_is_said(monkeypatch, tmp_path):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ConfigError, match="failed while it was measured: Input/output error"):
+        storage_curves(tmp_path, [4 * KIB], [2], file_bytes=4 * MIB, seconds=0.01)

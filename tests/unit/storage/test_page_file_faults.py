@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults injected into the file: a page that is not intact is named, and all others are good."""
+
+import errno
+import logging
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.fixtures.page_buffers import copy, make_buffer, pages_of
+from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.storage import page_file as storage
+from vllm_tiered.storage.page_file import PageFile
+
+PAGE_BYTES = 24 * 1024
+NUM_PAGES = 100
+IDS = np.arange(NUM_PAGES)
+
+
+@pytest.fixture
+def file(tmp_path):
+    file = PageFile(tmp_path, NUM_PAGES, PAGE_BYTES, deadline_seconds=60.0)
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def written(file):
+    """A file in which each page holds its id."""
+    file.write(make_buffer(NUM_PAGES, PAGE_BYTES), IDS, IDS)
+    return file
+
+
+def fd_of(file):
+    with file._file as fd:
+        return fd
+
+
+DEADLINE_SECONDS = 1.0
+
+
+@pytest.fixture
+def impatient(written, monkeypatch):
+    """A written file that gives up soon. It lies in memory: the machine's disk may be slow."""
+    own_fd = fd_of(written)
+    words = make_buffer(NUM_PAGES, PAGE_BYTES).words
+    assert words is not None
+    data = words.reshape(-1).view(np.uint8)
+
+    def preadv(fd, buffers, offset):
+        assert fd == own_fd
+        buffers[0][:] = data[offset : offset + len(buffers[0])].data
+        return len(buffers[0])
+
+    def pwritev(fd, buffers, offset):
+        assert fd == own_fd
+        data[offset : offset + len(buffers[0])] = buffers[0]
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    written._deadline_seconds = written._probe_seconds = DEADLINE_SECONDS
+    return written
+
+
+def inject(monkeypatch, file, name, *, when=lambda page: True, error=None, before=None):
+    """Calls of ``os.<name>`` that touch a page of ``file`` for which ``when`` holds go wrong."""
+    real, own_fd = getattr(os, name), fd_of(file)
+
+    def faulty(fd, buffers, offset):
+        first = offset // PAGE_BYTES
+        pages = range(first, first + len(buffers[0]) // PAGE_BYTES)
+        if fd == own_fd and any(map(when, pages)):
+            if before is not None:
+                before()
+            if error is not None:
+                raise OSError(error, os.strerror(error))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, name, faulty)
+
+
+def read_all(file):
+    """The near buffer after a read of all pages, each to its own, and the lost ones."""
+    near = make_buffer(NUM_PAGES, PAGE_BYTES, value=-1)
+    return near, sorted(file.read(IDS, near, Pages(IDS)).tolist())
+
+
+def check_all_but(file, lost, kind):
+    """Exactly ``lost`` are named and counted as ``kind``; all others are good."""
+    before = file.errors[kind]
+    near, named = read_all(file)
+    assert named == lost
+    assert near.words is not None
+    good = np.setdiff1d(IDS, lost)
+    assert (near.words[good] == good[:, None]).all()
+    assert file.errors[kind] == before + len(lost)
+
+
+# What is in the file ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_flipped_bit(written, seed):
+    rng = random.Random(seed)
+    page, position, bit = rng.randrange(NUM_PAGES), rng.randrange(PAGE_BYTES), rng.randrange(8)
+    flip(written, page * PAGE_BYTES + position, 1 << bit)
+    check_all_but(written, [page], PageError.CHECKSUM)
+    flip(written, page * PAGE_BYTES + position, 1 << bit)
+    check_all_but(written, [], PageError.CHECKSUM)
+
+
+def flip(file, offset, mask):
+    """Through another descriptor, as this one takes whole blocks only."""
+    fd = os.open(f"/proc/self/fd/{fd_of(file)}", os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, offset)[0]
+        os.pwrite(fd, bytes([byte ^ mask]), offset)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_page_mixed_up_with_another(written):
+    fd = os.open(f"/proc/self/fd/{fd_of(written)}", os.O_RDWR)
+    os.pwrite(fd, os.pread(fd, PAGE_BYTES, 4 * PAGE_BYTES), 9 * PAGE_BYTES)
+    os.fsync(fd)
+    os.close(fd)
+    check_all_but(written, [9], PageError.CHECKSUM)
+
+
+def test_a_write_that_the_disk_forgot(written, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda fd, buffers, offset: len(buffers[0]))
+        written.write(make_buffer(1, PAGE_BYTES, value=7), np.array([0]), np.array([13]))
+    check_all_but(written, [13], PageError.CHECKSUM)
+
+
+@pytest.mark.parametrize("cut_bytes", [0, 8, 4096, PAGE_BYTES - 8])
+def test_a_truncated_file(written, cut_bytes):
+    os.truncate(fd_of(written), 60 * PAGE_BYTES + cut_bytes)
+    check_all_but(written, list(range(60, NUM_PAGES)), PageError.SHORT)
+
+
+def test_damaged_pages_can_be_written_again(written):
+    flip(written, 5 * PAGE_BYTES, 1)
+    assert read_all(written)[1] == [5]
+    written.write(make_buffer(NUM_PAGES, PAGE_BYTES), np.array([5]), np.array([5]))
+    check_all_but(written, [], PageError.CHECKSUM)
+
+
+def test_the_page_is_named_in_the_numbering_of_the_part(tmp_path):
+    device = CpuDevice()
+    far = device.storage_buffer(tmp_path, NUM_PAGES, PAGE_BYTES)
+    src, dst = make_buffer(NUM_PAGES, PAGE_BYTES), make_buffer(3, PAGE_BYTES)
+    assert dst.words is not None
+    copy(device, Direction.WRITE, src, Pages(IDS), far, Pages(IDS)).wait()
+    flip(far.store, 45 * PAGE_BYTES + 99, 1)
+    part = far.part(40, 10)
+    event = copy(device, Direction.READ, part, pages_of(4, 5, 6), dst, pages_of(2, 1, 0))
+    assert device.wait(event) >= 0.0
+    assert event.done(), "a lost page is no failed copy"
+    assert device.failed_pages(event).tolist() == [5]
+    assert (dst.words[[2, 0]] == [[44], [46]]).all()
+    assert device.page_errors()[PageError.CHECKSUM] == 1
+    after = copy(device, Direction.READ, part, pages_of(0), dst, pages_of(0))
+    after.wait()
+    assert device.failed_pages(after).tolist() == [] and (dst.words[0] == 40).all()
+    device.close()
+
+
+# What the system says --------------------------------------------------------------------
+
+
+def test_a_bad_block_costs_its_own_page(written, monkeypatch, caplog):
+    inject(monkeypatch, written, "preadv", when=lambda page: page in (17, 60), error=errno.EIO)
+    with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
+        check_all_but(written, [17, 60], PageError.IO)
+        check_all_but(written, [17, 60], PageError.IO)
+    assert len(caplog.records) == 1, "one warning; the rest is counted"
+    assert "Input/output error" in caplog.text
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_page_that_could_not_be_written_is_not_there(written, monkeypatch, error):
+    """The old contents, which are still in the file, must not come back."""
+    new = make_buffer(NUM_PAGES, PAGE_BYTES)
+    with monkeypatch.context() as patch:
+        inject(patch, written, "pwritev", when=lambda page: page in (3, 4, 99), error=error)
+        written.write(new, IDS, IDS)
+    assert written.errors[PageError.WRITE] == 3
+    check_all_but(written, [3, 4, 99], PageError.UNWRITTEN)
+    written.write(new, IDS, IDS)
+    check_all_but(written, [], PageError.UNWRITTEN)
+
+
+def test_a_write_that_was_cut_short(written, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda fd, buffers, offset: 0)
+        written.write(make_buffer(NUM_PAGES, PAGE_BYTES), IDS[:2], IDS[:2])
+    check_all_but(written, [0, 1], PageError.UNWRITTEN)
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_the_system_may_take_several_calls(file, monkeypatch, name):
+    real = getattr(os, name)
+    monkeypatch.setattr(
+        os, name, lambda fd, buffers, offset: real(fd, [buffers[0][: 3 * 4096]], offset)
+    )
+    file.write(make_buffer(NUM_PAGES, PAGE_BYTES), IDS, IDS)
+    check_all_but(file, [], PageError.SHORT)
+
+
+def test_a_bug_in_a_reader_is_no_lost_page(written, monkeypatch):
+    def bug(fd, buffers, offset):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(os, "preadv", bug)
+    with pytest.raises(ZeroDivisionError):
+        read_all(written)
+
+
+# A disk that does not answer -------------------------------------------------------------
+
+
+def test_late_pages_are_lost_and_what_comes_then_touches_nothing(impatient, monkeypatch):
+    released, returned = threading.Event(), threading.Semaphore(0)
+    fetch = impatient._fetch
+
+    def noted_fetch(extent):
+        fetch(extent)
+        returned.release()
+
+    impatient._fetch = noted_fetch
+    with monkeypatch.context() as patch:
+        inject(patch, impatient, "preadv", when=lambda page: page == 50, before=released.wait)
+        begin = time.perf_counter()
+        with_it = list(range(42, 84))  # travel together
+        check_all_but(impatient, with_it, PageError.LATE)
+        assert time.perf_counter() - begin >= DEADLINE_SECONDS
+        near, lost = read_all(impatient)
+        assert lost == with_it
+        near.data[:] = 0xAB
+        for _ in range(4):  # two reads, of which two extents each have come
+            assert returned.acquire(timeout=60)
+        assert not returned.acquire(timeout=0.05)
+        released.set()
+        for _ in range(2):
+            assert returned.acquire(timeout=60)
+    time.sleep(0.05)
+    assert (near.data == 0xAB).all()
+    check_all_but(impatient, [], PageError.LATE)
+
+
+def test_the_buffer_of_a_late_read_is_not_used_again(impatient, monkeypatch):
+    released = threading.Event()
+    hung: list[int] = []
+    used: list[int] = []
+    real = os.preadv
+
+    def preadv(fd, buffers, offset):
+        address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        if hung:
+            used.append(address)
+        else:
+            hung.append(address)
+            released.wait(timeout=60)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    near = make_buffer(1, PAGE_BYTES)
+    assert impatient.read(IDS[:1], near, pages_of(0)).tolist() == [0]
+    assert read_all(impatient)[1] == []
+    released.set()
+    assert len(used) == 3 and hung[0] not in used
+
+
+def test_all_readers_hang(impatient, monkeypatch):
+    """What waits for a reader is late too, and is not read when there is one again."""
+    released, calls = threading.Event(), []
+
+    def hang():
+        calls.append(1)
+        released.wait(timeout=60)
+
+    impatient._readers.size = 1
+    with monkeypatch.context() as patch:
+        inject(patch, impatient, "preadv", before=hang)
+        check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
+        check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
+        released.set()
+        check_all_but(impatient, [], PageError.LATE)
+    assert len(calls) == 1 + 3
+
+
+def test_a_silent_disk_is_not_waited_for_again_and_again(impatient, monkeypatch):
+    """A step copies many layers. Once it answers it has its time again."""
+    released = threading.Event()
+    impatient._probe_seconds = 0.05
+    impatient._readers.size = 2
+    with monkeypatch.context() as patch:
+        inject(patch, impatient, "preadv", before=lambda: released.wait(timeout=60))
+        begin = time.perf_counter()
+        for _ in range(8):
+            check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
+        assert DEADLINE_SECONDS <= time.perf_counter() - begin < 3 * DEADLINE_SECONDS
+        released.set()
+        end = time.monotonic() + 60
+        while impatient._readers._num_unfinished and time.monotonic() < end:
+            time.sleep(0.01)
+    inject(monkeypatch, impatient, "preadv", before=lambda: time.sleep(DEADLINE_SECONDS / 4))
+    check_all_but(impatient, [], PageError.LATE)
+
+
+def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
+    """Each give-up costs requests a recompute, and too many of those stop the engine."""
+    released = threading.Event()
+    monkeypatch.setattr(storage, "PROBING_SECONDS", 0.3)
+    impatient._probe_seconds = 0.05
+    impatient._readers.size = 2
+    inject(monkeypatch, impatient, "preadv", before=lambda: released.wait(timeout=60))
+    begin = time.perf_counter()
+    for _ in range(20):
+        check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
+    released.set()
+    assert time.perf_counter() - begin >= 3 * DEADLINE_SECONDS
+
+
+def test_a_slow_disk_is_not_a_dead_one(impatient, monkeypatch):
+    """Each request takes a part of the deadline, and the copy more than all of it."""
+    impatient._readers.size = 1
+    inject(monkeypatch, impatient, "preadv", before=lambda: time.sleep(DEADLINE_SECONDS / 4))
+    near = make_buffer(NUM_PAGES, PAGE_BYTES, value=-1)
+    ids = IDS[::16]
+    begin = time.perf_counter()
+    assert not len(impatient.read(ids, near, Pages(ids)))
+    assert time.perf_counter() - begin > DEADLINE_SECONDS
+
+
+def test_a_page_of_a_late_write_is_not_there(impatient, monkeypatch):
+    released = threading.Event()
+    with monkeypatch.context() as patch:
+        inject(patch, impatient, "pwritev", when=lambda page: page == 7, before=released.wait)
+        impatient.write(make_buffer(1, PAGE_BYTES, value=-9), np.array([0]), np.array([7]))
+    assert impatient.errors[PageError.WRITE] == 1
+    check_all_but(impatient, [7], PageError.UNWRITTEN)
+    impatient.write(make_buffer(NUM_PAGES, PAGE_BYTES), np.array([7]), np.array([7]))
+    check_all_but(impatient, [], PageError.CHECKSUM)
+    # Only now the late write overwrites the new page: that is noticed.
+    released.set()
+    end = time.monotonic() + 60
+    while impatient._writers._num_unfinished and time.monotonic() < end:
+        time.sleep(0.01)
+    check_all_but(impatient, [7], PageError.CHECKSUM)
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_close_in_the_middle(impatient, monkeypatch, name):
+    """Who copies gets an answer, who closes does not wait for ever, and the descriptor lives on."""
+    released, begun = threading.Event(), threading.Event()
+
+    def hang():
+        begun.set()
+        released.wait(timeout=60)
+
+    inject(monkeypatch, impatient, name, before=hang)
+    near = make_buffer(NUM_PAGES, PAGE_BYTES)
+    lost: list[int] = []
+
+    def run():
+        if name == "preadv":
+            lost.extend(impatient.read(IDS, near, Pages(IDS)).tolist())
+        else:
+            impatient.write(near, IDS, IDS)
+            lost.extend(np.flatnonzero(impatient._checksums == 0).tolist())
+
+    copying = threading.Thread(target=run)
+    fd = fd_of(impatient)
+    copying.start()
+    assert begun.wait(timeout=60)
+    impatient.close()
+    copying.join(timeout=60)
+    assert not copying.is_alive()
+    assert sorted(lost) == list(range(NUM_PAGES))
+    os.fstat(fd)  # still that file: a late write hits nobody else's
+    released.set()
+    assert impatient._readers.close(60) and impatient._writers.close(60)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+# All together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_faults_never_bring_wrong_bytes(tmp_path, monkeypatch, seed):
+    """1200 copies, of which each third meets faults: a page is what was written last, or named."""
+    rng = random.Random(seed)
+    file = PageFile(tmp_path, NUM_PAGES, PAGE_BYTES, deadline_seconds=60.0)
+    near = make_buffer(NUM_PAGES, PAGE_BYTES)
+    assert near.words is not None
+    fd = fd_of(file)
+    real_preadv, real_pwritev = os.preadv, os.pwritev
+    faults = random.Random(seed + 1000)
+    share = 0.0
+
+    def preadv(call_fd, buffers, offset):
+        if call_fd != fd or faults.random() >= share:
+            return real_preadv(call_fd, buffers, offset)
+        match faults.randrange(3):
+            case 0:
+                raise OSError(errno.EIO, "Input/output error")
+            case 1:
+                half = len(buffers[0]) // 8192 * 4096 * faults.randrange(2)
+                return real_preadv(call_fd, [buffers[0][:half]], offset)
+            case _:
+                count = real_preadv(call_fd, buffers, offset)
+                buffers[0][faults.randrange(count) if count else 0] ^= 1
+                return count
+
+    def pwritev(call_fd, buffers, offset):
+        if call_fd != fd or faults.random() >= share:
+            return real_pwritev(call_fd, buffers, offset)
+        match faults.randrange(3):
+            case 0:
+                raise OSError(faults.choice([errno.EIO, errno.ENOSPC]), "refused")
+            case 1:
+                return len(buffers[0])  # forgotten by the disk
+            case _:
+                return real_pwritev(call_fd, [buffers[0][:4096]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    model: dict[int, int] = {}
+    num_good = num_lost = 0
+    for value in range(300):
+        share = rng.choice([0.0, 0.0, 0.5])
+        count = rng.randint(1, NUM_PAGES // 2)
+        near_ids = np.array(rng.sample(range(NUM_PAGES), count))
+        first = rng.randrange(NUM_PAGES)
+        page_ids = (first + np.arange(count)) % NUM_PAGES
+        if rng.random() < 0.4:
+            near.words[near_ids] = 1000 * value + page_ids[:, None]
+            file.write(near, near_ids, page_ids)
+            model |= {page: 1000 * value + page for page in page_ids.tolist()}
+            continue
+        near.words[:] = -1
+        lost = set(file.read(page_ids, near, Pages(near_ids)).tolist())
+        assert lost <= set(page_ids.tolist())
+        num_lost += len(lost)
+        for near_id, page in zip(near_ids.tolist(), page_ids.tolist(), strict=True):
+            if page not in lost:
+                num_good += 1
+                assert (near.words[near_id] == model[page]).all()
+    assert num_good > 1000 and num_lost > 100
+    kinds = {kind.value for kind, number in file.errors.items() if number}
+    assert {"checksum", "io", "short", "unwritten", "write"} <= kinds
+    file.close()

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far weights on a GPU's device, a double of CUDA: outputs bit by bit, or the break is seen."""
+
+import random
+from functools import partial
+from math import prod
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from tests.fakes.cuda import SimulatedCudaDevice
+from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.cuda.device import CudaDevice
+from vllm_tiered.devices.cuda.event import CudaEvent
+from vllm_tiered.kernels.dequant_linear import reference
+from vllm_tiered.weights import far_weights, packing
+from vllm_tiered.weights.far_weights import FarWeights, Group, Staged
+from vllm_tiered.weights.int4_layout import compressed_bytes
+from vllm_tiered.weights.placement import place, spill, sublayers_of
+from vllm_tiered.weights.store import WeightStore
+
+NUM_LAYERS, WIDTH = 3, 192
+SHAPES = {
+    "self_attn.qkv_proj.weight": (3 * WIDTH, WIDTH),
+    "self_attn.qkv_proj.bias": (3 * WIDTH,),
+    "self_attn.o_proj.weight": (WIDTH, WIDTH),
+    "mlp.fc1.weight": (2 * WIDTH, WIDTH),
+    "mlp.fc2.weight": (WIDTH, 2 * WIDTH),
+}
+HASTES = [0.0, 0.3, 0.9]
+
+
+class Model:
+    """Sublayers whose products are submitted as a GPU's kernels are, and read slots when they run.
+
+    Args:
+        compressed: matrices are in 4 bit, as our kernels want them.
+        store: has the second half of the sublayers.
+    """
+
+    def __init__(self, seed, haste, *, compressed=False, store=None, engine_run_bytes=1 << 60):
+        self.device = SimulatedCudaDevice(
+            random.Random(seed), haste=haste, engine_run_bytes=engine_run_bytes
+        )
+        generator = torch.Generator().manual_seed(0)  # the same model each time
+        self.weights = [
+            {name: torch.randn(shape, generator=generator) / 12 for name, shape in SHAPES.items()}
+            for _ in range(NUM_LAYERS)
+        ]
+        self.compressed = compressed
+        self.parameters = [
+            {name: torch.nn.Parameter(torch.empty(shape), False) for name, shape in SHAPES.items()}
+            for _ in range(NUM_LAYERS)
+        ]
+        self.x_BK = torch.randn((3, WIDTH), generator=generator)
+        sizes = {name: self.num_bytes(name) for name in SHAPES}
+        sublayers = [one for layer in range(NUM_LAYERS) for one in sublayers_of(layer, sizes)]
+        placement = place("all_far", sublayers)
+        if store is not None:
+            placement = spill(placement, placement.far_bytes // 2)
+            assert placement.stored and placement.far_bytes
+            store.keep(placement)
+        groups = [
+            Group(*([self.staged(one.layer, p.name) for p in part] for part in parts))
+            for one, parts in zip(sublayers, placement.staged, strict=True)
+        ]
+        self.sublayers = [
+            (one.layer, [p.name for part in parts for p in part])
+            for one, parts in zip(sublayers, placement.staged, strict=True)
+        ]
+        self.store = store
+        self.far = FarWeights(self.device, groups, torch.device("cpu"), store)
+
+    def is_packed(self, name):
+        return self.compressed and name.endswith("weight")
+
+    def num_bytes(self, name):
+        shape = SHAPES[name]
+        return compressed_bytes(shape[0], shape[-1], 4) if self.is_packed(name) else 4 * prod(shape)
+
+    def staged(self, layer, name):
+        return Staged(self.parameters[layer][name], self.num_bytes(name), self.is_packed(name))
+
+    def load(self):
+        for parameters, weights in zip(self.parameters, self.weights, strict=True):
+            for name, parameter in parameters.items():
+                parameter.data.copy_(weights[name])
+
+    def product(self, layer, module, x_BK, parameters):
+        weight = parameters[layer][f"{module}.weight"]
+        bias = parameters[layer].get(f"{module}.bias")
+        rows = SHAPES[f"{module}.weight"][0]
+        if not self.compressed:
+            return linear(x_BK, weight, bias)
+        packed = weight if parameters is self.parameters else reference.pack(weight)
+        return reference.linear(x_BK, packed, rows, bias)
+
+    def step(self, ring):
+        """All layers once; the output is there when compute is over."""
+        activations = {"x": self.x_BK}
+        for position, (layer, names) in enumerate(self.sublayers):
+            for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
+                ring.enter(position)
+                self.device.compute(self.kernel(layer, module, activations))
+                ring.leave(position)
+                ring.check_integrity()
+        return activations
+
+    def kernel(self, layer, module, activations):
+        def run():
+            activations["x"] = self.follow(layer, module, activations["x"], self.parameters)
+
+        return run
+
+    def follow(self, layer, module, x_BK, parameters):
+        out_BN = self.product(layer, module, x_BK, parameters)
+        return out_BN[:, :WIDTH] if module.endswith("qkv_proj") else out_BN
+
+    def run(self, num_steps=3):
+        ring = self.far.stage()
+        outputs = [self.step(ring) for _ in range(num_steps)]
+        self.device.cuda.run_all()
+        self.device.close()
+        if self.store is not None:
+            self.store.close()
+        return [activations["x"] for activations in outputs]
+
+    def expected(self):
+        x_BK = self.x_BK
+        for layer, names in self.sublayers:
+            for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
+                x_BK = self.follow(layer, module, x_BK, self.weights)
+        return x_BK
+
+
+def wrong_steps(model):
+    return sum(not torch.equal(found, model.expected()) for found in model.run())
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.setattr(far_weights, "packing_for", lambda device: packing.ON_GPU)
+
+
+@pytest.mark.parametrize("haste", HASTES)
+@pytest.mark.parametrize("engine_run_bytes", [1, 1 << 60], ids=["engines", "kernel"])
+def test_outputs_are_equal(haste, engine_run_bytes):
+    for seed in range(4):
+        model = Model(seed, haste, engine_run_bytes=engine_run_bytes)
+        model.load()
+        assert not wrong_steps(model), seed
+
+
+@pytest.mark.parametrize("haste", HASTES)
+def test_outputs_are_equal_in_four_bit(haste, kernels):
+    for seed in range(2):
+        model = Model(seed, haste, compressed=True)
+        model.load()
+        assert not wrong_steps(model), seed
+
+
+def test_what_was_moved_while_it_was_loaded_is_taken_from_there():
+    """vLLM moves what it processes to the GPU, and back to other memory."""
+    model = Model(0, 0.3)
+    model.load()
+    for parameters in model.parameters:
+        for parameter in parameters.values():
+            home, parameter.data = parameter.data, parameter.data.clone()
+            home.fill_(torch.nan)
+    assert not wrong_steps(model)
+
+
+@pytest.mark.parametrize("haste", HASTES)
+def test_stored_weights_with_the_first_start_and_the_second(haste, tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 3 << 16)  # some pieces for a sublayer
+    about = {"name": "model", "fingerprint": "0", "changed": "0"}
+    for is_filled in (False, True):
+        store = WeightStore(tmp_path, rank=0, num_ranks=1, model=about, settings={})
+        assert store.is_filled == is_filled
+        model = Model(1, haste, store=store)
+        if is_filled:  # what is stored is not loaded
+            for (layer, names), group in zip(model.sublayers, model.far._groups, strict=True):
+                for name in names[: len(group.far)]:
+                    model.parameters[layer][name].data.copy_(model.weights[layer][name])
+        else:
+            model.load()
+        assert not wrong_steps(model)
+
+
+def long_over(device):
+    """An event of compute that was not the model's."""
+    with device._changed:
+        event = CudaEvent(device.cuda, device._changed)
+        event.record(device.cuda.new_stream())
+        return event
+
+
+@pytest.mark.parametrize("broken", ["does not wait", "fills a slot in use"])
+def test_a_ring_that_does_not_keep_the_order_is_found(broken, monkeypatch):
+    """What the other tests rely on."""
+    if broken == "does not wait":
+        monkeypatch.setattr(CudaDevice, "wait", lambda self, event: 0.0)
+    else:
+        monkeypatch.setattr(CudaDevice, "compute_event", long_over)
+    wrong = 0
+    for seed in range(6):
+        model = Model(seed, 0.3)
+        model.load()
+        wrong += wrong_steps(model)
+    assert wrong
+
+
+def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
+    """A module's last kernel may be behind another module's, in another stream."""
+    for seed in range(4):
+        model = Model(seed, 0.6)
+        model.load()
+        cuda, device = model.device.cuda, model.device
+        ring = model.far.stage()
+        main, aside = cuda.compute_stream(), cuda.new_stream()
+        seen: list[bool] = []
+
+        def look(layer, name, seen=seen, model=model):
+            seen.append(torch.equal(model.parameters[layer][name], model.weights[layer][name]))
+
+        for position, (layer, names) in enumerate(model.sublayers * 2):
+            position %= len(model.sublayers)
+            for stream, name in ((aside, names[0]), (main, names[-1])):
+                cuda._compute = stream
+                ring.enter(position)
+                for _ in range(12 if stream is main else 0):  # it is busy with something else
+                    device.compute(lambda: None)
+                device.compute(partial(look, layer, name))
+                ring.leave(position)
+        cuda.run_all()
+        device.close()
+        assert len(seen) == 4 * len(model.sublayers) and all(seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_matrices_are_packed_as_the_kernel_wants_them(dtype, monkeypatch):
+    monkeypatch.setattr(packing, "_CHUNK_WEIGHTS", 5 * 128)  # rows by five, and by fewer
+    weight = torch.randn((64, 128)).to(dtype)
+    assert torch.equal(packing.compress_for_kernels(weight), reference.pack(weight))
+    assert len(reference.pack(weight)) == compressed_bytes(64, 128, dtype.itemsize)
+    assert packing.packing_for(torch.device("cuda", 0)).layout() == "dequant_linear"
