@@ -42,7 +42,7 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 # A broken link, or a page that is not in the navigation, is an error.
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module is needed:" \

@@ -36,7 +36,7 @@ def configuration_page() -> str:
     for spec in dataclasses.fields(config.TieredConfig):
         section = spec.type if inspect.isclass(spec.type) else getattr(config, str(spec.type))
         lines += [f"## tiered.{spec.name}", "", inspect.cleandoc(section.__doc__ or ""), ""]
-        lines += table(("option", "values", "default"), option_rows(spec.name, section)) + [""]
+        lines += [*table(("option", "values", "default"), option_rows(spec.name, section)), ""]
     return "\n".join(lines)
 
 
