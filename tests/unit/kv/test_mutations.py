@@ -103,8 +103,8 @@ class Mutation:
 def wait_layer_does_not_wait(original):
     def wait_layer(self, layer):
         position = self._position.get(layer)
-        if position is not None and self._loads[position] is not None:
-            self._loads[position] = None
+        if position is not None and self._reads[position] is not None:
+            self._reads[position] = None
             self.table.publish(layer, self.num_steps)
 
     return wait_layer
