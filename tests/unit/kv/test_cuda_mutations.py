@@ -24,8 +24,8 @@ from vllm_tiered.kv.page_pool import Owner, PagePool
 
 SETUPS = (
     *LATE_SETUPS,
-    Setup(num_layers=9, far_layers=8, block_tokens=4, sure_blocks=3, spare_pages=8),
-    Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
+    Setup(num_layers=9, num_far=8, block_tokens=4, sure_blocks=3, spare_pages=8),
+    Setup(num_layers=7, num_far=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
 )
 HASTES = (0.0, 0.3, 0.7, 1.0)
 ENGINE_RUN_BYTES = (1 << 60, 1, 64)  # all by the kernel, all by copy engines, some
@@ -175,8 +175,8 @@ def test_the_host_never_waits_for_the_gpu(monkeypatch):
     monkeypatch.setattr(WorkerModel, "close", closed)
     run_all()
     # Of the rare ones test_drains.py has each.
-    assert handed_over[Owner.STAGING] > 100 and handed_over[Owner.TAIL] > 10, handed_over
-    assert handed_over[Owner.PINNED] > 0, handed_over
+    assert handed_over[Owner.STAGING] > 100 and handed_over[Owner.PARTIAL] > 10, handed_over
+    assert handed_over[Owner.RESIDENT] > 0, handed_over
 
 
 class CheckedDevice(SimulatedCudaDevice):

@@ -11,13 +11,13 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CopyThread, CpuDevice
 
 SETUPS = (
-    Setup(num_layers=5, far_layers=3, spare_pages=12),
-    Setup(num_layers=5, far_layers=3, spare_pages=12, moves_tails=True),
-    Setup(num_layers=5, far_layers=4, spare_pages=4, moves_tails=True, adaptive=True),
+    Setup(num_layers=5, num_far=3, spare_pages=12),
+    Setup(num_layers=5, num_far=3, spare_pages=12, offloads_partial_blocks=True),
+    Setup(num_layers=5, num_far=4, spare_pages=4, offloads_partial_blocks=True, adaptive=True),
 )
 
 
-SETUP_IDS = ["fixed", "staged-tails", "adaptive"]
+SETUP_IDS = ["fixed", "staged-partial", "adaptive"]
 
 
 class LinkDown(OSError):
