@@ -47,7 +47,7 @@ class Mailbox:
 
     def d2h(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Near tensors on the host, until the next call; holds the host until they are computed."""
-        if not self._device.is_apart:
+        if not self._device.has_device_memory:
             return list(tensors)
         ends = _ends(tensors)
         if len(self._answer) < ends[-1]:
@@ -61,7 +61,7 @@ class Mailbox:
     def report(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small near tensor on the host, some time: it is not to be read before an event of
         compute that comes after this is done, and given back then, to :meth:`heard`."""
-        assert self._device.is_apart and tensor.nbytes <= _NEWS_BYTES
+        assert self._device.has_device_memory and tensor.nbytes <= _NEWS_BYTES
         if not self._news:
             made = self._device.host_buffer(_NEWS * _NEWS_BYTES)
             self._news += made.view(_NEWS, _NEWS_BYTES).unbind()
@@ -77,7 +77,7 @@ class Mailbox:
     def h2d(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Arrays as near tensors, for compute that is submitted from now on."""
         tensors = [torch.from_numpy(array) for array in arrays]
-        if not self._device.is_apart:
+        if not self._device.has_device_memory:
             return tensors
         ends = _ends(tensors)
         host, sent = self._slots.popleft()
