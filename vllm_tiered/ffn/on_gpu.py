@@ -56,7 +56,7 @@ class OnGpu:
         activation: str,
     ) -> None:
         # Without a GPU nothing needs Triton.
-        from vllm_tiered.kernels.neuron_cache import api, books
+        from vllm_tiered.kernels.neuron_cache import api, index
 
         self._plan = api.plan
         self._cache = cache
@@ -67,7 +67,7 @@ class OnGpu:
         self._activation = activation
         self._index = {p: list(Precision).index(p) for p in self._regions}
         rows = [self._regions[p].capacity if p in self._regions else 0 for p in Precision]
-        self._books = books.empty_books(num_neurons, rows, window, link.near)
+        self._books = index.empty_index(num_neurons, rows, window, link.near)
         self._device_name = device_name(next(iter(regions.values())))
         self.leads = False
 
@@ -88,15 +88,15 @@ class OnGpu:
         for precision, index in self._index.items():
             missing = Missing(
                 far_rows=self._far[precision],
-                neuron_ids=lists.neurons_PN[index],
-                near_ids=lists.near_rows_PN[index],
-                present_ids=lists.present_rows_PC[index],
+                neuron_ids=lists.missing_neurons_PN[index],
+                near_ids=lists.missing_slots_PN[index],
+                present_ids=lists.retained_slots_PC[index],
                 counts=lists.counts_P4[index, :2],
                 scales=self._tables.scales.get(precision),
                 up_bias=self._tables.up_bias,
             )
             fill_and_add(out_BH, x_BH, self._regions[precision], missing, self._activation)
-        return lists.is_unused_N, lists.counts_P4
+        return lists.skip_in_base_N, lists.counts_P4
 
     def bytes_of(self, counts_P4: torch.Tensor, num_tokens: int) -> tuple[int, int]:
         """What a step read of far memory, and what it multiplied; counts on the host.
@@ -134,7 +134,7 @@ class OnGpu:
 
     def rows(self) -> dict[Precision, Ids]:
         """The neuron in each row, -1 where there is none. Waits for the GPU."""
-        (neuron_at_PC,) = self._fetched(self._books.neuron_at_PC)
+        (neuron_at_PC,) = self._fetched(self._books.neuron_in_slot_PC)
         return {
             p: neuron_at_PC[index, : self._regions[p].capacity] for p, index in self._index.items()
         }
@@ -145,7 +145,7 @@ class OnGpu:
         Raises:
             IntegrityError: naming the neurons.
         """
-        place_N, neuron_at_PC = self._fetched(self._books.place_N, self._books.neuron_at_PC)
+        place_N, neuron_at_PC = self._fetched(self._books.location_N, self._books.neuron_in_slot_PC)
         expected = np.full_like(place_N, -1)
         num_held = 0
         for index in self._index.values():
@@ -166,14 +166,14 @@ class OnGpu:
             return
         books = self._books
         # All of them are of the last token.
-        books.used_N.zero_()
+        books.last_used_N.zero_()
         books.step.zero_()
         self.leads = True
         if not any(self._cache.num_rows.values()):
             books.clear()
             return
         place_N = np.full(books.num_neurons, -1, dtype=np.int32)
-        neuron_at_PC = np.full(books.neuron_at_PC.shape, -1, dtype=np.int32)
+        neuron_at_PC = np.full(books.neuron_in_slot_PC.shape, -1, dtype=np.int32)
         for precision, index in self._index.items():
             cache = self._cache.caches[precision]
             neurons = cache.resident()
@@ -181,8 +181,8 @@ class OnGpu:
             neuron_at_PC[index, : len(neurons)] = neurons
             cache.forget(neurons)
         places, rows = self._link.send([place_N, neuron_at_PC])
-        books.place_N.copy_(places)
-        books.neuron_at_PC.copy_(rows)
+        books.location_N.copy_(places)
+        books.neuron_in_slot_PC.copy_(rows)
 
     def _fetched(self, *tensors: torch.Tensor) -> list[Ids]:
         return [one.numpy().astype(np.int64) for one in self._link.fetch(tensors)]

@@ -49,7 +49,7 @@ def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: s
     """
     _check(x_BH, region, num_rows, activation)
     if (kernels := gpu_kernels(region)) is not None:
-        found: torch.Tensor = kernels.activations(
+        found: torch.Tensor = kernels.compute_activations(
             _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=device_name(region)
         )
         return found
@@ -68,7 +68,7 @@ def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, region: Region, num_rows:
     assert a_Bn.shape == (len(out_BH), num_rows) and out_BH.shape[1] == region.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
     if (kernels := gpu_kernels(region)) is not None:
-        kernels.add_down(
+        kernels.add_down_projection(
             out_BH,
             _in_rows(a_Bn.to(torch.float32)),
             _bundles(region),
@@ -107,7 +107,7 @@ def num_fills(region: Region, num_tokens: int) -> int:
     """How often :func:`fill_and_add` reads missing neurons that have no row."""
     kernels = gpu_kernels(region)
     assert kernels is not None
-    found: int = kernels.num_fills(_bundles(region), num_tokens, device_name=device_name(region))
+    found: int = kernels.num_passes(_bundles(region), num_tokens, device_name=device_name(region))
     return found
 
 
@@ -120,13 +120,13 @@ def fill_and_add(
     assert kernels is not None
     from vllm_tiered.kernels.neuron_ffn import bundles
 
-    out_BH += kernels.fill_and_multiply(
+    out_BH += kernels.load_and_compute(
         _in_rows(x_BH),
         _bundles(region),
         bundles.Missing(
-            rows=missing.far_rows,
-            far_ids=missing.neuron_ids,
-            near_ids=missing.near_ids,
+            slab=missing.far_rows,
+            slab_ids=missing.neuron_ids,
+            slot_ids=missing.near_ids,
             neuron_ids=missing.neuron_ids,
             scales=missing.scales,
             up_bias=missing.up_bias,
@@ -146,7 +146,7 @@ def product(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) 
     """
     _check(x_BH, region, num_rows, activation)
     if (kernels := gpu_kernels(region)) is not None:
-        found: torch.Tensor = kernels.product(
+        found: torch.Tensor = kernels.compute_ffn(
             _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=device_name(region)
         )
         return found
@@ -177,7 +177,7 @@ def _bundles(region: Region) -> object:
     from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
 
     return Bundles(
-        rows=region.rows,
+        slots=region.rows,
         scales=region.scales,
         up_bias=region.up_bias,
         hidden=region.shape.hidden,
