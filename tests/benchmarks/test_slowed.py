@@ -15,7 +15,8 @@ from benchmarks.harness.throttled_engine import Slowed, SublayerClock
 from tests.fixtures.rounds import make_round
 from vllm_tiered.adapter.weights import kv_sharing, offloader
 from vllm_tiered.adapter.weights.measurements import MeasuredSublayers
-from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import Pages
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.planner.pipeline_time import ComputeTimes, Link

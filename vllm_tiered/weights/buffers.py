@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_tiered.devices.base import Copy, Device, Direction, Event, PageBuffer, Pages
+from vllm_tiered.devices.base import Copy, Device, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.weights.layout import Extent
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.kv.simulated_device import SimulatedDevice
-from vllm_tiered.devices.base import Direction, PageBuffer
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.weights.buffers import WeightBufferPool
 from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, assign_extents, moved_each_step
