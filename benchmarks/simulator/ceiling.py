@@ -81,7 +81,7 @@ def _half_of(case: Case) -> dict[str, float]:
         "fraction_of_ceiling": fixed[best].tokens_per_s / ceiling.tokens_per_s,
         "gain_over_no_far_layer": fixed[best].tokens_per_s / fixed[0].tokens_per_s,
         "gain_over_on_demand": fixed[best].tokens_per_s / on_demand.tokens_per_s,
-        "best_expansion": expansion_of(case.model.num_layers, half.levels.far_layers(best)),
+        "best_expansion": expansion_of(case.model.num_layers, half.levels.num_far(best)),
         "stall_fraction": fixed[best].stall_seconds / fixed[best].busy_seconds,
         "ceiling_tokens_per_s": ceiling.tokens_per_s,
         "peak_blocks": ceiling.peak_blocks,
@@ -89,7 +89,9 @@ def _half_of(case: Case) -> dict[str, float]:
 
 
 def _eighth_of(case: Case) -> dict[str, float]:
-    eighth = dataclasses.replace(_with_share(case, _ceiling(case), 8), tails_stay=False)
+    eighth = dataclasses.replace(
+        _with_share(case, _ceiling(case), 8), partial_blocks_resident=False
+    )
     alone, auto = simulate(eighth, 0), simulate(eighth)
     return {
         "throughput_gain": auto.tokens_per_s / alone.tokens_per_s,

@@ -129,11 +129,11 @@ def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
         import torch
 
         from vllm_tiered.devices.cpu import CpuDevice
-        from vllm_tiered.probe.survey import survey
+        from vllm_tiered.probe.run import run_probe
 
         device = CpuDevice()
         try:
-            return survey(device, torch.device("cpu"), TINY)
+            return run_probe(device, torch.device("cpu"), TINY)
         finally:
             device.close()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFNs of an engine on the CPU backend, on the GPU's device over a double of CUDA."""
+"""FFNs of an engine on the CPU backend, on the GPU's device over a fake CUDA runtime."""
 
 import random
 from typing import Any
@@ -16,11 +16,11 @@ from vllm_tiered.ffn.layer import FfnLayer
 
 
 def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:
-    """From now on copies and products of an engine's FFN run in the double's streams, until vLLM is
+    """From now on copies and products of an engine's FFN run in the fake's streams, until vLLM is
     given a layer's output.
 
     Args:
-        haste: of the double.
+        haste: of the fake.
     """
     device = SimulatedCudaDevice(random.Random(3), haste=haste)
     late = LateTorch(device)

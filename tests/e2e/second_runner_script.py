@@ -48,7 +48,7 @@ def main() -> None:
         translator: Any = as_on_a_gpu if name == "swapping" else on_host
         worker.make_translator = translator
         with pytest.MonkeyPatch.context() as patched:
-            late = compute_late(patched, haste=0.6) if name == "ffn on a double" else None
+            late = compute_late(patched, haste=0.6) if name == "ffn on a fake" else None
             whole = WholeSteps(patched) if name == "whole steps" else None
             if whole:
                 rise_after(patched, num_steps=6)

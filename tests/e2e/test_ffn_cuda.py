@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine's FFN on the GPU's device: on a double of CUDA, and on a GPU where there is one.
+"""The real engine's FFN on the GPU's device: on a fake CUDA runtime, and on a GPU if present.
 
-On the double vLLM is the CPU backend's, and each layer's FFN runs late: its copies and products are
-in the double's streams, in random orders over poisoned memory, until vLLM has the layer's output.
+On the fake vLLM is the CPU backend's, and each layer's FFN runs late: its copies and products are
+in the fake's streams, in random orders over poisoned memory, until vLLM has the layer's output.
 """
 
 from functools import cache
@@ -58,7 +58,7 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM takes
 
 @pytest.fixture(params=[0.0, 0.7])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateTorch:
-    """FFNs are computed on the double."""
+    """FFNs are computed on the fake."""
     return compute_late(monkeypatch, request.param)
 
 

@@ -23,7 +23,7 @@ from tests.e2e.harness import (
 )
 from vllm_tiered.adapter import worker_hooks as weights_engine
 from vllm_tiered.adapter.weights import offloader
-from vllm_tiered.devices.host import host_memory
+from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage import immutable_file as published
 from vllm_tiered.weights.layout import BUFFER_ALIGNMENT
@@ -163,10 +163,10 @@ def test_a_checkpoint_that_was_touched_fills_the_file_anew(copied_model, tmp_pat
 def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
     """What "auto" left to far memory may not fit it today."""
     weights = {"placement": "all_far", "storage_path": str(tmp_path)}
-    memory = host_memory()
+    memory = read_host_memory()
     sizes = iter([4 << 20, 3 << 20, 5 << 18])
     monkeypatch.setattr(
-        offloader, "host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
+        offloader, "read_host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
     )
     monkeypatch.setattr(offloader, "FAR_SHARE", 0.5)
     for at_most in (4 << 20, 4 << 20, 5 << 18):

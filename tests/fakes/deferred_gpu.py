@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of steps on the GPU alone, without a GPU: their references, in the double's stream.
+"""The kernels of steps on the GPU alone, without a GPU: their references, in the fake's stream.
 
 Lists and ranks are poison until the stream has come to them, as on a GPU.
 """

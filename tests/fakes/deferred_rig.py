@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A runtime's layers on the double of CUDA, whose compute and copies run late, in any order; and
+"""A runtime's layers on the fake CUDA runtime, whose compute and copies run late, in any order; and
 what tests break of it on purpose."""
 
 import random
@@ -30,7 +30,7 @@ class ScriptedNear(Scripted):
 
 
 class Rig:
-    """A runtime on the double."""
+    """A runtime on the fake."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ffn: Ffn, seed: int, haste: float) -> None:
         print(f"seed {seed}, haste {haste}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of ffn/ over the GPU's kernels: chosen, brought from far memory and multiplied by them.
 
-Without a GPU the device is the double of CUDA, in haste: its copies are over when they are
+Without a GPU the device is the fake CUDA runtime, in haste: its copies are over when they are
 submitted, as the interpreter's kernels are.
 """
 
@@ -46,7 +46,7 @@ def ffn(request: pytest.FixtureRequest, tmp_path) -> Ffn:
 
 @pytest.fixture
 def tiers(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Device:
-    """The GPU's, or the double's, whose regions are taken for a GPU's."""
+    """The GPU's, or the fake's, whose regions are taken for a GPU's."""
     if device.type == "cuda":
         from vllm_tiered.adapter.device import cuda_device
 

@@ -4,7 +4,7 @@
     near     scores ─┐                    ┌─► rows to move, rows to fill, what counts
     host             └─► choice ─► books ─┘
 
-Where near memory is the host's, nothing is copied. On a GPU both go through registered memory:
+Where near memory is the host's, nothing is copied. On a GPU both go through pinned memory:
 ``fetch`` holds the host until compute has come so far, ``send`` does not. Nor does ``report``, of
 steps whose books are on the GPU: it is heard of when somebody looks.
 """
@@ -47,7 +47,7 @@ class HostLink:
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Near tensors on the host, until the next call; holds the host until they are computed."""
-        if not self._device.is_apart:
+        if not self._device.has_device_memory:
             return list(tensors)
         ends = _ends(tensors)
         if len(self._answer) < ends[-1]:
@@ -61,7 +61,7 @@ class HostLink:
     def report(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small near tensor on the host, some time: it is not to be read before an event of
         compute that comes after this is done, and given back then, to :meth:`heard`."""
-        assert self._device.is_apart and tensor.nbytes <= _NEWS_BYTES
+        assert self._device.has_device_memory and tensor.nbytes <= _NEWS_BYTES
         if not self._news:
             made = self._device.host_buffer(_NEWS * _NEWS_BYTES)
             self._news += made.view(_NEWS, _NEWS_BYTES).unbind()
@@ -77,7 +77,7 @@ class HostLink:
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Arrays as near tensors, for compute that is submitted from now on."""
         tensors = [torch.from_numpy(array) for array in arrays]
-        if not self._device.is_apart:
+        if not self._device.has_device_memory:
             return tensors
         ends = _ends(tensors)
         host, sent = self._slots.popleft()

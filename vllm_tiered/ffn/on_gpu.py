@@ -38,7 +38,7 @@ class OnGpu:
     Args:
         cache: the host's books, of regions that change.
         regions: of the layer, on the GPU: of the same precisions, and of a base.
-        far: uint8 [N, stride] by precision, registered host memory: the layer's bundles.
+        far: uint8 [N, stride] by precision, pinned host memory: the layer's bundles.
         window: tokens whose neurons stay near; 1: the last one's.
         activation: the store's.
     """

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vllm_tiered.config import FfnConfig
+from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
-from vllm_tiered.devices.host import FAR_SHARE, host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
@@ -77,7 +77,7 @@ def make_plan(
     """
     near_bytes = None if config.near_gib == "auto" else int(config.near_gib * GIB)
     if config.far_gib == "auto":
-        far_bytes = int(FAR_SHARE * host_memory().usable_bytes / num_ranks)
+        far_bytes = int(FAR_SHARE * read_host_memory().usable_bytes / num_ranks)
     else:
         far_bytes = int(config.far_gib * GIB)
     table_bytes = store.table_bytes + sum(p.num_bytes for p in predictors)

@@ -27,7 +27,9 @@ class StepClock:
 
     def now(self) -> Moment:
         """Where compute is."""
-        return self._device.compute_event() if self._device.is_apart else time.perf_counter()
+        return (
+            self._device.compute_event() if self._device.has_device_memory else time.perf_counter()
+        )
 
     def tell(self, begin: Moment, told: Callable[[float], None]) -> None:
         """Call ``told`` with the seconds from then until now; at once, or in a later call."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far layers whose steps of a few tokens are the GPU's alone: on the double, they run late."""
+"""Far layers whose steps of a few tokens are the GPU's alone: on the fake, they run late."""
 
 from contextlib import nullcontext
 from dataclasses import replace

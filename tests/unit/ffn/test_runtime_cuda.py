@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device under the layers, on a double: compute and copies run late, in any order.
+"""The GPU's device under the layers, on a fake: compute and copies run late, in any order.
 
 What a layer gives is compared when everything has run: its steps overlap as far as they may.
 """

@@ -40,7 +40,7 @@ def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
     step("last", 1)
     (first, long), (second, short) = told
     assert (first, second) == ("long", "short")
-    assert 0.04 <= long < 0.05 and 0 < short < 0.01  # a piece is a millisecond of the double's
+    assert 0.04 <= long < 0.05 and 0 < short < 0.01  # a piece is a millisecond of the fake's
     device.close()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far weights on a GPU's device, a double of CUDA: outputs bit by bit, or the break is seen."""
+"""Far weights on a GPU's device, a fake CUDA runtime: outputs bit by bit, or the break is seen."""
 
 import random
 from functools import partial

@@ -120,7 +120,7 @@ class FfnEngine:
         for (start, end), layer in zip(self._modules, self.runtime.layers, strict=True):
             start.compute = partial(self._compute, layer)
             end.bias_H = layer.down_bias
-        if device.is_apart:
+        if device.has_device_memory:
             self._modules[0][0].rehearse = self._rehearse
         stated = manifest.FfnManifest.of(self.runtime, self._config)
         manifest.publish_ffn(stated)
@@ -181,7 +181,7 @@ class FfnEngine:
 
 
 def _check_device(device: Device, near_device: torch.device) -> None:
-    if near_device.type != "cpu" and not device.is_apart:
+    if near_device.type != "cpu" and not device.has_device_memory:
         raise UnsupportedError(
             f"the model is on {near_device}, to which {type(device).__name__} does not copy: "
             "FFNs from a neuron store are for vLLM's CPU backend and for NVIDIA GPUs"

@@ -30,7 +30,7 @@ class Manifest:
         max_expansion: to which it may grow; the same if it is fixed.
         far_layers: the paper's m, at the start.
         max_far_layers: to which it may grow.
-        rotating_layers: layers that pass through staging areas at the start, ascending.
+        offloaded_layers: layers that pass through staging buffers at the start, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
         far_bytes, storage_bytes: of far pages, in memory and in a file.
         tier: as configured; with "storage" the file may be empty, if memory holds all far pages.
@@ -43,8 +43,8 @@ class Manifest:
     num_layers: int
     far_layers: int
     max_far_layers: int
-    rotating_layers: tuple[int, ...]
-    staging_areas: int
+    offloaded_layers: tuple[int, ...]
+    staging_buffers: int
     num_blocks: int
     block_tokens: int
     page_bytes: int
@@ -61,12 +61,12 @@ class Manifest:
             active=plan.swaps,
             policy=plan.config.policy,
             expansion=plan.expansion,
-            max_expansion=expansion_of(geometry.num_layers, plan.max_far_layers),
+            max_expansion=expansion_of(geometry.num_layers, plan.max_num_far),
             num_layers=geometry.num_layers,
-            far_layers=plan.order.far_layers,
-            max_far_layers=plan.max_far_layers,
-            rotating_layers=plan.order.rotating,
-            staging_areas=geometry.areas,
+            far_layers=plan.order.num_far,
+            max_far_layers=plan.max_num_far,
+            offloaded_layers=plan.order.offloaded,
+            staging_buffers=geometry.num_staging_buffers,
             num_blocks=plan.num_blocks - 1,
             block_tokens=geometry.block_tokens,
             page_bytes=geometry.page_bytes,
@@ -78,7 +78,7 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        return {"kv": asdict(self) | {"rotating_layers": list(self.rotating_layers)}}
+        return {"kv": asdict(self) | {"offloaded_layers": list(self.offloaded_layers)}}
 
     def describe(self) -> str:
         """The log line."""

@@ -19,16 +19,16 @@ from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.planner.pipeline_time import ComputeTimes, Link
-from vllm_tiered.probe.contention import beside
-from vllm_tiered.probe.gemm import far_product, near_product
+from vllm_tiered.probe.contention import measure_contention
+from vllm_tiered.probe.gemm import far_gemm, near_gemm
 from vllm_tiered.probe.links import (
     PAGE_BYTES,
     SECONDS,
     SIZES,
     Sample,
+    gemm_by_rows,
     link_curve,
     median_seconds,
-    product_rows,
     published_read,
     synchronizer,
 )
@@ -146,7 +146,7 @@ def measure_machine(
     sizes = [PAGE_BYTES, _link_bytes(sublayers)]
     smallest, sample = link_curve(device, Direction.READ, near_device, sizes)
     link = link_of(sample)
-    slower = beside(
+    slower = measure_contention(
         device,
         near_device,
         _copied_shape(largest, link),
@@ -238,12 +238,10 @@ def _seconds(
     """Of products by the activations' rows."""
     if matrix.is_compressed:
         return _compressed_seconds(matrix, rows, near_device, seconds)
-    product_of = far_product if is_far else near_product
+    gemm_of = far_gemm if is_far else near_gemm
     return [
         sample.seconds
-        for sample in product_rows(
-            matrix.shape, rows, matrix.dtype, near_device, product_of, seconds
-        )
+        for sample in gemm_by_rows(matrix.shape, rows, matrix.dtype, near_device, gemm_of, seconds)
     ]
 
 

@@ -45,8 +45,8 @@ from vllm_tiered.adapter.weights.layer_weights import (
 )
 from vllm_tiered.adapter.weights.measurements import measure_sublayers
 from vllm_tiered.config import WeightsConfig
+from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.host import FAR_SHARE, host_memory
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.units import GIB
@@ -295,7 +295,7 @@ class TieredOffloader(BaseOffloader):
             if far_bytes is None:
                 # What is usable differs a little from start to start; a file is used as long as
                 # what it leaves to far memory is there at all.
-                at_most = host_memory().usable_bytes // self._num_ranks
+                at_most = read_host_memory().usable_bytes // self._num_ranks
                 far_bytes = int(FAR_SHARE * at_most)
             self._store = self._open_store(config.storage_path, layers, near_device)
             placement = self._recorded(self._store, sublayers, at_most)

@@ -75,7 +75,7 @@ class NeuronSource:
     """Brings bundles near.
 
     What is copied to rows waits for compute that was submitted before: it may still read them. On a
-    device that is apart from the host, the store's bundles pass through registered memory, of which
+    device that is apart from the host, the store's bundles pass through pinned memory, of which
     chunks and cached rows have rooms of their own.
 
     Args:
@@ -116,7 +116,7 @@ class NeuronSource:
         self.use = SourceUse()
         self._far = {p: self._fill(p) for p in precisions} if far_layers else {}
         self._passages: dict[tuple[Precision, bool], Passage] = {}
-        if device.is_apart:
+        if device.has_device_memory:
             for precision in (p for p, count in rows.items() if count and self._stores(p)):
                 self._passages[precision, True] = self._passage(precision, rows[precision])
             if self._stores(streamed):
@@ -160,7 +160,7 @@ class NeuronSource:
             missing = neurons[is_missing]
             self.use.storage_bytes += len(missing) * into.page_bytes
             to_rows = rows[is_missing]
-            if self._device.is_apart:
+            if self._device.has_device_memory:
                 passage = self._passages[precision, is_waited_for]
                 arrivals.append(passage.bring(layer, missing, into, to_rows, before))
             else:
@@ -199,7 +199,7 @@ class NeuronSource:
         begin = time.perf_counter()
         errors = settle(arrivals)
         self.use.wait_seconds += time.perf_counter() - begin
-        if self._device.is_apart:  # else that is the same time
+        if self._device.has_device_memory:  # else that is the same time
             self.use.wait_seconds += sum(map(_standstill, arrivals))
         if errors:
             raise errors[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the store to a GPU: a disk writes to registered host memory, copies go on from there.
+"""From the store to a GPU: a disk writes to pinned host memory, copies go on from there.
 
     store ─── SlotFile ──► room 0 │ room 1 │ ... ─── Device.copy ──► rows of a region, or staging
                            read, then copied, then free again

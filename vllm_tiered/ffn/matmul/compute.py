@@ -86,7 +86,7 @@ class Missing:
     """Neurons that come to a region while it is multiplied.
 
     Attributes:
-        far_rows: uint8 [N, stride], registered host memory: all of the layer's neurons.
+        far_rows: uint8 [N, stride], pinned host memory: all of the layer's neurons.
         neuron_ids, near_ids: int64 [m], near: which of them, and the row that each comes to; -1:
             none, it is multiplied and not kept.
         present_ids: int64, near, the region's other rows that count.

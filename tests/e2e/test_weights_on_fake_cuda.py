@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far weights on a GPU's device, a double of CUDA, under the real engine on vLLM's CPU backend.
+"""Far weights on a GPU's device, a fake CUDA runtime, under the real engine on vLLM's CPU backend.
 
 Compute runs when it is submitted, so it is held where a GPU's stream would be; copies are as late
 as the device lets them be. What only CUDA's runners do is shown to vLLM as far as a CPU can.
@@ -44,7 +44,7 @@ class HeldCompute(SimulatedCudaDevice):
         return stood_still
 
     def _mark(self) -> Any:
-        mark = self.cuda.new_mark()
+        mark = self.cuda.new_event()
         self.cuda.record(mark, self.cuda.compute_stream())
         return mark
 
