@@ -201,9 +201,9 @@ class FfnManifest:
             mix=None if plan.mix is None else plan.mix.shares,
             predictor=runtime.predictor,
             cache=config.cache,
-            cache_rows={precision.value: rows for precision, rows in plan.rows.items()},
+            cache_rows={precision.value: slots for precision, slots in plan.cache_slots.items()},
             near_bytes=plan.near_bytes,
-            far_layers=plan.far_layers,
+            far_layers=plan.num_far_layers,
             far_bytes=plan.far_bytes,
             dense_bytes=plan.shape.num_layers
             * plan.shape.neurons
