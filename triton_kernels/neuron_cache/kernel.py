@@ -15,8 +15,8 @@ Suffixes: P neuron cache buffers (precisions), C slots of the largest one, N neu
 
 Expected by reasoning, not measured: 16,384 neurons are eight parts of 2,048 in each pass. A part is
 a load, a scan and a store, about a microsecond: 20 to 40 us a layer. It replaces a wait for the
-GPU, two transfers, and the host's own index: 50 us for 1,638 neurons of 16,384 in one precision, 200 in
-three, 1,070 for all of 13,824 in three (numpy on an EPYC core, medians of 300, 2026-11-24).
+GPU, two transfers, and the host's own index: 50 us for 1,638 neurons of 16,384 in one precision,
+200 in three, 1,070 for all of 13,824 in three (numpy on an EPYC core, medians of 300, 2026-11-24).
 """
 
 import triton
