@@ -23,7 +23,7 @@ NEAR = torch.device("cpu", 1)
 _READS_ON_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
-class LateTorch(TorchDispatchMode):
+class DeferredTorch(TorchDispatchMode):
     """While it is on, in the thread that submits compute."""
 
     def __init__(self, device: SimulatedCudaDevice) -> None:

@@ -4,8 +4,8 @@
     near     scores ─┐                    ┌─► rows to move, rows to fill, what counts
     host             └─► choice ─► books ─┘
 
-Where near memory is the host's, nothing is copied. On a GPU both go through pinned memory:
-``fetch`` holds the host until compute has come so far, ``send`` does not. Nor does ``report``, of
+Where near memory is the host's, nothing is copied. On a GPU both go through registered memory:
+``d2h`` holds the host until compute has come so far, ``h2d`` does not. Nor does ``report``, of
 steps whose books are on the GPU: it is heard of when somebody looks.
 """
 
@@ -29,7 +29,7 @@ _NEWS = 64
 """Reports that room is made for at a time: of a layer each, in some steps that are on their way."""
 
 
-class HostLink:
+class Mailbox:
     """Of one thread, which is the one that submits compute.
 
     Args:
@@ -45,7 +45,7 @@ class HostLink:
         )
         self._news: list[torch.Tensor] = []
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def d2h(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Near tensors on the host, until the next call; holds the host until they are computed."""
         if not self._device.has_device_memory:
             return list(tensors)
@@ -65,8 +65,8 @@ class HostLink:
         if not self._news:
             made = self._device.host_buffer(_NEWS * _NEWS_BYTES)
             self._news += made.view(_NEWS, _NEWS_BYTES).unbind()
-        room = self._news.pop()
-        (host,) = _cut(room, [tensor], _ends([tensor]))
+        buffer = self._news.pop()
+        (host,) = _cut(buffer, [tensor], _ends([tensor]))
         host.copy_(tensor, non_blocking=True)
         return host
 
@@ -74,7 +74,7 @@ class HostLink:
         """A report has been read: its memory is another's."""
         self._news.append(report.view(torch.uint8).flatten().as_strided((_NEWS_BYTES,), (1,)))
 
-    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    def h2d(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Arrays as near tensors, for compute that is submitted from now on."""
         tensors = [torch.from_numpy(array) for array in arrays]
         if not self._device.has_device_memory:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
-from tests.fakes.deferred_torch import NEAR, LateTorch
+from tests.fakes.deferred_torch import NEAR, DeferredTorch
 from vllm_tiered.adapter.ffn import engine as ffn_engine
 from vllm_tiered.ffn import layer as layers
-from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layer import FfnLayer
 
 
-def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:
+def defer_compute(monkeypatch: pytest.MonkeyPatch, haste: float) -> DeferredTorch:
     """From now on copies and products of an engine's FFN run in the fake's streams, until vLLM is
     given a layer's output.
 
@@ -23,7 +23,7 @@ def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:
         haste: of the fake.
     """
     device = SimulatedCudaDevice(random.Random(3), haste=haste)
-    late = LateTorch(device)
+    late = DeferredTorch(device)
     for name in ("activations", "add_down"):
         monkeypatch.setattr(layers, name, late.late(getattr(layers, name)))
     monkeypatch.setattr(ffn_engine, "make_device", lambda: device)
@@ -45,5 +45,5 @@ def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:
     monkeypatch.setattr(ffn_engine.FfnEngine, "start", start_near)
     monkeypatch.setattr(FfnLayer, "compute", compute_near)
     # So small a model is computed faster densely.
-    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     return late
