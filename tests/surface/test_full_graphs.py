@@ -12,7 +12,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import dp_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_tiered.adapter.config import _connector_config
+from vllm_tiered.adapter.engine_config import _connector_config
 from vllm_tiered.adapter.kv import full_graphs
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.config import TieredConfig

@@ -22,7 +22,7 @@ import json
 from typing import Any
 
 from vllm_tiered.adapter.compat import wrap_once
-from vllm_tiered.adapter.config import merge_sections
+from vllm_tiered.adapter.engine_config import merge_sections
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError
 

@@ -150,7 +150,7 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
         raise
 
 
-def take_use() -> dict[str, float]:
+def drain_metrics() -> dict[str, float]:
     """What this process's weights took since the last call, by metric; empty if all are vLLM's."""
     from vllm.model_executor.offloader import get_offloader
 

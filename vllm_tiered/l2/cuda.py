@@ -181,18 +181,19 @@ def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def refusal_for(device_type: str, architecture: int | None) -> str | None:
-    """Why a device cannot prefetch; None if it can.
+def find_device_obstacle(device_type: str, architecture: int | None) -> str | None:
+    """Return why a device cannot prefetch, or None if it can.
 
     Args:
-        architecture: compute capability times 10, of a GPU that says it.
+        device_type: as vLLM's platforms name it.
+        architecture: compute capability times 10, of a GPU that reports it.
     """
     if device_type == "cpu":
         return None
     if device_type != "cuda":
         return f'there is no prefetch kernel for the device "{device_type}"'
     if architecture is None:
-        return "the GPU does not say its architecture"
+        return "the GPU does not report its architecture"
     if architecture < MIN_ARCHITECTURE:
         return f"there is no prefetch kernel for sm_{architecture}, only from sm_{MIN_ARCHITECTURE}"
     return None

@@ -33,7 +33,7 @@ from vllm_tiered.adapter.l2 import hooks as l2_hooks
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.telemetry.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.telemetry.timeline import timeline_of
-from vllm_tiered.adapter.worker_hooks import take_use
+from vllm_tiered.adapter.worker_hooks import drain_metrics
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
@@ -240,8 +240,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> TieredStats | None:
         if not self._is_scheduler:
             stats = self._worker.take_stats() if self._worker else TieredStats()
-            energy = self._energy.take_use() if self._energy else {}
-            return TieredStats(data=stats.data | take_use() | l2_hooks.take_use() | energy)
+            energy = self._energy.drain_metrics() if self._energy else {}
+            return TieredStats(
+                data=stats.data | drain_metrics() | l2_hooks.drain_metrics() | energy
+            )
         if self._scheduler:
             return self._scheduler.stats()
         return gauges(self._plan, self._world_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.adapter.checks import check_attention
+from vllm_tiered.adapter.checks import check_attention_backends
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
@@ -98,7 +98,7 @@ class TieredWorker:
                 f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
                 "share another layer's KV cache are not supported; set kv.enabled=false"
             )
-        check_attention(self._layers[name] for name in names)
+        check_attention_backends(self._layers[name] for name in names)
         view = kv_caches[names[0]]
         if view.stride(0) * view.element_size() != geometry.page_bytes or any(
             self._layers[name].kv_cache.shape != view.shape for name in names

@@ -133,7 +133,7 @@ class L2Engine:
         self._trial = None
         self.runtime.is_on = is_on
 
-    def take_use(self) -> dict[str, float]:
+    def drain_metrics(self) -> dict[str, float]:
         """What was fetched since the last call, by metric."""
         fetched, dropped = self.runtime.counts()
         before, self._before = self._before, (fetched, dropped)

@@ -5,8 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_tiered.adapter import checks as refusals
-from vllm_tiered.adapter import compat
+from vllm_tiered.adapter import checks, compat
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 
@@ -28,7 +27,7 @@ def prepare(vllm_config: Any) -> None:
     config = TieredConfig.from_dict(additional[ROOT_KEY]).l2
     if not config.is_wanted:
         return
-    why_not = refusals.why_no_l2(vllm_config, compat.device_type())
+    why_not = checks.find_l2_obstacle(vllm_config, compat.device_type())
     if why_not is not None:
         stated = manifest.L2Manifest(prefetch=config.prefetch, why_not=why_not)
         manifest.publish_l2(stated)
@@ -54,9 +53,9 @@ def prepare(vllm_config: Any) -> None:
         compat.wrap_once(UnquantizedLinearMethod, "process_weights_after_loading", _process)
 
 
-def take_use() -> dict[str, float]:
+def drain_metrics() -> dict[str, float]:
     """What this process's prefetches did since the last call, by metric."""
-    return _engines[-1][1].take_use() if _engines else {}
+    return _engines[-1][1].drain_metrics() if _engines else {}
 
 
 def close(vllm_config: Any) -> None:

@@ -32,7 +32,7 @@ class EngineEnergy:
     def begin_step(self) -> None:
         self._meter.begin()
 
-    def take_use(self) -> dict[str, float]:
+    def drain_metrics(self) -> dict[str, float]:
         """What was drawn since the last call, by metric; empty if nothing was read since."""
         drawn = self._meter.take()
         if drawn is None:
@@ -46,7 +46,7 @@ class EngineEnergy:
         }
 
     def take_for_report(self) -> tuple[float, float]:
-        """Joules that :meth:`take_use` gave since the last call: all, and those assumed."""
+        """Joules that :meth:`drain_metrics` gave since the last call: all, and those assumed."""
         joules, self._for_report = self._for_report, (0.0, 0.0)
         return joules
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_tiered.adapter.ray_cpu import cores_of
+from vllm_tiered.adapter.cpu_ray_executor import cores_of
 from vllm_tiered.errors import ConfigError
 
 
