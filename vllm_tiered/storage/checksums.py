@@ -11,8 +11,15 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from vllm_tiered.devices.base import PageBuffer, PageError, PageIds, Pages, PageStore
-from vllm_tiered.devices.memory import Words, copy_words
+from vllm_tiered.devices.pages import (
+    PageBuffer,
+    PageError,
+    PageIds,
+    Pages,
+    PageStore,
+    Words,
+    copy_words,
+)
 from vllm_tiered.errors import ConfigError
 
 UNWRITTEN = 0

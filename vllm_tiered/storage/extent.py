@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from vllm_tiered.devices.base import PageError, PageIds, Pages
+from vllm_tiered.devices.pages import PageError, PageIds, Pages
 from vllm_tiered.storage.io_pool import Bytes
 
 _NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)

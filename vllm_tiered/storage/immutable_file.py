@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
-from vllm_tiered.devices.base import NO_PAGES, PageBuffer, PageIds, Pages, PageStore
+from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, PageStore
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.storage.direct_io import make_direct, warn_of_memory

@@ -26,8 +26,15 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import PageBuffer, PageError, PageIds, Pages, PageStore
-from vllm_tiered.devices.memory import Words, copy_words
+from vllm_tiered.devices.pages import (
+    PageBuffer,
+    PageError,
+    PageIds,
+    Pages,
+    PageStore,
+    Words,
+    copy_words,
+)
 from vllm_tiered.storage.checksums import UNWRITTEN, checksum, checksums_of, new_checksums
 from vllm_tiered.storage.direct_io import make_direct
 from vllm_tiered.storage.extent import Extent, cut_extents

@@ -15,7 +15,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered.devices.base import PageIds
+from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.storage.checksums import checksum_of
 from vllm_tiered.storage.immutable_file import ALIGNMENT
 from vllm_tiered.storage.io_pool import Bytes

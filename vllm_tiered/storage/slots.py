@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import PageIds
+from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.storage.aio import AioQueue
 from vllm_tiered.storage.direct_io import make_direct, warn_of_memory
 from vllm_tiered.storage.immutable_file import ALIGNMENT

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
-from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.storage import checksums
 from vllm_tiered.storage.checksums import SAMPLE_EVERY, UNWRITTEN, checksum

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from vllm_tiered.devices.base import Direction, PageBuffer, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage import immutable_file as published
 from vllm_tiered.storage.immutable_file import Draft, PublishedPages, aligned_pages

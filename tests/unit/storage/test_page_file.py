@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
-from vllm_tiered.devices.base import Device, Direction, PageError, Pages
+from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.storage import io_pool
 from vllm_tiered.storage.page_file import ALIGNMENT, EXTENT_BYTES, PageFile

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from tests.fixtures.page_buffers import copy, make_buffer, pages_of
-from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.storage import page_file as storage
 from vllm_tiered.storage.page_file import PageFile
 

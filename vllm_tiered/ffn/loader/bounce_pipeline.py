@@ -11,7 +11,8 @@ from collections import deque
 
 import numpy as np
 
-from vllm_tiered.devices.base import Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.devices.base import Device, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival
 from vllm_tiered.ffn.store.reader import NeuronStore

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from vllm_tiered.devices.base import PageIds
+from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.store import format as fmt
