@@ -84,7 +84,11 @@ def test_a_later_start_has_as_many_slots(tmp_path, monkeypatch) -> None:
     first = run("opt", PROMPTS, KV_OFF, weights=weights)
     monkeypatch.setattr(offloader, "place", lambda *args: pytest.fail("the file says"))
     second = run("opt", PROMPTS, KV_OFF, weights=weights)
-    assert first.manifest["weights"]["ahead"] == second.manifest["weights"]["ahead"] == 2
+    assert (
+        first.manifest["weights"]["prefetch_depth"]
+        == second.manifest["weights"]["prefetch_depth"]
+        == 2
+    )
     assert first.tokens == second.tokens == vllm_tokens("opt", PROMPTS)
 
 
@@ -110,7 +114,7 @@ def test_what_is_planned_with_the_kv_cache_is_stored_too(
     stated = first.manifest["weights"]
     assert second.manifest["weights"] == stated and stated["placement"] == planned
     assert stated["storage_bytes"] > 0 and stated["far_bytes"] <= 0.002 * 2**30
-    rest = int(0.008 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    rest = int(0.008 * 2**30) - stated["near_bytes"] - stated["buffer_bytes"]
     assert first.num_blocks == second.num_blocks == rest // (4 * 2 * 4 * 64 * 32 * 4)
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 

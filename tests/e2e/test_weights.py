@@ -40,7 +40,7 @@ def test_tokens_equal(model, weights) -> None:
     stated = result.manifest["weights"]
     assert stated["placement"] == weights["placement"]
     if "near_gib" in weights:
-        assert stated["near_bytes"] + stated["ring_bytes"] <= weights["near_gib"] * 2**30
+        assert stated["near_bytes"] + stated["buffer_bytes"] <= weights["near_gib"] * 2**30
     else:
         assert stated["far_bytes"] > stated["near_bytes"] * (0.2 if "percents" in weights else 1)
 
@@ -80,7 +80,7 @@ def test_near_memory_is_shared_with_the_kv_cache(model, near_gib, placement) -> 
     assert result.tokens == vllm_tokens(model, PROMPTS)
     stated = result.manifest["weights"]
     assert stated["placement"] == "throughput"  # 16 requests may run at a time
-    rest = int(near_gib * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    rest = int(near_gib * 2**30) - stated["near_bytes"] - stated["buffer_bytes"]
     assert result.num_blocks == rest // BLOCK_BYTES[model]
     assert result.num_blocks > 512 // 32, "a request of the longest length fits"
 
@@ -103,7 +103,7 @@ def test_shared_near_memory_with_swapped_kv() -> None:
     result = run("demo", PROMPTS, {"expansion": 2.0}, weights=weights, kv_cache_memory_bytes=None)
     assert result.tokens == vllm_tokens("demo", PROMPTS)
     stated = result.manifest["weights"]
-    rest = int(0.2 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    rest = int(0.2 * 2**30) - stated["near_bytes"] - stated["buffer_bytes"]
     block_bytes = 30 * 2 * 3 * 64 * 32 * 4
     assert result.manifest["kv"]["near_bytes"] == rest // block_bytes * block_bytes
     assert result.num_blocks > 1.5 * (rest // block_bytes)
@@ -133,7 +133,7 @@ def test_late_and_poisoned_copies(model, ahead, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
     monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=ahead))
     with engine(model, KV_OFF, weights={"placement": "all_far"}) as llm:
-        assert (manifest.current() or {})["weights"]["ahead"] == ahead
+        assert (manifest.current() or {})["weights"]["prefetch_depth"] == ahead
         assert generate(llm, PROMPTS) == expected
         ring = get_offloader().ring
         assert ring.stall_seconds > 0 and ring.num_misses == 0

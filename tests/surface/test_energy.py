@@ -33,8 +33,8 @@ def test_a_kilowatt_hour_is_the_grids_grams(clock, host):
         {"energy_joules": 1e5, "energy_assumed_joules": 0, "co2e_grams": 820 / 36}
     )
     assert use.keys() <= COUNTERS.keys()
-    assert counted.take_for_report() == pytest.approx((3.6e6, 0.0))
-    assert counted.take_for_report() == (0.0, 0.0)
+    assert counted.drain_for_report() == pytest.approx((3.6e6, 0.0))
+    assert counted.drain_for_report() == (0.0, 0.0)
 
 
 def test_ranks_and_steps_add_up():

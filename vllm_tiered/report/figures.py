@@ -204,7 +204,8 @@ PICTURES = (
         name="layers",
         title="One step, layer by layer",
         caption="What the layers of one step computed, waited for and moved (after Pie's figure "
-        "4). Pinned layers' KV stays near; rotating layers' KV is staged while others compute.",
+        "4). The KV of resident layers stays near; that of offloaded layers is staged while others "
+        "compute.",
         draw=draw_layers,
     ),
 )

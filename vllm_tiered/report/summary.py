@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_tiered.report.records import LayerTimeline, Window, coarsen, combine
+from vllm_tiered.report.records import LayerTimeline, Window, coarsen, merge_windows
 
 TRANSPARENT_STALL = 0.01
 """Swapping is transparent while compute waits less than this share of the step (Pie, 3.3)."""
@@ -60,7 +60,7 @@ class Summary:
 
 def summarise(windows: Sequence[Window]) -> Summary:
     """The figures of at least one window."""
-    total = combine(windows)
+    total = merge_windows(windows)
     seconds = series(windows, "seconds")
     stall_share = ratio(series(windows, "stall_seconds"), seconds)
     expansion = series(windows, "expansion")

@@ -151,7 +151,7 @@ def test_it_must_not_fire(refusal, options) -> None:
         ("cuda", 80, None),
         ("cuda", 100, None),
         ("cuda", 75, "no prefetch kernel for sm_75, only from sm_80"),
-        ("cuda", None, "does not say its architecture"),
+        ("cuda", None, "does not report its architecture"),
         ("xpu", None, 'no prefetch kernel for the device "xpu"'),
     ],
 )

@@ -29,7 +29,7 @@ NAMES = ["expansion", "throughput", "stall", "links", "blocks", "layers"]
 
 
 def timeline_of(steps, *, events=(), layers=(), is_closed=True, **changes):
-    windows = [Window.of(each, level_changed=False) for each in steps]
+    windows = [Window.from_step(each, level_changed=False) for each in steps]
     return Timeline(
         header=header(**changes),
         windows=tuple(windows),
@@ -127,10 +127,10 @@ def test_the_page_says_what_was_configured(page):
 
 
 def test_nested_settings_and_sizes_read_well(tmp_path):
-    manifest = {"kv": {"near_bytes": 1 << 30, "rotating_layers": [1, 4], "tails": []}, "x": None}
+    manifest = {"kv": {"near_bytes": 1 << 30, "offloaded_layers": [1, 4], "notes": []}, "x": None}
     index = write_report(timeline_of([step(1.0)], manifest=manifest), tmp_path)
     text = Page(index.read_text(encoding="utf-8")).text
-    for words in ("kv.near_bytes 1.00 GiB", "kv.rotating_layers 1, 4", "kv.tails none", "x None"):
+    for words in ("kv.near_bytes 1.00 GiB", "kv.offloaded_layers 1, 4", "kv.notes none", "x None"):
         assert words in text
 
 
@@ -290,22 +290,22 @@ def test_a_step_is_drawn_as_in_pies_figure_4():
     box: Any
     for box in axis.patches:
         rows[round(box.get_y() + box.get_height() / 2)].append(box)
-    rotating = [span for span in step_in_detail.layers if span.role == "rotating"]
+    offloaded = [span for span in step_in_detail.layers if span.role == "offloaded"]
     waits = [span for span in step_in_detail.layers if span.wait_start is not None]
-    assert len(rotating) == 2 and waits
+    assert len(offloaded) == 2 and waits
     assert len(rows[0]) == 9 + len(waits)
     assert len(rows[1]) == 2
-    for span, box in zip(rotating, rows[1], strict=True):
+    for span, box in zip(offloaded, rows[1], strict=True):
         assert box.get_x() == pytest.approx(1e3 * span.read_start)
         assert box.get_width() == pytest.approx(1e3 * (span.read_end - span.read_start))
-    assert len({box.get_facecolor() for box in rows[0]}) == 3  # pinned, rotating, waits
+    assert len({box.get_facecolor() for box in rows[0]}) == 3  # resident, offloaded, waits
     assert [text.get_text() for text in axis.texts[:9]] == [str(layer) for layer in range(9)]
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 3)), max_size=30))
 def test_boxes_that_overlap_in_time_lie_in_lanes(spans):
     boxes = [
-        layer_figure._Box(layer=0, role="pinned", start=start, end=start + length)
+        layer_figure._Box(layer=0, role="resident", start=start, end=start + length)
         for start, length in sorted(spans)
     ]
     lanes = layer_figure._lanes(boxes)
@@ -325,7 +325,7 @@ def path(tmp_path):
     """A timeline file of three steps."""
     timeline = TimelineWriter(tmp_path / "run.jsonl", header())
     for end in (0.1, 0.2, 0.5):
-        timeline.step(step(end))
+        timeline.add_step(step(end))
     timeline.close()
     return tmp_path / "run.jsonl"
 

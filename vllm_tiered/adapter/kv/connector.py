@@ -32,7 +32,7 @@ from vllm_tiered.adapter.kv.worker import TieredWorker, announce
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.telemetry.metrics import TieredPromMetrics, TieredStats
-from vllm_tiered.adapter.telemetry.timeline import timeline_of
+from vllm_tiered.adapter.telemetry.timeline import open_timeline
 from vllm_tiered.adapter.worker_hooks import drain_metrics
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import ConfigError
@@ -96,7 +96,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._world_size,
                 max_model_len=vllm_config.model_config.max_model_len,
                 max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-                timeline=timeline_of(vllm_config, plan, self._world_size, config.report),
+                timeline=open_timeline(vllm_config, plan, self._world_size, config.report),
             )
         elif report_path is not None:
             logger.warning(
@@ -225,7 +225,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> StepReport | None:
         report = self._worker.take_report() if self._worker else None
         if report is not None and self._energy:
-            report.joules, report.assumed_joules = self._energy.take_for_report()
+            report.joules, report.assumed_joules = self._energy.drain_for_report()
         return report
 
     def shutdown(self) -> None:

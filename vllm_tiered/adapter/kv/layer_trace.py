@@ -41,13 +41,13 @@ class LayerTrace:
             step=self._swapper.num_steps,
             time=0.0,  # the scheduler knows when the step was
             layers=tuple(
-                self._span(layer, "rotating" if layer in rotating else "pinned", compute_end)
+                self._span(layer, "offloaded" if layer in rotating else "resident", compute_end)
                 for layer, compute_end in zip(layers, ends, strict=True)
             ),
         )
 
     def _span(
-        self, layer: int, role: Literal["pinned", "rotating"], compute_end: float
+        self, layer: int, role: Literal["resident", "offloaded"], compute_end: float
     ) -> LayerSpan:
         wait_start, wait_end = self._waits[layer]
         read = self._copied(self._reads.get(layer))

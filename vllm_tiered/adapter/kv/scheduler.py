@@ -50,7 +50,7 @@ def gauges(
         data={
             "kv_expansion": expansion_of(plan.geometry.num_layers, far_layers),
             "kv_far_layers": far_layers,
-            "kv_tails_far": int(not tails_stay),
+            "kv_partial_blocks_far": int(not tails_stay),
             "kv_near_bytes": plan.near_bytes * world_size,
             "kv_blocks_granted": plan.num_blocks - 1 - withheld,
             "kv_blocks_withheld": withheld,
@@ -255,7 +255,7 @@ class TieredScheduler:
             far_layers = self._plan.order.far_layers
             if self.adaptive:
                 far_layers = self.adaptive.expansion.far_layers
-            self._timeline.step(step, self.elastic, far_layers)
+            self._timeline.record_step(step, self.elastic, far_layers)
 
     def _usage(self) -> float:
         """Blocks that requests hold, of those that they could at the highest level (vLLM's
@@ -270,7 +270,7 @@ class TieredScheduler:
 
     def _note(self, kind: str, text: str) -> None:
         if self._timeline:
-            self._timeline.event(kind, text)
+            self._timeline.record_event(kind, text)
 
     def _hold_back(self) -> None:
         """Of a pool whose blocks are all free, withhold those above the limit, highest ids."""

@@ -333,7 +333,7 @@ class TieredWorker:
 
 def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
     """Publish the manifest of this process; one rank logs it."""
-    stated = manifest.Manifest.of(plan, homes)
-    manifest.publish(stated)
+    stated = manifest.KvManifest.of(plan, homes)
+    manifest.publish_kv(stated)
     if log:
         logger.info("%s", stated.describe())
