@@ -98,7 +98,7 @@ def test_gauges() -> None:
         assert metric("tiered_kv_near_bytes") == near
         assert metric("tiered_kv_far_bytes") == (blocks + 1) * 17 * PAGE_BYTES
         assert metric("tiered_kv_storage_bytes") == 0
-        assert metric("tiered_kv_blocks_granted") + metric("tiered_kv_blocks_withheld") == blocks
+        assert metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved") == blocks
         assert 0 < metric("tiered_kv_read_seconds") < metric("tiered_kv_step_seconds")
         assert 0 < metric("tiered_kv_bookkeeping_seconds") < metric("tiered_kv_step_seconds")
 
@@ -110,7 +110,7 @@ def test_withheld_blocks_are_not_in_use(kv) -> None:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         elastic = scheduler.connector._scheduler.elastic
         manager = scheduler.kv_cache_manager
-        assert elastic.withheld or kv
+        assert elastic.reserved or kv
         assert manager.usage == 0.0
         usages, watermarks = [], []
         step = scheduler.schedule
@@ -118,7 +118,7 @@ def test_withheld_blocks_are_not_in_use(kv) -> None:
         def schedule(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
             usages.append(manager.usage)
-            watermarks.append(manager.watermark_blocks / elastic.granted_blocks)
+            watermarks.append(manager.watermark_blocks / elastic.released_blocks)
             return output
 
         scheduler.schedule = schedule

@@ -127,18 +127,20 @@ def delayed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "ahead"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
+    ("model", "prefetch_depth"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
 )
-def test_late_and_poisoned_copies(model, ahead, delayed, monkeypatch) -> None:
+def test_late_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
-    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=ahead))
+    monkeypatch.setattr(
+        offloader, "place", lambda *args: replace(place(*args), prefetch_depth=prefetch_depth)
+    )
     with engine(model, KV_OFF, weights={"placement": "all_far"}) as llm:
-        assert (manifest.current() or {})["weights"]["prefetch_depth"] == ahead
+        assert (manifest.current() or {})["weights"]["prefetch_depth"] == prefetch_depth
         assert generate(llm, PROMPTS) == expected
-        ring = get_offloader().ring
-        assert ring.stall_seconds > 0 and ring.num_misses == 0
-        assert ahead < len(ring._slots) < len(ring._slot_of)
-        ring.check_integrity()
+        buffer_pool = get_offloader().buffer_pool
+        assert buffer_pool.stall_seconds > 0 and buffer_pool.num_misses == 0
+        assert prefetch_depth < len(buffer_pool._buffers) < len(buffer_pool._buffer_of)
+        buffer_pool.check_integrity()
 
 
 def test_it_fails_without_the_wait(delayed, monkeypatch) -> None:
@@ -156,8 +158,8 @@ def test_compiled(tmp_path) -> None:
     expected = vllm_tokens("falcon", PROMPTS)
     with engine("falcon", KV_OFF, weights={"placement": "all_far"}, enforce_eager=False) as llm:
         assert generate(llm, PROMPTS) == expected
-        ring = get_offloader().ring
-        assert ring.num_misses < 10, "the order of the layers is kept"
+        buffer_pool = get_offloader().buffer_pool
+        assert buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
 def test_compiled_beside_an_engine_that_places_nothing() -> None:
@@ -170,9 +172,9 @@ def test_compiled_beside_an_engine_that_places_nothing() -> None:
     ):
         for llm in (placed, plain, placed, plain):
             assert generate(llm, PROMPTS) == expected
-        ring = get_offloader().ring
-        assert ring.num_misses < 10, "the order of the layers is kept"
-        ring.check_integrity()
+        buffer_pool = get_offloader().buffer_pool
+        assert buffer_pool.num_misses < 10, "the order of the layers is kept"
+        buffer_pool.check_integrity()
 
 
 def test_the_next_engine_has_its_weights_near() -> None:
@@ -187,7 +189,11 @@ def test_the_next_engine_has_its_weights_near() -> None:
 def test_far_memory_is_given_back_with_the_engine() -> None:
     run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
     gc.collect()
-    assert not [ring for ring in gc.get_objects() if type(ring).__name__ == "WeightRing"]
+    assert not [
+        buffer_pool
+        for buffer_pool in gc.get_objects()
+        if type(buffer_pool).__name__ == "WeightRing"
+    ]
 
 
 # Refused --------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
 from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.adapter.weights import graphs as weights_graphs
-from vllm_tiered.adapter.weights import plan as weights_plan
+from vllm_tiered.adapter.weights import kv_sharing
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
@@ -130,7 +130,7 @@ def _check_engine_args(config: TieredConfig, engine_args: "EngineArgs") -> None:
     if config.weights.places:
         checks.check_engine_args(Part.WEIGHTS, engine_args)
         if config.weights.shares_with_kv:
-            weights_plan.check_args(engine_args, os.environ)
+            kv_sharing.check_args(engine_args, os.environ)
         checks.check_device(Part.WEIGHTS, device_type())
     if config.ffn.is_used:
         checks.check_engine_args(Part.FFN, engine_args)
@@ -154,11 +154,11 @@ def _check_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
 def _adjust_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     """Adjust `vllm_config` to what the configured parts need."""
     if config.weights.places and device_type() == "cuda":
-        weights_graphs.cut_graphs(config.weights, vllm_config)
+        weights_graphs.partition_graphs(config.weights, vllm_config)
     if config.ffn.is_used:
         split_at_ffn(vllm_config)
     if config.weights.shares_with_kv:
-        weights_plan.reserve(config.weights, vllm_config)
+        kv_sharing.reserve_kv_memory(config.weights, vllm_config)
     _use_cpu_ray_executor(vllm_config)
 
 

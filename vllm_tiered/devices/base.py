@@ -12,7 +12,7 @@ against compute nothing is ordered except through events:
     submit(copy, after=(e1, e2))   runs when e1 and e2 are done
     wait(e)                        compute submitted later runs when e is done
     compute_event()                is done when the compute submitted so far is done
-    milestones(n), reach(e)        the same, for copies that are queued before that compute
+    deferred events(n), reach(e)        the same, for copies that are queued before that compute
 """
 
 from abc import ABC, abstractmethod
@@ -59,11 +59,11 @@ class Device(ABC):
     """Copies pages between a near and a far tier behind the computation.
 
     Attributes:
-        is_apart: near memory is an accelerator's own, which the host reaches through copies only,
-            and compute runs after it was submitted.
+        has_device_memory: near memory is an accelerator's own: the host reaches it through copies
+            only, and compute runs after it was submitted.
     """
 
-    is_apart: ClassVar[bool] = False
+    has_device_memory: ClassVar[bool] = False
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Host memory, uint8, to and from which near tensors are copied without holding the host.
@@ -169,7 +169,7 @@ class Device(ABC):
         return None
 
     @abstractmethod
-    def milestones(self, count: int) -> Sequence[Event]:
+    def deferred_events(self, count: int) -> Sequence[Event]:
         """Events that compute is going to reach; copies may wait for them before it has.
 
         Each is to be reached, in any order, before the device is closed; else copies that wait
@@ -177,8 +177,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def reach(self, milestone: Event) -> None:
-        """``milestone`` is done when all compute submitted so far is done. Once for each."""
+    def signal(self, deferred_event: Event) -> None:
+        """``deferred event`` is done when all compute submitted so far is done. Once for each."""
 
     @abstractmethod
     def wait(self, event: Event) -> float:

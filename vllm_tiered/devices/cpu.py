@@ -96,7 +96,7 @@ class CpuEvent:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called once: by the thread that did the work, or by compute at a milestone."""
+        """Called once: by the thread that did the work, or by compute at a deferred event."""
         self._error = error
         self.is_over = True  # before it looks for a lock, as who waits looks after making one
         if self._lock is not None:
@@ -238,7 +238,7 @@ class CpuDevice(Device):
             for direction in Direction
         }
         self._stores: list[PageStore] = []
-        self._milestones: list[CpuEvent] = []
+        self._deferred_events: list[CpuEvent] = []
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         num_bytes = num_pages * page_bytes
@@ -307,14 +307,15 @@ class CpuDevice(Device):
     def compute_event(self) -> Event:
         return _NOW
 
-    def milestones(self, count: int) -> list[CpuEvent]:
-        milestones = [CpuEvent() for _ in range(count)]
-        self._milestones = [event for event in self._milestones if not event.is_over] + milestones
-        return milestones
+    def deferred_events(self, count: int) -> list[CpuEvent]:
+        events = [CpuEvent() for _ in range(count)]
+        pending = [event for event in self._deferred_events if not event.is_over]
+        self._deferred_events = pending + events
+        return events
 
-    def reach(self, milestone: Event) -> None:
-        assert isinstance(milestone, CpuEvent), "a milestone of another device"
-        milestone.finish()
+    def signal(self, deferred_event: Event) -> None:
+        assert isinstance(deferred_event, CpuEvent), "a deferred event of another device"
+        deferred_event.finish()
 
     def wait(self, event: Event) -> float:
         if event.done():
@@ -328,9 +329,9 @@ class CpuDevice(Device):
         return LinkUse(num_bytes=thread.num_bytes, busy_seconds=thread.busy_seconds)
 
     def close(self) -> None:
-        for milestone in self._milestones:
-            if not milestone.is_over:
-                milestone.finish(IntegrityError("the device was closed before compute came here"))
+        for event in self._deferred_events:
+            if not event.is_over:
+                event.finish(IntegrityError("the device was closed before compute came here"))
         for thread in self._threads.values():
             thread.close()
         for store in self._stores:

@@ -11,13 +11,13 @@ from typing import Any
 from vllm_tiered.units import MIB
 
 
-def give_back(address: int, num_bytes: int) -> int:
+def release_pages(address: int, num_bytes: int) -> int:
     """Return memory of this process to the system; its contents are undefined from then on.
 
     Only whole system pages inside the range are returned: what shares a page with others stays.
 
     Returns:
-        Bytes given back; 0 if the system does not take them (locked or registered memory).
+        Bytes given back; 0 if the system does not take them (locked or pinned memory).
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -30,7 +30,7 @@ def give_back(address: int, num_bytes: int) -> int:
 
 
 @contextmanager
-def freed_at_once() -> Iterator[None]:
+def immediate_release() -> Iterator[None]:
     """Memory of a MiB and more goes back to the system when it is freed, in all of this process.
 
     glibc's malloc keeps what was freed once, up to 32 MiB a piece: a model's parameters that were

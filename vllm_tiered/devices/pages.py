@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tiered.devices.memory_release import give_back
+from vllm_tiered.devices.memory_release import release_pages
 from vllm_tiered.errors import IntegrityError
 
 PageIds: TypeAlias = npt.NDArray[np.int64]
@@ -153,13 +153,13 @@ class PageBuffer:
             )
         if self.store is not None:
             self.store.forget(self.first_page + first_page, num_pages)
-        return self._give_back(first_page, num_pages)
+        return self._release(first_page, num_pages)
 
-    def _give_back(self, first_page: int, num_pages: int) -> int:
+    def _release(self, first_page: int, num_pages: int) -> int:
         if self.words is None:
             return 0
         begin = self.data.data_ptr() + first_page * self.page_bytes
-        return give_back(begin, num_pages * self.page_bytes)
+        return release_pages(begin, num_pages * self.page_bytes)
 
 
 def copy_words(src: Words, src_ids: PageIds, dst: Words, dst_pages: Pages) -> None:

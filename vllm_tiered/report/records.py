@@ -90,8 +90,8 @@ class StepSample(NamedTuple):
         joules: energy read in this step, ten times a second at most (all ranks); none of pauses.
         assumed_joules: the part of `joules` that comes from constants instead of a counter.
         far_layers, expansion: the level that the step ran at.
-        granted_blocks: blocks that requests may use, used ones included.
-        withheld_blocks: blocks without pages, because of the level or of partial blocks that stay
+        released_blocks: blocks that requests may use, used ones included.
+        reserved_blocks: blocks without pages, because of the level or of partial blocks that stay
             near.
         used_blocks: blocks that requests hold.
         partial_blocks: partly filled blocks that running requests account for.
@@ -111,8 +111,8 @@ class StepSample(NamedTuple):
     assumed_joules: float
     far_layers: int
     expansion: float
-    granted_blocks: int
-    withheld_blocks: int
+    released_blocks: int
+    reserved_blocks: int
     used_blocks: int
     partial_blocks: int
     num_running: int
@@ -148,8 +148,8 @@ class Window:
     level_changes: int
     far_layers: int
     expansion: float
-    granted_blocks: float
-    withheld_blocks: float
+    released_blocks: float
+    reserved_blocks: float
     used_blocks: float
     partial_blocks: float
     num_running: float
@@ -176,8 +176,8 @@ class Window:
             level_changes=int(level_changed),
             far_layers=step.far_layers,
             expansion=step.expansion,
-            granted_blocks=step.granted_blocks,
-            withheld_blocks=step.withheld_blocks,
+            released_blocks=step.released_blocks,
+            reserved_blocks=step.reserved_blocks,
             used_blocks=step.used_blocks,
             partial_blocks=step.partial_blocks,
             num_running=step.num_running,
@@ -200,8 +200,8 @@ _COUNTS = (
     "level_changes",
 )
 _GAUGES = (
-    "granted_blocks",
-    "withheld_blocks",
+    "released_blocks",
+    "reserved_blocks",
     "used_blocks",
     "partial_blocks",
     "num_running",

@@ -211,7 +211,7 @@ MANY_KINDS = [Event(time=0.5, kind=f"a rather long kind of event {k}", text="") 
 AWKWARD = {
     "one_step": timeline_of([step(0.03)]),
     "no_time": timeline_of([step(0.0, seconds=0.0)]),
-    "all_zero": timeline_of([step(1.0, tokens=0, used_blocks=0, granted_blocks=0, num_running=0)]),
+    "all_zero": timeline_of([step(1.0, tokens=0, used_blocks=0, released_blocks=0, num_running=0)]),
     "no_pool": timeline_of([step(1.0)], num_blocks=0),
     "all_stall": timeline_of([step(1.0, stall_seconds=0.03), step(9.0)]),
     "link_over_100": timeline_of([step(1.0, read_seconds=0.05)]),
@@ -271,7 +271,7 @@ def test_the_unit_of_time_follows_the_runs_length(end, unit, shown):
 def test_blocks_stack_up_to_the_pool(run):
     axis = figures.draw_blocks(run).axes[0]
     labels = axis.get_legend_handles_labels()[1]
-    assert labels == ["used", "granted, free", "withheld", "beyond this level", "pool"]
+    assert labels == ["used", "released, free", "reserved", "beyond this level", "pool"]
     tops = [area.get_datalim(axis.transData).ymax for area in axis.collections]
     assert tops == sorted(tops)
     assert tops[-1] == run.header.num_blocks

@@ -190,7 +190,7 @@ def test_a_day_fits_in_a_few_megabytes():
     file_bytes = largest_bytes = all_bytes = 0
     for k in range(86_400):
         end = float(k + 1)
-        added = [step(end, seconds=1.0)]
+        added: list[StepSample | LayerTimeline | Event] = [step(end, seconds=1.0)]
         if k % 64 == 0:
             added.append(detail)
         if k % 20 == 0:
@@ -204,10 +204,10 @@ def test_a_day_fits_in_a_few_megabytes():
             contents.thin()
             file_bytes = sum(len(encode(record)) for record in contents.records())
     assert largest_bytes < 3.5e6 < 10e6 < all_bytes
-    windows, layers, events = (
-        [record for record in contents.records() if isinstance(record, kind)]
-        for kind in (Window, LayerTimeline, Event)
-    )
+    records = contents.records()
+    windows = [record for record in records if isinstance(record, Window)]
+    layers = [record for record in records if isinstance(record, LayerTimeline)]
+    events = [record for record in records if isinstance(record, Event)]
     whole = merge_windows(windows)
     assert (whole.num_steps, whole.start) == (86_400 - 1, 0.0)  # the last window is still open
     assert len(windows) < writer.MAX_WINDOWS and len(layers) < writer.MAX_LAYER_TIMELINES
@@ -475,8 +475,8 @@ def step_as_an_engine_makes_it(end):
         assumed_joules=0.5,
         far_layers=8,
         expansion=1.25,
-        granted_blocks=90,
-        withheld_blocks=5,
+        released_blocks=90,
+        reserved_blocks=5,
         used_blocks=80,
         partial_blocks=16,
         num_running=16,

@@ -36,12 +36,12 @@ class LayerTrace:
             return None
         layers = sorted(self._waits, key=lambda layer: self._waits[layer][0])
         ends = [self._waits[layer][0] for layer in layers[1:]] + [end]
-        rotating = set(self._swapper.order.rotating)
+        offloaded = set(self._swapper.order.offloaded)
         return LayerTimeline(
             step=self._swapper.num_steps,
             time=0.0,  # the scheduler knows when the step was
             layers=tuple(
-                self._span(layer, "offloaded" if layer in rotating else "resident", compute_end)
+                self._span(layer, "offloaded" if layer in offloaded else "resident", compute_end)
                 for layer, compute_end in zip(layers, ends, strict=True)
             ),
         )

@@ -69,8 +69,8 @@ GAUGES = {
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
     "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
     "kv_storage_bytes": "KV pages in files, bytes, all ranks.",
-    "kv_blocks_granted": "KV blocks that requests may use now.",
-    "kv_blocks_withheld": "KV blocks held back: more far layers would free them, or partial blocks "
+    "kv_blocks_released": "KV blocks that requests may use now.",
+    "kv_blocks_reserved": "KV blocks held back: more far layers would free them, or partial blocks "
     "that stay near take their memory.",
 }
 """Gauges that the scheduler sets, except for the bytes of far pages."""
@@ -104,7 +104,7 @@ class TieredStats(KVConnectorStats):
             "stall %": round(self.data.get("kv_stall_seconds", 0.0) * share, 2),
             "bookkeeping %": round(self.data.get("kv_bookkeeping_seconds", 0.0) * share, 2),
             "expansion": round(self.data.get("kv_expansion", 1.0), 2),
-            "blocks withheld": self.data.get("kv_blocks_withheld", 0),
+            "blocks reserved": self.data.get("kv_blocks_reserved", 0),
         }
 
     def is_empty(self) -> bool:

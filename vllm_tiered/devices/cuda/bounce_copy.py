@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU's copies from and to a page store: a file, or memory with checksums.
 
-A thread for each direction carries them through registered memory, piece by piece, as the CPU has
+A thread for each direction carries them through pinned memory, piece by piece, as the CPU has
 to read the file or to make the checksums:
 
     read    thread: store ─► bounce 0          thread: store ─► bounce 1        …
@@ -24,18 +24,18 @@ from vllm_tiered.devices.cpu import copy_pages
 from vllm_tiered.devices.cuda.copy import CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
-from vllm_tiered.devices.cuda.page_id_buffer import IdRing
+from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.runtime import Runtime, Stream
 from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages
 from vllm_tiered.units import MIB
 
 BOUNCE_BYTES = 8 * MIB
-"""Of each of a direction's two pieces of registered memory; assumed, not measured. Pages that lie
+"""Of each of a direction's two pieces of pinned memory; assumed, not measured. Pages that lie
 together in a file come in requests of 1 MiB, 32 of which keep the readers busy."""
 
 
 class _Bounce:
-    """A piece of registered memory; ``copied`` is done when the GPU has read it."""
+    """A piece of pinned memory; ``copied`` is done when the GPU has read it."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.pages = PageBuffer(data)
@@ -43,12 +43,12 @@ class _Bounce:
         self.in_use: object = None
 
 
-class Carrier:
+class BounceCopyWorker:
     """Carries one copy at a time, in a thread that starts with the first.
 
     Args:
         stream: of the direction, as is ``ids``; used under ``changed``.
-        allocate: registered memory of so many bytes, uint8.
+        allocate: pinned memory of so many bytes, uint8.
         finish: called, under ``changed``, with each job and what made it fail.
     """
 
@@ -56,7 +56,7 @@ class Carrier:
         self,
         runtime: Runtime,
         stream: Stream,
-        ids: IdRing,
+        ids: PageIdBuffer,
         changed: threading.Condition,
         allocate: Callable[[int], torch.Tensor],
         finish: Callable[[CopyJob, BaseException | None], None],

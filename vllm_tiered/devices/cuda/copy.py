@@ -12,7 +12,7 @@ import torch
 
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.event import CudaEvent
-from vllm_tiered.devices.cuda.page_id_buffer import IdRing
+from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.runtime import Runtime, Stream
 from vllm_tiered.devices.pages import PageBuffer, Pages
 
@@ -54,7 +54,7 @@ class CudaCopy:
         self.words = src.data.view(torch.int32), dst.data.view(torch.int32)
 
     def launch(
-        self, runtime: Runtime, stream: Stream, ids: IdRing, done: CudaEvent
+        self, runtime: Runtime, stream: Stream, ids: PageIdBuffer, done: CudaEvent
     ) -> Sequence[object]:
         """Submit it; what the GPU uses beside the pages until ``done``."""
         if not self.num_bytes:

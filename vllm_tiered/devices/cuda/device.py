@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's device: a stream for each direction, and far pages in registered host memory.
+"""A GPU's device: a stream for each direction, and far pages in pinned host memory.
 
     compute  ─── layer 0 ──┬─ m0 ─── layer 1 ──┬─ m1 ─── waits ─┬─ layer 2 ───
                            │ reach             │ reach          │ wait
@@ -9,7 +9,7 @@
 No call in a step's path waits for the GPU. What the GPU does not know yet is held back on the host
 (``cuda_queue.py``); how long copies took and compute stood still is asked when it is known.
 
-All but the calls of ``CudaRuntime`` runs in the tests without a GPU, on a double of it. It has not
+All but the calls of ``CudaRuntime`` runs in the tests without a GPU, on a fake of it. It has not
 run on a GPU yet, and the launch parameters (kernels/kv_pages/tuned) are assumed, not measured.
 """
 
@@ -26,14 +26,14 @@ from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
 from vllm_tiered.devices.cuda.copy import CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.host_memory import (
-    RegisteredMemory,
-    RegisteredPages,
-    host_memory_near,
-    registered_memory,
+    PinnedMemory,
+    PinnedPages,
+    allocate_pinned,
+    map_near_gpu,
 )
 from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
 from vllm_tiered.devices.cuda.queue import CopyQueue
-from vllm_tiered.devices.cuda.runtime import Mark, Runtime
+from vllm_tiered.devices.cuda.runtime import RawEvent, Runtime
 from vllm_tiered.devices.pages import (
     NO_PAGES,
     PageBuffer,
@@ -64,13 +64,13 @@ class CudaDevice(Device):
         num_ids: page ids that a direction's ring holds before it has to grow.
     """
 
-    is_apart: ClassVar[bool] = True
+    has_device_memory: ClassVar[bool] = True
 
     def __init__(self, runtime: Runtime, *, engine_run_bytes: int, num_ids: int = RING_IDS) -> None:
         self._runtime = runtime
         self._engine_run_bytes = engine_run_bytes
         self._changed = threading.Condition(threading.RLock())
-        self._memory: weakref.WeakSet[RegisteredMemory] = weakref.WeakSet()
+        self._memory: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
         self._queues = {
             direction: CopyQueue(
                 runtime, self._changed, self._registered, self._launch_ready, num_ids
@@ -78,8 +78,8 @@ class CudaDevice(Device):
             for direction in Direction
         }
         self._stores: list[PageStore] = []
-        self._milestones: list[CudaEvent] = []
-        self._waits: deque[tuple[Mark, CudaEvent]] = deque()
+        self._deferred_events: list[CudaEvent] = []
+        self._waits: deque[tuple[RawEvent, CudaEvent]] = deque()
         self._is_closed = False
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -87,12 +87,12 @@ class CudaDevice(Device):
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         if verify != "off":  # the CPU carries its pages, and looks at them
-            _, data = host_memory_near(self._runtime, num_pages * page_bytes)
+            _, data = map_near_gpu(self._runtime, num_pages * page_bytes)
             return self._keep(checked(PageBuffer(data.view(num_pages, page_bytes)), verify))
         data = self._registered(num_pages * page_bytes).view(num_pages, page_bytes)
         if num_pages:
             self._runtime.compile_for(data.view(torch.int32))
-        return RegisteredPages(data)
+        return PinnedPages(data)
 
     def storage_buffer(
         self,
@@ -136,7 +136,7 @@ class CudaDevice(Device):
             for copy, after in copies:
                 assert isinstance(copy, CudaCopy | StoredCopy), "a copy of another device"
                 done = self._new_event()
-                job = CopyJob(copy, _own(after), done, self._runtime.new_mark())
+                job = CopyJob(copy, _own(after), done, self._runtime.new_event())
                 self._queues[copy.direction].add(job)
                 events.append(done)
             self._launch_ready()
@@ -158,28 +158,28 @@ class CudaDevice(Device):
         assert isinstance(begin, CudaEvent) and isinstance(end, CudaEvent)
         if not (begin.done() and end.done()):
             return None
-        return max(0.0, self._runtime.seconds_between(begin.mark, end.mark))
+        return max(0.0, self._runtime.seconds_between(begin.raw_event, end.raw_event))
 
-    def milestones(self, count: int) -> list[CudaEvent]:
+    def deferred_events(self, count: int) -> list[CudaEvent]:
         with self._changed:
-            milestones = [self._new_event() for _ in range(count)]
-            waiting = [event for event in self._milestones if not event.is_settled]
-            self._milestones = waiting + milestones
-            return milestones
+            deferred_events = [self._new_event() for _ in range(count)]
+            waiting = [event for event in self._deferred_events if not event.is_settled]
+            self._deferred_events = waiting + deferred_events
+            return deferred_events
 
-    def reach(self, milestone: Event) -> None:
-        assert isinstance(milestone, CudaEvent), "a milestone of another device"
+    def signal(self, deferred_event: Event) -> None:
+        assert isinstance(deferred_event, CudaEvent), "a deferred event of another device"
         with self._changed:
-            if milestone.is_recorded:
-                raise IntegrityError("compute came to a milestone for the second time")
-            milestone.record(self._runtime.compute_stream())
+            if deferred_event.is_recorded:
+                raise IntegrityError("compute came to a deferred event for the second time")
+            deferred_event.record(self._runtime.compute_stream())
             self._launch_ready()
 
     def wait(self, event: Event) -> float:
         """As the contract says; the host is held, too, while a copy comes from a page store, or
         goes there.
 
-        What is held back cannot be waited for by the thread that has yet to reach its milestone.
+        A thread cannot wait for a copy that is held back by a deferred event it has yet to signal.
 
         Raises:
             IntegrityError: the event is of a copy that waits for compute which comes after it.
@@ -190,14 +190,14 @@ class CudaDevice(Device):
             if event.done():
                 return stood_still
             stream = self._runtime.compute_stream()
-            came = self._runtime.new_mark()
+            came = self._runtime.new_event()
             self._runtime.record(came, stream)
             self._changed.wait_for(lambda: event.is_settled or not self._carries)
             if event.error is not None:
                 raise event.error
             if not event.is_recorded:
                 raise IntegrityError("compute waits for a copy that waits for later compute")
-            self._runtime.stream_wait(stream, event.mark)
+            self._runtime.stream_wait(stream, event.raw_event)
             self._waits.append((came, event))
             return stood_still
 
@@ -210,9 +210,9 @@ class CudaDevice(Device):
             if self._is_closed:
                 return
             self._is_closed = True
-            for milestone in self._milestones:
-                if not milestone.is_settled:
-                    milestone.fail(IntegrityError("the device was closed before compute came here"))
+            for event in self._deferred_events:
+                if not event.is_settled:
+                    event.fail(IntegrityError("the device was closed before compute came here"))
             self._launch_ready()
             self._changed.wait_for(lambda: not self._carries)
         for queue in self._queues.values():
@@ -221,8 +221,8 @@ class CudaDevice(Device):
             try:
                 for queue in self._queues.values():
                     queue.finish()
-                # Kernels read registered memory too, and nobody has waited for the last of them.
-                computed = self._runtime.new_mark()
+                # Kernels read pinned memory too, and nobody has waited for the last of them.
+                computed = self._runtime.new_event()
                 self._runtime.record(computed, self._runtime.compute_stream())
                 self._runtime.synchronize(computed)
             finally:
@@ -251,14 +251,14 @@ class CudaDevice(Device):
             if not (self._runtime.is_done(came) and event.done()):
                 break
             self._waits.popleft()
-            seconds += max(0.0, self._runtime.seconds_between(came, event.mark))
+            seconds += max(0.0, self._runtime.seconds_between(came, event.raw_event))
         return seconds
 
     def _new_event(self) -> CudaEvent:
         return CudaEvent(self._runtime, self._changed)
 
     def _registered(self, num_bytes: int) -> torch.Tensor:
-        memory, data = registered_memory(self._runtime, num_bytes)
+        memory, data = allocate_pinned(self._runtime, num_bytes)
         self._memory.add(memory)
         return data
 

@@ -12,7 +12,7 @@ from vllm_tiered.devices.pages import NO_PAGES
 
 
 class CudaEvent:
-    """A copy, a moment of compute or a milestone; recorded at most once, so it never means two.
+    """Event of a copy or of compute, deferred or not; recorded at most once.
 
     Args:
         changed: held by whoever records, and notified then.
@@ -30,11 +30,11 @@ class CudaEvent:
         "_runtime",
         "failed_pages",
         "is_recorded",
-        "mark",
+        "raw_event",
     )
 
     def __init__(self, runtime: Runtime, changed: threading.Condition) -> None:
-        self.mark = runtime.new_mark()
+        self.raw_event = runtime.new_event()
         self.is_recorded = False
         self.failed_pages = NO_PAGES
         self._is_done = False
@@ -56,7 +56,7 @@ class CudaEvent:
         if self._error is not None:
             raise self._error
         if not self._is_done:
-            self._is_done = self.is_recorded and self._runtime.is_done(self.mark)
+            self._is_done = self.is_recorded and self._runtime.is_done(self.raw_event)
         return self._is_done
 
     def wait(self) -> None:
@@ -65,11 +65,11 @@ class CudaEvent:
             self._changed.wait_for(lambda: self.is_settled)
         if self._error is not None:
             raise self._error
-        self._runtime.synchronize(self.mark)
+        self._runtime.synchronize(self.raw_event)
 
     def record(self, stream: Stream) -> None:
         """It is done when all that the stream was given so far is."""
-        self._runtime.record(self.mark, stream)
+        self._runtime.record(self.raw_event, stream)
         self.is_recorded = True
         self._changed.notify_all()
 

@@ -23,7 +23,7 @@ _KNOBS = "lower kv.far_gib, kv.expansion or ffn.far_gib, or keep more weights ne
 """What takes host memory; this knows pages alone."""
 
 
-class RegisteredMemory(mmap.mmap):
+class PinnedMemory(mmap.mmap):
     """Anonymous memory that is registered for as long as somebody holds a tensor of it.
 
     Made by :func:`host_memory_near`. Memory that the system took back while CUDA still has it
@@ -39,20 +39,20 @@ class RegisteredMemory(mmap.mmap):
         Raises:
             RuntimeError: CUDA refuses; with its reason.
         """
-        runtime.register(address, num_bytes)
+        runtime.pin_memory(address, num_bytes)
         self._runtime, self._address = runtime, address
 
     def let_go(self) -> None:
         """No copy uses it any more. Idempotent."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
-            runtime.unregister(self._address)
+            runtime.unpin_memory(self._address)
 
     def __del__(self) -> None:
         self.let_go()
 
 
-def host_memory_near(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory, torch.Tensor]:
+def map_near_gpu(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
     """Memory on the GPU's node, not registered yet; the system gives it when it is first written.
 
     Returns:
@@ -64,7 +64,7 @@ def host_memory_near(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory
     try:
         # Private: shared memory would count against /dev/shm in a container.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = RegisteredMemory(-1, max(1, num_bytes), flags=flags)
+        memory = PinnedMemory(-1, max(1, num_bytes), flags=flags)
     except (OSError, OverflowError) as error:
         raise BudgetError(
             f"the far tier could not get {format_bytes(num_bytes)} of host memory: {_KNOBS}"
@@ -75,7 +75,7 @@ def host_memory_near(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory
     return memory, data
 
 
-def registered_memory(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemory, torch.Tensor]:
+def allocate_pinned(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
     """Memory for the GPU's loads and stores, and for its copy engines.
 
     Registering gives every page its place: unlike plain memory all of it is taken at once.
@@ -86,7 +86,7 @@ def registered_memory(runtime: Runtime, num_bytes: int) -> tuple[RegisteredMemor
     Raises:
         BudgetError: the system does not have it, or does not lock it.
     """
-    memory, data = host_memory_near(runtime, num_bytes)
+    memory, data = map_near_gpu(runtime, num_bytes)
     if not num_bytes:
         return memory, data
     try:
@@ -110,8 +110,8 @@ def _locked_limit(num_bytes: int) -> str:
     )
 
 
-class RegisteredPages(PageBuffer):
-    """Pages in registered memory, which cannot be given back while it is registered.
+class PinnedPages(PageBuffer):
+    """Pages in pinned memory, which cannot be given back while it is registered.
 
     The system would take it, and give other memory when it is written next: the CPU would see
     that, and the GPU still the old one.
@@ -119,9 +119,9 @@ class RegisteredPages(PageBuffer):
 
     __slots__ = ()
 
-    def part(self, first_page: int, num_pages: int) -> "RegisteredPages":
+    def part(self, first_page: int, num_pages: int) -> "PinnedPages":
         data = self.data[first_page : first_page + num_pages]
-        return RegisteredPages(data, self.store, self.first_page + first_page)
+        return PinnedPages(data, self.store, self.first_page + first_page)
 
-    def _give_back(self, first_page: int, num_pages: int) -> int:
+    def _release(self, first_page: int, num_pages: int) -> int:
         return 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.copy import CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
-from vllm_tiered.devices.cuda.runtime import Mark
+from vllm_tiered.devices.cuda.runtime import RawEvent
 from vllm_tiered.devices.pages import PageBuffer, Pages
 
 
@@ -41,7 +41,7 @@ class CopyJob:
         copy: CudaCopy | StoredCopy,
         after: tuple[CudaEvent, ...],
         done: CudaEvent,
-        begun: Mark,
+        begun: RawEvent,
     ) -> None:
         self.copy = copy
         self.after = after

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the page ids of copies lie while the GPU reads them: registered memory, used in turn.
+"""Where the page ids of copies lie while the GPU reads them: pinned memory, used in turn.
 
 ┌──────┬───────────┬───────────┬─────────┐
 │ free │ copy 7    │ copy 8    │  free   │     an entry is free again when its copy is done,
@@ -26,11 +26,11 @@ class _Entry(NamedTuple):
     copy: Event
 
 
-class IdRing:
+class PageIdBuffer:
     """Ids of one direction's copies.
 
     Args:
-        allocate: registered memory of so many bytes, uint8.
+        allocate: pinned memory of so many bytes, uint8.
         num_ids: it holds at first.
 
     Attributes:

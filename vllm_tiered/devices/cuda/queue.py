@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One direction's copies: a stream on the GPU, and before it those that it must not have yet.
 
-A copy may wait for a milestone that compute has not reached, so that there is nothing on the GPU to
+A copy may wait for a deferred event that is not signalled yet: there is nothing on the GPU to
 wait for. It is held back here, and with it all behind it in its direction, until everything that it
 waits for has been recorded:
 
     held back            on the GPU
     ┌────┬────┬────┐     ┌────┬────┬────┐
-    │ r5 │ r4 │ r3 │ ──► │ r2 │ r1 │ r0 │ ──►     r3 waits for a milestone, or for w7, a copy of
+    │ r5 │ r4 │ r3 │ ──► │ r2 │ r1 │ r0 │ ──►     r3 waits for a deferred event, or w7, a copy of
     └────┴────┴────┘     └────┴────┴────┘         the other direction that is itself held back
 
 Likewise behind a copy of a page store, until its thread is done with it (``cuda_stored.py``).
@@ -20,9 +20,9 @@ from collections.abc import Callable
 import torch
 
 from vllm_tiered.devices.base import LinkUse
-from vllm_tiered.devices.cuda.bounce_copy import Carrier
+from vllm_tiered.devices.cuda.bounce_copy import BounceCopyWorker
 from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
-from vllm_tiered.devices.cuda.page_id_buffer import IdRing
+from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.runtime import Runtime
 
 
@@ -31,7 +31,7 @@ class CopyQueue:
 
     Args:
         changed: the device's lock.
-        allocate: registered memory of so many bytes, uint8.
+        allocate: pinned memory of so many bytes, uint8.
         on_carried: called when a copy that was carried by a thread is over: others may be ready.
         num_ids: page ids that its ring holds at first.
     """
@@ -45,9 +45,9 @@ class CopyQueue:
         num_ids: int,
     ) -> None:
         self._runtime = runtime
-        self._ids = IdRing(allocate, num_ids)
+        self._ids = PageIdBuffer(allocate, num_ids)
         self._stream = runtime.new_stream()
-        self._carrier = Carrier(
+        self._carrier = BounceCopyWorker(
             runtime, self._stream, self._ids, changed, allocate, self._finish_carried
         )
         self._carried: CopyJob | None = None
@@ -86,7 +86,7 @@ class CopyQueue:
     def finish(self) -> None:
         """Wait for all that was launched, a copy whose launch failed half-way included."""
         if self._under_way:
-            last = self._runtime.new_mark()
+            last = self._runtime.new_event()
             self._runtime.record(last, self._stream)
             self._runtime.synchronize(last)
         self._settle()
@@ -120,7 +120,7 @@ class CopyQueue:
         runtime, stream = self._runtime, self._stream
         for event in job.after:
             if not event.done():
-                runtime.stream_wait(stream, event.mark)
+                runtime.stream_wait(stream, event.raw_event)
         runtime.record(job.begun, stream)
         # From here on the GPU may use it, whatever happens: held until the direction is over.
         self._under_way.append(job)
@@ -149,4 +149,4 @@ class CopyQueue:
                 return
             self._under_way.popleft()
             self._num_bytes += job.copy.num_bytes
-            self._busy_seconds += self._runtime.seconds_between(job.begun, job.done.mark)
+            self._busy_seconds += self._runtime.seconds_between(job.begun, job.done.raw_event)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few CUDA calls that the device for KV pages makes, as thin as they can be.
 
-Everything above this file runs in the tests, without a GPU, on a double of :class:`Runtime` that
+Everything above this file runs in the tests, without a GPU, on a fake of :class:`Runtime` that
 has CUDA's semantics (tests/fakes/cuda.py). The calls themselves run on a GPU only.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 Stream: TypeAlias = Any
-Mark: TypeAlias = Any
+RawEvent: TypeAlias = Any
 """A CUDA event. Until it is recorded, it is done, and a stream that waits for it does not wait."""
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -21,7 +21,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 class PageKernel(Protocol):
     """``dst[dst_ids[i]] = src[src_ids[i]]`` for all i, on the current stream.
 
-    int32 [pages, words] and int64 [n]; all on the GPU or in registered memory. Launched for no i,
+    int32 [pages, words] and int64 [n]; all on the GPU or in pinned memory. Launched for no i,
     too.
     """
 
@@ -42,11 +42,11 @@ class Runtime(ABC):
         """To which the GPU is attached; None if the system does not say."""
 
     @abstractmethod
-    def register(self, address: int, num_bytes: int) -> None:
+    def pin_memory(self, address: int, num_bytes: int) -> None:
         """Lock memory of this process, and let kernels and copy engines use it."""
 
     @abstractmethod
-    def unregister(self, address: int) -> None:
+    def unpin_memory(self, address: int) -> None:
         """Nothing on the GPU uses it any more."""
 
     @abstractmethod
@@ -58,26 +58,26 @@ class Runtime(ABC):
         """On which the calling thread submits compute now."""
 
     @abstractmethod
-    def new_mark(self) -> Mark:
+    def new_event(self) -> RawEvent:
         """Not recorded yet."""
 
     @abstractmethod
-    def record(self, mark: Mark, stream: Stream) -> None:
+    def record(self, raw_event: RawEvent, stream: Stream) -> None:
         """The mark is done when all that was submitted to the stream so far is."""
 
     @abstractmethod
-    def stream_wait(self, stream: Stream, mark: Mark) -> None:
+    def stream_wait(self, stream: Stream, raw_event: RawEvent) -> None:
         """What is submitted to the stream later runs when the mark, as recorded last, is done."""
 
     @abstractmethod
-    def is_done(self, mark: Mark) -> bool: ...
+    def is_done(self, raw_event: RawEvent) -> bool: ...
 
     @abstractmethod
-    def synchronize(self, mark: Mark) -> None:
+    def synchronize(self, raw_event: RawEvent) -> None:
         """Block the calling thread until the mark is done."""
 
     @abstractmethod
-    def seconds_between(self, begin: Mark, end: Mark) -> float:
+    def seconds_between(self, begin: RawEvent, end: RawEvent) -> float:
         """Of two marks that are done; negative if ``end`` was done first."""
 
     @abstractmethod
@@ -118,13 +118,13 @@ class CudaRuntime(Runtime):
         domain = getattr(gpu, "pci_domain_id", 0)
         return numa_node_of(f"{domain:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def pin_memory(self, address: int, num_bytes: int) -> None:
         portable, mapped = 1, 2
         refused = int(self._cudart.cudaHostRegister(address, num_bytes, portable | mapped))
         if refused:
             raise RuntimeError(f"cudaHostRegister: error {refused}")
 
-    def unregister(self, address: int) -> None:
+    def unpin_memory(self, address: int) -> None:
         self._cudart.cudaHostUnregister(address)
 
     def new_stream(self) -> Stream:
@@ -135,22 +135,22 @@ class CudaRuntime(Runtime):
     def compute_stream(self) -> Stream:
         return torch.cuda.current_stream(self._index)
 
-    def new_mark(self) -> Mark:
+    def new_event(self) -> RawEvent:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-    def record(self, mark: Mark, stream: Stream) -> None:
-        mark.record(stream)
+    def record(self, raw_event: RawEvent, stream: Stream) -> None:
+        raw_event.record(stream)
 
-    def stream_wait(self, stream: Stream, mark: Mark) -> None:
-        stream.wait_event(mark)
+    def stream_wait(self, stream: Stream, raw_event: RawEvent) -> None:
+        stream.wait_event(raw_event)
 
-    def is_done(self, mark: Mark) -> bool:
-        return bool(mark.query())
+    def is_done(self, raw_event: RawEvent) -> bool:
+        return bool(raw_event.query())
 
-    def synchronize(self, mark: Mark) -> None:
-        mark.synchronize()
+    def synchronize(self, raw_event: RawEvent) -> None:
+        raw_event.synchronize()
 
-    def seconds_between(self, begin: Mark, end: Mark) -> float:
+    def seconds_between(self, begin: RawEvent, end: RawEvent) -> float:
         return float(begin.elapsed_time(end)) / 1e3
 
     def copy_run(self, stream: Stream, src: torch.Tensor, dst: torch.Tensor) -> None:

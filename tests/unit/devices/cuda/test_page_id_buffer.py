@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from vllm_tiered.devices.cuda.page_id_buffer import IdRing
+from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 
 
 class Copy:
@@ -33,7 +33,7 @@ steps = st.lists(st.one_of(st.integers(1, 7), st.just("done")), max_size=40)
 
 @given(steps=steps, num_ids=st.integers(1, 24))
 def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
-    ring = IdRing(allocate, num_ids)
+    ring = PageIdBuffer(allocate, num_ids)
     under_way: deque[tuple[Copy, tuple[torch.Tensor, torch.Tensor], list[int]]] = deque()
     next_id = 0
     for step in steps:
@@ -52,7 +52,7 @@ def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
 
 
 def test_it_grows_only_when_it_must():
-    ring = IdRing(allocate, 16)
+    ring = PageIdBuffer(allocate, 16)
     copies = deque[Copy]()
     for _ in range(50):  # three of four places under way, again and again
         copies.append(Copy())
@@ -69,4 +69,4 @@ def test_no_memory_before_the_first_copy():
     def refuse(num_bytes):
         raise AssertionError
 
-    assert IdRing(refuse, 8).num_ids == 8
+    assert PageIdBuffer(refuse, 8).num_ids == 8

@@ -49,7 +49,9 @@ class _Limit:
         return self.limit_bytes - self.used_bytes
 
 
-def host_memory(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+def read_host_memory(
+    *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> HostMemory:
     """Read the host's memory and the limits of every cgroup this process is in (v1 and v2)."""
     memory = psutil.virtual_memory()
     limits = [*_limits_v2(proc, cgroup), *_limits_v1(proc, cgroup)]
