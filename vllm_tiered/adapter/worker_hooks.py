@@ -63,7 +63,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         )
         _wrap_runners(is_second=wrapper.vllm_config.use_v2_model_runner)
     original(wrapper, *args, **kwargs)
-    l2_hooks.prepare(wrapper.vllm_config)
+    l2_hooks.install(wrapper.vllm_config)
     if is_ours:
         wrapper.tiered_offloader = get_offloader()
         wrapper.tiered_ffn = _ffn_of(wrapper.vllm_config)

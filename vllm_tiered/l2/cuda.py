@@ -131,7 +131,7 @@ class CudaRuntime:
         """
         return self._asked_bytes, 0
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done everything: what a step takes shows only then."""
         torch.cuda.synchronize()
 
@@ -150,7 +150,7 @@ class CudaRuntime:
 
 
 def make_runtime(device: torch.device, kv_of: KvOf) -> CudaRuntime:
-    """The runtime of a device, with the kernels compiled for it at their first launch."""
+    """Return the runtime of a device; its kernels are compiled at their first launch."""
     # Triton is not there on every machine without a GPU.
     from vllm_tiered.kernels.l2_prefetch import api
 
@@ -177,7 +177,7 @@ def make_runtime(device: torch.device, kv_of: KvOf) -> CudaRuntime:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the device's L2."""
+    """Return the bytes of the device's L2."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 

@@ -223,7 +223,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.recomputed(request_ids)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        report = self._worker.take_report() if self._worker else None
+        report = self._worker.drain_report() if self._worker else None
         if report is not None and self._energy:
             report.joules, report.assumed_joules = self._energy.drain_for_report()
         return report
@@ -231,7 +231,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker:
             self._worker.close()
-            full_graphs.forget(self._vllm_config)
+            full_graphs.unwatch(self._vllm_config)
         if self._scheduler:
             self._scheduler.close()
 
@@ -239,7 +239,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TieredStats | None:
         if not self._is_scheduler:
-            stats = self._worker.take_stats() if self._worker else TieredStats()
+            stats = self._worker.drain_stats() if self._worker else TieredStats()
             energy = self._energy.drain_metrics() if self._energy else {}
             return TieredStats(
                 data=stats.data | drain_metrics() | l2_hooks.drain_metrics() | energy
