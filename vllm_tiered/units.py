@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte sizes in binary multiples, as memory is sized and as configuration keys (`*_gib`) name it."""
+"""Byte sizes in binary multiples, as memory and the configuration keys `*_gib` are sized."""
 
 import math
 
