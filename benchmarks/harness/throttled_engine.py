@@ -237,6 +237,6 @@ def _num_weights(sublayer: Sublayer, products: Mapping[str, int]) -> int:
 
 
 def _take_use() -> dict[str, float]:
-    from vllm_tiered.adapter.worker_hooks import take_use
+    from vllm_tiered.adapter.worker_hooks import drain_metrics
 
-    return take_use()
+    return drain_metrics()
