@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import sharegpt_requests
-from benchmarks.simulator.models import MODELS
+from benchmarks.simulator.models import MODELS, page_bytes
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
 from vllm_tiered.kv.layout import num_far_for_expansion
@@ -44,7 +44,7 @@ def calibration_case(near_blocks: int) -> Case:
         machine=machine("cpu-2core"),
         model=model,
         trace=Trace(arrivals=arrivals, horizon_s=1e6),
-        near_bytes=near_blocks * model.num_layers * model.page_bytes(32),
+        near_bytes=near_blocks * model.num_layers * page_bytes(model, 32),
         block_tokens=32,
         max_num_seqs=36,
         partial_blocks_resident=True,

@@ -70,8 +70,8 @@ class KvConfig(_Section):
     `tier` "storage" it may be 0.
     `expansion` is logical KV capacity over what the same near memory holds without the plugin:
     a number fixes it, "auto" leaves it to the plugin, up to `max_expansion`.
-    `policy` chooses which layers are far: spread evenly, or the paper's rotating queue;
-    "on_demand" spreads them too, but reads each only when it is needed (to compare).
+    `policy` says when far layers are read: "interleave" reads them ahead of their use; "on_demand"
+    reads each when it is needed, for comparison. Both spread them evenly.
     `tier` "storage" keeps what `far_gib` does not hold in a file in the folder `path`.
     `verify` compares checksums of pages that come back from far memory: never, for every 16th read
     of a page, or always. Pages in a file always are.
@@ -87,8 +87,8 @@ class KvConfig(_Section):
         default="auto", metadata={_RULE: Number(at_least=1, auto=True)}
     )
     max_expansion: float = field(default=4.0, metadata={_RULE: Number(at_least=1)})
-    policy: Literal["interleave", "fifo", "on_demand"] = field(
-        default="interleave", metadata={_RULE: OneOf(words=("interleave", "fifo", "on_demand"))}
+    policy: Literal["interleave", "on_demand"] = field(
+        default="interleave", metadata={_RULE: OneOf(words=("interleave", "on_demand"))}
     )
     tier: Literal["far", "storage"] = field(
         default="far", metadata={_RULE: OneOf(words=("far", "storage"))}

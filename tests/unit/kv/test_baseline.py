@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.kv.controlled_engine import LEVELS, ControlledEngine
 from vllm_tiered.kv.baseline import BaselineComparison
-from vllm_tiered.kv.controller_context import STORAGE_TUNING
+from vllm_tiered.kv.tuning import STORAGE_TUNING
 from vllm_tiered.kv.windows import Window
 
 TOP = LEVELS.max_num_far
@@ -21,83 +21,83 @@ def storage(**changes):
     )
 
 
-def rate(plant, level):
+def rate(engine, level):
     """Tokens/s at a level, without noise."""
-    quiet = dataclasses.replace(plant, noise=0.0)
+    quiet = dataclasses.replace(engine, noise=0.0)
     quiet.level = level
     signals = quiet.signals()
     return signals.tokens / signals.seconds
 
 
 def test_throughput_without_far_layers_is_learnt_first():
-    plant = storage().run(HOLD + 100)
-    assert set(plant.path[: HOLD - 1]) == {0}
-    assert plant.level > 10
+    engine = storage().run(HOLD + 100)
+    assert set(engine.path[: HOLD - 1]) == {0}
+    assert engine.level > 10
 
 
 def test_a_level_that_pays_is_kept():
-    plant = storage().run(6000)
-    assert rate(plant, TOP) > 1.5 * rate(plant, 0)
-    assert plant.path.count(TOP) > 0.85 * len(plant.path)
-    assert not [reason for reason in plant.reasons if "slower" in reason]
+    engine = storage().run(6000)
+    assert rate(engine, TOP) > 1.5 * rate(engine, 0)
+    assert engine.path.count(TOP) > 0.85 * len(engine.path)
+    assert not [reason for reason in engine.reasons if "slower" in reason]
 
 
 def test_layers_that_cost_more_than_they_give_are_given_up():
     """Compute never waits, but what copies take makes every level slower than none."""
-    plant = storage(copy_cost=1.5e-4)
-    assert max(rate(plant, level) for level in range(1, TOP + 1)) < 0.95 * rate(plant, 0)
-    plant.run(30_000)
-    assert plant.path.count(0) > 0.8 * len(plant.path)
-    assert "slower than without far layers" in " ".join(plant.reasons)
+    engine = storage(copy_cost=1.5e-4)
+    assert max(rate(engine, level) for level in range(1, TOP + 1)) < 0.95 * rate(engine, 0)
+    engine.run(30_000)
+    assert engine.path.count(0) > 0.8 * len(engine.path)
+    assert "slower than without far layers" in " ".join(engine.reasons)
     # Each next attempt comes later.
-    assert plant.path[15_000:].count(0) > 0.95 * 15_000
+    assert engine.path[15_000:].count(0) > 0.95 * 15_000
 
 
 def test_without_the_comparison_they_are_kept():
     """What the rule is for: by stall alone nothing is wrong with them."""
-    plant = ControlledEngine(unit_link=1e-7, noise=0.01, copy_cost=1.5e-4).run(6000)
-    assert min(plant.path[1000:]) > 10
+    engine = ControlledEngine(unit_link=1e-7, noise=0.01, copy_cost=1.5e-4).run(6000)
+    assert min(engine.path[1000:]) > 10
 
 
 @pytest.mark.parametrize("copy_cost", [4e-6, 5.5e-6, 6.2e-6, 7e-6, 1e-5, 3e-5])
 def test_never_much_below_what_is_served_without_far_layers(copy_cost):
     """From well worth it to by no means; where it hardly matters either is right."""
-    plant = storage(copy_cost=copy_cost).run(40_000)
-    mean = statistics.fmean(rate(plant, level) for level in plant.path[3000:])
-    assert mean > 0.98 * max(rate(plant, 0), rate(plant, TOP))
+    engine = storage(copy_cost=copy_cost).run(40_000)
+    mean = statistics.fmean(rate(engine, level) for level in engine.path[3000:])
+    assert mean > 0.98 * max(rate(engine, 0), rate(engine, TOP))
 
 
 def test_a_long_request_gets_its_level_all_the_same():
-    plant = storage(needed_blocks=150, copy_cost=1.5e-4).run(6000)
-    assert all(LEVELS.block_limit(level, 2) >= 150 for level in plant.path)
+    engine = storage(needed_blocks=150, copy_cost=1.5e-4).run(6000)
+    assert all(LEVELS.block_limit(LEVELS.ladder[level], 2) >= 150 for level in engine.path)
 
 
 def test_a_level_that_a_request_needed_is_judged_when_it_has_gone():
     """It was entered before anything was known, and lasted longer than a judgement takes."""
-    plant = storage(needed_blocks=150, copy_cost=1.5e-4).run(3000)
-    assert min(plant.path) > 0
-    plant.needed_blocks = 10
-    plant.run(12_000)
-    assert plant.path[4000:].count(0) > 0.8 * len(plant.path[4000:])
+    engine = storage(needed_blocks=150, copy_cost=1.5e-4).run(3000)
+    assert min(engine.path) > 0
+    engine.needed_blocks = 10
+    engine.run(12_000)
+    assert engine.path[4000:].count(0) > 0.8 * len(engine.path[4000:])
 
 
 def test_a_level_that_a_request_needs_later_is_judged_when_it_has_gone():
-    plant = storage(copy_cost=1.5e-4).run(2000)
-    plant.needed_blocks = 150
-    plant.run(3000)
-    plant.needed_blocks = 10
-    seen = len(plant.path)
-    plant.run(8000)
-    assert plant.path[seen:].count(0) > 0.8 * 8000
+    engine = storage(copy_cost=1.5e-4).run(2000)
+    engine.needed_blocks = 150
+    engine.run(3000)
+    engine.needed_blocks = 10
+    seen = len(engine.path)
+    engine.run(8000)
+    assert engine.path[seen:].count(0) > 0.8 * 8000
 
 
 def test_pressure_that_far_layers_took_away_still_counts():
     """With far layers nobody is blocked any more: what requests hold tells of the pressure."""
-    plant = storage(demand=150, copy_cost=4e-4, waiting=0).run(2000)
-    higher = dataclasses.replace(plant)
-    higher.level = max(plant.path)
+    engine = storage(demand=150, copy_cost=4e-4, waiting=0).run(2000)
+    higher = dataclasses.replace(engine)
+    higher.level = max(engine.path)
     assert not higher.signals().is_blocked
-    assert "slower than without far layers" in " ".join(plant.reasons)
+    assert "slower than without far layers" in " ".join(engine.reasons)
 
 
 # Records --------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlanner
+from vllm_tiered.kv.step_plan import ScheduledRequest
+from vllm_tiered.kv.step_planner import StepPlanner
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class LayerTrace:
     ) -> LayerSpan:
         wait_start, wait_end = self._waits[layer]
         read = self._copied(self._reads.get(layer))
-        write = self._copied(self._swapper.write_of(layer))
+        write = self._copied(self._swapper.last_write_of(layer))
         return LayerSpan(
             layer=layer,
             role=role,
