@@ -183,7 +183,7 @@ class Swapper:
                 return
             self._reads[position] = None
             if self._asked:
-                self._device.reach(self._asked[position])
+                self._device.signal(self._asked[position])
             if not event.done():
                 self.stall_seconds += self._device.wait(event)
         except Exception as failure:
@@ -201,8 +201,8 @@ class Swapper:
         if position is None or not self._turns:
             return
         self.table.evict(layer)
-        if (milestone := self._turns.pop(position, None)) is not None:
-            self._device.reach(milestone)
+        if (deferred_event := self._turns.pop(position, None)) is not None:
+            self._device.signal(deferred_event)
 
     def end_step(self) -> None:
         """Write out the partial blocks that were filled; all layers were computed.
@@ -284,10 +284,10 @@ class Swapper:
         last, num_buffers = len(self.order.offloaded) - 1, staging.num_buffers
         turn = (num_buffers + 1) // 2 if prefetches else 1
         ends = [*range(turn - 1, last, turn), last]
-        milestones = self._device.milestones(len(ends))
-        self._turns = dict(zip(ends, milestones, strict=True))
-        computed = [(milestones[position // turn],) for position in range(last + 1)]
-        self._asked = [] if prefetches else self._device.milestones(last + 1)
+        deferred_events = self._device.deferred_events(len(ends))
+        self._turns = dict(zip(ends, deferred_events, strict=True))
+        computed = [(deferred_events[position // turn],) for position in range(last + 1)]
+        self._asked = [] if prefetches else self._device.deferred_events(last + 1)
         self._queue_writes(computed)
         reads = []
         for position, layer in enumerate(self.order.offloaded):

@@ -70,11 +70,11 @@ class CountedDevice(Device):
     def compute_event(self) -> Event:
         return self.inner.compute_event()
 
-    def milestones(self, count: int) -> Sequence[Event]:
-        return self.inner.milestones(count)
+    def deferred_events(self, count: int) -> Sequence[Event]:
+        return self.inner.deferred_events(count)
 
-    def reach(self, milestone: Event) -> None:
-        self.inner.reach(milestone)
+    def signal(self, deferred_event: Event) -> None:
+        self.inner.signal(deferred_event)
 
     def wait(self, event: Event) -> float:
         return self.inner.wait(event)

@@ -70,4 +70,4 @@ def test_one_launch_that_failed_on_a_gpu(haste, setup):
         with pytest.raises(LinkDown):
             run_schedule(driver, random.Random(5), num_steps=40)
         device.close()
-        assert not device.cuda.registered
+        assert not device.cuda.pinned

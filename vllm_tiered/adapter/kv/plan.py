@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered.config import KvConfig, TieredConfig
-from vllm_tiered.devices.host import FAR_SHARE, host_memory
+from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import (
@@ -234,5 +234,5 @@ def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
 def far_budget_bytes(kv: KvConfig, world_size: int) -> int:
     """Return the far-tier bytes that one rank may take."""
     if kv.far_gib == "auto":
-        return int(host_memory().usable_bytes * FAR_SHARE) // world_size
+        return int(read_host_memory().usable_bytes * FAR_SHARE) // world_size
     return gib_to_bytes(float(kv.far_gib)) // world_size
