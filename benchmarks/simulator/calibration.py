@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the CPU machine against what vLLM did there.
+"""Calibration: the model of the CPU machine against what vLLM did there.
 
 The figures are the table of docs/decisions/0001: 36 ShareGPT requests at once, SmolLM2-135M, blocks
 of 32 tokens. The constants of the machine `cpu-2core` marked as calibrated were set by hand to the

@@ -44,7 +44,7 @@ def eighth_demand() -> dict[str, dict[str, float]]:
 
 
 def _cases() -> Mapping[str, Case]:
-    """Loads with any near memory: all requests at once."""
+    """Return the cases by name, all requests at once; the near memory is set later."""
     cpu = calibration_case(near_blocks=1)
     free_copies = dataclasses.replace(
         cpu.machine, near_bytes_per_copied_byte=0.0, far_layer_overhead_us=0.0
@@ -101,7 +101,7 @@ def _eighth_of(case: Case) -> dict[str, float]:
 
 
 def _ceiling(case: Case) -> Run:
-    """The load with near memory for all of it."""
+    """Run the load with near memory for all of it."""
     most_blocks = sum(
         1 + -(-(arrival.prompt_tokens + arrival.output_tokens) // case.block_tokens)
         for arrival in case.trace.arrivals

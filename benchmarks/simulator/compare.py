@@ -29,8 +29,11 @@ DEFINITIONS = {
 
 
 def fixed_levels(case: Case, stride: int) -> list[int]:
-    """Return the levels to try: none far, from 3 on every `stride`-th, and the highest; where
-    partial blocks move, from half of the layers on."""
+    """Return the levels to try, as places on the ladder.
+
+    None offloaded, from 3 layers on every `stride`-th, and the highest; where partial blocks are
+    offloaded too, from half of the layers on.
+    """
     levels = case.levels
     most, top = levels.max_num_far, len(levels.ladder) - 1
     moving = range(most + most // 2, top + 1, stride)
@@ -116,14 +119,14 @@ def _spans_of_sameness(run: Run, levels: KvLevels, final: int) -> list[tuple[int
 
 
 def _spans(run: Run) -> list[tuple[int, int, int]]:
-    """(First step, end, level) of the run's levels."""
+    """Return (first step, end, level) of the run's levels."""
     starts = [0, *(change.step for change in run.changes)]
     levels = [0, *(change.level_idx for change in run.changes)]
     return list(zip(starts, [*starts[1:], run.steps], levels, strict=True))
 
 
 def _median_level(run: Run, first_step: int) -> int:
-    """The median level over the steps from `first_step` on."""
+    """Return the median level over the steps from `first_step` on."""
     parts = [
         (level, end - max(start, first_step))
         for start, end, level in _spans(run)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler under an elastic block limit, one call a step.
+"""A model of vLLM's scheduler under an elastic block limit, one call a step.
 
 Running requests come first, in the order of admission: a decoding one takes a token, a prefilling
 one a chunk of what is left of the token budget; one that finds no free block preempts the last
 admitted, which is computed again later. Then waiting requests are admitted while their blocks and
-partial blocks fit. Decoding requests are not visited in every step but only when they need a block
-or end, so a step costs what happens in it.
+partial blocks fit. Decoding requests are visited only when they need a block or end, so a step
+costs what happens in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_tiered.kv.layout import KvLevels, Level
 
 
 class Request:
-    """A request's way: waiting, prefilling, decoding; back to waiting when preempted."""
+    """A request: waiting, prefilling, then decoding; waiting again when preempted."""
 
     __slots__ = (
         "arrival",
@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """What one step computes, and what the controller is told of it."""
+    """What one step computes, and what the controller gets to know."""
 
     num_requests: int
     scheduled_tokens: int
@@ -96,7 +96,7 @@ class CountedBlocks:
 
 
 class SimulatedScheduler:
-    """Requests, blocks and the level; knows no time.
+    """Requests, blocks and the level, without any notion of time.
 
     Args:
         levels: the near budget.
@@ -137,11 +137,11 @@ class SimulatedScheduler:
         return self._admission.used_blocks
 
     def add(self, arrival: Arrival) -> None:
-        """A request arrives."""
+        """Add a request that arrives."""
         self.waiting.append(Request(f"r{next(self._names)}", arrival))
 
     def longest_blocks(self) -> int:
-        """Blocks of the largest request that runs or is next to run, at its present length."""
+        """Return the blocks of the largest request that runs or is next, at its present length."""
         longest = 0
         for request in self.running.values():
             longest = max(longest, request.blocks)
@@ -150,7 +150,7 @@ class SimulatedScheduler:
         return longest
 
     def schedule(self) -> StepWork:
-        """Plan one step and count it as run. Nothing may run without waiting or running ones."""
+        """Plan one step and count it as run. There must be a running or waiting request."""
         self._step += 1
         preempted_before = self.num_preempted
         self._extend_decoding()
@@ -179,7 +179,7 @@ class SimulatedScheduler:
         )
 
     def end_step(self, now_s: float) -> None:
-        """Requests that made their last token leave; their blocks are free in the next step."""
+        """Finish requests that made their last token; their blocks are free in the next step."""
         for request, epoch in self._ending.pop(self._step, ()):
             if request.epoch == epoch:
                 self._num_decoding -= 1
@@ -214,7 +214,7 @@ class SimulatedScheduler:
         self._due.setdefault(step, []).append((request, request.epoch))
 
     def _extend_prefilling(self, budget: int) -> tuple[int, int]:
-        """Chunks of requests that were admitted before: (tokens, tokens of context)."""
+        """Schedule chunks of requests that prefill; return (tokens, tokens of context)."""
         tokens = context = 0
         for request in list(self._prefilling.values()):
             chunk = min(request.prefill_end - request.computed, budget - tokens)
@@ -268,7 +268,10 @@ class SimulatedScheduler:
     # Waiting requests -------------------------------------------------------------------
 
     def _admit(self, budget: int) -> tuple[int, int, bool]:
-        """(Tokens, tokens of context, whether one was refused for want of blocks)."""
+        """Admit waiting requests.
+
+        Returns (tokens, tokens of context, whether one was refused for lack of blocks).
+        """
         tokens = context = 0
         while self.waiting and len(self.running) < self._max_num_seqs and tokens < budget:
             request = self.waiting[0]
@@ -288,7 +291,7 @@ class SimulatedScheduler:
         return tokens, context, False
 
     def _begin_decoding(self) -> int:
-        """Prefills that are over make a token and decode from the next step on; how many."""
+        """Let requests whose prefill is over make a token and decode; return how many."""
         over = [r for r in self._prefilling.values() if r.computed >= r.prefill_end]
         for request in over:
             del self._prefilling[request.name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a load on a machine: at a fixed level, or with the controller that serves use."""
+"""Simulation of a load on a machine, at a fixed level or with the product's controller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_tiered.planner.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is simulated, but for the level.
+    """Everything that is simulated, but for the level.
 
     Attributes:
         near_bytes: KV budget.
@@ -97,7 +97,7 @@ class Change:
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """What a simulation gave."""
+    """Results of a simulation."""
 
     seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -247,7 +247,7 @@ class _Simulation:
         return now
 
     def _needed_blocks(self) -> int:
-        """Of the longest request at its present length; looked up now and then."""
+        """Return the blocks of the longest request at its present length; it is updated rarely."""
         if self._run.steps % 16 == 1 or not self._scheduler.running:
             longest = self._scheduler.longest_blocks() + BLOCKS_TO_GROW
             self._needed = min(longest, self._max_request_blocks)
@@ -269,7 +269,7 @@ class _Simulation:
             expansion.aim(target)
 
     def _relocate(self, before: int, used_blocks: int) -> float:
-        """Let the level move; seconds for which the link is busy with the layers that do."""
+        """Let the level move; return the seconds for which moving layers keep the link busy."""
         machine = self._case.machine
         after, num_far_next = self._scheduler.change_level()
         bytes_per_layer = used_blocks * self._levels.page_bytes
@@ -299,7 +299,7 @@ class _Simulation:
 
 
 def _longest_blocks(case: Case, levels: KvLevels, fixed: int | None) -> int:
-    """Blocks of the longest request. Raises ValueError if no level holds it."""
+    """Return the blocks of the longest request; raise ValueError if no level holds it."""
     longest = max((a.prompt_tokens + a.output_tokens for a in case.trace.arrivals), default=0)
     candidates = levels.ladder if fixed is None else (levels.ladder[fixed],)
     most = max(levels.geometry(level).max_request_tokens(levels.max_blocks) for level in candidates)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a step: layers compute one after another, far ones wait until they are staged.
+"""The time of a step: layers compute in order, offloaded ones wait until they are staged.
 
              ┌ overhead ┐
     compute  │··········│ 0 │ 1 │ 2 │··stall··│ 3 │ 4 │ ...        far layers: 2, 3, ...
@@ -33,9 +33,10 @@ class StepTime:
 
 
 class StepTimer:
-    """Times steps of one model on one machine. All layers take the same time.
+    """Timer of one model's steps on one machine; all layers take the same time.
 
-    Without `prefetches` each far layer waits for reads that begin when it is due (`on_demand`).
+    Without `prefetches` each offloaded layer waits for reads that begin when it is due
+    (`on_demand`).
     """
 
     def __init__(

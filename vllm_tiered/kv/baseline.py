@@ -41,7 +41,7 @@ class BaselineComparison:
     sample: Window = _NO_STEPS
     num_unlike: int = 0
 
-    def at(self, level_idx: int) -> BaselineComparison:
+    def at_level(self, level_idx: int) -> BaselineComparison:
         """Return the comparison at another level.
 
         Levels within a factor of two count as the same: where nothing is blocked any more the

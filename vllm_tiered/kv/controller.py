@@ -137,7 +137,7 @@ def _apply(
             fill_steps=tuning.record_steps,
             came_from=current if is_fair else None,
             current=Record(level_idx=move.level_idx),
-            baseline=history.baseline.at(move.level_idx),
+            baseline=history.baseline.at_level(move.level_idx),
         )
     return decision, ControllerState(
         decision=decision,

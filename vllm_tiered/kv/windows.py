@@ -30,7 +30,7 @@ class Signals:
         used_blocks: blocks that requests hold.
         num_partial: partial blocks that running requests are charged for.
         needed_blocks: what the largest live request will need in the end, beside blocks that
-            nobody can be made to give back.
+            no request can be made to give back.
     """
 
     level_idx: int

@@ -31,7 +31,7 @@ class ControlledEngine:
     demand: blocks that the requests would use.
     unit_link: link seconds per staged block of one far layer.
     decode: seconds of a step, and what each used block adds.
-    partial_per_block: slots that are charged; partly filled is one block of a request at most.
+    partial_per_block: partial blocks that are charged; a request has one at most.
     noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
     """
 

@@ -273,7 +273,7 @@ class EngineModel:
         self.num_turns += 1
 
     def _finish(self, request: Request) -> None:
-        """As vLLM: the blocks are freed, and the connector's ``request_finished`` grants."""
+        """As vLLM: blocks are freed, and ``request_finished`` of the connector releases some."""
         request.status = Status.FINISHED
         self._finished.add(request.request_id)
         self.admission.end_requests((request.request_id,))

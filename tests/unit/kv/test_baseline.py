@@ -72,8 +72,8 @@ def test_a_long_request_gets_its_level_all_the_same():
     assert all(LEVELS.block_limit(LEVELS.ladder[level], 2) >= 150 for level in engine.path)
 
 
-def test_a_level_that_a_request_needed_is_judged_when_it_has_gone():
-    """It was entered before anything was known, and lasted longer than a judgement takes."""
+def test_a_level_that_a_request_needed_is_evaluated_when_it_has_gone():
+    """It was entered before anything was known, and lasted longer than an evaluation takes."""
     engine = storage(needed_blocks=150, copy_cost=1.5e-4).run(3000)
     assert min(engine.path) > 0
     engine.needed_blocks = 10
@@ -81,7 +81,7 @@ def test_a_level_that_a_request_needed_is_judged_when_it_has_gone():
     assert engine.path[4000:].count(0) > 0.8 * len(engine.path[4000:])
 
 
-def test_a_level_that_a_request_needs_later_is_judged_when_it_has_gone():
+def test_a_level_that_a_request_needs_later_is_evaluated_when_it_has_gone():
     engine = storage(copy_cost=1.5e-4).run(2000)
     engine.needed_blocks = 150
     engine.run(3000)
@@ -92,7 +92,7 @@ def test_a_level_that_a_request_needs_later_is_judged_when_it_has_gone():
 
 
 def test_pressure_that_far_layers_took_away_still_counts():
-    """With far layers nobody is blocked any more: what requests hold tells of the pressure."""
+    """With far layers no request is blocked any more: what they hold shows the pressure."""
     engine = storage(demand=150, copy_cost=4e-4, waiting=0).run(2000)
     higher = dataclasses.replace(engine)
     higher.level = max(engine.path)
@@ -113,54 +113,54 @@ def window(tokens, *, steps=16, running=10, seconds=0.03):
     )
 
 
-def filled(worth, level, rates, **changes):
+def filled(comparison, level, rates, **changes):
     for tokens in rates:
         for _ in range(4):
-            worth = worth.with_window(
+            comparison = comparison.with_window(
                 window(tokens, **changes), level, record_steps=64, base_records=4
             )
-    return worth
+    return comparison
 
 
 def test_plain_losses_are_known_after_three_samples():
-    worth = filled(BaselineComparison(), 0, [100, 104, 98, 101])
-    assert worth.base.count == 4
+    comparison = filled(BaselineComparison(), 0, [100, 104, 98, 101])
+    assert comparison.base.count == 4
     for count, expected in ((2, None), (3, pytest.approx(0.25, abs=0.01))):
-        here = filled(worth.at(20), 20, [75, 77, 74][:count])
+        here = filled(comparison.at_level(20), 20, [75, 77, 74][:count])
         assert here.loss(8, 0.01) == expected
 
 
 @pytest.mark.parametrize(("tokens", "is_loss"), [(98, True), (103, False)])
 def test_small_differences_are_decided_by_the_means_once(tokens, is_loss):
-    worth = filled(BaselineComparison(), 0, [70, 130] * 2).at(20)
+    comparison = filled(BaselineComparison(), 0, [70, 130] * 2).at_level(20)
     low, high = tokens - 30, tokens + 30
     verdicts = []
     for index in range(10):
-        worth = filled(worth, 20, [high if index % 2 else low])
-        verdicts.append(worth.loss(8, 0.01) is not None)
+        comparison = filled(comparison, 20, [high if index % 2 else low])
+        verdicts.append(comparison.loss(8, 0.01) is not None)
     assert verdicts[7] == is_loss
     assert not any(verdicts[:7])
 
 
 def test_another_load_begins_a_record_anew():
-    worth = filled(BaselineComparison(), 0, [100] * 4).at(20)
-    worth = filled(worth, 20, [75, 75])
-    worth = filled(worth, 20, [75], running=40)
-    assert worth.here.count == 2, "one sample may be an accident"
-    worth = filled(worth, 20, [75], running=40)
-    assert (worth.here.count, worth.here.running) == (1, 40)
-    assert worth.base.count == 4
+    comparison = filled(BaselineComparison(), 0, [100] * 4).at_level(20)
+    comparison = filled(comparison, 20, [75, 75])
+    comparison = filled(comparison, 20, [75], running=40)
+    assert comparison.here.count == 2, "one sample may be an accident"
+    comparison = filled(comparison, 20, [75], running=40)
+    assert (comparison.here.count, comparison.here.running) == (1, 40)
+    assert comparison.base.count == 4
 
 
 def test_the_base_is_waited_for_once():
-    worth = filled(BaselineComparison(), 0, [100] * 4)
-    assert worth.is_known
-    worth = filled(worth, 0, [100, 100], running=40)
-    assert worth.is_known and worth.base.count == 1
+    comparison = filled(BaselineComparison(), 0, [100] * 4)
+    assert comparison.is_known
+    comparison = filled(comparison, 0, [100, 100], running=40)
+    assert comparison.is_known and comparison.base.count == 1
 
 
-def test_what_was_judged_is_not_judged_again():
-    worth = filled(BaselineComparison(), 0, [100] * 4).at(20)
-    worth = dataclasses.replace(filled(worth, 20, [110] * 8), is_evaluated=True)
-    assert filled(worth, 20, [60] * 8).loss(8, 0.01) is None
-    assert not worth.at(5).is_evaluated, "other levels are"
+def test_what_was_evaluated_is_not_evaluated_again():
+    comparison = filled(BaselineComparison(), 0, [100] * 4).at_level(20)
+    comparison = dataclasses.replace(filled(comparison, 20, [110] * 8), is_evaluated=True)
+    assert filled(comparison, 20, [60] * 8).loss(8, 0.01) is None
+    assert not comparison.at_level(5).is_evaluated, "other levels are"

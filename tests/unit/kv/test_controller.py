@@ -39,7 +39,7 @@ def test_no_level_above_what_the_pressure_can_use(demand, most):
     assert engine.level >= needed
     # A little more is not refused: requests grow, and a slack of 0.2 is asked for.
     assert limit_of(engine.level, 0.2) < most
-    # Long after, what nobody asked for is given back, once.
+    # Long after, what no request asked for is given back, once.
     engine.run(1500)
     assert needed <= engine.level <= needed + 1
     assert engine.changes_since(500) <= 1
@@ -101,7 +101,7 @@ def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
 
 
 def test_the_link_is_told_from_the_blocks_that_are_read():
-    """Of the slots that are charged half are for a second partial block, which no request has."""
+    """Half of the charges are for a second partial block, which no request has."""
     engine = ControlledEngine(
         demand=150, partial_per_block=0.5, unit_link=4e-6, levels=WITH_PARTIAL
     ).run(200)
@@ -229,7 +229,7 @@ def test_no_growth_while_compute_waits_whatever_for():
     assert engine.level == 3
 
 
-# Stepping aside -------------------------------------------------------------------------
+# Releasing unused -----------------------------------------------------------------------
 
 
 def test_steps_aside_when_nothing_is_blocked_and_returns_in_one_jump():

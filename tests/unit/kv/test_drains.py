@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that a write to the far tier still reads, handed over to whoever writes to them next.
+"""Pages that a write to the far tier still reads, handed over to what writes to them next.
 
 Compute and reads run as far as events let them before any write makes a step; then what was written
 out must be what was computed. Near memory has no page to spare, so that all that is taken drains.

@@ -263,7 +263,7 @@ def test_nothing_rotates_without_far_layers():
     assert swapper.pool.count(Owner.RESIDENT) == 5 * 8 and swapper.pool.num_free == 20
 
 
-def test_withheld_blocks_give_their_pages_until_they_are_granted():
+def test_reserved_blocks_give_back_their_pages_until_they_are_released():
     swapper, _ = make_swapper()
     swapper.begin_step(plan_of(reserved=[3, 8]))
     swapper.end_step()
