@@ -206,7 +206,7 @@ class TieredScheduler:
             num_far = self._plan.order.num_far
             if self.adaptive:
                 num_far = self.adaptive.expansion.level.num_far
-            self._timeline.step(step, self.elastic, num_far)
+            self._timeline.record_step(step, self.elastic, num_far)
 
     def _usage(self) -> float:
         """Return the share of the blocks of the highest level that requests hold.
@@ -222,7 +222,7 @@ class TieredScheduler:
 
     def _record_event(self, kind: str, text: str) -> None:
         if self._timeline:
-            self._timeline.event(kind, text)
+            self._timeline.record_event(kind, text)
 
     def _wrap_allocate(self, allocate_slots: Any) -> Any:
         @functools.wraps(allocate_slots)
