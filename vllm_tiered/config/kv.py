@@ -40,8 +40,8 @@ class KvConfig(Section):
     policy: Literal["interleave", "on_demand"] = option(
         "interleave",
         OneOf(words=("interleave", "on_demand")),
-        'When far layers are read; both values space them evenly. `"interleave"` reads a layer ahead '
-        'of its use, `"on_demand"` when it is needed. The latter exists for comparison.',
+        'When far layers are read. `"interleave"` reads a layer ahead of its use, `"on_demand"` '
+        "when it is needed; the latter exists for comparison. Both space them evenly.",
     )
     tier: Literal["far", "storage"] = option(
         "far",
