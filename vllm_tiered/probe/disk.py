@@ -17,7 +17,7 @@ import numpy as np
 from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.storage.direct_io import make_direct
 from vllm_tiered.storage.io_pool import BouncePool, Bytes, Transfer, transfer
-from vllm_tiered.storage.tmpfile import open_unnamed
+from vllm_tiered.storage.tmpfile import open_tmpfile
 from vllm_tiered.units import MIB, format_bytes
 
 ALIGNMENT = 4096
@@ -85,7 +85,7 @@ def storage_curves(
         BudgetError: the disk does not have the space.
     """
     try:
-        fd = open_unnamed(folder, file_bytes)
+        fd = open_tmpfile(folder, file_bytes)
     except BudgetError as error:
         raise BudgetError(
             f"the probe's file takes {format_bytes(file_bytes)} in {folder}, where "

@@ -16,7 +16,8 @@ import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction, PageBuffer, Pages
 from vllm_tiered.probe.gemm import Product, far_product
-from vllm_tiered.storage.immutable_file import Draft, PublishedPages, aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
+from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import KIB, MIB
 
 PAGE_BYTES = 64 * KIB
@@ -109,7 +110,7 @@ def published_read(
     try:
         draft.memory.random_()  # no disk compresses it away
         draft.publish(path, {})
-        file = PublishedPages(path)
+        file = ImmutableFile(path)
     finally:
         draft.close()
         path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_tiered.devices.base import Device, PageBuffer
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 from vllm_tiered.weights.buffers import WeightRing, lay_out
 from vllm_tiered.weights.packing import packing_for
 from vllm_tiered.weights.placement import PARAMETER_ALIGNMENT, SLOT_ALIGNMENT, align, extent_bytes

@@ -14,7 +14,7 @@ import torch
 
 from vllm_tiered.devices.base import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.storage.immutable_file import Draft, PublishedPages
+from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.placement import SLOT_ALIGNMENT, Placement, Sublayer, extent_of
 
@@ -55,7 +55,7 @@ class WeightStore:
         self._about = {"model": dict(model), "settings": dict(settings)}
         self._homes: dict[str, Any] = {}
         self._draft: Draft | None = None
-        self._pages: PublishedPages | None = None
+        self._pages: ImmutableFile | None = None
         self._reason = ""
         self._open()
 
@@ -147,7 +147,7 @@ class WeightStore:
             self._draft.publish(self.path, {**self._about, "placement": self._homes})
             self._draft.close()
             self._draft = None
-            self._pages = PublishedPages(self.path, self._where)
+            self._pages = ImmutableFile(self.path, self._where)
         return self._pages.buffer()
 
     def cancel(self) -> None:
@@ -164,7 +164,7 @@ class WeightStore:
 
     def _open(self) -> None:
         try:
-            pages = PublishedPages(self.path, self._where)
+            pages = ImmutableFile(self.path, self._where)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:

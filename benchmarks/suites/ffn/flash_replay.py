@@ -29,8 +29,9 @@ from vllm_tiered.ffn.cache.base import Ids, NeuronCache, Plan
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.immutable_file import aligned_pages
-from vllm_tiered.storage.slots import SlotFile
+from vllm_tiered.storage.direct_file import aligned_pages
+from vllm_tiered.storage.reader import PendingRead, ScatterReader
+from vllm_tiered.storage.scatter_plan import Section
 
 Token = Sequence[Ids]
 """The neurons that each layer wants for a token, sorted."""
@@ -92,7 +93,7 @@ class Apart(Technique):
     def __init__(self, files: Matrices, capacity: int, window: int) -> None:
         self._sections = [files.sections(layer) for layer in range(len(files.rows))]
         paths = {place.path for place in (*files.rows, *files.columns)}
-        self._files = {path: SlotFile(Path(path)) for path in paths}
+        self._files = {path: ScatterReader(Path(path)) for path in paths}
         self._where = [
             (self._files[row.path], self._files[column.path])
             for row, column in zip(files.rows, files.columns, strict=True)

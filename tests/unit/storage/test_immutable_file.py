@@ -16,7 +16,8 @@ from vllm_tiered.devices.base import Direction, PageBuffer, Pages
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage import immutable_file as published
-from vllm_tiered.storage.immutable_file import Draft, PublishedPages, aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
+from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 
 PAGE = 64 * 1024
 
@@ -52,7 +53,7 @@ def read(pages, first, count, buffer, slot=0):
 
 @pytest.fixture
 def file(tmp_path):
-    pages = PublishedPages(filled(tmp_path))
+    pages = ImmutableFile(filled(tmp_path))
     yield pages
     pages.close()
 
@@ -84,7 +85,7 @@ def test_as_the_source_of_a_devices_copies(file):
 
 def test_contents_come_back(tmp_path):
     contents = {"names": ["a", "ü"], "pages": [1, 2]}
-    pages = PublishedPages(filled(tmp_path, 3, contents))
+    pages = ImmutableFile(filled(tmp_path, 3, contents))
     assert (pages.contents, pages.num_pages, pages.page_bytes) == (contents, 3, PAGE)
     pages.close()
 
@@ -119,12 +120,12 @@ def test_without_unnamed_files_a_draft_takes_its_name_with_it(tmp_path, monkeypa
 
 
 def test_an_older_file_is_replaced_under_its_readers(tmp_path):
-    old = PublishedPages(filled(tmp_path, 8))
+    old = ImmutableFile(filled(tmp_path, 8))
     draft = Draft(tmp_path, 8, PAGE, knob="k")
     draft.memory.fill_(9)
     draft.publish(tmp_path / "file", {})
     draft.close()
-    new = PublishedPages(tmp_path / "file")
+    new = ImmutableFile(tmp_path / "file")
     for pages, expected in ((old, content(3)), (new, torch.full((PAGE,), 9, dtype=torch.uint8))):
         buffer = near(1)
         read(pages, 3, 1, buffer)
@@ -185,7 +186,7 @@ def test_a_damaged_description_is_named(tmp_path, place, error, message):
         data = bytearray()
     path.write_bytes(data)
     with pytest.raises(error, match=message):
-        PublishedPages(path)
+        ImmutableFile(path)
 
 
 def test_a_damaged_page_is_read_again_and_then_named(tmp_path, caplog):
@@ -193,7 +194,7 @@ def test_a_damaged_page_is_read_again_and_then_named(tmp_path, caplog):
     with path.open("r+b") as damaged:
         damaged.seek(17 * PAGE + 100)
         damaged.write(b"\0\1\2\3")
-    pages = PublishedPages(path, lambda page: f"page {page} of my weights")
+    pages = ImmutableFile(path, lambda page: f"page {page} of my weights")
     with pytest.raises(IntegrityError, match="page 17 of my weights is damaged"):
         read(pages, 0, 40, near(40))
     assert caplog.text.count("reading it again") == 1

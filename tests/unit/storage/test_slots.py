@@ -18,12 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage import slots
 from vllm_tiered.storage.aio import AioQueue
-from vllm_tiered.storage.checksums import checksum_of
-from vllm_tiered.storage.immutable_file import ALIGNMENT, aligned_pages
+from vllm_tiered.storage.checksums import checksum
+from vllm_tiered.storage.direct_file import ALIGNMENT, aligned_pages
 from vllm_tiered.storage.slot_fetch import Fetcher
-from vllm_tiered.storage.slot_read import Section
+from vllm_tiered.storage.scatter_plan import Section
 from vllm_tiered.storage.slot_work import EXTENT_BYTES
-from vllm_tiered.storage.slots import SlotFile
+from vllm_tiered.storage.reader import PendingRead, ScatterReader
+from vllm_tiered.storage.scatter_plan import Section
 
 POISON = 0xE5
 
@@ -48,7 +49,7 @@ class Slots:
         self.path = folder / f"{stride}-{offset}"
         self.content = np.random.default_rng(stride).integers(0, 256, (num_slots, stride), np.uint8)
         self.path.write_bytes(bytes(offset) + self.content.tobytes())
-        sums = np.array([checksum_of(slot.data) for slot in self.content], dtype=np.uint64)
+        sums = np.array([checksum(slot.data) for slot in self.content], dtype=np.uint64)
         self.section = Section(
             offset=offset, stride=stride, num_bytes=stride, sums=sums, where="slot {}".format
         )
@@ -88,7 +89,7 @@ def always_queued(monkeypatch):
 
 
 def opened(one, **changes):
-    file = SlotFile(one.path, **changes)
+    file = ScatterReader(one.path, **changes)
     if not file.is_direct:
         file.close()
         pytest.skip("no direct I/O here")
