@@ -13,8 +13,8 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import PageBuffer, Pages
 from vllm_tiered.devices.cpu import copy_pages
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.devices.throttle import Throttle
 
 PAGE_BYTES = 23_040  # a block of 32 tokens in a layer of the demo model

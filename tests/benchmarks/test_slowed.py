@@ -16,7 +16,8 @@ from tests.fixtures.rounds import make_round
 from vllm_tiered.adapter.weights import offloader
 from vllm_tiered.adapter.weights import plan as weights_plan
 from vllm_tiered.adapter.weights.times import Measured
-from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import Pages
 from vllm_tiered.planner.curves import Curves, ProductCurve
 from vllm_tiered.planner.machine import machine
 from vllm_tiered.planner.pipeline import Link, StepTimes

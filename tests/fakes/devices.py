@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_tiered.devices.base import Direction, PageBuffer
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CopyJob, CopyThread, CpuDevice
+from vllm_tiered.devices.pages import PageBuffer
 
 NAN_BYTE = 0xFF  # a float or bfloat16 whose bytes are all 0xFF is a NaN
 

@@ -16,7 +16,7 @@ from vllm_tiered.adapter.l2 import hooks as l2_hooks
 from vllm_tiered.adapter.weights.layer_weights import cpu_linear
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import ROOT_KEY, TieredConfig
-from vllm_tiered.devices.memory import freed_at_once
+from vllm_tiered.devices.memory_release import freed_at_once
 from vllm_tiered.errors import UnsupportedError
 
 _ffns: list[FfnEngine] = []

@@ -19,18 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from vllm_tiered.devices.memory import Words, give_back
-from vllm_tiered.errors import IntegrityError, UnsupportedError
-
-PageIds: TypeAlias = npt.NDArray[np.int64]
-
-NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
+from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageError, PageIds, Pages
+from vllm_tiered.errors import UnsupportedError
 
 
 class Direction(Enum):
@@ -48,147 +42,6 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until it has. Raises the copy's error if it failed."""
-
-
-class Pages:
-    """A list of page ids, examined once and used by many copies of a step.
-
-    Args:
-        ascending: ``ids`` are sorted, which makes this cheaper.
-
-    Attributes:
-        ids: int64 [n].
-        lowest, highest: the range of ``ids``; 0 and -1 if there are none.
-    """
-
-    __slots__ = ("_runs", "highest", "ids", "lowest")
-
-    def __init__(self, ids: PageIds, *, ascending: bool = False) -> None:
-        self.ids = ids
-        if not len(ids):
-            self.lowest, self.highest = 0, -1
-        elif ascending:
-            self.lowest, self.highest = int(ids[0]), int(ids[-1])
-        else:
-            self.lowest, self.highest = int(ids.min()), int(ids.max())
-        self._runs: list[tuple[int, int, int]] | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(position in ``ids``, number, first page id) of each run of consecutive ids."""
-        if self._runs is None:
-            starts = np.flatnonzero(np.diff(self.ids, prepend=self.ids[:1] - 2) != 1).tolist()
-            ends = [*starts[1:], len(self.ids)]
-            self._runs = [
-                (start, end - start, int(self.ids[start]))
-                for start, end in zip(starts, ends, strict=bool(starts))
-            ]
-        return self._runs
-
-
-class PageError(Enum):
-    """Why a page did not arrive, or was not kept."""
-
-    CHECKSUM = "checksum"  # its bytes are not those that were written
-    SHORT = "short"  # the file ends before it
-    IO = "io"  # the system reported an error
-    LATE = "late"  # the device did not answer in time
-    UNWRITTEN = "unwritten"  # it was never written, or its last write failed
-    WRITE = "write"  # its write failed: it is unwritten from then on
-
-
-class PageStore(ABC):
-    """Carries far pages for which a copy of memory is not enough: in a file, or with checksums.
-
-    Page ids are the store's own. Reads come from one thread at a time, and so do writes; a page is
-    not read while it is written.
-
-    Attributes:
-        errors: pages lost so far, by kind; every kind is a key.
-    """
-
-    def __init__(self) -> None:
-        self.errors = dict.fromkeys(PageError, 0)
-
-    @abstractmethod
-    def read(self, page_ids: PageIds, near: "PageBuffer", near_pages: Pages) -> PageIds:
-        """``near[near_pages.ids[i]] = page_ids[i]`` for all i.
-
-        Returns:
-            Those of ``page_ids`` that did not arrive intact; their near pages hold anything.
-        """
-
-    @abstractmethod
-    def write(self, near: "PageBuffer", near_ids: PageIds, page_ids: PageIds) -> None:
-        """Keep ``near[near_ids[i]]`` as ``page_ids[i]``; what cannot be kept is unwritten."""
-
-    @abstractmethod
-    def forget(self, first_page: int, num_pages: int) -> None:
-        """Make a range of pages unwritten."""
-
-    def close(self) -> None:
-        """Release what the store holds beside the memory of its buffer. Idempotent."""
-        return None
-
-
-class PageBuffer:
-    """Pages of equal size in one tier.
-
-    Args:
-        data: uint8 [num_pages, page_bytes], contiguous; a tensor on torch's "meta" device (a shape
-            without memory) if the pages are kept by ``store`` alone.
-        store: carries the pages, if a copy of ``data`` is not enough.
-        first_page: the store's id of the first page.
-
-    Attributes:
-        words: the same memory as int64 [num_pages, page_bytes / 8] if the CPU can address it.
-    """
-
-    __slots__ = ("data", "first_page", "num_pages", "page_bytes", "store", "words")
-
-    def __init__(
-        self, data: torch.Tensor, store: PageStore | None = None, first_page: int = 0
-    ) -> None:
-        self.data = data
-        self.store = store
-        self.first_page = first_page
-        self.num_pages, self.page_bytes = data.shape
-        on_cpu = data.device.type == "cpu"
-        self.words: Words | None = data.numpy().view(np.int64) if on_cpu else None
-
-    def part(self, first_page: int, num_pages: int) -> "PageBuffer":
-        """The same memory, ``num_pages`` pages from ``first_page`` on."""
-        data = self.data[first_page : first_page + num_pages]
-        return PageBuffer(data, self.store, self.first_page + first_page)
-
-    def discard(self, first_page: int, num_pages: int) -> int:
-        """Give the memory of a range back to the system; its contents are undefined from then on.
-
-        With a store the pages are unwritten from then on. No copy may use them meanwhile.
-
-        Returns:
-            Bytes given back: whole system pages inside the range. 0 where it is impossible, as for
-            pages in a file, whose space stays reserved, or in memory registered with a GPU.
-
-        Raises:
-            IntegrityError: the range is not within the buffer.
-        """
-        if first_page < 0 or num_pages < 0 or first_page + num_pages > self.num_pages:
-            raise IntegrityError(
-                f"pages {first_page} to {first_page + num_pages - 1} out of {self.num_pages}"
-            )
-        if self.store is not None:
-            self.store.forget(self.first_page + first_page, num_pages)
-        return self._give_back(first_page, num_pages)
-
-    def _give_back(self, first_page: int, num_pages: int) -> int:
-        if self.words is None:
-            return 0
-        begin = self.data.data_ptr() + first_page * self.page_bytes
-        return give_back(begin, num_pages * self.page_bytes)
 
 
 class LinkUse(NamedTuple):

@@ -15,21 +15,17 @@ import numpy as np
 import torch
 
 from vllm_tiered.devices import numa
-from vllm_tiered.devices.base import (
+from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
+from vllm_tiered.devices.pages import (
     NO_PAGES,
-    Copy,
-    Device,
-    Direction,
-    Event,
-    LinkUse,
     PageBuffer,
     PageError,
     PageIds,
     Pages,
     PageStore,
+    check_copy,
+    copy_words,
 )
-from vllm_tiered.devices.memory import copy_words
-from vllm_tiered.devices.page_ranges import check_copy
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.storage.checksums import checked

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered.devices.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.devices.base import Copy, Device, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from vllm_tiered.devices.base import Event, PageIds
+from vllm_tiered.devices.base import Event
+from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.errors import IntegrityError
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vllm_tiered.devices.base import Copy, Event, PageIds
+from vllm_tiered.devices.base import Copy, Event
+from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tiered.devices.base import Copy, Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.devices.base import Copy, Device, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder

@@ -19,7 +19,8 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from vllm_tiered.devices.base import Copy, Device, Event, PageBuffer, PageIds
+from vllm_tiered.devices.base import Copy, Device, Event
+from vllm_tiered.devices.pages import PageBuffer, PageIds
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.far_tier import FarHomes, FarTier
 from vllm_tiered.kv.mapping_table import MappingTable

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import Copy, Device, Direction, PageBuffer, Pages
+from vllm_tiered.devices.base import Copy, Device, Direction
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.probe.gemm import far_product
 from vllm_tiered.probe.links import PAGE_BYTES
 

@@ -61,6 +61,15 @@ class DirectFile:
                 path,
             )
 
+    @classmethod
+    def open(cls, path: Path) -> "DirectFile":
+        """Open a file for reading.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+
     def __enter__(self) -> int:
         with self._lock:
             if self._is_closed:
@@ -112,7 +121,7 @@ def file_system(path: Path) -> str:
     return next((mounts[str(f)] for f in (path, *path.resolve().parents) if str(f) in mounts), "")
 
 
-def transfer(call: Transfer, fd: int, buffer: Bytes, offset: int) -> int:
+def transfer(call: Transfer, fd: int, buffer: memoryview, offset: int) -> int:
     """Move all of ``buffer``, if need be in several calls.
 
     Returns:
@@ -123,7 +132,7 @@ def transfer(call: Transfer, fd: int, buffer: Bytes, offset: int) -> int:
     """
     moved = 0
     while moved < len(buffer):
-        count = call(fd, [buffer[moved:].data], offset + moved)
+        count = call(fd, [buffer[moved:]], offset + moved)
         moved += count
         if not count or count % ALIGNMENT:
             break

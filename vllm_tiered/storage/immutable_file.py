@@ -93,7 +93,8 @@ class Draft:
             BudgetError: the disk is full.
             ConfigError: the file system cannot do it.
         """
-        sums = np.fromiter(map(checksum, self._pages), dtype=np.uint64, count=self._num_pages)
+        pages = self._pages
+        sums = np.fromiter((checksum(p.data) for p in pages), dtype=np.uint64, count=len(pages))
         text = json.dumps(contents).encode()
         middle = sums.tobytes() + text
         sizes = (self._page_bytes, self._num_pages, len(text), xxh3_64_intdigest(middle))
@@ -148,9 +149,10 @@ class Draft:
             # Without this, memory whose page the disk has no room for would kill the process.
             reserve(self._fd, num_bytes)
         except OSError as error:
+            free_bytes = count_free_bytes(self._fd)
             raise BudgetError(
                 f"{format_bytes(num_bytes)} are to be stored in {self._knob} {self._folder}, where "
-                f"{format_bytes(count_free_bytes(self._fd))} are free ({error.strerror}): make room, give another "
+                f"{format_bytes(free_bytes)} are free ({error.strerror}): make room, give another "
                 "folder, or store less"
             ) from error
 

@@ -211,7 +211,13 @@ class PageFile(PageStore):
     # Reader and writer threads ----------------------------------------------------------
 
     def _read_extent(self, extent: Extent) -> None:
-        read_extent(self._file, extent.plan, extent.index, extent.buffer, self._policy)
+        plan = extent.plan
+        try:
+            with self._file as fd:
+                read_extent(fd, plan, extent.index, extent.buffer.data, self._policy)
+        except OSError as error:  # the file is closed
+            plan.reason = str(error)
+            plan.errors.update(dict.fromkeys(range(extent.first, extent.end), PageError.IO))
 
     def _write_extent(self, extent: Extent) -> None:
         """Write an extent; page by page after an error, so that a bad block costs its own page."""
@@ -231,7 +237,7 @@ class PageFile(PageStore):
         begin = offset - int(plan.offsets[extent.index])
         try:
             with self._file as fd:
-                blocks = extent.buffer[begin : begin + num_bytes]
+                blocks = extent.buffer.data[begin : begin + num_bytes]
                 return transfer(os.pwritev, fd, blocks, offset) == num_bytes
         except OSError as error:
             plan.reason = str(error)

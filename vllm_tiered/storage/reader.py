@@ -10,8 +10,8 @@ buffers first.
 
 A read costs Python little for each slot: the list is cut into as few requests as neighbours allow
 (scatter_plan.py). One thread submits many requests to the system at once; where the system cannot
-do that, or they are few, each is a task of a pool of threads. A caller waits as long as the disk
-takes, as a model cannot go on without its weights; page_file.py reads the same plans with a
+do that, or they are few, threads share them out among themselves. A caller waits as long as the
+disk takes, as a model cannot go on without its weights; page_file.py reads the same plans with a
 deadline.
 """
 
@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -186,11 +186,13 @@ class ScatterReader:
         if len(slots):
             assert plan.slots[0] >= 0 and plan.slots[-1] < len(section.checksums)
             assert rows.min() >= 0 and rows.max() < len(into)
-        queue = self._take_queue() if plan.num_extents >= MIN_AIO_EXTENTS else None
+        queue = self._acquire_queue() if plan.num_extents >= MIN_AIO_EXTENTS else None
         if queue:
             works = [partial(self._read_queued, plan, queue)]
         else:
-            works = [partial(self._read_extents, plan, i, i + 1) for i in range(plan.num_extents)]
+            extents = iter(range(plan.num_extents))  # next() of it is one step for all threads
+            num_works = min(self._pool.size, plan.num_extents)
+            works = [partial(self._read_extents, plan, extents)] * num_works
         read = PendingRead(self._file.path, len(works), self._is_cancelled)
         with self._lock:
             if works and not self._num_tasks:
@@ -214,7 +216,7 @@ class ScatterReader:
         while self._queues:
             self._queues.pop().close()
 
-    def _take_queue(self) -> AioQueue | None:
+    def _acquire_queue(self) -> AioQueue | None:
         if not self.use_aio:
             return None
         try:
@@ -243,6 +245,9 @@ class ScatterReader:
         try:
             if not plan.is_given_up:
                 num_bytes, num_reads = work()
+        except OSError as failure:
+            plan.is_given_up = True
+            error = IntegrityError(f"{self._file.path} cannot be read ({failure.strerror})")
         except BaseException as failure:
             plan.is_given_up, error = True, failure
         with self._lock:
@@ -256,19 +261,25 @@ class ScatterReader:
                 plan.release_memory()
         results.put(error)
 
-    def _read_extents(self, plan: ScatterPlan, first: int, end: int) -> tuple[int, int]:
-        """Read extents one after the other."""
-        for extent in range(first, end):
-            size = int(plan.sizes[extent])
-            if plan.is_direct:
-                read_extent(self._file, plan, extent, None, self._policy)
-                continue
-            bounce = self._bounce.take(size)
-            read_extent(self._file, plan, extent, bounce, self._policy)
-            slots = plan.cuts[extent : extent + 2]
-            plan.copy_to_rows(bounce, int(plan.offsets[extent]), *slots)
-            self._bounce.give(bounce)
-        return int(plan.sizes[first:end].sum()), end - first
+    def _read_extents(self, plan: ScatterPlan, extents: Iterator[int]) -> tuple[int, int]:
+        """Read extents that no thread has taken yet, one after the other."""
+        num_bytes = num_reads = 0
+        with self._file as fd:
+            for extent in extents:
+                if plan.is_given_up:
+                    break
+                size = int(plan.sizes[extent])
+                if plan.is_direct:
+                    read_extent(fd, plan, extent, None, self._policy)
+                else:
+                    bounce = self._bounce.take(size)
+                    read_extent(fd, plan, extent, bounce.data, self._policy)
+                    slots = plan.cuts[extent : extent + 2]
+                    plan.copy_to_rows(bounce.data, plan.origins[extent], *slots)
+                    self._bounce.give(bounce)
+                num_bytes += size
+                num_reads += 1
+        return num_bytes, num_reads
 
     def _read_queued(self, plan: ScatterPlan, queue: AioQueue) -> tuple[int, int]:
         """Read all extents, many at a time."""
@@ -282,7 +293,7 @@ class ScatterReader:
         except OSError as error:
             logger.warning("tiered: %s is read by threads from now on (%s)", self._file.path, error)
             self.use_aio = False
-            return self._read_extents(plan, 0, plan.num_extents)
+            return self._read_extents(plan, iter(range(plan.num_extents)))
         finally:
             self._queues.append(queue)  # nothing is under way in it, whatever happened
             if area is not None:
@@ -306,11 +317,14 @@ class ScatterReader:
         else:
             vectors = np.stack((area.ctypes.data + places, sizes), axis=1).astype(np.uint64)
             cuts = np.arange(len(sizes) + 1)
-        offsets = plan.offsets[first:end]
-        with closing(queue.read(fd, vectors, cuts, offsets)) as reading:
+        begins: list[int] = places.tolist()
+        with closing(queue.read(fd, vectors, cuts, plan.offsets[first:end])) as reading:
             for turn, result in reading:
-                bounce = None if area is None else area[places[turn] :]
-                verify(self._file, plan, first + turn, result, bounce, self._policy)
-                if bounce is not None:
-                    slots = plan.cuts[first + turn : first + turn + 2]
-                    plan.copy_to_rows(bounce, int(offsets[turn]), *slots)
+                extent = first + turn
+                if area is None:
+                    verify(fd, plan, extent, result, None, self._policy)
+                    continue
+                bounce = area.data[begins[turn] :]
+                verify(fd, plan, extent, result, bounce, self._policy)
+                slots = plan.cuts[extent : extent + 2]
+                plan.copy_to_rows(bounce, plan.origins[extent], *slots)

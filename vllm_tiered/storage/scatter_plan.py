@@ -57,6 +57,8 @@ class ScatterPlan:
             bounce buffers.
         cuts: extent i is of the slots cuts[i] to cuts[i + 1].
         offsets, sizes: of the extents in the file, bytes; whole blocks.
+        origins: ``offsets`` as a list.
+        needed: bytes of each extent that contain its slots: the file may end within the last block.
         errors: why a slot did not arrive, by its index, where its loss is no error.
         reason: what the system said to the last request that failed.
         is_given_up: the rest is not needed any more.
@@ -87,8 +89,10 @@ class ScatterPlan:
             may_repeat=not self.is_direct,
         )
         self.offsets = begins[cuts[:-1]] // ALIGNMENT * ALIGNMENT
-        ends = begins[cuts[1:] - 1] + section.stride
-        self.sizes = -(-ends // ALIGNMENT) * ALIGNMENT - self.offsets
+        needed = begins[cuts[1:] - 1] + section.stride - self.offsets
+        self.sizes = -(-needed // ALIGNMENT) * ALIGNMENT
+        self.needed: list[int] = needed.tolist()
+        self.origins: list[int] = self.offsets.tolist()
         self.cuts: list[int] = cuts.tolist()
         self.errors: dict[int, PageError] = {}
         self.reason = ""
@@ -116,11 +120,10 @@ class ScatterPlan:
         return self.section.describe(int(self.slots[index]))
 
     def span(self, first: int, end: int) -> tuple[int, int, int]:
-        """Return where in the file slots of one extent are, in whole blocks.
+        """Return where in the file slots ``first`` to ``end`` of one extent are.
 
         Returns:
-            Offset, bytes, and how many of them contain the slots: the file may end within the last
-            block.
+            Offset and bytes, in whole blocks, and how many of the bytes contain the slots.
         """
         offset = self._begins[first] // ALIGNMENT * ALIGNMENT
         needed = self._begins[end - 1] + self.section.stride - offset
@@ -162,7 +165,7 @@ class ScatterPlan:
 
     # Slots that have arrived --------------------------------------------------------------
 
-    def damaged(self, first: int, end: int, bounce: Bytes | None, origin: int) -> list[int]:
+    def damaged(self, first: int, end: int, bounce: memoryview | None, origin: int) -> list[int]:
         """Return those of an extent's slots whose bytes do not match their checksums.
 
         Args:
@@ -171,7 +174,7 @@ class ScatterPlan:
         if bounce is None:
             view, begins, origin = self._view, self._row_begins, 0
         else:
-            view, begins = bounce.data, self._begins
+            view, begins = bounce, self._begins
         assert view is not None
         num_bytes, expected = self.section.num_bytes, self._checksums
         return [
@@ -180,14 +183,14 @@ class ScatterPlan:
             if checksum(view[(at := begins[index] - origin) : at + num_bytes]) != expected[index]
         ]
 
-    def copy_to_rows(self, bounce: Bytes, origin: int, first: int, end: int) -> None:
+    def copy_to_rows(self, bounce: memoryview, origin: int, first: int, end: int) -> None:
         """Copy slots to their rows from ``bounce``, the file's bytes from ``origin`` on."""
         begins, rows, stride = self._begins, self._row_begins, self.section.stride
-        source, view = bounce.data, self._view
+        view = self._view
         assert view is not None
         for index in range(first, end):
             at, to = begins[index] - origin, rows[index]
-            view[to : to + stride] = source[at : at + stride]
+            view[to : to + stride] = bounce[at : at + stride]
 
 
 def cut(

@@ -13,11 +13,9 @@ from errno import EIO
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from vllm_tiered.devices.pages import PageError
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.storage.direct_file import Bytes, DirectFile, transfer
+from vllm_tiered.storage.direct_file import transfer
 from vllm_tiered.storage.scatter_plan import ScatterPlan
 
 logger = logging.getLogger("vllm.tiered")
@@ -27,7 +25,7 @@ class Problem(NamedTuple):
     """Slots that did not arrive intact.
 
     Attributes:
-        indexes: of the slots in the plan; empty if all arrived.
+        indexes: of the slots in the plan, at least one.
         reason: what the system said, if it reported an error.
     """
 
@@ -89,29 +87,23 @@ class RecordLoss:
 
 
 def read_extent(
-    file: DirectFile,
-    plan: ScatterPlan,
-    extent: int,
-    bounce: Bytes | None,
-    policy: FailurePolicy,
+    fd: int, plan: ScatterPlan, extent: int, bounce: memoryview | None, policy: FailurePolicy
 ) -> None:
     """Read and verify an extent.
 
     Args:
         bounce: holds the extent's blocks afterwards; None to read to the rows.
     """
-    first, end = plan.cuts[extent : extent + 2]
-    origin = int(plan.offsets[extent])
-    result = _read(file, plan, first, end, bounce, origin)
-    verify(file, plan, extent, result, bounce, policy)
+    result = _read(fd, plan, plan.cuts[extent], plan.cuts[extent + 1], bounce, plan.origins[extent])
+    verify(fd, plan, extent, result, bounce, policy)
 
 
 def verify(
-    file: DirectFile,
+    fd: int,
     plan: ScatterPlan,
     extent: int,
     result: int,
-    bounce: Bytes | None,
+    bounce: memoryview | None,
     policy: FailurePolicy,
 ) -> None:
     """Verify an extent that was read, and read once more what is not intact.
@@ -120,42 +112,41 @@ def verify(
         result: bytes that were read, or the negative of an error's number.
         bounce: as for :func:`read_extent`.
     """
-    first, end = plan.cuts[extent : extent + 2]
-    origin = int(plan.offsets[extent])
-    problem = _examine(plan, first, end, result, bounce, origin)
-    if not problem.indexes:
-        return
+    first, end, origin = plan.cuts[extent], plan.cuts[extent + 1], plan.origins[extent]
+    if result >= plan.needed[extent]:
+        damaged = plan.damaged(first, end, bounce, origin)
+        if not damaged:
+            return
+        problem = Problem(damaged, PageError.CHECKSUM)
+    else:
+        problem = _incomplete(range(first, end), result)
     policy.before_retry(plan, problem)
     for index in problem.indexes:
         if plan.is_given_up:  # a dying disk takes its time for each
             return
-        result = _read(file, plan, index, index + 1, bounce, origin)
-        again = _examine(plan, index, index + 1, result, bounce, origin)
-        if again.indexes:
-            policy.on_loss(plan, index, again)
+        result = _read(fd, plan, index, index + 1, bounce, origin)
+        if result < plan.span(index, index + 1)[2]:
+            policy.on_loss(plan, index, _incomplete([index], result))
+        elif plan.damaged(index, index + 1, bounce, origin):
+            policy.on_loss(plan, index, Problem([index], PageError.CHECKSUM))
 
 
-def _examine(
-    plan: ScatterPlan, first: int, end: int, result: int, bounce: Bytes | None, origin: int
-) -> Problem:
+def _incomplete(indexes: Sequence[int], result: int) -> Problem:
     if result < 0:
-        return Problem(range(first, end), PageError.IO, os.strerror(-result))
-    if result < plan.span(first, end)[2]:
-        return Problem(range(first, end), PageError.SHORT)
-    return Problem(plan.damaged(first, end, bounce, origin), PageError.CHECKSUM)
+        return Problem(indexes, PageError.IO, os.strerror(-result))
+    return Problem(indexes, PageError.SHORT)
 
 
 def _read(
-    file: DirectFile, plan: ScatterPlan, first: int, end: int, bounce: Bytes | None, origin: int
+    fd: int, plan: ScatterPlan, first: int, end: int, bounce: memoryview | None, origin: int
 ) -> int:
     """Return the bytes read, or the negative of an error's number."""
     offset, num_bytes, _ = plan.span(first, end)
     try:
-        with file as fd:
-            if bounce is None:
-                return _read_to_rows(fd, plan.buffers(first, end), offset, num_bytes)
-            begin = offset - origin
-            return transfer(os.preadv, fd, bounce[begin : begin + num_bytes], offset)
+        if bounce is None:
+            return _read_to_rows(fd, plan.buffers(first, end), offset, num_bytes)
+        begin = offset - origin
+        return transfer(os.preadv, fd, bounce[begin : begin + num_bytes], offset)
     except OSError as error:
         return -(error.errno or EIO)
 
@@ -166,7 +157,7 @@ def _read_to_rows(fd: int, buffers: list[memoryview], offset: int, num_bytes: in
     # Rare: the system took a part. One buffer at a time can be continued.
     moved = 0
     for buffer in buffers:
-        count = transfer(os.preadv, fd, np.frombuffer(buffer, dtype=np.uint8), offset + moved)
+        count = transfer(os.preadv, fd, buffer, offset + moved)
         moved += count
         if count < len(buffer):
             break

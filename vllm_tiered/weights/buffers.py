@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_tiered.devices.base import Copy, Device, Direction, Event, PageBuffer, Pages
+from vllm_tiered.devices.base import Copy, Device, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.weights.placement import SLOT_ALIGNMENT, slot_bytes, slot_of
 

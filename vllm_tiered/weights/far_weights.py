@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_tiered.devices.base import Device, PageBuffer
+from vllm_tiered.devices.base import Device
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.storage.direct_file import aligned_pages
 from vllm_tiered.weights.buffers import WeightRing, lay_out
 from vllm_tiered.weights.packing import packing_for

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.devices.base import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import format_bytes

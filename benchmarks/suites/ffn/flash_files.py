@@ -70,8 +70,8 @@ class Matrices:
                 offset=place.offset,
                 stride=place.stride,
                 num_bytes=place.stride,
-                sums=self.sums[layer_idx, which],
-                where=f"layer {layer_idx}, row {{}}".format,
+                checksums=self.sums[layer_idx, which],
+                describe=f"layer {layer_idx}, row {{}}".format,
             )
             for which, place in enumerate(places)
         )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse, PageBuffer, Pages
+from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
 
 POISON = -1  # all bits set: no test stores it

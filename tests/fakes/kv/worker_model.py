@@ -16,16 +16,8 @@ import torch
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.kv.request_model import Part, Step
 from tests.fakes.kv.simulated_device import SimulatedDevice
-from vllm_tiered.devices.base import (
-    Copy,
-    Device,
-    Direction,
-    Event,
-    LinkUse,
-    PageBuffer,
-    PageIds,
-    Pages,
-)
+from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.kv.layout import KvGeometry
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import SwapOrder

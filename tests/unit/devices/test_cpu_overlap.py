@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.fixtures.page_buffers import contents, copy, make_buffer
-from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CopyThread, CpuDevice
+from vllm_tiered.devices.pages import Pages
 
 
 class TimedThread(CopyThread):

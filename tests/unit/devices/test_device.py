@@ -9,7 +9,8 @@ import pytest
 
 from tests.fixtures.numa_machines import MACHINES
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
-from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import Pages
 from vllm_tiered.errors import IntegrityError
 
 READ, WRITE = Direction.READ, Direction.WRITE

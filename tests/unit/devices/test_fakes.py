@@ -6,7 +6,8 @@ import pytest
 
 from tests.fakes.devices import NAN_BYTE, DelayedDevice, DelayedStorageDevice
 from tests.fixtures.page_buffers import copy, make_buffer
-from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import Pages
 
 PAGES = Pages(np.arange(200), ascending=True)
 

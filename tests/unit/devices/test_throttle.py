@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.fixtures.page_buffers import copy, make_buffer, pages_of
-from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import Pages
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import ConfigError
 

@@ -31,7 +31,8 @@ from tests.unit.ffn.test_runtime import (
     least,
     mixed,
 )
-from vllm_tiered.devices.base import Direction, PageBuffer, Pages
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn import mailbox as host_link
 from vllm_tiered.ffn import memory_plan as planning

@@ -12,13 +12,13 @@ from tests.fakes.kv.driver import Driver, Setup, run_schedule
 from tests.fakes.kv.worker_model import WorkerModel, WrongKv
 from tests.unit.kv.test_late_compute import SETUPS as LATE_SETUPS
 from tests.unit.kv.test_mutations import Mutation, mutation_id
-from vllm_tiered.devices.base import PageBuffer
 from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
 from vllm_tiered.devices.cuda.bounce_copy import Carrier
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import IdRing
 from vllm_tiered.devices.cuda.queue import CopyQueue
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner, PagePool
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.fakes.kv.driver import Setup, run_schedule, simulated
 from tests.fakes.kv.simulated_device import SimulatedDevice
-from vllm_tiered.devices.base import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper

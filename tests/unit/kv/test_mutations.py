@@ -17,7 +17,8 @@ from tests.fakes.devices import DelayedDevice
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import CountedDevice, WrongKv
-from vllm_tiered.devices.base import Direction, Pages
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import Pages
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv import block_limit as elastic
 from vllm_tiered.kv.block_limit import ElasticBlocks

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.fakes.kv.simulated_device import PreparedCopy, SimulatedDevice
-from vllm_tiered.devices.base import Copy, Direction, Event, PageBuffer
+from vllm_tiered.devices.base import Copy, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import POLICIES

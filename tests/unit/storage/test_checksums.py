@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
-from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.storage import checksums
 from vllm_tiered.storage.checksums import SAMPLE_EVERY, UNWRITTEN, checksum
@@ -107,7 +108,7 @@ def test_numbering_of_a_part(device):
 
 def test_a_checksum_of_zero_does_not_mean_unwritten(monkeypatch):
     monkeypatch.setattr(checksums, "xxh3_64_intdigest", lambda page: 0)
-    assert checksum(np.zeros(8, dtype=np.int64)) != UNWRITTEN
+    assert checksum(bytes(64)) != UNWRITTEN
 
 
 def test_what_verify_may_be(device):

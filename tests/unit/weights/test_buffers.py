@@ -12,7 +12,8 @@ from hypothesis import given, settings
 
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.kv.simulated_device import SimulatedDevice
-from vllm_tiered.devices.base import Direction, PageBuffer
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.weights.buffers import WeightRing, lay_out
 from vllm_tiered.weights.placement import SLOT_ALIGNMENT, moves

@@ -19,7 +19,8 @@ from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.translation import Translator
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.adapter.telemetry.metrics import TieredStats, page_errors_metric
-from vllm_tiered.devices.base import Direction, LinkUse, PageBuffer
+from vllm_tiered.devices.base import Direction, LinkUse
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError, UnsupportedError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.step_plan import StepPlan

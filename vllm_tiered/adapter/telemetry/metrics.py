@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vllm_tiered.devices.base import PageError
+from vllm_tiered.devices.pages import PageError
 
 _REASONS = {
     PageError.CHECKSUM: "their bytes were not those that had been written",

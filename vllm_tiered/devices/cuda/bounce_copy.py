@@ -19,13 +19,14 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import NO_PAGES, Direction, PageBuffer, PageIds, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import copy_pages
 from vllm_tiered.devices.cuda.copy import CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
 from vllm_tiered.devices.cuda.page_id_buffer import IdRing
 from vllm_tiered.devices.cuda.runtime import Runtime, Stream
+from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages
 from vllm_tiered.units import MIB
 
 BOUNCE_BYTES = 8 * MIB

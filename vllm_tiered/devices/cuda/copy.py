@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import Direction, PageBuffer, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import IdRing
 from vllm_tiered.devices.cuda.runtime import Runtime, Stream
+from vllm_tiered.devices.pages import PageBuffer, Pages
 
 
 class CudaCopy:

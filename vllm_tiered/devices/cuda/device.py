@@ -22,19 +22,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_tiered.devices.base import (
-    NO_PAGES,
-    Copy,
-    Device,
-    Direction,
-    Event,
-    LinkUse,
-    PageBuffer,
-    PageError,
-    PageIds,
-    Pages,
-    PageStore,
-)
+from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
 from vllm_tiered.devices.cuda.copy import CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.host_memory import (
@@ -46,7 +34,15 @@ from vllm_tiered.devices.cuda.host_memory import (
 from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
 from vllm_tiered.devices.cuda.queue import CopyQueue
 from vllm_tiered.devices.cuda.runtime import Mark, Runtime
-from vllm_tiered.devices.page_ranges import check_copy
+from vllm_tiered.devices.pages import (
+    NO_PAGES,
+    PageBuffer,
+    PageError,
+    PageIds,
+    Pages,
+    PageStore,
+    check_copy,
+)
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage.checksums import checked
 from vllm_tiered.storage.page_file import PageFile

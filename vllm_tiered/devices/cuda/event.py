@@ -7,8 +7,8 @@ wait.
 
 import threading
 
-from vllm_tiered.devices.base import NO_PAGES
 from vllm_tiered.devices.cuda.runtime import Runtime, Stream
+from vllm_tiered.devices.pages import NO_PAGES
 
 
 class CudaEvent:

@@ -12,8 +12,8 @@ import resource
 import torch
 
 from vllm_tiered.devices import numa
-from vllm_tiered.devices.base import PageBuffer
 from vllm_tiered.devices.cuda.runtime import Runtime
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.units import format_bytes
 

@@ -4,10 +4,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_tiered.devices.base import Direction, PageBuffer, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.copy import CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.runtime import Mark
+from vllm_tiered.devices.pages import PageBuffer, Pages
 
 
 class StoredCopy(NamedTuple):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_tiered.devices.base import Event, PageIds
+from vllm_tiered.devices.base import Event
+from vllm_tiered.devices.pages import PageIds
 
 _ALIGNMENT = 2
 """Ids: 16 bytes, to which Triton compiles the kernel."""

@@ -13,7 +13,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.devices.base import Device, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.ffn.cache.base import NO_IDS
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival, settle

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the store to a GPU: a disk writes to registered host memory, copies go on from there.
 
-    store ─── ScatterReader ──► room 0 │ room 1 │ ... ─── Device.copy ──► rows of a region, or staging
+    store ── ScatterReader ──► room 0 │ room 1 │ ... ── Device.copy ──► rows of a region or staging
                            read, then copied, then free again
 
 A room is read to again only when its last copy is done.
@@ -11,7 +11,8 @@ from collections import deque
 
 import numpy as np
 
-from vllm_tiered.devices.base import Device, Direction, Event, PageBuffer, PageIds, Pages
+from vllm_tiered.devices.base import Device, Direction, Event
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival
 from vllm_tiered.ffn.store.reader import NeuronStore

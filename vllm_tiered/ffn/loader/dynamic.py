@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tiered.devices.base import Device, Event, PageBuffer
+from vllm_tiered.devices.base import Device, Event
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.ffn.cache.base import NO_IDS, Ids
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import settle

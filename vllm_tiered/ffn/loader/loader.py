@@ -12,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from vllm_tiered.devices.base import PageBuffer, PageIds
+from vllm_tiered.devices.pages import PageBuffer, PageIds
 from vllm_tiered.ffn.cache.layer import LayerPlan
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.loader.arrival import Arrival, settle

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_tiered.devices.base import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival, settle
 from vllm_tiered.ffn.loader.backend import NeuronSource

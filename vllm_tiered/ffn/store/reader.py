@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from vllm_tiered.devices.base import PageIds
+from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.store import format as fmt
@@ -64,7 +64,11 @@ class NeuronStore:
             for layer in range(whole.num_layers)
             for precision in self.precisions
         }
-        self._file = ScatterReader(path / NEURONS)
+        self._file = ScatterReader(
+            DirectFile.open(path / NEURONS),
+            name="tiered-slots",
+            remedy="remove the folder, and prepare it again",
+        )
         self.is_direct = self._file.is_direct
 
     @classmethod
@@ -202,17 +206,17 @@ class NeuronStore:
     @property
     def num_bytes_read(self) -> int:
         """That the disk brought, blocks around small bundles included."""
-        return self._file.use.num_bytes
+        return self._file.stats.num_bytes
 
     @property
     def num_reads(self) -> int:
         """Requests to the system."""
-        return self._file.use.num_reads
+        return self._file.stats.num_reads
 
     @property
     def read_seconds(self) -> float:
         """In which at least one read was under way."""
-        return self._file.use.seconds
+        return self._file.stats.seconds
 
     def close(self) -> None:
         """Idempotent."""
@@ -232,8 +236,8 @@ class NeuronStore:
             offset=self._form.offset(layer, precision),
             stride=bundle_stride(self.shape, precision),
             num_bytes=bundle_bytes(self.shape, precision),
-            sums=self._tables[fmt.checksums_name(layer, precision)].numpy(),
-            where=lambda neuron: f"layer {layer}, neuron {neuron}, {precision.value}",
+            checksums=self._tables[fmt.checksums_name(layer, precision)].numpy(),
+            describe=lambda neuron: f"layer {layer}, neuron {neuron}, {precision.value}",
         )
 
     def _load_tables(self) -> dict[str, torch.Tensor]:

@@ -8,8 +8,9 @@ import pytest
 
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
-from vllm_tiered.devices.base import Direction, PageError, Pages
+from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import ConfigError, IntegrityError
 
 READ, WRITE = Direction.READ, Direction.WRITE

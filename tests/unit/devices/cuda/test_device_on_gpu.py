@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.fixtures.page_buffers import copy, pages_of
-from vllm_tiered.devices.base import Direction, PageBuffer, Pages
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

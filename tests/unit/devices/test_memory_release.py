@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from vllm_tiered.devices.base import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.units import KIB, MIB
 

@@ -1,41 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages in memory that the CPU addresses: copied at memcpy's speed, and given back when idle."""
+"""Return of a process's memory to the system."""
 
 import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from vllm_tiered.units import MIB
-
-if TYPE_CHECKING:
-    from vllm_tiered.devices.base import PageIds, Pages
-
-Words: TypeAlias = npt.NDArray[np.int64]
-
-
-def copy_words(src: Words, src_ids: "PageIds", dst: Words, dst_pages: "Pages") -> None:
-    """``dst[dst_pages.ids[i]] = src[src_ids[i]]`` for all i.
-
-    One ``numpy.take`` for each run of consecutive target pages: it holds no GIL while it copies
-    and reaches the bandwidth of memcpy (10.3 GB/s for 300 pages of 24 KiB, against 4.7 for fancy
-    indexing and 3.9 for ``torch._foreach_copy_``; Xeon, 1 thread, 2026-11-21). Staging areas are
-    one run nearly always. numba would copy scattered pages in one call, but importing it before
-    a second engine starts in the process breaks vLLM 0.32's scan for Triton kernels.
-
-    Args:
-        src, dst: int64 [num_pages, page_bytes / 8]; the rows of ``dst`` are contiguous, and so
-            is ``dst``.
-    """
-    for start, count, first in dst_pages.runs:
-        ids = src_ids[start : start + count]
-        # "clip" because "raise" would copy through a buffer; the range was checked before.
-        np.take(src, ids, axis=0, out=dst[first : first + count], mode="clip")
 
 
 def give_back(address: int, num_bytes: int) -> int:

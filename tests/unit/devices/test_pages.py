@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from vllm_tiered.devices.base import PageBuffer, Pages
+from vllm_tiered.devices.pages import PageBuffer, Pages
 
 page_lists = st.lists(st.integers(0, 30), unique=True)
 
