@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def forced_path() -> Callable[[str], None]:
     """Return a function that makes all layers of this process go one of `PATHS`."""
-    from vllm_tiered.ffn.cost_model import SwitchOver
+    from vllm_tiered.ffn.cost_model import DenseSparseCostModel
     from vllm_tiered.ffn.layer import FfnLayer
 
     original = FfnLayer.compute
@@ -100,8 +100,8 @@ def forced_path() -> Callable[[str], None]:
         path = wanted
 
     setattr(FfnLayer, "compute", compute)  # noqa: B010
-    for judge in (SwitchOver.prefers_dense, SwitchOver.is_surely_dense):
-        setattr(SwitchOver, judge.__name__, only_as_chosen(judge))
+    for judge in (DenseSparseCostModel.prefers_dense, DenseSparseCostModel.is_surely_dense):
+        setattr(DenseSparseCostModel, judge.__name__, only_as_chosen(judge))
     return force
 
 

@@ -24,9 +24,9 @@ from benchmarks.harness.summary import COPIED_BYTES
 from benchmarks.inputs.workload import Request
 
 _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
-_GRANTED_GAUGE = "vllm:tiered_kv_blocks_granted"
+_GRANTED_GAUGE = "vllm:tiered_kv_blocks_released"
 _EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
-_TAILS_GAUGE = "vllm:tiered_kv_tails_far"
+_TAILS_GAUGE = "vllm:tiered_kv_partial_blocks_far"
 _EXTRA_METRICS = ("vllm:num_preemptions",)
 _TIERED_PREFIX = "vllm:tiered_"
 

@@ -3,7 +3,7 @@
 
 The figures are the table of docs/decisions/0001: 36 ShareGPT requests at once, SmolLM2-135M, blocks
 of 32 tokens. The constants of the machine `cpu-2core` marked as calibrated were set by hand to the
-first column (no expansion); the effect of swapping and tails and the preemptions follow.
+first column (no expansion); the effect of swapping and partial blocks and the preemptions follow.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from benchmarks.inputs.workload import sharegpt_requests
 from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
-from vllm_tiered.kv.layout import far_layers_for_expansion
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.kv.layout import num_far_for_expansion
+from vllm_tiered.planner.machine import load_profile
 
 MEASURED_TOKENS_PER_S: Mapping[int, Mapping[float, float]] = {
     25: {1: 151, 1.25: 169, 1.5: 180, 2: 212, 2.5: 212, 3: 247},
@@ -41,13 +41,13 @@ def calibration_case(near_blocks: int) -> Case:
         for request in requests
     ]
     return Case(
-        machine=machine("cpu-2core"),
+        machine=load_profile("cpu-2core"),
         model=model,
         trace=Trace(arrivals=arrivals, horizon_s=1e6),
         near_bytes=near_blocks * model.num_layers * model.page_bytes(32),
         block_tokens=32,
         max_num_seqs=36,
-        tails_stay=True,
+        partial_blocks_resident=True,
         noise=0.0,
     )
 
@@ -60,7 +60,7 @@ def calibration() -> dict[str, Any]:
         case = calibration_case(near_blocks)
         entries = table[str(near_blocks)] = {}
         for expansion, measured in row.items():
-            level = far_layers_for_expansion(case.model.num_layers, expansion)
+            level = num_far_for_expansion(case.model.num_layers, expansion)
             simulated = simulate(case, level).tokens_per_s
             entries[f"{expansion:g}"] = {"measured": measured, "simulated": simulated}
             errors.append(abs(simulated / measured - 1))

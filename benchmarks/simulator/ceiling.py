@@ -18,7 +18,7 @@ from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, Run, simulate
 from benchmarks.simulator.trace import LENGTHS, Trace
 from vllm_tiered.kv.layout import expansion_of
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 
 NUM_REQUESTS = 64  # on the GPUs: 12.9 GB of KV for OPT-13B, as at the end of Pie's figure 7
 
@@ -62,7 +62,7 @@ def _saturated(machine_name: str, model: str) -> Case:
     rng = random.Random("half demand")
     arrivals = [LENGTHS["sharegpt"].draw(rng, 0.0) for _ in range(NUM_REQUESTS)]
     return Case(
-        machine=machine(machine_name),
+        machine=load_profile(machine_name),
         model=MODELS[model],
         trace=Trace(arrivals=arrivals, horizon_s=1e6),
         near_bytes=0.0,
@@ -81,7 +81,7 @@ def _half_of(case: Case) -> dict[str, float]:
         "fraction_of_ceiling": fixed[best].tokens_per_s / ceiling.tokens_per_s,
         "gain_over_no_far_layer": fixed[best].tokens_per_s / fixed[0].tokens_per_s,
         "gain_over_on_demand": fixed[best].tokens_per_s / on_demand.tokens_per_s,
-        "best_expansion": expansion_of(case.model.num_layers, half.levels.far_layers(best)),
+        "best_expansion": expansion_of(case.model.num_layers, half.levels.num_far(best)),
         "stall_fraction": fixed[best].stall_seconds / fixed[best].busy_seconds,
         "ceiling_tokens_per_s": ceiling.tokens_per_s,
         "peak_blocks": ceiling.peak_blocks,
@@ -89,7 +89,9 @@ def _half_of(case: Case) -> dict[str, float]:
 
 
 def _eighth_of(case: Case) -> dict[str, float]:
-    eighth = dataclasses.replace(_with_share(case, _ceiling(case), 8), tails_stay=False)
+    eighth = dataclasses.replace(
+        _with_share(case, _ceiling(case), 8), partial_blocks_resident=False
+    )
     alone, auto = simulate(eighth, 0), simulate(eighth)
     return {
         "throughput_gain": auto.tokens_per_s / alone.tokens_per_s,

@@ -29,10 +29,10 @@ DEFINITIONS = {
 
 
 def fixed_levels(case: Case, stride: int) -> list[int]:
-    """Return the levels to try: none far, from 3 on every `stride`-th, and the highest; where tails
-    move, from half of the layers on."""
+    """Return the levels to try: none far, from 3 on every `stride`-th, and the highest; where
+    partial blocks move, from half of the layers on."""
     levels = case.levels
-    most, top = levels.max_far_layers, levels.highest
+    most, top = levels.max_num_far, levels.highest
     moving = range(most + most // 2, top + 1, stride)
     return sorted({0, *range(3, most + 1, stride), most, *moving, top})
 
@@ -48,7 +48,7 @@ def compare(auto: Run, fixed: Mapping[int, Run], case: Case, *, is_steady: bool)
     n = case.model.num_layers
 
     def expansion(level: int) -> float:
-        return expansion_of(n, levels.far_layers(level))
+        return expansion_of(n, levels.num_far(level))
 
     return {
         "tokens_per_s": auto.tokens_per_s,
@@ -66,7 +66,8 @@ def compare(auto: Run, fixed: Mapping[int, Run], case: Case, *, is_steady: bool)
         "preemptions": auto.num_preempted,
         "seconds_per_token": auto.seconds_per_token,
         "fixed": {
-            f"{expansion(level):.2f}{'' if levels.tails_stay(level) else ', tails too'}": {
+            f"{expansion(level):.2f}"
+            f"{'' if levels.partial_blocks_resident(level) else ', partial blocks too'}": {
                 "tokens_per_s": run.tokens_per_s,
                 "stall_fraction": _stall(run),
                 "preemptions": run.num_preempted,
@@ -98,11 +99,11 @@ def steps_to_converge(run: Run, levels: KvLevels) -> int | None:
 def _spans_of_sameness(run: Run, levels: KvLevels, final: int) -> list[tuple[int, int, bool]]:
     """Merge neighbouring spans by whether their expansion is near that of `final`."""
     n = levels.num_layers
-    wanted = expansion_of(n, levels.far_layers(final))
+    wanted = expansion_of(n, levels.num_far(final))
     spans: list[tuple[int, int, bool]] = []
     for start, end, level in _spans(run):
-        is_near = levels.tails_stay(level) == levels.tails_stay(final)
-        is_near &= abs(expansion_of(n, levels.far_layers(level)) - wanted) <= _NEAR_FINAL * wanted
+        is_near = levels.partial_blocks_resident(level) == levels.partial_blocks_resident(final)
+        is_near &= abs(expansion_of(n, levels.num_far(level)) - wanted) <= _NEAR_FINAL * wanted
         if spans and spans[-1][2] == is_near:
             start = spans.pop()[0]
         spans.append((start, end, is_near))

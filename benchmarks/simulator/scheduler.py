@@ -4,8 +4,8 @@
 Running requests come first, in the order of admission: a decoding one takes a token, a prefilling
 one a chunk of what is left of the token budget; one that finds no free block preempts the last
 admitted, which is computed again later. Then waiting requests are admitted while their blocks and
-tails fit. Decoding requests are not visited in every step but only when they need a block or end,
-so a step costs what happens in it.
+partial blocks fit. Decoding requests are not visited in every step but only when they need a block
+or end, so a step costs what happens in it.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class SimulatedScheduler:
         self._num_decoding = 0
         self._context_tokens = 0  # of decoding requests
         self._step = 0
-        self._withhold(self.elastic.excess)
+        self._reserve(self.elastic.excess)
 
     @property
     def free_blocks(self) -> int:
-        return self.elastic.granted_blocks - self.used_blocks
+        return self.elastic.released_blocks - self.used_blocks
 
     def add(self, arrival: Arrival) -> None:
         """A request arrives."""
@@ -154,11 +154,11 @@ class SimulatedScheduler:
                 request.epoch += 1
                 request.finished_s = now_s
                 self.finished.append(request)
-        self.elastic.grant()
+        self.elastic.release()
 
     def change_level(self) -> tuple[int, int]:
         """Withhold what must be, and go one step towards the target (see `Expansion`)."""
-        self._withhold(min(self.elastic.excess, self.free_blocks))
+        self._reserve(min(self.elastic.excess, self.free_blocks))
         return self.expansion.next_step()
 
     # Running requests -------------------------------------------------------------------
@@ -213,7 +213,7 @@ class SimulatedScheduler:
         request.computed = 0
         request.prefill_end = request.arrival.prompt_tokens + request.made
         self._leave(request)
-        self.elastic.grant()
+        self.elastic.release()
         self.waiting.appendleft(request)
 
     def _leave(self, request: Request) -> None:
@@ -235,13 +235,13 @@ class SimulatedScheduler:
         while self.waiting and len(self.running) < self._max_num_seqs and tokens < budget:
             request = self.waiting[0]
             chunk = min(request.prefill_end, budget - tokens)
-            extra = self.elastic.blocks_to_withhold(request.name)
+            extra = self.elastic.blocks_to_reserve(request.name)
             count = self._blocks_of(chunk)
             whole = self._blocks_of(request.prefill_end)
             if whole > self.free_blocks or count > self.free_blocks - extra:
                 return tokens, context, True
             self.waiting.popleft()
-            self._withhold(extra)
+            self._reserve(extra)
             self.elastic.admit(request.name, request.prefill_end)
             request.order = next(self._orders)
             request.computed = chunk
@@ -275,5 +275,5 @@ class SimulatedScheduler:
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.levels.block_tokens)
 
-    def _withhold(self, count: int) -> None:
-        self.elastic.withheld.extend(itertools.islice(self._block_ids, count))
+    def _reserve(self, count: int) -> None:
+        self.elastic.reserved.extend(itertools.islice(self._block_ids, count))

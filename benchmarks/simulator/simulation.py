@@ -14,7 +14,7 @@ from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.controller_context import DEFAULT_TUNING, STORAGE_TUNING
-from vllm_tiered.kv.layout import STAGING_AREAS, KvLevels, expansion_of, max_far_layers
+from vllm_tiered.kv.layout import STAGING_BUFFERS, KvLevels, expansion_of, max_num_far
 from vllm_tiered.planner.machine import Machine
 
 _BLOCKS_TO_GROW = 4  # as the adapter asks for, above the longest live request
@@ -26,8 +26,10 @@ class Case:
 
     Attributes:
         near_bytes: KV budget.
-        tails_stay: partly filled blocks stay near at every level, as with fixed expansions.
-        uses_storage: far pages are on a disk: tails stay near, and the controller compares.
+        partial_blocks_resident: partly filled blocks stay near at every level, as with fixed
+            expansions.
+        uses_storage: far pages are on a disk: partial blocks stay near, and the controller
+            compares.
         prefetches: far layers are read ahead; else when they are due (`on_demand`).
         noise: standard deviation of the logarithm of a step's time.
         interval_s: of the timeline.
@@ -41,7 +43,7 @@ class Case:
     max_num_seqs: int = 256
     max_batched_tokens: int = 2048
     max_expansion: float = 4.0
-    tails_stay: bool = False
+    partial_blocks_resident: bool = False
     uses_storage: bool = False
     prefetches: bool = True
     noise: float = 0.05
@@ -54,21 +56,21 @@ class Case:
         n = self.model.num_layers
         page_bytes = self.model.page_bytes(self.block_tokens)
         near_pages = int(self.near_bytes // page_bytes)
-        most = max(m for m in range(max_far_layers(n) + 1) if self._is_allowed(m))
+        most = max(m for m in range(max_num_far(n) + 1) if self._is_allowed(m))
         levels = KvLevels(
             num_layers=n,
             page_bytes=page_bytes,
             block_tokens=self.block_tokens,
             near_pages=near_pages,
-            max_far_layers=most,
+            max_num_far=most,
             max_blocks=near_pages,
-            moves_tails=not (self.tails_stay or self.uses_storage),
+            offloads_partial_blocks=not (self.partial_blocks_resident or self.uses_storage),
         )
         blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
         return dataclasses.replace(levels, max_blocks=blocks)
 
-    def _is_allowed(self, far_layers: int) -> bool:
-        return expansion_of(self.model.num_layers, far_layers) <= self.max_expansion
+    def _is_allowed(self, num_far: int) -> bool:
+        return expansion_of(self.model.num_layers, num_far) <= self.max_expansion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,19 +194,19 @@ class _Simulation:
         scheduler, run, case = self._scheduler, self._run, self._case
         expansion = scheduler.expansion
         work = scheduler.schedule()
-        level, far_layers = expansion.level, expansion.far_layers
+        level, num_far = expansion.level, expansion.num_far
         was_settled = expansion.is_settled
         # Of blocks that change, only the way back is on the link that is modelled, the reads'.
-        num_tails = min(work.num_requests, work.used_blocks)
-        read_blocks = work.used_blocks - num_tails * expansion.tails_stay
+        num_partial = min(work.num_requests, work.used_blocks)
+        read_blocks = work.used_blocks - num_partial * expansion.partial_blocks_resident
         time = self._timer.step(
-            far_layers=far_layers,
+            num_far=num_far,
             scheduled_tokens=work.scheduled_tokens,
             context_tokens=work.context_tokens,
             num_requests=work.num_requests,
             read_blocks=read_blocks,
-            written_blocks=0 if expansion.tails_stay else num_tails,
-            areas=STAGING_AREAS,
+            written_blocks=0 if expansion.partial_blocks_resident else num_partial,
+            num_staging_buffers=STAGING_BUFFERS,
             link_share=case.trace.link_share(now),
             link_busy_s=self._link_busy_s,
         )
@@ -212,7 +214,7 @@ class _Simulation:
         seconds = time.seconds * noise
         now += seconds
         scheduler.end_step(now)
-        self._link_busy_s = max(0.0, self._relocate(far_layers, read_blocks) - seconds)
+        self._link_busy_s = max(0.0, self._relocate(num_far, read_blocks) - seconds)
         run.steps += 1
         run.steps_at[level] = run.steps_at.get(level, 0) + 1
         run.busy_seconds += seconds
@@ -238,7 +240,7 @@ class _Simulation:
                 num_running=work.num_requests,
                 num_waiting=min(len(scheduler.waiting), case.max_num_seqs - work.num_requests),
                 used_blocks=work.used_blocks,
-                tail_slots=scheduler.elastic.tail_slots,
+                num_partial=scheduler.elastic.num_partial,
                 needed_blocks=self._needed_blocks(),
             )
             self._control(signals, now)
@@ -268,10 +270,10 @@ class _Simulation:
     def _relocate(self, before: int, used_blocks: int) -> float:
         """Let the level move; seconds for which the link is busy with the layers that do."""
         machine = self._case.machine
-        after, write_out_for = self._scheduler.change_level()
+        after, num_far_next = self._scheduler.change_level()
         bytes_per_layer = used_blocks * self._levels.page_bytes
-        if write_out_for > before:
-            return (write_out_for - before) * bytes_per_layer / (machine.write_gb_per_s * 1e9)
+        if num_far_next > before:
+            return (num_far_next - before) * bytes_per_layer / (machine.write_gb_per_s * 1e9)
         if after < before:
             return (before - after) * bytes_per_layer / (machine.read_gb_per_s * 1e9)
         return 0.0
@@ -279,12 +281,12 @@ class _Simulation:
     def _note_until(self, now: float) -> None:
         meter, case, scheduler = self._meter, self._case, self._scheduler
         while now >= meter.end_s:
-            far_layers = scheduler.expansion.far_layers
+            num_far = scheduler.expansion.num_far
             busy = meter.busy_s or 1.0
             self._run.timeline.append(
                 Interval(
                     end_s=meter.end_s,
-                    expansion=expansion_of(self._levels.num_layers, far_layers),
+                    expansion=expansion_of(self._levels.num_layers, num_far),
                     tokens_per_s=meter.tokens / case.interval_s,
                     stall_share=meter.stall_s / busy,
                     link_share=meter.link_s / busy,

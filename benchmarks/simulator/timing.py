@@ -3,7 +3,7 @@
 
              ┌ overhead ┐
     compute  │··········│ 0 │ 1 │ 2 │··stall··│ 3 │ 4 │ ...        far layers: 2, 3, ...
-    link     │ read 2 │  read 3              │ read 5: layer 2's area is free │
+    link     │ read 2 │  read 3              │ read 5: layer 2's buffer is free │
 
 Compute of a layer is the larger of its memory traffic and its arithmetic (roofline). Copies that
 share the near tier's bandwidth slow compute down, but for those that compute stands still for.
@@ -42,32 +42,32 @@ class StepTimer:
         self._page_bytes = page_bytes
         self._token_bytes = 4 * model.kv_heads * model.head_size * model.num_layers
         self._far_layers = [
-            interleave(model.num_layers, m).rotating for m in range(model.num_layers)
+            interleave(model.num_layers, m).offloaded for m in range(model.num_layers)
         ]
 
     def step(
         self,
         *,
-        far_layers: int,
+        num_far: int,
         scheduled_tokens: int,
         context_tokens: int,
         num_requests: int,
         read_blocks: int,
         written_blocks: int = 0,
-        areas: int,
+        num_staging_buffers: int,
         link_share: float = 1.0,
         link_busy_s: float = 0.0,
     ) -> StepTime:
         """Time one step.
 
         Args:
-            far_layers: how many.
+            num_far: how many.
             scheduled_tokens: tokens computed, decode and prefill.
             context_tokens: tokens whose KV attention reads.
             num_requests: requests in the step.
             read_blocks: blocks staged in every far layer.
             written_blocks: those of them that are written out again.
-            areas: staging areas.
+            buffers: staging buffers.
             link_share: share of the link's bandwidth that others leave.
             link_busy_s: from the start of the step, for layers that change their home.
         """
@@ -76,44 +76,46 @@ class StepTimer:
         read_bytes = read_blocks * self._page_bytes
         memory_s = (model.weight_bytes + context_tokens * self._token_bytes) / near
         arithmetic_s = 2 * model.num_parameters * scheduled_tokens / (machine.tflops * 1e12)
-        copied = (read_blocks + written_blocks) * self._page_bytes * far_layers * self._prefetches
+        copied = (read_blocks + written_blocks) * self._page_bytes * num_far * self._prefetches
         taken = copied * machine.near_bytes_per_copied_byte
         compute_s = max(memory_s, arithmetic_s) + taken / near
-        compute_s += far_layers * machine.far_layer_overhead_us * 1e-6
+        compute_s += num_far * machine.far_layer_overhead_us * 1e-6
         overhead_s = (
             machine.step_overhead_ms * 1e-3 + num_requests * machine.request_overhead_us * 1e-6
         )
         layer_s = compute_s / model.num_layers
         transfer_s = read_bytes / (machine.read_gb_per_s * 1e9 * link_share)
         if self._prefetches:
-            stall_s = self._stall(far_layers, layer_s, transfer_s, overhead_s, areas, link_busy_s)
+            stall_s = self._stall(
+                num_far, layer_s, transfer_s, overhead_s, num_staging_buffers, link_busy_s
+            )
         else:
-            stall_s = link_busy_s + transfer_s * far_layers
+            stall_s = link_busy_s + transfer_s * num_far
         return StepTime(
             seconds=overhead_s + compute_s + stall_s,
             stall_seconds=stall_s,
-            link_seconds=transfer_s * far_layers,
+            link_seconds=transfer_s * num_far,
         )
 
     def _stall(
         self,
-        far_layers: int,
+        num_far: int,
         layer_s: float,
         transfer_s: float,
         overhead_s: float,
-        areas: int,
+        num_staging_buffers: int,
         link_busy_s: float,
     ) -> float:
-        if not far_layers or not transfer_s:
+        if not num_far or not transfer_s:
             return max(0.0, link_busy_s - overhead_s) if link_busy_s else 0.0
-        layers = self._far_layers[far_layers]
-        done = [0.0] * far_layers  # when the far layer was computed
+        layers = self._far_layers[num_far]
+        done = [0.0] * num_far  # when the far layer was computed
         link_free = link_busy_s
         stall_s = 0.0
         for position, layer in enumerate(layers):
             start = link_free
-            if position >= areas and done[position - areas] > start:
-                start = done[position - areas]
+            if position >= num_staging_buffers and done[position - num_staging_buffers] > start:
+                start = done[position - num_staging_buffers]
             link_free = start + transfer_s
             arrives = overhead_s + layer * layer_s + stall_s
             if link_free > arrives:

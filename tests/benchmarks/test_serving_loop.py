@@ -187,7 +187,7 @@ def test_a_request_that_ends_before_its_client_leaves_is_not_aborted(usage):
 
 def test_changes_of_the_expansion_are_noted_with_their_step(usage):
     gauge = Gauge("vllm:tiered_kv_expansion", "made up")
-    tails = Gauge("vllm:tiered_kv_tails_far", "made up")
+    tails = Gauge("vllm:tiered_kv_partial_blocks_far", "made up")
 
     class Adapting(FakeLLM):
         def step(self):

@@ -42,7 +42,7 @@ def force_far_layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set the number of far layers, also where no expansion leads to it (small models)."""
 
     def force(far_layers: int) -> None:
-        monkeypatch.setattr(kv_plan, "resolve_far_layers", lambda kv, num_layers: far_layers)
+        monkeypatch.setattr(kv_plan, "resolve_num_far", lambda kv, num_layers: far_layers)
 
     return force
 
@@ -51,11 +51,11 @@ def force_far_layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def force_levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Let the level of small models move, though the areas eat what their far layers give."""
 
-    def keep_all(levels: KvLevels, far_layers: int) -> KvLevels:
+    def keep_all(levels: KvLevels, num_far: int) -> KvLevels:
         limits = [levels.geometry(m).block_limit(0) for m in range(levels.num_layers)]
-        return replace(levels, max_far_layers=levels.num_layers - 1, max_blocks=min(limits))
+        return replace(levels, max_num_far=levels.num_layers - 1, max_blocks=min(limits))
 
     def force() -> None:
-        monkeypatch.setattr(kv_plan, "with_max_far_layers", keep_all)
+        monkeypatch.setattr(kv_plan, "with_max_num_far", keep_all)
 
     return force

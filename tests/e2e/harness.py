@@ -180,7 +180,7 @@ def run(
         current = manifest.current()
         if current and current.get("kv", {}).get("active"):
             names += ["tiered_kv_read_bytes", "tiered_kv_write_bytes", "tiered_kv_steps"]
-            names += ["tiered_kv_blocks_withheld", "tiered_kv_blocks_granted"]
+            names += ["tiered_kv_blocks_reserved", "tiered_kv_blocks_released"]
             names += ["tiered_kv_far_bytes", "tiered_kv_storage_bytes"]
         cache_config = llm.llm_engine.vllm_config.cache_config
         return Run(

@@ -29,7 +29,7 @@ def main() -> None:
     import pytest
 
     from tests.e2e import harness
-    from tests.e2e.late_ffn import compute_late
+    from tests.e2e.deferred_ffn import defer_compute
     from tests.e2e.whole_steps import WholeSteps
     from vllm_tiered.adapter.kv import worker
 
@@ -48,7 +48,7 @@ def main() -> None:
         translator: Any = as_on_a_gpu if name == "swapping" else on_host
         worker.make_translator = translator
         with pytest.MonkeyPatch.context() as patched:
-            late = compute_late(patched, haste=0.6) if name == "ffn on a double" else None
+            late = defer_compute(patched, haste=0.6) if name == "ffn on a fake" else None
             whole = WholeSteps(patched) if name == "whole steps" else None
             if whole:
                 rise_after(patched, num_steps=6)

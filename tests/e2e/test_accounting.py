@@ -45,8 +45,8 @@ def test_bytes_are_exactly_the_full_blocks(policy, rotating) -> None:
         "num_layers": 30,
         "far_layers": 17,
         "max_far_layers": 17,
-        "rotating_layers": result.manifest["kv"]["rotating_layers"],
-        "staging_areas": 2 if policy == "interleave" else 15,
+        "offloaded_layers": result.manifest["kv"]["offloaded_layers"],
+        "staging_buffers": 2 if policy == "interleave" else 15,
         "num_blocks": result.num_blocks - 1,
         "block_tokens": BLOCK_TOKENS,
         "page_bytes": PAGE_BYTES,
@@ -55,7 +55,7 @@ def test_bytes_are_exactly_the_full_blocks(policy, rotating) -> None:
         "storage_bytes": 0,
         "tier": "far",
     }
-    assert len(result.manifest["kv"]["rotating_layers"]) == rotating
+    assert len(result.manifest["kv"]["offloaded_layers"]) == rotating
 
 
 def test_shared_prefix_is_staged_once() -> None:
@@ -94,11 +94,11 @@ def test_gauges() -> None:
         generate(llm, random_prompts(3), 4)
         blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
         assert metric("tiered_kv_expansion") == 2.0
-        assert metric("tiered_kv_tails_far") == 0
+        assert metric("tiered_kv_partial_blocks_far") == 0
         assert metric("tiered_kv_near_bytes") == near
         assert metric("tiered_kv_far_bytes") == (blocks + 1) * 17 * PAGE_BYTES
         assert metric("tiered_kv_storage_bytes") == 0
-        assert metric("tiered_kv_blocks_granted") + metric("tiered_kv_blocks_withheld") == blocks
+        assert metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved") == blocks
         assert 0 < metric("tiered_kv_read_seconds") < metric("tiered_kv_step_seconds")
         assert 0 < metric("tiered_kv_bookkeeping_seconds") < metric("tiered_kv_step_seconds")
 
@@ -110,7 +110,7 @@ def test_withheld_blocks_are_not_in_use(kv) -> None:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         elastic = scheduler.connector._scheduler.elastic
         manager = scheduler.kv_cache_manager
-        assert elastic.withheld or kv
+        assert elastic.reserved or kv
         assert manager.usage == 0.0
         usages, watermarks = [], []
         step = scheduler.schedule
@@ -118,7 +118,7 @@ def test_withheld_blocks_are_not_in_use(kv) -> None:
         def schedule(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
             usages.append(manager.usage)
-            watermarks.append(manager.watermark_blocks / elastic.granted_blocks)
+            watermarks.append(manager.watermark_blocks / elastic.released_blocks)
             return output
 
         scheduler.schedule = schedule

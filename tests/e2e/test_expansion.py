@@ -61,7 +61,7 @@ def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None
     monkeypatch.setattr(adaptive.controller, "step", climb)
     with engine("deep", {}, **TIGHT) as llm:
         tokens, num_changes = drive(llm)
-        assert num_changes >= 1 and metric("tiered_kv_tails_far") == 1
+        assert num_changes >= 1 and metric("tiered_kv_partial_blocks_far") == 1
     assert tokens == vllm_tokens("deep", PROMPTS)
 
 
@@ -112,6 +112,6 @@ def test_prefix_cache_reset_keeps_the_level(monkeypatch) -> None:
         first, _ = drive(llm)
         assert llm.reset_prefix_cache()
         second, _ = drive(llm)
-        granted = metric("tiered_kv_blocks_granted") + metric("tiered_kv_blocks_withheld")
+        granted = metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved")
         assert granted == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
     assert first == second == vllm_tokens("deep", PROMPTS)

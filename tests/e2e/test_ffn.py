@@ -26,7 +26,7 @@ from tests.e2e.harness import (
 from vllm_tiered.adapter import worker_hooks as weights_engine
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
-from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store.format import NEURONS
@@ -70,7 +70,7 @@ def test_some_near_some_far_some_stored(near_gib) -> None:
     result = run("opt", PROMPTS, KV_OFF, ffn=ffn)
     assert result.tokens == vllm_tokens("opt", PROMPTS)
     stated = result.manifest["ffn"]
-    assert stated["far_layers"] == 2 and stated["near_bytes"] <= near_gib * 2**30
+    assert stated["num_far_layers"] == 2 and stated["near_bytes"] <= near_gib * 2**30
     assert 0 < stated["cache_rows"]["full"] <= stated["neurons"]
 
 
@@ -125,7 +125,7 @@ def test_every_neuron_through_the_cache(policy) -> None:
 
 def test_fewer_bits_change_little(monkeypatch) -> None:
     # So small a model is computed faster densely.
-    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": 0}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     prompts = [tokenizer.encode("def fibonacci(n):\n")]

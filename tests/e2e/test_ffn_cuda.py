@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine's FFN on the GPU's device: on a double of CUDA, and on a GPU where there is one.
+"""The real engine's FFN on the GPU's device: on a fake CUDA runtime, and on a GPU if present.
 
-On the double vLLM is the CPU backend's, and each layer's FFN runs late: its copies and products are
-in the double's streams, in random orders over poisoned memory, until vLLM has the layer's output.
+On the fake vLLM is the CPU backend's, and each layer's FFN runs late: its copies and products are
+in the fake's streams, in random orders over poisoned memory, until vLLM has the layer's output.
 """
 
 from functools import cache
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.deferred_ffn import defer_compute
 from tests.e2e.harness import (
     engine,
     generate,
@@ -20,11 +21,10 @@ from tests.e2e.harness import (
     random_prompts,
     vllm_tokens,
 )
-from tests.e2e.late_ffn import compute_late
-from tests.fakes.deferred_gpu import LateGpu
-from tests.fakes.deferred_torch import LateTorch
+from tests.fakes.deferred_gpu import DeferredGpu
+from tests.fakes.deferred_torch import DeferredTorch
 from vllm_tiered.adapter import worker_hooks as weights_engine
-from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.prepare.pipeline import prepare
 
 PROMPTS = random_prompts(3, seed=5, longest=40)
@@ -57,14 +57,14 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM takes
 
 
 @pytest.fixture(params=[0.0, 0.7])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateTorch:
-    """FFNs are computed on the double."""
-    return compute_late(monkeypatch, request.param)
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeferredTorch:
+    """FFNs are computed on the fake."""
+    return defer_compute(monkeypatch, request.param)
 
 
 @without_a_gpu
 @pytest.mark.parametrize("near_gib", [0.01, "auto"])
-def test_every_neuron(late: LateTorch, near_gib: Any) -> None:
+def test_every_neuron(late: DeferredTorch, near_gib: Any) -> None:
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": near_gib, "far_gib": 0.003}
     expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)  # never beside another engine
     with engine("opt", KV_ON, ffn=ffn) as llm:
@@ -74,7 +74,7 @@ def test_every_neuron(late: LateTorch, near_gib: Any) -> None:
 
 
 @without_a_gpu
-def test_every_neuron_through_the_cache(late: LateTorch) -> None:
+def test_every_neuron_through_the_cache(late: DeferredTorch) -> None:
     ffn = {"store": store_of("llama3"), "mix": [1, 0, 0], "far_gib": 0}
     expected = vllm_tokens("llama3", PROMPTS, MAX_TOKENS)
     with engine("llama3", KV_ON, ffn=ffn) as llm:
@@ -87,10 +87,10 @@ def test_every_neuron_through_the_cache(late: LateTorch) -> None:
 @without_a_gpu
 @pytest.mark.parametrize("model", ["opt", "llama3"])
 def test_every_neuron_with_the_books_on_the_gpu(
-    late: LateTorch, monkeypatch: pytest.MonkeyPatch, model: str
+    late: DeferredTorch, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """All layers far: decode steps wait for nothing, and prompts are dense between them."""
-    gpu = LateGpu(monkeypatch, late)
+    gpu = DeferredGpu(monkeypatch, late)
     ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
     expected = vllm_tokens(model, PROMPTS, MAX_TOKENS)
     with engine(model, KV_ON, ffn=ffn) as llm:
@@ -108,20 +108,20 @@ def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
     with engine(model, KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
         assert generate(llm, PROMPTS) == expected
         runtime = weights_engine._ffns[-1].runtime
-        assert runtime is not None and runtime.source.use.storage_bytes > 0
+        assert runtime is not None and runtime.backend.stats.storage_bytes > 0
 
 
 @on_a_gpu
 @pytest.mark.parametrize("model", ["opt", "llama3"])
 def test_every_neuron_by_the_gpus_books(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Read from far memory while they are multiplied: float32 tokens are vLLM's."""
-    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
     expected = vllm_tokens(model, PROMPTS)
     with engine(model, KV_OFF, ffn=ffn) as llm:
         assert generate(llm, PROMPTS) == expected
         runtime = weights_engine._ffns[-1].runtime
-        assert runtime is not None and runtime.use.sparse_steps > 0 and runtime.use.hits > 0
+        assert runtime is not None and runtime.stats.sparse_steps > 0 and runtime.stats.hits > 0
         assert all(layer.on_gpu is not None for layer in runtime.layers)
 
 
@@ -133,17 +133,19 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: f
     the GPU's."""
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": far_gib}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     prompts = [tokenizer.encode("def fibonacci(n):\n")]
     with engine("demo", KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
         found = generate(llm, prompts, 24)[0]
         runtime = weights_engine._ffns[-1].runtime
-        assert runtime is not None and runtime.use.sparse_steps >= 30 * 23
+        assert runtime is not None and runtime.stats.sparse_steps >= 30 * 23
         assert runtime.predictor == "base4"
-        leads = [layer.on_gpu is not None and layer.on_gpu.leads for layer in runtime.layers]
-        assert leads == [far_gib > 0] * len(leads)
+        owns_index = [
+            layer.on_gpu is not None and layer.on_gpu.owns_index for layer in runtime.layers
+        ]
+        assert owns_index == [far_gib > 0] * len(owns_index)
     expected = vllm_tokens("demo", prompts, 24)[0]
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 6
 

@@ -100,7 +100,7 @@ def test_abort_in_the_middle() -> None:
         survivors = [n for n in range(10) if n not in (3, 7, 1, 5, 0, 4)]
         assert {n: finished[n] for n in survivors} == {n: expected[n] for n in survivors}
         generate(llm, prompts[:2], 4)  # the step in which the last blocks come back
-        assert metric("tiered_kv_blocks_withheld") == 0
+        assert metric("tiered_kv_blocks_reserved") == 0
         assert llm.reset_prefix_cache()
 
 
@@ -118,7 +118,7 @@ def test_all_blocks_return_when_idle() -> None:
             llm.llm_engine.step()
             elastic = scheduler.connector._scheduler.elastic
             elastic.check_integrity()
-            withheld.append(len(elastic.withheld))
+            withheld.append(len(elastic.reserved))
         assert max(withheld) > 0
         assert withheld[-1] == 0
         assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == (
@@ -160,11 +160,11 @@ def test_prefix_cache_reset_under_load() -> None:
                     finished[int(output.request_id)] = list(output.outputs[0].token_ids)
             steps += 1
             if steps == 12:
-                assert scheduler.connector._scheduler.elastic.withheld
+                assert scheduler.connector._scheduler.elastic.reserved
                 assert not scheduler.reset_prefix_cache()
                 scheduler.connector._scheduler.elastic.check_integrity()
                 assert scheduler.reset_prefix_cache(reset_running_requests=True)
-                assert not scheduler.connector._scheduler.elastic.withheld
+                assert not scheduler.connector._scheduler.elastic.reserved
         assert [finished[number] for number in range(8)] == expected
 
 

@@ -37,7 +37,7 @@ def found(tmp_path_factory) -> dict[str, Any]:
         "weights": short | {"tiered": {"expansion": 1.0}, "weights": {"placement": "all_far"}},
         "whole steps": WHOLE,
         "ffn": short | {"tiered": {"expansion": 1.0}, "ffn": near},
-        "ffn on a double": short | {"tiered": {"expansion": 1.0}, "ffn": near | {"far_gib": 0.003}},
+        "ffn on a fake": short | {"tiered": {"expansion": 1.0}, "ffn": near | {"far_gib": 0.003}},
     }
     asked = {"model": MODEL, "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "engines": engines}
     command = [sys.executable, "-m", "tests.e2e.second_runner_script"]
@@ -49,7 +49,7 @@ def found(tmp_path_factory) -> dict[str, Any]:
     return {answer["name"]: answer for answer in answers}
 
 
-@pytest.mark.parametrize("engine", ["swapping", "by itself", "weights", "ffn", "ffn on a double"])
+@pytest.mark.parametrize("engine", ["swapping", "by itself", "weights", "ffn", "ffn on a fake"])
 def test_tokens_are_those_of_v1_without_the_plugin(found, engine):
     assert found[engine]["tokens"] == vllm_tokens(MODEL, PROMPTS, MAX_TOKENS)
 
@@ -70,4 +70,4 @@ def test_each_part_was_on(found):
     assert found["by itself"]["manifest"]["kv"]["active"]
     assert found["weights"]["manifest"]["weights"]["far_bytes"] > 0
     assert found["ffn"]["manifest"]["ffn"]["dense_bytes"] > 0
-    assert found["ffn on a double"]["manifest"]["ffn"]["far_layers"] > 0
+    assert found["ffn on a fake"]["manifest"]["ffn"]["far_layers"] > 0

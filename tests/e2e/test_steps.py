@@ -88,7 +88,7 @@ def signals_of(monkeypatch):
         page_bytes=64,
         block_tokens=4,
         near_pages=60,
-        max_far_layers=3,
+        max_num_far=3,
         max_blocks=20,
     )
     elastic = ElasticBlocks(geometry=levels.geometry(0), usable_blocks=20)

@@ -46,7 +46,9 @@ def test_thirty_layers(model, far_layers, policy, force_far_layers) -> None:
     result = run(model, PROMPTS, {"policy": policy}, kv_cache_memory_bytes=near)
     assert result.tokens == vllm_tokens(model, PROMPTS)
     assert result.manifest["kv"]["far_layers"] == far_layers
-    assert len(result.manifest["kv"]["rotating_layers"]) == (30 if policy == "fifo" else far_layers)
+    assert len(result.manifest["kv"]["offloaded_layers"]) == (
+        30 if policy == "fifo" else far_layers
+    )
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 96, 128])

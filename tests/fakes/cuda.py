@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A double of the CUDA runtime, so that ``CudaDevice`` runs without a GPU, unchanged.
+"""A fake CUDA runtime, so that ``CudaDevice`` runs without a GPU, unchanged.
 
 Streams make progress only inside calls of the runtime, a random number of pieces at a time: one
 seed gives one history, and orders that a GPU shows once in a million runs come up in every other
@@ -86,9 +86,9 @@ class SimulatedCuda(Runtime):
         self.rng = rng
         self.haste = haste
         self.failures: dict[int, Exception] = {}  # raised by the launch of that number
-        self.refuses_to_register = False
+        self.refuses_to_pin = False
         self.num_launches = {"kernel": 0, "engine": 0}
-        self.registered: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
         self.compiled_for: set[int] = set()  # words of a page
         self.num_rerecorded = 0
         self.patience_seconds = 20.0
@@ -104,14 +104,14 @@ class SimulatedCuda(Runtime):
     def numa_node(self) -> int | None:
         return self.node
 
-    def register(self, address: int, num_bytes: int) -> None:
-        if self.refuses_to_register:
+    def pin_memory(self, address: int, num_bytes: int) -> None:
+        if self.refuses_to_pin:
             raise RuntimeError("cudaHostRegister: error 2")
-        assert address not in self.registered, "cudaErrorHostMemoryAlreadyRegistered"
-        self.registered[address] = address + num_bytes
+        assert address not in self.pinned, "cudaErrorHostMemoryAlreadyRegistered"
+        self.pinned[address] = address + num_bytes
 
-    def unregister(self, address: int) -> None:
-        memory = address, self.registered.pop(address)
+    def unpin_memory(self, address: int) -> None:
+        memory = address, self.pinned.pop(address)
         for stream in self._streams:
             for operation in stream:
                 assert not any(map(overlaps(memory), operation.uses)), "unregistered while in use"
@@ -123,26 +123,26 @@ class SimulatedCuda(Runtime):
     def compute_stream(self) -> FakeStream:
         return self._compute
 
-    def new_mark(self) -> FakeEvent:
+    def new_event(self) -> FakeEvent:
         return FakeEvent()
 
-    def record(self, mark: FakeEvent, stream: FakeStream) -> None:
-        self.num_rerecorded += mark.recorded is not None
-        mark.recorded = self._enqueue(stream, Operation(iter(())))
+    def record(self, raw_event: FakeEvent, stream: FakeStream) -> None:
+        self.num_rerecorded += raw_event.recorded is not None
+        raw_event.recorded = self._enqueue(stream, Operation(iter(())))
 
-    def stream_wait(self, stream: FakeStream, mark: FakeEvent) -> None:
-        if mark.recorded is not None:
-            self._enqueue(stream, Operation(iter(()), after=mark.recorded))
+    def stream_wait(self, stream: FakeStream, raw_event: FakeEvent) -> None:
+        if raw_event.recorded is not None:
+            self._enqueue(stream, Operation(iter(()), after=raw_event.recorded))
 
-    def is_done(self, mark: FakeEvent) -> bool:
+    def is_done(self, raw_event: FakeEvent) -> bool:
         self.run_a_while()
-        return mark.recorded is None or mark.recorded.over
+        return raw_event.recorded is None or raw_event.recorded.over
 
-    def synchronize(self, mark: FakeEvent) -> None:
+    def synchronize(self, raw_event: FakeEvent) -> None:
         give_up = time.monotonic() + self.patience_seconds
-        while mark.recorded is not None and not mark.recorded.over:
+        while raw_event.recorded is not None and not raw_event.recorded.over:
             with self._lock:
-                if self._advance_towards(mark.recorded):
+                if self._advance_towards(raw_event.recorded):
                     continue
             assert time.monotonic() < give_up, "streams wait for what is never opened"
             time.sleep(1e-3)
@@ -167,13 +167,13 @@ class SimulatedCuda(Runtime):
     ) -> None:
         self._begin_launch("kernel", src_PW, dst_PW)
         for ids in (src_ids, dst_ids):
-            assert self._is_registered(ids) and ids.data_ptr() % 16 == 0, "ids"
+            assert self._is_pinned(ids) and ids.data_ptr() % 16 == 0, "ids"
         pieces = self._page_pieces(src_PW.numpy(), src_ids.numpy(), dst_PW.numpy(), dst_ids.numpy())
         uses = tuple(span(tensor) for tensor in (src_PW, src_ids, dst_PW, dst_ids))
         self._enqueue(stream, Operation(pieces, uses=uses))
 
     def compile_for(self, pages_PW: torch.Tensor) -> None:
-        assert self._is_registered(pages_PW) and pages_PW.data_ptr() % 16 == 0
+        assert self._is_pinned(pages_PW) and pages_PW.data_ptr() % 16 == 0
         self.compiled_for.add(pages_PW.shape[1])
 
     # What tests call ------------------------------------------------------------------------
@@ -243,11 +243,11 @@ class SimulatedCuda(Runtime):
         if (failure := self.failures.get(sum(self.num_launches.values()))) is not None:
             raise failure
         if self._checks_memory:
-            assert self._is_registered(src) != self._is_registered(dst), "illegal memory access"
+            assert self._is_pinned(src) != self._is_pinned(dst), "illegal memory access"
 
-    def _is_registered(self, tensor: torch.Tensor) -> bool:
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
         begin, end = span(tensor)
-        return any(first <= begin and end <= last for first, last in self.registered.items())
+        return any(first <= begin and end <= last for first, last in self.pinned.items())
 
     def _page_pieces(
         self,

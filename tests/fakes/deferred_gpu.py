@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of steps on the GPU alone, without a GPU: their references, in the double's stream.
+"""The kernels of steps on the GPU alone, without a GPU: their references, in the fake's stream.
 
 Lists and ranks are poison until the stream has come to them, as on a GPU.
 """
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes.deferred_torch import LateTorch
+from tests.fakes.deferred_torch import DeferredTorch
 from vllm_tiered.ffn import on_gpu, runtime
-from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.matmul import compute
-from vllm_tiered.ffn.selector import Choice
+from vllm_tiered.ffn.selector import Selector
 from vllm_tiered.kernels.neuron_cache import reference as books_reference
 from vllm_tiered.kernels.neuron_cache.books import no_lists
 from vllm_tiered.kernels.select_neurons import reference as ranks_reference
@@ -22,7 +22,7 @@ from vllm_tiered.kernels.select_neurons import reference as ranks_reference
 POISON = 0x5A
 
 
-class LateGpu:
+class DeferredGpu:
     """From now on far layers' regions are taken for a GPU's.
 
     Attributes:
@@ -30,30 +30,30 @@ class LateGpu:
         heard: what the host was told of them.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: LateTorch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: DeferredTorch) -> None:
         self._late = late
         self.counts: list[torch.Tensor] = []
         self.heard: list[list[list[int]]] = []
-        monkeypatch.setattr(runtime, "gpu_kernels", lambda region: compute)
+        monkeypatch.setattr(runtime, "gpu_kernels", lambda buffer: compute)
         monkeypatch.setattr(
-            Choice, "ranked", lambda choice, scores_BN: self._rank(choice, scores_BN)
+            Selector, "rank", lambda choice, scores_BN: self._rank(choice, scores_BN)
         )
         monkeypatch.setattr(on_gpu, "fill_and_add", self._fill_and_add)
-        monkeypatch.setattr(on_gpu, "num_fills", lambda region, num_tokens: -(-num_tokens // 4))
-        make = on_gpu.OnGpu.__init__
+        monkeypatch.setattr(on_gpu, "num_fills", lambda buffer, num_tokens: -(-num_tokens // 4))
+        make = on_gpu.SparseOnDevice.__init__
 
         def with_reference(step: Any, *args: Any, **kwargs: Any) -> None:
             make(step, *args, **kwargs)
             step._plan = self._plan
 
-        bytes_of = on_gpu.OnGpu.bytes_of
+        bytes_of = on_gpu.SparseOnDevice.bytes_of
 
         def hearing(step: Any, counts_P4: torch.Tensor, num_tokens: int) -> tuple[int, int]:
             self.heard.append(counts_P4.tolist())
             return bytes_of(step, counts_P4, num_tokens)
 
-        monkeypatch.setattr(on_gpu.OnGpu, "__init__", with_reference)
-        monkeypatch.setattr(on_gpu.OnGpu, "bytes_of", hearing)
+        monkeypatch.setattr(on_gpu.SparseOnDevice, "__init__", with_reference)
+        monkeypatch.setattr(on_gpu.SparseOnDevice, "bytes_of", hearing)
 
     def _rank(self, choice: Any, scores_BN: torch.Tensor) -> torch.Tensor:
         shares, threshold = choice._mix.shares, choice._threshold
@@ -86,17 +86,17 @@ class LateGpu:
         self,
         out_BH: torch.Tensor,
         x_BH: torch.Tensor,
-        region: Region,
+        buffer: NeuronCacheBuffer,
         missing: compute.Missing,
         activation: str,
     ) -> None:
         def run() -> None:
             num_missing, num_present = missing.counts.tolist()
             neurons, rows = missing.neuron_ids[:num_missing], missing.near_ids[:num_missing]
-            present = missing.present_ids[:num_present]
+            present = missing.present_slot_ids[:num_present]
             kept = rows >= 0
-            region.rows[rows[kept]] = missing.far_rows[neurons[kept]]
-            region.fill(rows[kept], neurons[kept], missing.scales, missing.up_bias)
+            buffer.rows[rows[kept]] = missing.slab[neurons[kept]]
+            buffer.fill(rows[kept], neurons[kept], missing.scales, missing.up_bias)
 
             def joined(table: torch.Tensor | None, near: torch.Tensor | None) -> Any:
                 if table is None or near is None:
@@ -104,10 +104,10 @@ class LateGpu:
                 return torch.cat([table[neurons], near[present]])
 
             listed = replace(
-                region,
-                rows=joined(missing.far_rows, region.rows),
-                scales=joined(missing.scales, region.scales),
-                up_bias=joined(missing.up_bias, region.up_bias),
+                buffer,
+                rows=joined(missing.slab, buffer.rows),
+                scales=joined(missing.scales, buffer.scales),
+                up_bias=joined(missing.up_bias, buffer.up_bias),
             )
             out_BH.add_(compute.product(x_BH, listed, len(listed.rows), activation))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A runtime's layers on the double of CUDA, whose compute and copies run late, in any order; and
+"""A runtime's layers on the fake CUDA runtime, whose compute and copies run late, in any order; and
 what tests break of it on purpose."""
 
 import random
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
-from tests.fakes.deferred_torch import NEAR, LateTorch, now
+from tests.fakes.deferred_torch import NEAR, DeferredTorch, now
 from tests.fixtures.ffn_models import Ffn
 from tests.unit.ffn.test_runtime import Scripted, close
 from vllm_tiered.ffn import layer as layers
@@ -29,15 +29,15 @@ class ScriptedNear(Scripted):
         return self.next_BN.to(NEAR)
 
 
-class Rig:
-    """A runtime on the double."""
+class DeferredRig:
+    """A runtime on the fake."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ffn: Ffn, seed: int, haste: float) -> None:
         print(f"seed {seed}, haste {haste}")
         self.rng = random.Random(seed)
         self.ffn = ffn
         self.device = SimulatedCudaDevice(self.rng, haste=haste)
-        self.torch = LateTorch(self.device)
+        self.torch = DeferredTorch(self.device)
         self.due: Due = []
         for name in ("activations", "add_down"):
             monkeypatch.setattr(layers, name, self.torch.late(getattr(layers, name)))
@@ -58,8 +58,8 @@ class Rig:
         self.due.clear()
 
 
-def residents(runtime: FfnRuntime, layer: int) -> dict[Precision, torch.Tensor]:
-    rows = runtime.layers[layer].residents()
+def resident_neurons(runtime: FfnRuntime, layer: int) -> dict[Precision, torch.Tensor]:
+    rows = runtime.layers[layer].resident_neurons()
     return {p: torch.from_numpy(neurons[neurons >= 0]) for p, neurons in rows.items()}
 
 
@@ -75,11 +75,11 @@ def compute_is_not_held(monkeypatch):
 
 
 def scores_are_read_early(monkeypatch):
-    fetch = host_link.HostLink.fetch
+    d2h = host_link.Mailbox.d2h
 
     def hasty(self, tensors):
         with monkeypatch.context() as patched:
             patched.setattr(self._device, "compute_event", lambda: at_once(self._device))
-            return fetch(self, tensors)
+            return d2h(self, tensors)
 
-    monkeypatch.setattr(host_link.HostLink, "fetch", hasty)
+    monkeypatch.setattr(host_link.Mailbox, "d2h", hasty)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's torch, without a GPU: operations on near tensors run late, in the double's stream.
+"""A GPU's torch, without a GPU: operations on near tensors run late, in the fake's stream.
 
-Where a tensor is made for ``NEAR``, or from one that was, the operation is queued on the double of
+Where a tensor is made for ``NEAR``, or from one that was, the operation is queued on the fake of
 the CUDA runtime (tests/fakes/cuda.py) and runs when the stream gets there, with what its inputs
 hold then. Until it has, its output is poison. Whoever reads a near tensor on the host without
 having waited sees that poison, or an assertion.
@@ -23,7 +23,7 @@ NEAR = torch.device("cpu", 1)
 _READS_ON_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
-class LateTorch(TorchDispatchMode):
+class DeferredTorch(TorchDispatchMode):
     """While it is on, in the thread that submits compute."""
 
     def __init__(self, device: SimulatedCudaDevice) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul import compute, native
 from vllm_tiered.kernels.neuron_ffn import api, bundles
@@ -15,7 +15,7 @@ from vllm_tiered.kernels.neuron_ffn import api, bundles
 HIDDEN, NUM_ROWS = 128, 9
 
 
-def a_region(precision, *, gated, device):
+def a_buffer(precision, *, gated, device):
     """With NaN behind its rows."""
     torch.manual_seed(0)
     matrices = 3 if gated else 2
@@ -32,7 +32,7 @@ def a_region(precision, *, gated, device):
         scales = torch.full((capacity, matrices, 2), torch.nan, dtype=torch.float16)
         scales[:NUM_ROWS] = torch.rand(NUM_ROWS, matrices, 2) / 64
         scales = scales.to(device)
-    return Region(
+    return NeuronCacheBuffer(
         rows=rows.to(device),
         scales=scales,
         up_bias=None if gated else torch.randn(capacity).to(device),
@@ -48,24 +48,24 @@ def test_products_are_those_of_the_processor(monkeypatch, precision, num_tokens,
     gated = num_tokens == 2
     activation = "silu" if gated else "gelu"
     x_BH = torch.randn(num_tokens, 2 * HIDDEN).bfloat16()[:, ::2]
-    region = a_region(precision, gated=gated, device=torch.device("cpu"))
+    buffer = a_buffer(precision, gated=gated, device=torch.device("cpu"))
     before = torch.randn(num_tokens, HIDDEN)
-    a_Bn = compute.activations(x_BH, region, NUM_ROWS, activation)
+    a_Bn = compute.activations(x_BH, buffer, NUM_ROWS, activation)
     out_BH = before.clone()
-    compute.add_down(out_BH, a_Bn, region, NUM_ROWS)
-    product_BH = compute.product(x_BH, region, NUM_ROWS, activation)
+    compute.add_down(out_BH, a_Bn, buffer, NUM_ROWS)
+    product_BH = compute.product(x_BH, buffer, NUM_ROWS, activation)
 
     # The region's device chooses; here the processor stands in for it.
-    monkeypatch.setattr(compute, "gpu_kernels", lambda region: api)
+    monkeypatch.setattr(compute, "gpu_kernels", lambda buffer: api)
     monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
-    region, x_BH = a_region(precision, gated=gated, device=device), x_BH.to(device)
-    found_Bn = compute.activations(x_BH, region, NUM_ROWS, activation)
+    buffer, x_BH = a_buffer(precision, gated=gated, device=device), x_BH.to(device)
+    found_Bn = compute.activations(x_BH, buffer, NUM_ROWS, activation)
     found_BH = before.to(device)
-    compute.add_down(found_BH, found_Bn, region, NUM_ROWS)
-    assert found_Bn.device == found_BH.device == region.rows.device
+    compute.add_down(found_BH, found_Bn, buffer, NUM_ROWS)
+    assert found_Bn.device == found_BH.device == buffer.rows.device
     close(found_Bn, a_Bn)
     close(found_BH, out_BH)
-    close(compute.product(x_BH, region, NUM_ROWS, activation), product_BH)
+    close(compute.product(x_BH, buffer, NUM_ROWS, activation), product_BH)
 
 
 def close(found, expected):
@@ -80,8 +80,8 @@ def test_names_are_the_same_on_both_sides():
 
 
 def test_the_processors_regions_are_not_the_kernels():
-    region = a_region(Precision.INT8, gated=True, device=torch.device("cpu"))
-    assert compute.gpu_kernels(region) is None
+    buffer = a_buffer(Precision.INT8, gated=True, device=torch.device("cpu"))
+    assert compute.gpu_kernels(buffer) is None
 
 
 def test_without_a_gpu_triton_is_not_imported():

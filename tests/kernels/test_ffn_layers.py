@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of ffn/ over the GPU's kernels: chosen, brought from far memory and multiplied by them.
 
-Without a GPU the device is the double of CUDA, in haste: its copies are over when they are
+Without a GPU the device is the fake CUDA runtime, in haste: its copies are over when they are
 submitted, as the interpreter's kernels are.
 """
 
@@ -27,11 +27,11 @@ from vllm_tiered.devices.base import Device
 from vllm_tiered.ffn import on_gpu
 from vllm_tiered.ffn import runtime as runtimes
 from vllm_tiered.ffn import selector as choice
-from vllm_tiered.ffn.layer import LayerUse
+from vllm_tiered.ffn.layer import LayerStats
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul import compute, native
 from vllm_tiered.ffn.memory_plan import FfnPlan
-from vllm_tiered.ffn.on_gpu import MOST_TOKENS
+from vllm_tiered.ffn.on_gpu import MAX_DEVICE_TOKENS
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.kernels.neuron_ffn import api
@@ -46,14 +46,14 @@ def ffn(request: pytest.FixtureRequest, tmp_path) -> Ffn:
 
 @pytest.fixture
 def tiers(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Device:
-    """The GPU's, or the double's, whose regions are taken for a GPU's."""
+    """The GPU's, or the fake's, whose regions are taken for a GPU's."""
     if device.type == "cuda":
         from vllm_tiered.adapter.device import cuda_device
 
         return cuda_device()
     for module in (compute, runtimes):
-        monkeypatch.setattr(module, "gpu_kernels", lambda region: api)
-    monkeypatch.setattr(choice.Choice, "begin", choice.Choice.ranked)
+        monkeypatch.setattr(module, "gpu_kernels", lambda buffer: api)
+    monkeypatch.setattr(choice.Selector, "encode", choice.Selector.rank)
     monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
     return SimulatedCudaDevice(random.Random(0), haste=1.0)
 
@@ -83,21 +83,21 @@ class Steps:
         x_BH = torch.from_numpy(self.rng.standard_normal((num_tokens, 64))).float()
         return x_BH, self.runtime.layers[layer].compute(x_BH.to(self.device), True).cpu()
 
-    def use(self) -> LayerUse:
+    def stats(self) -> LayerStats:
         """Of all that was computed: what the GPU reports of it is there."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return self.runtime.use
+        return self.runtime.stats
 
-    def leads(self, layer: int) -> bool:
+    def owns_index(self, layer: int) -> bool:
         """Whether the GPU has a layer's books."""
         on_gpu = self.runtime.layers[layer].on_gpu
-        return on_gpu is not None and on_gpu.leads
+        return on_gpu is not None and on_gpu.owns_index
 
     def near(self, layer: int) -> dict[Precision, torch.Tensor]:
         """In the rows, whose bytes are checked, as the books are."""
         self.runtime.layers[layer].check_integrity()
-        rows = self.runtime.layers[layer].residents()
+        rows = self.runtime.layers[layer].resident_neurons()
         for precision in rows:
             check_bytes(self.ffn, self.runtime, layer, precision)
         return {p: torch.from_numpy(neurons[neurons >= 0]) for p, neurons in rows.items()}
@@ -108,70 +108,70 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize("far_layers", [0, 2], ids=["stored", "far"])
+@pytest.mark.parametrize("num_far_layers", [0, 2], ids=["stored", "far"])
 @pytest.mark.parametrize("policy", ["atu", "window"])
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_chosen_neurons(ffn, far_layers, policy, num_tokens, tiers, device) -> None:
+def test_chosen_neurons(ffn, num_far_layers, policy, num_tokens, tiers, device) -> None:
     """Those of far memory come with the product, those of the store by copies."""
-    plan = mixed(ffn, MIX, far_bytes=far_layers * 1 << 20)
-    assert plan.far_layers == far_layers
+    plan = mixed(ffn, MIX, far_bytes=num_far_layers * 1 << 20)
+    assert plan.num_far_layers == num_far_layers
     steps = Steps(ffn, plan, tiers, device, policy=policy, window=2)
     for step in range(6):
         layer = step % 2
         scores_BN = steps.scores(layer, num_tokens)
         x_BH, found = steps.compute(layer, num_tokens)
         near = steps.near(layer)
-        check_precisions(select(scores_BN, Mix.of(MIX)), near)
+        check_precisions(select(scores_BN, Mix.from_shares(MIX)), near)
         check(found, ffn.product(layer, x_BH, near))
-        assert steps.leads(layer) == bool(far_layers)
-    use, source = steps.use(), steps.runtime.source.use
-    assert use.sparse_steps == 6 and use.misses > 0 and use.hits > 0
-    assert bool(source.far_bytes) == bool(far_layers) != bool(source.storage_bytes)
+        assert steps.owns_index(layer) == bool(num_far_layers)
+    stats, backend = steps.stats(), steps.runtime.backend.stats
+    assert stats.sparse_steps == 6 and stats.misses > 0 and stats.hits > 0
+    assert bool(backend.far_bytes) == bool(num_far_layers) != bool(backend.storage_bytes)
     steps.runtime.close()
 
 
 def test_the_books_change_hands(ffn, tiers, device) -> None:
     """With more tokens than the GPU plans for, and back; what is near stays near."""
     steps = Steps(ffn, mixed(ffn, MIX, far_bytes=2 << 20), tiers, device)
-    for num_tokens in (2, MOST_TOKENS + 1, MOST_TOKENS, 1):
+    for num_tokens in (2, MAX_DEVICE_TOKENS + 1, MAX_DEVICE_TOKENS, 1):
         scores_BN = steps.scores(0, num_tokens, spread=0.001)
         x_BH, found = steps.compute(0, num_tokens)
         near = steps.near(0)
-        check_precisions(select(scores_BN, Mix.of(MIX)), near)
+        check_precisions(select(scores_BN, Mix.from_shares(MIX)), near)
         check(found, ffn.product(0, x_BH, near))
-        assert steps.leads(0) == (num_tokens <= MOST_TOKENS)
-        before = steps.use()
+        assert steps.owns_index(0) == (num_tokens <= MAX_DEVICE_TOKENS)
+        before = steps.stats()
         steps.compute(0, num_tokens)  # the same scores
-        after = steps.use()
+        after = steps.stats()
         assert after.misses == before.misses and after.hits > before.hits
-    assert steps.runtime.use.sparse_steps == 8
+    assert steps.runtime.stats.sparse_steps == 8
     steps.runtime.close()
 
 
 def test_what_no_row_is_left_for_is_multiplied(monkeypatch, ffn, tiers, device) -> None:
     """A batch that wants more than a region holds is no dense step where the GPU plans."""
     plan = mixed(ffn, (0.25, 0, 0), far_bytes=2 << 20)
-    plan = replace(plan, rows={Precision.FULL: 12})
+    plan = replace(plan, cache_slots={Precision.FULL: 12})
     steps = Steps(ffn, plan, tiers, device)
     for _ in range(3):
         scores_BN = steps.scores(0, 4, spread=2.0)
         x_BH, found = steps.compute(0, 4)
-        wanted = torch.from_numpy(select(scores_BN, Mix.of((0.25, 0, 0))).full)
+        wanted = torch.from_numpy(select(scores_BN, Mix.from_shares((0.25, 0, 0))).full)
         near = steps.near(0)[Precision.FULL]
         assert len(near) == 12 < len(wanted) and set(near.tolist()) <= set(wanted.tolist())
         check(found, ffn.product(0, x_BH, {Precision.FULL: wanted}))
-    use = steps.use()
-    assert use.dense_steps == 0 and use.sparse_steps == 3
-    stride = steps.runtime.layers[0].regions[Precision.FULL].rows.shape[1]
+    stats = steps.stats()
+    assert stats.dense_steps == 0 and stats.sparse_steps == 3
+    stride = steps.runtime.layers[0].buffers[Precision.FULL].rows.shape[1]
     # 4 tokens are one launch: nothing is read twice.
-    assert steps.runtime.source.use.far_bytes == use.misses * stride
-    before = steps.runtime.source.use.far_bytes
-    monkeypatch.setattr(on_gpu, "num_fills", lambda region, num_tokens: 3)
+    assert steps.runtime.backend.stats.far_bytes == stats.misses * stride
+    before = steps.runtime.backend.stats.far_bytes
+    monkeypatch.setattr(on_gpu, "num_fills", lambda buffer, num_tokens: 3)
     steps.scores(0, 4, spread=2.0)
     steps.compute(0, 4)
-    missing = steps.use().misses - use.misses
-    num_wanted = missing + steps.use().hits - use.hits
-    read = steps.runtime.source.use.far_bytes - before
+    missing = steps.stats().misses - stats.misses
+    num_wanted = missing + steps.stats().hits - stats.hits
+    read = steps.runtime.backend.stats.far_bytes - before
     assert read == (missing + 2 * (num_wanted - 12)) * stride
     steps.runtime.close()
 
@@ -193,14 +193,14 @@ def test_top_ranks_over_a_base(ffn, mix, policy, tiers, device) -> None:
     for step in range(4):
         x_BH, found = steps.compute(step % 2, 1)
         near = steps.near(step % 2)
-        wanted = select(base_scores(ffn, step % 2, x_BH), Mix.of(mix), least(ffn))
+        wanted = select(base_scores(ffn, step % 2, x_BH), Mix.from_shares(mix), least(ffn))
         is_all = sum(mix) == 1 and ffn.shape.gated
         rest = everyone if is_all else torch.from_numpy(wanted.int4)
         better = torch.cat([*near.values(), torch.empty(0, dtype=torch.int64)])
         chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
         check(found, ffn.product(step % 2, x_BH, chosen))
-    assert steps.leads(0) and steps.leads(1)
-    assert steps.runtime.use.sparse_steps == 4
+    assert steps.owns_index(0) and steps.owns_index(1)
+    assert steps.runtime.stats.sparse_steps == 4
     steps.runtime.close()
 
 

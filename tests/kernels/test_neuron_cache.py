@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
-from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.kernels import tuned

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.selection import Mix, select, select_each
-from vllm_tiered.ffn.selector import Choice
+from vllm_tiered.ffn.selector import Selector
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.select_neurons import api, reference
 
@@ -43,7 +43,7 @@ def small_blocks(monkeypatch):
 
 
 def check(scores_BN, shares, threshold, device, limits=None):
-    mix = Mix.of(shares)
+    mix = Mix.from_shares(shares)
     edges = api.edges_of(shares, device)
     ids_3N, counts_3 = api.select(scores_BN.to(device), edges, threshold, limits=limits)
     assert ids_3N.device == counts_3.device == edges.device
@@ -87,7 +87,7 @@ def test_awkward_sizes(num_neurons, num_tokens, threshold, device):
 def test_each_token_by_itself(device):
     scores_BN = torch.randn(5, 200)
     scores_BN[2, ::7] = torch.nan
-    mix = Mix.of([0.2, 0.3, 0.1])
+    mix = Mix.from_shares([0.2, 0.3, 0.1])
     found = api.rank(scores_BN.to(device), api.edges_of(mix.shares, device), 0.0).cpu()
     full, int8, int4 = select_each(scores_BN, mix, 0.0)
     assert torch.equal(found & 1 != 0, full)
@@ -101,7 +101,7 @@ def test_counts_are_rounded_as_python_does(device):
         scores_BN = torch.arange(num_neurons).float()[None]
         for shares in ([0.1, 0.15, 0.25], [0.5, 0.25, 0.25], [1 / 3, 1 / 6, 1 / 2]):
             _, counts_3 = api.select(scores_BN.to(device), api.edges_of(shares, device))
-            assert tuple(counts_3.tolist()) == Mix.of(shares).counts(num_neurons)
+            assert tuple(counts_3.tolist()) == Mix.from_shares(shares).counts(num_neurons)
 
 
 def test_without_tokens_nothing_is_chosen(device):
@@ -122,12 +122,12 @@ def test_two_runs_are_equal(device):
 def test_a_layer_hears_a_byte_a_neuron(num_tokens, threshold, device):
     """What ffn/selector.py makes of that is the choice of the CPU."""
     torch.manual_seed(num_tokens)
-    mix = Mix.of([0.2, 0.3, 0.1])
+    mix = Mix.from_shares([0.2, 0.3, 0.1])
     scores_BN = torch.randn(num_tokens, 300)
     scores_BN[:, ::11] = torch.nan
-    choice = Choice(mix, threshold)
-    told_N = choice.ranked(scores_BN.to(device))
+    choice = Selector(mix, threshold)
+    told_N = choice.rank(scores_BN.to(device))
     assert told_N.dtype == torch.uint8 and told_N.shape == (300,)
-    found, expected = choice.finish(told_N.cpu()), select(scores_BN, mix, threshold)
+    found, expected = choice.decode(told_N.cpu()), select(scores_BN, mix, threshold)
     for precision in Precision:
-        assert found.of(precision).tolist() == expected.of(precision).tolist()
+        assert found.neurons_in(precision).tolist() == expected.neurons_in(precision).tolist()

@@ -14,7 +14,7 @@ from vllm_tiered import __version__
 from vllm_tiered.adapter import compat
 from vllm_tiered.cli import doctor
 from vllm_tiered.cli.main import main
-from vllm_tiered.devices.host import HostMemory
+from vllm_tiered.devices.available_memory import HostMemory
 from vllm_tiered.units import GIB
 
 
@@ -122,7 +122,7 @@ def test_memory_suggests_half_of_what_the_limit_leaves(monkeypatch):
         limit_bytes=16 * GIB,
         limit_used_bytes=6 * GIB,
     )
-    monkeypatch.setattr(doctor, "host_memory", lambda: memory)
+    monkeypatch.setattr(doctor, "read_host_memory", lambda: memory)
     check = doctor.check_memory()
     assert check.status is doctor.Status.OK
     assert "cgroup limit 16.00 GiB, 6.00 GiB of it used" in check.found
@@ -133,7 +133,7 @@ def test_too_little_memory_is_warned_about(monkeypatch):
     memory = HostMemory(
         total_bytes=2 * GIB, available_bytes=GIB, limit_bytes=None, limit_used_bytes=None
     )
-    monkeypatch.setattr(doctor, "host_memory", lambda: memory)
+    monkeypatch.setattr(doctor, "read_host_memory", lambda: memory)
     assert doctor.check_memory().status is doctor.Status.WARN
 
 

@@ -169,7 +169,7 @@ def runner(request, monkeypatch):
 
 
 def watched(runner: Any) -> FullGraphs:
-    return full_graphs.watch(runner.vllm_config, lambda plan: not plan.far_layers)
+    return full_graphs.watch(runner.vllm_config, lambda plan: not plan.num_far)
 
 
 def step(runner: Any, plan: StepPlan | None) -> Any:
@@ -177,7 +177,7 @@ def step(runner: Any, plan: StepPlan | None) -> Any:
     return runner.execute_model(SimpleNamespace(kv_connector_metadata=metadata))
 
 
-NEAR, FAR = StepPlan(far_layers=0), StepPlan(far_layers=1)
+NEAR, FAR = StepPlan(num_far=0), StepPlan(num_far=1)
 
 
 def test_pieces_from_the_step_whose_plan_makes_a_layer_far(runner, caplog_vllm):

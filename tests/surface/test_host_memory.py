@@ -4,7 +4,7 @@
 import psutil
 import pytest
 
-from vllm_tiered.devices.host import HostMemory, host_memory
+from vllm_tiered.devices.available_memory import HostMemory, read_host_memory
 from vllm_tiered.units import GIB, MIB
 
 
@@ -19,7 +19,7 @@ def plant(tmp_path):
         for name, text in files.items():
             (cgroup / name).parent.mkdir(parents=True, exist_ok=True)
             (cgroup / name).write_text(text)
-        return host_memory(proc=proc, cgroup=cgroup)
+        return read_host_memory(proc=proc, cgroup=cgroup)
 
     return read
 

@@ -60,9 +60,9 @@ def test_what_is_printed_as_json_is_what_is_written_and_plan_takes_it(model, tmp
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_what_others_took_is_said(monkeypatch, capsys, share):
-    from vllm_tiered.probe import survey
+    from vllm_tiered.probe import run
 
-    monkeypatch.setattr(survey, "_foreign_share", lambda *_: share)
+    monkeypatch.setattr(run, "_foreign_share", lambda *_: share)
     assert main(["probe"]) == 0
     is_said = "Other processes took 30% of the CPU" in capsys.readouterr().out
     assert is_said == (share == 0.3)

@@ -20,8 +20,8 @@ def copy_pages(
     With no ids it is launched all the same: so that it is compiled before the first copy.
 
     Args:
-        src_PW, dst_PW: int32 [pages, words]; contiguous. On the GPU, or registered host memory.
-        src_ids, dst_ids: int64 [n]; on the GPU, or registered host memory that stays as it is
+        src_PW, dst_PW: int32 [pages, words]; contiguous. On the GPU, or pinned host memory.
+        src_ids, dst_ids: int64 [n]; on the GPU, or pinned host memory that stays as it is
             until the launch is over. They are not checked against the number of pages.
         device_name: whose launch parameters to take.
     """

@@ -2,7 +2,7 @@
 """Two kernels: pages copied, and block ids translated to page ids.
 
 ``copy_pages_kernel`` copies scattered pages, in one launch, by loads and stores of the GPU itself
-(zero-copy). Far memory is host memory registered with CUDA, so a kernel reads and writes it over
+(zero-copy). Far memory is host memory pinned with CUDA, so a kernel reads and writes it over
 the link. A few programs are enough to fill a link, and leave the other multiprocessors to the
 model:
 

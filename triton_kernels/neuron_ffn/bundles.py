@@ -116,7 +116,7 @@ class Missing:
     """Neurons to bring from far memory, and what near tables have of every neuron.
 
     Attributes:
-        rows: uint8 [far rows, at least the bundle's bytes], registered host memory.
+        rows: uint8 [far rows, at least the bundle's bytes], pinned host memory.
         far_ids, near_ids: int64 [m] each, the rows that bundles come from and go to; to -1: none,
             the neuron is multiplied and not kept.
         neuron_ids: int64 [m], their numbers in the tables.

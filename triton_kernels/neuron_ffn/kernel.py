@@ -16,7 +16,7 @@ Rows of the next tiles come to shared memory while one is multiplied (cp.async, 
 words are multiplied with lies together. Everything then has one layout in registers.
 
 Where neurons are missing (FILLS), they are the first in line: their bundles are read from
-registered far memory, stored to their rows, and multiplied, by the programs that meet them, while
+pinned far memory, stored to their rows, and multiplied, by the programs that meet them, while
 the others are at the present rows. One for which there is no row is multiplied only. How many there
 are is read on the device. What is behind a bundle in its row is not copied.
 

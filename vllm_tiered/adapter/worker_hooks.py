@@ -16,7 +16,7 @@ from vllm_tiered.adapter.l2 import hooks as l2_hooks
 from vllm_tiered.adapter.weights.layer_weights import cpu_linear
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import ROOT_KEY, TieredConfig
-from vllm_tiered.devices.memory_release import freed_at_once
+from vllm_tiered.devices.memory_release import immediate_release
 from vllm_tiered.errors import UnsupportedError
 
 _ffns: list[FfnEngine] = []
@@ -245,7 +245,7 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     if not isinstance(offloader, TieredOffloader) and ffn is None:
         original(runner, *args, **kwargs)
         return
-    with freed_at_once(), _not_yet(offloader):
+    with immediate_release(), _not_yet(offloader):
         original(runner, *args, **kwargs)
     if ffn is not None:
         ffn.start(runner.device)

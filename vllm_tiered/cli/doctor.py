@@ -22,7 +22,7 @@ from vllm_tiered import __version__
 from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.config import CONFIG_FILE_VARIABLE
 from vllm_tiered.config import ROOT_KEY, TieredConfig
-from vllm_tiered.devices.host import FAR_SHARE, host_memory
+from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.units import GIB, format_bytes
 
@@ -202,7 +202,7 @@ def check_device() -> Check:
 
 
 def check_memory() -> Check:
-    memory = host_memory()
+    memory = read_host_memory()
     limit = "no cgroup limit"
     if memory.limit_bytes is not None and memory.limit_used_bytes is not None:
         limit = (

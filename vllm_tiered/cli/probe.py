@@ -14,12 +14,12 @@ from rich.table import Table
 from vllm_tiered.cli.plan import read_config
 from vllm_tiered.cli.report import EXTRA_MODULES
 from vllm_tiered.errors import ConfigError, UnsupportedError
-from vllm_tiered.planner.from_probe import machine_of
+from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
 from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:
-    from vllm_tiered.probe.survey import Matrices, Scope
+    from vllm_tiered.probe.run import Matrices, Scope
 
 DISTURBED_SHARE = 0.05
 """Of the CPU, taken by others: above it figures are not the machine's own."""
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     import torch
 
     from vllm_tiered.adapter.device import make_device
-    from vllm_tiered.probe.survey import Scope, survey
+    from vllm_tiered.probe.run import Scope, run_probe
 
     draw = _picture_of() if args.plot else None  # before measuring, not after
     shape = model_shape(read_config(Path(args.model))) if args.model else None
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
             raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
     device = make_device()
     try:
-        probe = survey(
+        probe = run_probe(
             device,
             torch.device("cpu"),
             scope or Scope(),
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
 
 def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
     """The matrices of one layer's sublayers; all layers are alike."""
-    from vllm_tiered.probe.survey import Matrices
+    from vllm_tiered.probe.run import Matrices
 
     return [
         Matrices(
@@ -186,7 +186,7 @@ def _print(probe: Mapping[str, Any]) -> None:
             ("ms of a sublayer, tokens:", *map(str, numbers)),
             [(name, *times) for name, times in by_name.items()],
         )
-    _, figures = machine_of(probe)
+    _, figures = machine_from_probe(probe)
     _table(
         console,
         ("figure", "value", "kind", "from"),

@@ -147,7 +147,7 @@ class _Habit:
     patience: int = _PATIENCE
 
 
-class SwitchOver:
+class DenseSparseCostModel:
     """What both kinds of steps have taken, and what each layer does of late.
 
     Attributes:

@@ -5,7 +5,7 @@
     host             └─► choice ─► books ─┘
 
 Where near memory is the host's, nothing is copied. On a GPU both go through registered memory:
-``fetch`` holds the host until compute has come so far, ``send`` does not. Nor does ``report``, of
+``d2h`` holds the host until compute has come so far, ``h2d`` does not. Nor does ``report``, of
 steps whose books are on the GPU: it is heard of when somebody looks.
 """
 
@@ -29,7 +29,7 @@ _NEWS = 64
 """Reports that room is made for at a time: of a layer each, in some steps that are on their way."""
 
 
-class HostLink:
+class Mailbox:
     """Of one thread, which is the one that submits compute.
 
     Args:
@@ -45,9 +45,9 @@ class HostLink:
         )
         self._news: list[torch.Tensor] = []
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def d2h(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Near tensors on the host, until the next call; holds the host until they are computed."""
-        if not self._device.is_apart:
+        if not self._device.has_device_memory:
             return list(tensors)
         ends = _ends(tensors)
         if len(self._answer) < ends[-1]:
@@ -61,12 +61,12 @@ class HostLink:
     def report(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small near tensor on the host, some time: it is not to be read before an event of
         compute that comes after this is done, and given back then, to :meth:`heard`."""
-        assert self._device.is_apart and tensor.nbytes <= _NEWS_BYTES
+        assert self._device.has_device_memory and tensor.nbytes <= _NEWS_BYTES
         if not self._news:
             made = self._device.host_buffer(_NEWS * _NEWS_BYTES)
             self._news += made.view(_NEWS, _NEWS_BYTES).unbind()
-        room = self._news.pop()
-        (host,) = _cut(room, [tensor], _ends([tensor]))
+        buffer = self._news.pop()
+        (host,) = _cut(buffer, [tensor], _ends([tensor]))
         host.copy_(tensor, non_blocking=True)
         return host
 
@@ -74,10 +74,10 @@ class HostLink:
         """A report has been read: its memory is another's."""
         self._news.append(report.view(torch.uint8).flatten().as_strided((_NEWS_BYTES,), (1,)))
 
-    def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    def h2d(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Arrays as near tensors, for compute that is submitted from now on."""
         tensors = [torch.from_numpy(array) for array in arrays]
-        if not self._device.is_apart:
+        if not self._device.has_device_memory:
             return tensors
         ends = _ends(tensors)
         host, sent = self._slots.popleft()

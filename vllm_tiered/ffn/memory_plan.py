@@ -17,7 +17,7 @@ from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.units import MIB, format_bytes
 
-AHEAD = 2
+PREFETCH_LAYERS = 2
 """Layers from the one that computes to the one whose neurons are read ahead (M2Cache, 5.4)."""
 
 KNOB = "tiered.ffn.near_gib"
@@ -42,8 +42,8 @@ class FfnPlan:
     Attributes:
         shape: of the rank's neurons.
         mix: None if every neuron is computed in full precision.
-        rows: of each precision's region in each layer. With ``mix`` None, neurons that stay near
-            for good.
+        cache_slots: slots of each precision's cache buffer in each layer. With ``mix`` None, the
+            neurons that stay near for good.
         has_base: the 4-bit region holds every neuron for good: it ranks them, and what it gives
             for the low ranks is used.
         reads_ahead: neurons that later layers are expected to want are read to far memory.
@@ -54,37 +54,37 @@ class FfnPlan:
 
     shape: FfnShape
     mix: Mix | None
-    rows: Mapping[Precision, int]
+    cache_slots: Mapping[Precision, int]
     streamed: Precision
-    far_layers: int
+    num_far_layers: int
     table_bytes: int
     has_base: bool = False
-    reads_ahead: bool = False
+    prefetches: bool = False
 
     @property
-    def dynamic_rows(self) -> dict[Precision, int]:
-        """Of each of the ``AHEAD + 1`` slots of far memory for what is read ahead."""
-        return {p: self.rows[p] for p in self.cached} if self.reads_ahead else {}
+    def dynamic_slots(self) -> dict[Precision, int]:
+        """Of each of the ``PREFETCH_LAYERS + 1`` slots of far memory for what is read ahead."""
+        return {p: self.cache_slots[p] for p in self.cached} if self.prefetches else {}
 
     @property
     def cached(self) -> tuple[Precision, ...]:
         """Whose regions change from token to token."""
-        return tuple(p for p in self.rows if not (self.has_base and p is Precision.INT4))
+        return tuple(p for p in self.cache_slots if not (self.has_base and p is Precision.INT4))
 
     @property
-    def chunk_rows(self) -> int:
+    def chunk_neurons(self) -> int:
         """Neurons in a chunk of staging."""
-        return min(self.shape.neurons, _chunk_rows(self.shape, self.streamed))
+        return min(self.shape.neurons, _chunk_neurons(self.shape, self.streamed))
 
     @property
     def cache_bytes(self) -> int:
         """Of all regions."""
-        return self.shape.num_layers * _bytes(self.shape, self.rows)
+        return self.shape.num_layers * _bytes(self.shape, self.cache_slots)
 
     @property
     def staging_bytes(self) -> int:
         """Of all chunks."""
-        return NUM_CHUNKS * self.chunk_rows * bundle_stride(self.shape, self.streamed)
+        return NUM_CHUNKS * self.chunk_neurons * bundle_stride(self.shape, self.streamed)
 
     @property
     def near_bytes(self) -> int:
@@ -94,7 +94,7 @@ class FfnPlan:
     @property
     def far_precisions(self) -> tuple[Precision, ...]:
         """What far memory has of a layer: what steps read."""
-        wanted = {self.streamed, *(p for p, rows in self.rows.items() if rows)}
+        wanted = {self.streamed, *(p for p, rows in self.cache_slots.items() if rows)}
         if self.has_base:
             wanted.discard(Precision.INT4)
         return tuple(p for p in Precision if p in wanted)
@@ -102,8 +102,8 @@ class FfnPlan:
     @property
     def far_bytes(self) -> int:
         """Of the far layers, and of what is read ahead."""
-        ahead_bytes = (AHEAD + 1) * _bytes(self.shape, self.dynamic_rows)
-        return self.far_layers * _layer_bytes(self.shape, self.far_precisions) + ahead_bytes
+        ahead_bytes = (PREFETCH_LAYERS + 1) * _bytes(self.shape, self.dynamic_slots)
+        return self.num_far_layers * _layer_bytes(self.shape, self.far_precisions) + ahead_bytes
 
 
 def plan_exact(
@@ -122,16 +122,16 @@ def plan_exact(
     bare = FfnPlan(
         shape=shape,
         mix=None,
-        rows={Precision.FULL: 0},
+        cache_slots={Precision.FULL: 0},
         streamed=Precision.FULL,
-        far_layers=_far_layers(shape, (Precision.FULL,), far_bytes),
+        num_far_layers=_num_far_layers(shape, (Precision.FULL,), far_bytes),
         table_bytes=table_bytes,
     )
     if near_bytes is None:
         return bare
     _check(near_bytes, bare.near_bytes, "staging and tables alone take")
     rows = (near_bytes - bare.near_bytes) // (shape.num_layers * stride)
-    return replace(bare, rows={Precision.FULL: min(shape.neurons, rows)})
+    return replace(bare, cache_slots={Precision.FULL: min(shape.neurons, rows)})
 
 
 def plan_mixed(
@@ -144,7 +144,7 @@ def plan_mixed(
     far_bytes: int,
     table_bytes: int,
     has_base: bool = False,
-    reads_ahead: bool = False,
+    prefetches: bool = False,
 ) -> FfnPlan:
     """Neurons by importance: each precision has a region for what tokens want of it.
 
@@ -168,13 +168,13 @@ def plan_mixed(
     bare = FfnPlan(
         shape=shape,
         mix=mix,
-        rows=wanted,
+        cache_slots=wanted,
         streamed=streamed,
-        far_layers=0,
+        num_far_layers=0,
         table_bytes=table_bytes,
         has_base=has_base,
     )
-    bare = replace(bare, far_layers=_far_layers(shape, bare.far_precisions, far_bytes))
+    bare = replace(bare, num_far_layers=_num_far_layers(shape, bare.far_precisions, far_bytes))
     if near_bytes is None:
         dense_bytes = shape.neurons * bundle_stride(shape, Precision.FULL)
         least_bytes = _bytes(shape, wanted)
@@ -183,14 +183,14 @@ def plan_mixed(
         _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
         spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes
         layer_bytes = spare_bytes / shape.num_layers
-    plan = replace(bare, rows=_scaled(shape, wanted, layer_bytes))
-    if not reads_ahead or plan.far_layers == shape.num_layers:
+    plan = replace(bare, cache_slots=_scaled(shape, wanted, layer_bytes))
+    if not prefetches or plan.num_far_layers == shape.num_layers:
         return plan
-    ahead = replace(plan, far_layers=0, reads_ahead=True)
+    ahead = replace(plan, num_far_layers=0, prefetches=True)
     left_bytes = far_bytes - ahead.far_bytes
     if left_bytes < 0:
         return plan
-    return replace(ahead, far_layers=_far_layers(shape, plan.far_precisions, left_bytes))
+    return replace(ahead, num_far_layers=_num_far_layers(shape, plan.far_precisions, left_bytes))
 
 
 def _scaled(
@@ -215,7 +215,7 @@ def _bytes(shape: FfnShape, rows: Mapping[Precision, int]) -> int:
     return sum(count * bundle_stride(shape, p) for p, count in rows.items())
 
 
-def _far_layers(shape: FfnShape, precisions: tuple[Precision, ...], far_bytes: int) -> int:
+def _num_far_layers(shape: FfnShape, precisions: tuple[Precision, ...], far_bytes: int) -> int:
     return min(shape.num_layers, far_bytes // _layer_bytes(shape, precisions))
 
 
@@ -223,7 +223,7 @@ def _layer_bytes(shape: FfnShape, precisions: tuple[Precision, ...]) -> int:
     return shape.neurons * sum(bundle_stride(shape, p) for p in precisions)
 
 
-def _chunk_rows(shape: FfnShape, precision: Precision) -> int:
+def _chunk_neurons(shape: FfnShape, precision: Precision) -> int:
     return max(1, _CHUNK_BYTES // bundle_stride(shape, precision))
 
 

@@ -20,25 +20,31 @@ import torch
 
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn.cache.base import Ids
-from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.mailbox import HostLink
-from vllm_tiered.ffn.matmul.compute import Missing, Region, device_name, fill_and_add, num_fills
-from vllm_tiered.ffn.tables import Tables
+from vllm_tiered.ffn.mailbox import Mailbox
+from vllm_tiered.ffn.matmul.compute import (
+    Missing,
+    NeuronCacheBuffer,
+    device_name,
+    fill_and_add,
+    num_fills,
+)
+from vllm_tiered.ffn.tables import NeuronTables
 
-MOST_TOKENS = 16
+MAX_DEVICE_TOKENS = 16
 """Of a step. The kernel takes a few at a time, and reads the present rows for each few: 27 MB of
 OPT-6.7B's 10 % are some 8 us of an H100's bandwidth, against a wait for the GPU and the host's
 books. By reasoning, not measured."""
 
 
-class OnGpu:
+class SparseOnDevice:
     """Of one layer.
 
     Args:
         cache: the host's books, of regions that change.
         regions: of the layer, on the GPU: of the same precisions, and of a base.
-        far: uint8 [N, stride] by precision, registered host memory: the layer's bundles.
+        far: uint8 [N, stride] by precision, pinned host memory: the layer's bundles.
         window: tokens whose neurons stay near; 1: the last one's.
         activation: the store's.
     """
@@ -46,10 +52,10 @@ class OnGpu:
     def __init__(
         self,
         cache: LayerCache,
-        regions: Mapping[Precision, Region],
+        buffers: Mapping[Precision, NeuronCacheBuffer],
         far: Mapping[Precision, torch.Tensor],
-        tables: Tables,
-        link: HostLink,
+        tables: NeuronTables,
+        mailbox: Mailbox,
         *,
         num_neurons: int,
         window: int,
@@ -60,16 +66,16 @@ class OnGpu:
 
         self._plan = api.plan
         self._cache = cache
-        self._regions = {p: regions[p] for p in Precision if p in cache.caches}
+        self._buffers = {p: buffers[p] for p in Precision if p in cache.caches}
         self._far = far
         self._tables = tables
-        self._link = link
+        self._mailbox = mailbox
         self._activation = activation
-        self._index = {p: list(Precision).index(p) for p in self._regions}
-        rows = [self._regions[p].capacity if p in self._regions else 0 for p in Precision]
-        self._books = books.empty_books(num_neurons, rows, window, link.near)
-        self._device_name = device_name(next(iter(regions.values())))
-        self.leads = False
+        self._index = {p: list(Precision).index(p) for p in self._buffers}
+        rows = [self._buffers[p].capacity if p in self._buffers else 0 for p in Precision]
+        self._books = books.empty_books(num_neurons, rows, window, mailbox.near)
+        self._device_name = device_name(next(iter(buffers.values())))
+        self.owns_index = False
 
     def multiply(
         self, out_BH: torch.Tensor, x_BH: torch.Tensor, reached_N: torch.Tensor
@@ -77,25 +83,25 @@ class OnGpu:
         """Add to ``out_BH`` what the chosen neurons give, and what stays near beside them.
 
         Args:
-            reached_N: uint8, of :meth:`Choice.ranked`.
+            reached_N: uint8, of :meth:`Selector.rank`.
 
         Returns:
             bool [N], what 4 bit of a base are not to be used of; and int32 [P, 4], how many
             neurons were brought, stayed, were wanted, and have no row. Both near.
         """
-        self._take_over()
+        self._migrate_to_device()
         lists = self._plan(self._books, reached_N, device_name=self._device_name)
         for precision, index in self._index.items():
             missing = Missing(
-                far_rows=self._far[precision],
+                slab=self._far[precision],
                 neuron_ids=lists.neurons_PN[index],
                 near_ids=lists.near_rows_PN[index],
-                present_ids=lists.present_rows_PC[index],
+                present_slot_ids=lists.present_rows_PC[index],
                 counts=lists.counts_P4[index, :2],
                 scales=self._tables.scales.get(precision),
                 up_bias=self._tables.up_bias,
             )
-            fill_and_add(out_BH, x_BH, self._regions[precision], missing, self._activation)
+            fill_and_add(out_BH, x_BH, self._buffers[precision], missing, self._activation)
         return lists.is_unused_N, lists.counts_P4
 
     def bytes_of(self, counts_P4: torch.Tensor, num_tokens: int) -> tuple[int, int]:
@@ -105,24 +111,24 @@ class OnGpu:
         """
         missing = multiplied = 0
         for precision, index in self._index.items():
-            brought, stayed, _, without_row = counts_P4[index].tolist()
-            region = self._regions[precision]
-            stride = region.rows.shape[1]
-            again = without_row * (num_fills(region, num_tokens) - 1) if without_row else 0
-            missing += (brought + again) * stride
-            multiplied += (brought + stayed) * stride
+            loaded, stayed, _, without_row = counts_P4[index].tolist()
+            buffer = self._buffers[precision]
+            stride = buffer.rows.shape[1]
+            again = without_row * (num_fills(buffer, num_tokens) - 1) if without_row else 0
+            missing += (loaded + again) * stride
+            multiplied += (loaded + stayed) * stride
         return missing, multiplied
 
-    def hand_back(self) -> None:
+    def migrate_to_host(self) -> None:
         """The books are the host's from now on, and their rows without holes. Waits for the GPU."""
-        if not self.leads:
+        if not self.owns_index:
             return
         rows = self.rows()
-        self.leads = False
+        self.owns_index = False
         try:
             for precision, neuron_at in rows.items():
-                src_rows, dst_rows = self._cache.caches[precision].adopt(neuron_at)
-                self._regions[precision].move(*self._link.send([src_rows, dst_rows]))
+                src_slots, dst_slots = self._cache.caches[precision].adopt(neuron_at)
+                self._buffers[precision].move(*self._mailbox.h2d([src_slots, dst_slots]))
         except BaseException:
             for one in self._cache.caches.values():
                 one.forget(one.resident())
@@ -136,7 +142,7 @@ class OnGpu:
         """The neuron in each row, -1 where there is none. Waits for the GPU."""
         (neuron_at_PC,) = self._fetched(self._books.neuron_at_PC)
         return {
-            p: neuron_at_PC[index, : self._regions[p].capacity] for p, index in self._index.items()
+            p: neuron_at_PC[index, : self._buffers[p].capacity] for p, index in self._index.items()
         }
 
     def check_integrity(self) -> None:
@@ -160,15 +166,15 @@ class OnGpu:
                 f"{np.count_nonzero(place_N >= 0)} neurons"
             )
 
-    def _take_over(self) -> None:
+    def _migrate_to_device(self) -> None:
         """The books are here from now on, as the host has left them."""
-        if self.leads:
+        if self.owns_index:
             return
         books = self._books
         # All of them are of the last token.
         books.used_N.zero_()
         books.step.zero_()
-        self.leads = True
+        self.owns_index = True
         if not any(self._cache.num_rows.values()):
             books.clear()
             return
@@ -180,9 +186,9 @@ class OnGpu:
             place_N[neurons] = np.arange(len(neurons)) * 4 + index
             neuron_at_PC[index, : len(neurons)] = neurons
             cache.forget(neurons)
-        places, rows = self._link.send([place_N, neuron_at_PC])
+        places, rows = self._mailbox.h2d([place_N, neuron_at_PC])
         books.place_N.copy_(places)
         books.neuron_at_PC.copy_(rows)
 
     def _fetched(self, *tensors: torch.Tensor) -> list[Ids]:
-        return [one.numpy().astype(np.int64) for one in self._link.fetch(tensors)]
+        return [one.numpy().astype(np.int64) for one in self._mailbox.d2h(tensors)]

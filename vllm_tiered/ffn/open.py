@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vllm_tiered.config import FfnConfig
+from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
-from vllm_tiered.devices.host import FAR_SHARE, host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
@@ -77,7 +77,7 @@ def make_plan(
     """
     near_bytes = None if config.near_gib == "auto" else int(config.near_gib * GIB)
     if config.far_gib == "auto":
-        far_bytes = int(FAR_SHARE * host_memory().usable_bytes / num_ranks)
+        far_bytes = int(FAR_SHARE * read_host_memory().usable_bytes / num_ranks)
     else:
         far_bytes = int(config.far_gib * GIB)
     table_bytes = store.table_bytes + sum(p.num_bytes for p in predictors)
@@ -88,7 +88,7 @@ def make_plan(
         return plan_exact(
             store.shape, near_bytes=near_bytes, far_bytes=far_bytes, table_bytes=table_bytes
         )
-    mix = searched_mix(store) if config.mix == "auto" else Mix.of(config.mix)
+    mix = searched_mix(store) if config.mix == "auto" else Mix.from_shares(config.mix)
     _check_stored(store, [p for p, share in zip(Precision, mix.shares, strict=True) if share])
     return plan_mixed(
         store.shape,
@@ -102,7 +102,7 @@ def make_plan(
         # On the CPU backend what is read ahead is read on the cores that compute: 205 and 226 ms a
         # token instead of 159, though nine of ten misses were foreseen (planted OPT-1.3B, 2 cores,
         # 2026-11-22).
-        reads_ahead=bool(predictors) and config.preload == "on",
+        prefetches=bool(predictors) and config.preload == "on",
     )
 
 
@@ -126,7 +126,7 @@ def load_predictors(store: NeuronStore) -> list[Predictor]:
 def searched_mix(store: NeuronStore) -> Mix:
     """What `prepare` found best, or ``DEFAULT_MIX``."""
     found = _published(store, MIX_FILE)
-    return DEFAULT_MIX if found is None else Mix.of(found["mix"])
+    return DEFAULT_MIX if found is None else Mix.from_shares(found["mix"])
 
 
 def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:

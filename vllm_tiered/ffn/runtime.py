@@ -9,24 +9,24 @@ import torch
 from vllm_tiered.devices.base import Device
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.base import NeuronCache
-from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.cache.lru import LruCache
 from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
-from vllm_tiered.ffn.cost_model import SwitchOver
-from vllm_tiered.ffn.layer import FfnLayer, LayerUse
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
+from vllm_tiered.ffn.layer import FfnLayer, LayerStats
 from vllm_tiered.ffn.layout import Precision, bundle_stride
-from vllm_tiered.ffn.loader.backend import NeuronSource
+from vllm_tiered.ffn.loader.backend import NeuronBackend
 from vllm_tiered.ffn.loader.dynamic import DynamicArea
 from vllm_tiered.ffn.loader.stream import NeuronStream
-from vllm_tiered.ffn.mailbox import HostLink
-from vllm_tiered.ffn.matmul.compute import Region, gpu_kernels
-from vllm_tiered.ffn.memory_plan import AHEAD, NUM_CHUNKS, FfnPlan
-from vllm_tiered.ffn.on_gpu import OnGpu
+from vllm_tiered.ffn.mailbox import Mailbox
+from vllm_tiered.ffn.matmul.compute import NeuronCacheBuffer, gpu_kernels
+from vllm_tiered.ffn.memory_plan import NUM_CHUNKS, PREFETCH_LAYERS, FfnPlan
+from vllm_tiered.ffn.on_gpu import SparseOnDevice
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.ffn.tables import Tables
+from vllm_tiered.ffn.tables import NeuronTables
 from vllm_tiered.storage.direct_file import aligned_pages
 
 BASE = "base4"
@@ -72,30 +72,32 @@ class FfnRuntime:
         self._near_device = near = near_device or torch.device("cpu")
         self.plan = plan
         self.predictor = predictors[0].name if predictors else BASE if plan.has_base else None
-        self.dynamic = DynamicArea(store, plan.dynamic_rows, device) if plan.dynamic_rows else None
-        self.source = NeuronSource(
+        self.dynamic = (
+            DynamicArea(store, plan.dynamic_slots, device) if plan.dynamic_slots else None
+        )
+        self.backend = NeuronBackend(
             store,
             device,
-            far_layers=plan.far_layers,
+            num_far_layers=plan.num_far_layers,
             precisions=plan.far_precisions,
             dynamic=self.dynamic,
-            rows=plan.rows,
-            chunks=(plan.chunk_rows, NUM_CHUNKS),
+            rows=plan.cache_slots,
+            chunks=(plan.chunk_neurons, NUM_CHUNKS),
             streamed=plan.streamed,
         )
-        num_resident = plan.rows[Precision.FULL] if plan.mix is None else 0
+        num_resident = plan.cache_slots[Precision.FULL] if plan.mix is None else 0
         stream = NeuronStream(
-            self.source,
+            self.backend,
             plan.shape,
             plan.streamed,
-            chunk_rows=plan.chunk_rows,
+            chunk_neurons=plan.chunk_neurons,
             num_chunks=NUM_CHUNKS,
             firsts=[num_resident] * plan.shape.num_layers,
             device=near,
         )
-        self.switch = SwitchOver()
+        self.cost_model = DenseSparseCostModel()
         self._clock = clock = StepClock(device)
-        link = HostLink(device, near)
+        mailbox = Mailbox(device, near)
         # Tokens whose neurons stay near, where that is all there is to a policy.
         stays = {"atu": 1, "window": window}.get(policy)
         predictors = [predictor.to(near) for predictor in predictors]
@@ -104,18 +106,18 @@ class FfnRuntime:
             FfnLayer(
                 index,
                 store,
-                tables := Tables(store, index, near),
-                self.source,
+                tables := NeuronTables(store, index, near),
+                self.backend,
                 stream,
-                self.switch,
+                self.cost_model,
                 clock,
-                link,
+                mailbox,
                 streamed=plan.streamed,
-                regions=(regions := self._regions(tables)),
+                buffers=(buffers := self._buffers(tables)),
                 cache=(
                     cache := None
                     if plan.mix is None
-                    else LayerCache({p: new_cache(plan.rows[p]) for p in plan.cached})
+                    else LayerCache({p: new_cache(plan.cache_slots[p]) for p in plan.cached})
                 ),
                 num_resident=num_resident,
                 predictor=predictors[index] if predictors else None,
@@ -123,24 +125,24 @@ class FfnRuntime:
                 has_base=plan.has_base,
                 on_gpu=None
                 if cache is None or stays is None
-                else self._on_gpu(index, cache, regions, tables, link, stays),
+                else self._on_gpu(index, cache, buffers, tables, mailbox, stays),
             )
             for index in range(plan.shape.num_layers)
         ]
-        if plan.dynamic_rows:
-            for layer, later in zip(self.layers, self.layers[AHEAD:], strict=False):
+        if plan.dynamic_slots:
+            for layer, later in zip(self.layers, self.layers[PREFETCH_LAYERS:], strict=False):
                 layer.later = later
 
     @property
-    def use(self) -> LayerUse:
+    def stats(self) -> LayerStats:
         """Of all layers together, as far as it is known."""
-        self._clock.hear()
-        total = LayerUse()
+        self._clock.poll()
+        total = LayerStats()
         for layer in self.layers:
-            total.hits += layer.use.hits
-            total.misses += layer.use.misses
-            total.sparse_steps += layer.use.sparse_steps
-            total.dense_steps += layer.use.dense_steps
+            total.hits += layer.stats.hits
+            total.misses += layer.stats.misses
+            total.sparse_steps += layer.stats.sparse_steps
+            total.dense_steps += layer.stats.dense_steps
         return total
 
     def close(self) -> None:
@@ -152,43 +154,47 @@ class FfnRuntime:
         self,
         index: int,
         cache: LayerCache,
-        regions: Mapping[Precision, Region],
-        tables: Tables,
-        link: HostLink,
+        buffers: Mapping[Precision, NeuronCacheBuffer],
+        tables: NeuronTables,
+        mailbox: Mailbox,
         window: int,
-    ) -> OnGpu | None:
+    ) -> SparseOnDevice | None:
         """None where the host has a part: it multiplies, or reads files for the layer or a later
         one."""
-        found = {p: self.source.far_rows(index, p) for p in cache.caches}
+        found = {p: self.backend.slab(index, p) for p in cache.caches}
         far = {p: rows for p, rows in found.items() if rows is not None}
-        later = index + AHEAD
+        later = index + PREFETCH_LAYERS
         is_last = later >= self.plan.shape.num_layers
-        reads_for_later = self.plan.reads_ahead and not is_last and later >= self.plan.far_layers
-        is_host = not regions or not all(map(gpu_kernels, regions.values()))
+        reads_for_later = self.plan.prefetches and not is_last and later >= self.plan.num_far_layers
+        is_host = not buffers or not all(map(gpu_kernels, buffers.values()))
         if is_host or len(far) < len(found) or reads_for_later:
             return None
-        return OnGpu(
+        return SparseOnDevice(
             cache,
-            regions,
+            buffers,
             far,
             tables,
-            link,
+            mailbox,
             num_neurons=self.plan.shape.neurons,
             window=window,
             activation=self._store.activation,
         )
 
-    def _regions(self, tables: Tables) -> dict[Precision, Region]:
-        return {p: self._region(p, rows, tables) for p, rows in self.plan.rows.items() if rows}
+    def _buffers(self, tables: NeuronTables) -> dict[Precision, NeuronCacheBuffer]:
+        return {
+            p: self._buffer(p, rows, tables) for p, rows in self.plan.cache_slots.items() if rows
+        }
 
-    def _region(self, precision: Precision, num_rows: int, tables: Tables) -> Region:
+    def _buffer(
+        self, precision: Precision, num_rows: int, tables: NeuronTables
+    ) -> NeuronCacheBuffer:
         stride = bundle_stride(self.plan.shape, precision)
         of_neurons = tables.of(precision, 0, 1)
 
         def like(table: torch.Tensor | None) -> torch.Tensor | None:
             return None if table is None else table.new_zeros((num_rows, *table.shape[1:]))
 
-        return Region(
+        return NeuronCacheBuffer(
             rows=aligned_pages(num_rows, stride, self._near_device),
             scales=like(of_neurons["scales"]),
             up_bias=like(of_neurons["up_bias"]),

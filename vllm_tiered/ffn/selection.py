@@ -46,7 +46,7 @@ class Mix:
             )
 
     @classmethod
-    def of(cls, shares: Sequence[float]) -> "Mix":
+    def from_shares(cls, shares: Sequence[float]) -> "Mix":
         """From [full, int8, int4]. Raises ConfigError as above, or if there are not three."""
         if len(shares) != 3:
             raise ConfigError(
@@ -93,7 +93,7 @@ class Selection:
         """Of all precisions."""
         return len(self.full) + len(self.int8) + len(self.int4)
 
-    def of(self, precision: Precision) -> Neurons:
+    def neurons_in(self, precision: Precision) -> Neurons:
         """Those in this precision."""
         match precision:
             case Precision.FULL:
@@ -125,7 +125,7 @@ def select(
             best score in the batch) fall to the next precision, and from the last out.
     """
     scores: _Scores = scores_BN.detach().numpy()
-    mix = mix if isinstance(mix, Mix) else Mix.of(mix)
+    mix = mix if isinstance(mix, Mix) else Mix.from_shares(mix)
     reached = np.zeros((3, scores.shape[1]), dtype=np.bool_)
     for scores_N in scores:
         _add_reached(scores_N, mix, threshold, reached)

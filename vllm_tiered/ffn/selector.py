@@ -14,7 +14,7 @@ import torch
 from vllm_tiered.ffn.selection import Mix, Selection, select
 
 
-class Choice:
+class Selector:
     """Of one layer.
 
     Args:
@@ -26,11 +26,11 @@ class Choice:
         self._threshold = threshold
         self._edges: torch.Tensor | None = None
 
-    def begin(self, scores_BN: torch.Tensor) -> torch.Tensor:
+    def encode(self, scores_BN: torch.Tensor) -> torch.Tensor:
         """What the host is to be told of the scores; near, and nothing waits."""
-        return self.ranked(scores_BN) if scores_BN.device.type == "cuda" else scores_BN
+        return self.rank(scores_BN) if scores_BN.device.type == "cuda" else scores_BN
 
-    def ranked(self, scores_BN: torch.Tensor) -> torch.Tensor:
+    def rank(self, scores_BN: torch.Tensor) -> torch.Tensor:
         """By kernels, uint8 [N]: bit 0 for full precision, 1 for 8 bit at least, 2 for 4 bit at
         least; 7, 6, 4 or 0. Near, and nothing waits."""
         # Without a GPU nothing needs Triton.
@@ -45,8 +45,8 @@ class Choice:
         best_N: torch.Tensor = reached_BN.amax(dim=0)
         return best_N
 
-    def finish(self, told: torch.Tensor) -> Selection:
-        """From what :meth:`begin` gave, on the host."""
+    def decode(self, told: torch.Tensor) -> Selection:
+        """From what :meth:`encode` gave, on the host."""
         if told.dtype != torch.uint8:
             return select(told, self._mix, self._threshold)
         reached_N = told.numpy()

@@ -27,17 +27,19 @@ class StepClock:
 
     def now(self) -> Moment:
         """Where compute is."""
-        return self._device.compute_event() if self._device.is_apart else time.perf_counter()
+        return (
+            self._device.compute_event() if self._device.has_device_memory else time.perf_counter()
+        )
 
-    def tell(self, begin: Moment, told: Callable[[float], None]) -> None:
+    def measure(self, begin: Moment, told: Callable[[float], None]) -> None:
         """Call ``told`` with the seconds from then until now; at once, or in a later call."""
         if isinstance(begin, float):
             told(time.perf_counter() - begin)
             return
         self._open.append((begin, self._device.compute_event(), told))
-        self.hear()
+        self.poll()
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Tell what is known by now."""
         while self._open:
             first, last, waiting = self._open[0]

@@ -7,7 +7,7 @@ from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.store.reader import NeuronStore
 
 
-class Tables:
+class NeuronTables:
     """What a layer has beside bundles: scales by precision, biases, norms; near.
 
     Args:

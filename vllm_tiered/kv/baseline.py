@@ -21,14 +21,14 @@ _NO_RECORD = Record()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Worth:
+class BaselineComparison:
     """Throughput without far layers, and at the present level.
 
     Attributes:
         base: without far layers.
         is_known: the base once had enough samples; it is not waited for again.
         here: of the present level and its neighbours, if anything is far.
-        is_judged: and that they pay.
+        is_evaluated: and that they pay.
         sample: the windows of the next sample.
         num_unlike: samples of another load in a row.
     """
@@ -36,24 +36,24 @@ class Worth:
     base: Record = _NO_RECORD
     is_known: bool = False
     here: Record = _NO_RECORD
-    is_judged: bool = False
+    is_evaluated: bool = False
     sample: Window = _NO_STEPS
     num_unlike: int = 0
 
-    def at(self, level: int) -> Worth:
+    def at(self, level: int) -> BaselineComparison:
         """From now on the level is this one. Levels within a factor of two count as the same:
         where nothing is blocked any more the level follows the load up and down a little."""
         if level and level / 2 <= self.here.level <= 2 * level:
             return self
         return replace(self.restarted(), here=Record(level=level))
 
-    def restarted(self) -> Worth:
+    def restarted(self) -> BaselineComparison:
         """What follows is another record, however near its level is."""
-        return replace(self, here=_NO_RECORD, is_judged=False, sample=_NO_STEPS, num_unlike=0)
+        return replace(self, here=_NO_RECORD, is_evaluated=False, sample=_NO_STEPS, num_unlike=0)
 
     def with_window(
         self, window: Window, level: int, record_steps: int, base_records: int
-    ) -> Worth:
+    ) -> BaselineComparison:
         """Add a pressed window; every ``record_steps`` of them are a sample.
 
         Another load makes the record of this level void, not the base, though it may be void too:
@@ -71,7 +71,7 @@ class Worth:
             if not self.num_unlike:
                 return replace(worth, num_unlike=1)
             record = Record(level=level)
-            worth = replace(worth, is_judged=False) if level else worth
+            worth = replace(worth, is_evaluated=False) if level else worth
         record = record.with_sample(sample)
         if level:
             return replace(worth, here=record)
@@ -83,7 +83,7 @@ class Worth:
         It is after three samples if it is plain; with ``min_records`` of them the means decide.
         """
         base, here = self.base, self.here
-        if self.is_judged or min(base.count, here.count) < 3:
+        if self.is_evaluated or min(base.count, here.count) < 3:
             return None
         is_slower = here.count >= min_records and here.mean < base.mean
         if is_slower or here.is_worse_than(base, same):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks the engine may use now: the limit follows the level, and tails that stay.
+"""How many blocks the engine may use now: the limit follows the level, and partial blocks that
+stay.
 
 Pure bookkeeping of the scheduler's side. The engine's block pool is made for the largest
-limit; blocks above the current one are withheld (held as if a request had them) and granted
+limit; blocks above the current one are reserved (held as if a request had them) and released
 again when requests end or more layers are far. Pie grows and shrinks its block lists likewise
 (section 4.1).
 """
@@ -10,12 +11,12 @@ again when requests end or more layers are far. Pie grows and shrinks its block 
 from dataclasses import dataclass, field
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry
+from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry
 
 
 @dataclass(kw_only=True, slots=True)
 class ElasticBlocks:
-    """Which blocks are withheld, and the tail slots that running requests are charged for.
+    """Which blocks are reserved, and the partial blocks that running requests are charged for.
 
     Args:
         geometry: the near budget's arithmetic at the present level.
@@ -25,48 +26,48 @@ class ElasticBlocks:
 
     geometry: KvGeometry
     usable_blocks: int
-    withheld: list[int] = field(default_factory=list)
+    reserved: list[int] = field(default_factory=list)
     target: KvGeometry | None = None
     _slots: dict[str, int] = field(default_factory=dict)
     _prefilling: dict[str, int] = field(default_factory=dict)
 
     @property
-    def granted_blocks(self) -> int:
-        return self.usable_blocks - len(self.withheld)
+    def released_blocks(self) -> int:
+        return self.usable_blocks - len(self.reserved)
 
     @property
-    def tail_slots(self) -> int:
+    def num_partial(self) -> int:
         return sum(self._slots.values())
 
     @property
     def limit(self) -> int:
-        """Blocks that may be granted beside the tail slots in use."""
-        return min(self.usable_blocks, self._limit(self.tail_slots))
+        """Blocks that may be released beside the partial blocks in use."""
+        return min(self.usable_blocks, self._limit(self.num_partial))
 
     @property
     def excess(self) -> int:
-        """Granted blocks above the limit: to be withheld as they become free."""
-        return max(0, self.granted_blocks - self.limit)
+        """Granted blocks above the limit: to be reserved as they become free."""
+        return max(0, self.released_blocks - self.limit)
 
     def is_admitted(self, request_id: str) -> bool:
         return request_id in self._slots
 
-    def blocks_to_withhold(self, request_id: str) -> int:
-        """Free blocks that must be withheld before a request may be admitted.
+    def blocks_to_reserve(self, request_id: str) -> int:
+        """Free blocks that must be reserved before a request may be admitted.
 
         A request that is charged already (a streaming session that goes on) counts once.
         """
-        others = self.tail_slots - self._slots.get(request_id, 0)
-        limit = self._limit(others + TAILS_WHILE_PREFILLING)
-        return max(0, self.granted_blocks - limit)
+        others = self.num_partial - self._slots.get(request_id, 0)
+        limit = self._limit(others + PARTIAL_WHILE_PREFILLING)
+        return max(0, self.released_blocks - limit)
 
     def admit(self, request_id: str, prefill_tokens: int) -> None:
-        """Charge a request that begins; blocks were withheld for it.
+        """Charge a request that begins; blocks were reserved for it.
 
-        A request is charged for two tails until ``prefill_tokens`` are computed, then for one:
-        a decode step has one partly filled block at most.
+        A request is charged for two partial blocks until ``prefill_tokens`` are computed, then for
+        one: a decode step has one partly filled block at most.
         """
-        self._slots[request_id] = TAILS_WHILE_PREFILLING
+        self._slots[request_id] = PARTIAL_WHILE_PREFILLING
         self._prefilling[request_id] = prefill_tokens
 
     def progress(self, request_id: str, computed_tokens: int) -> None:
@@ -91,31 +92,31 @@ class ElasticBlocks:
         self._slots.clear()
         self._prefilling.clear()
 
-    def grant(self) -> list[int]:
-        """Blocks that may be used again; they are no longer withheld."""
-        spare = self._limit(self.tail_slots) - self.granted_blocks
-        count = min(len(self.withheld), max(0, spare))
-        granted = self.withheld[len(self.withheld) - count :]
-        del self.withheld[len(self.withheld) - count :]
-        return granted
+    def release(self) -> list[int]:
+        """Blocks that may be used again; they are no longer reserved."""
+        spare = self._limit(self.num_partial) - self.released_blocks
+        count = min(len(self.reserved), max(0, spare))
+        released = self.reserved[len(self.reserved) - count :]
+        del self.reserved[len(self.reserved) - count :]
+        return released
 
     def is_prefilling(self, request_id: str, computed_tokens: int) -> bool:
         """Whether the request samples nothing yet with ``computed_tokens``."""
         return computed_tokens < self._prefilling.get(request_id, 0)
 
-    def _limit(self, tail_slots: int) -> int:
-        limit = self.geometry.block_limit(tail_slots)
-        return limit if self.target is None else min(limit, self.target.block_limit(tail_slots))
+    def _limit(self, num_partial: int) -> int:
+        limit = self.geometry.block_limit(num_partial)
+        return limit if self.target is None else min(limit, self.target.block_limit(num_partial))
 
     def check_integrity(self) -> None:
-        """Granted blocks and charged tails fit the near pages; no block is withheld twice.
+        """Check that released and partial blocks fit the near pages, and none is reserved twice.
 
         Raises:
             IntegrityError: with the numbers that do not agree.
         """
-        needed = self.geometry.pages_needed(self.granted_blocks, self.tail_slots)
-        if needed > self.geometry.near_pages or len(set(self.withheld)) != len(self.withheld):
+        needed = self.geometry.pages_needed(self.released_blocks, self.num_partial)
+        if needed > self.geometry.near_pages or len(set(self.reserved)) != len(self.reserved):
             raise IntegrityError(
-                f"{self.granted_blocks} granted blocks and {self.tail_slots} tail slots need "
-                f"{needed} of {self.geometry.near_pages} near pages; withheld {self.withheld}"
+                f"{self.released_blocks} released blocks and {self.num_partial} partial blocks "
+                f"need {needed} of {self.geometry.near_pages} near pages; reserved {self.reserved}"
             )

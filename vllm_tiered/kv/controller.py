@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how many layers are far, and whether tails are, while requests run (Pie, section 3.4).
+"""Decides how many layers are far, and whether partial blocks are, while requests run (Pie,
+section 3.4).
 
 Steps are summed into windows; at a window's end the first rule that applies moves the level:
 
@@ -31,8 +32,8 @@ from typing import NamedTuple
 from vllm_tiered.kv.controller_context import (
     DEFAULT_TUNING,
     NO_STEPS,
+    ControllerContext,
     Memory,
-    Outlook,
     Tuning,
     held_blocks,
     lowest_level,
@@ -122,7 +123,8 @@ def _serve(
 ) -> tuple[Decision, ControllerState]:
     """The next level that holds the request; if none does, the one that holds most."""
     here, held = state.decision.level, held_blocks(levels)
-    # Where tails move, a lower level may hold one long request too, but fewer of those that run.
+    # Where partial blocks move, a lower level may hold one long request too, but fewer of those
+    # that run.
     higher = (at for at in range(here, len(held)) if held[at] >= signals.needed_blocks)
     level = next(higher, lowest_level(levels, signals.needed_blocks))
     memory = replace(state.memory, is_trial=False)
@@ -138,7 +140,7 @@ def _decide(
 ) -> tuple[Decision, ControllerState]:
     level = state.decision.level
     memory = observe(window, level, state.memory, levels, tuning)
-    view = Outlook(
+    view = ControllerContext(
         level=level,
         window=window,
         last=signals,
@@ -182,7 +184,7 @@ def _apply(
 # Rules ----------------------------------------------------------------------------------
 
 
-def _shed(view: Outlook) -> _Move | None:
+def _shed(view: ControllerContext) -> _Move | None:
     """Give layers back until the link keeps up; at once if a stride was plainly too long."""
     memory, window, tuning = view.memory, view.window, view.tuning
     is_heavy = window.stall_seconds > tuning.heavy_stall * window.seconds
@@ -216,7 +218,7 @@ def _shed(view: Outlook) -> _Move | None:
     return _Move(target, reason, memory)
 
 
-def _worth(view: Outlook) -> _Move | None:
+def _worth(view: ControllerContext) -> _Move | None:
     """Go down if serving was faster without far layers; the next is judged the same way."""
     memory, tuning, worth = view.memory, view.tuning, view.memory.worth
     lower = view.lower()
@@ -229,9 +231,9 @@ def _worth(view: Outlook) -> _Move | None:
         return _Move(lower[0], "to see what is served without far layers", memory)
     loss = worth.loss(tuning.min_records, tuning.same)
     if loss is None:
-        if worth.is_judged or worth.here.count < tuning.min_records:
+        if worth.is_evaluated or worth.here.count < tuning.min_records:
             return None
-        return _Move(view.level, "", replace(memory, worth=replace(worth, is_judged=True)))
+        return _Move(view.level, "", replace(memory, worth=replace(worth, is_evaluated=True)))
     # A large loss is not made good by half the layers.
     bound = 0 if loss > tuning.plain_loss else view.level // 2
     target = max((level for level in lower if level <= bound), default=lower[0])
@@ -240,14 +242,14 @@ def _worth(view: Outlook) -> _Move | None:
         is_ramping=False,
         is_trial=False,
         good_level=target,
-        dear=view.next_dear(target + 1),
+        cost_ceiling=view.next_cost_ceiling(target + 1),
         current=Record(level=view.level),
         worth=worth.restarted(),
     )
     return _Move(target, f"{loss:.0%} slower than without far layers", memory)
 
 
-def _judge(view: Outlook) -> _Move | None:
+def _judge(view: ControllerContext) -> _Move | None:
     """Compare this level with the one before, once, when both are known well enough."""
     memory, tuning = view.memory, view.tuning
     current, before = memory.current, memory.came_from
@@ -286,7 +288,7 @@ def _judge(view: Outlook) -> _Move | None:
     return None
 
 
-def _grow(view: Outlook) -> _Move | None:
+def _grow(view: ControllerContext) -> _Move | None:
     """Up to where requests have their blocks or the link is used, by the stride that is due."""
     window, tuning = view.window, view.tuning
     if view.memory.is_trial or not view.is_blocked:
@@ -312,7 +314,7 @@ def _grow(view: Outlook) -> _Move | None:
     return _Move(target, reason, replace(memory, stride=2 * memory.stride))
 
 
-def _aside(view: Outlook) -> _Move | None:
+def _aside(view: ControllerContext) -> _Move | None:
     """Give back what is not used: reads are saved, and what comes next finds the link free."""
     memory = view.memory
     if memory.quiet.steps < memory.patience:
@@ -325,21 +327,21 @@ def _aside(view: Outlook) -> _Move | None:
         memory,
         is_ramping=True,
         stride=1,
-        aside_age=memory.age,
+        release_age=memory.age,
         ceiling=memory.ceiling and memory.ceiling._replace(until=memory.age),
         current=Record(level=view.level),
     )
     return _Move(fitting[0], reason, fresh)
 
 
-def _try_lower(view: Outlook) -> _Move | None:
+def _try_lower(view: ControllerContext) -> _Move | None:
     """See whether fewer blocks do as well: of two levels as good the lower costs less."""
     memory, tuning = view.memory, view.tuning
     if memory.is_trial or memory.age < memory.trial_age or not view.is_blocked:
         return None
     if memory.current.count < tuning.min_records:
         return None
-    here = view.levels.block_limit(view.level, view.window.most_tails)
+    here = view.levels.block_limit(view.level, view.window.max_partial)
     choices, lower = view.choices(), view.lower()
     lower = [level for level in lower if choices[level] <= 0.93 * here] or lower[:1]
     if not lower or not view.fits_now(lower[-1]):
@@ -347,7 +349,7 @@ def _try_lower(view: Outlook) -> _Move | None:
     return _Move(lower[-1], "trying a lower level", replace(memory, is_trial=True))
 
 
-_RULES: tuple[Callable[[Outlook], _Move | None], ...] = (
+_RULES: tuple[Callable[[ControllerContext], _Move | None], ...] = (
     _shed,
     _worth,
     _judge,

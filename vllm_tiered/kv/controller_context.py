@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from vllm_tiered.kv.baseline import Worth
-from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvLevels
+from vllm_tiered.kv.baseline import BaselineComparison
+from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvLevels
 from vllm_tiered.kv.windows import Record, Signals, Window
 
 
@@ -91,7 +91,7 @@ _LEAST_STAGED = 0.1
 
 NO_STEPS = Window()
 _NO_RECORD = Record()
-_UNKNOWN_WORTH = Worth()
+_UNKNOWN_WORTH = BaselineComparison()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +102,12 @@ class Memory:
     stride: int = 1  # of the next growth while `is_ramping`
     is_ramping: bool = True
     unit_link: float | None = None  # link seconds per staged block of one far layer
-    tail_share: float = 0.0  # tail slots per used block
+    partial_share: float = 0.0  # partial blocks per used block
     partly_filled: float = 0.0  # of the used blocks, at most
     stalled_windows: int = 0
     quiet: Window = NO_STEPS  # since a step was blocked
     patience: int = 0
-    aside_age: int | None = None
+    release_age: int | None = None
     good_level: int = 0  # carried pressure without stall
     ceiling: Ceiling | None = None
     sample: Window = NO_STEPS
@@ -118,13 +118,13 @@ class Memory:
     trial_age: int = 0
     trial_gap: int = 0
     is_trial: bool = False
-    worth: Worth = _UNKNOWN_WORTH
-    dear: Ceiling | None = None  # levels that cost more than they gave
+    worth: BaselineComparison = _UNKNOWN_WORTH
+    cost_ceiling: Ceiling | None = None  # levels that cost more than they gave
 
     @property
     def barred_from(self) -> int | None:
         """Levels from here on are not to be chosen now; None if all may be."""
-        ceilings = (self.ceiling, self.dear)
+        ceilings = (self.ceiling, self.cost_ceiling)
         barred = [c.level for c in ceilings if c is not None and self.age < c.until]
         return min(barred, default=None)
 
@@ -133,12 +133,12 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
     """What a window teaches, whatever is decided."""
     age = memory.age + window.steps
     geometry = levels.geometry(level)
-    # Of the slots that are charged some are for a second tail, which few requests have.
-    tails = min(window.tails, window.running, window.used)
-    staged = geometry.staged_blocks(window.used, tails)
+    # Of the slots that are charged some are for a second partial block, which few requests have.
+    partial = min(window.partial, window.running, window.used)
+    staged = geometry.staged_blocks(window.used, partial)
     unit_link = memory.unit_link
-    if geometry.rotating_layers and staged >= _LEAST_STAGED * window.used > 0:
-        unit_link = window.link_seconds / (geometry.rotating_layers * staged)
+    if geometry.num_far and staged >= _LEAST_STAGED * window.used > 0:
+        unit_link = window.link_seconds / (geometry.num_far * staged)
     stalls = window.is_stalled(tuning.max_stall)
     was_quiet = memory.quiet.steps >= tuning.record_steps
     is_ramping, stride = memory.is_ramping, memory.stride
@@ -146,25 +146,25 @@ def observe(window: Window, level: int, memory: Memory, levels: KvLevels, tuning
         is_ramping = is_ramping and not was_quiet
     elif was_quiet:  # another load: look for its level from here, with doubling strides
         is_ramping, stride = True, 1
-    patience, aside_age = memory.patience, memory.aside_age
-    if aside_age is not None and window.is_blocked(tuning.pressure):
+    patience, release_age = memory.patience, memory.release_age
+    if release_age is not None and window.is_blocked(tuning.pressure):
         # Stepping aside was a mistake if the pressure is back so soon.
-        soon = age - aside_age < 4 * patience
+        soon = age - release_age < 4 * patience
         longest = tuning.patience * tuning.max_backoff
         patience = min(2 * patience, longest) if soon else tuning.patience
-        aside_age = None
+        release_age = None
     memory = replace(
         memory,
         age=age,
         stride=stride,
         is_ramping=is_ramping,
         unit_link=unit_link,
-        tail_share=window.tails / window.used if window.used else memory.tail_share,
-        partly_filled=tails / window.used if window.used else memory.partly_filled,
+        partial_share=window.partial / window.used if window.used else memory.partial_share,
+        partly_filled=partial / window.used if window.used else memory.partly_filled,
         stalled_windows=memory.stalled_windows + 1 if stalls else 0,
         quiet=NO_STEPS if window.blocked_steps else memory.quiet.merged(window),
         patience=patience,
-        aside_age=aside_age,
+        release_age=release_age,
         fill_steps=max(0, memory.fill_steps - window.steps),
     )
     if tuning.base_records and _is_pressed(window, level, levels, tuning):
@@ -182,7 +182,7 @@ def _is_pressed(window: Window, level: int, levels: KvLevels, tuning: Tuning) ->
     """Whether requests are blocked, or would be without far layers."""
     if window.is_blocked(tuning.pressure):
         return True
-    return level > 0 and window.used > levels.block_limit(0, window.most_tails) * window.steps
+    return level > 0 and window.used > levels.block_limit(0, window.max_partial) * window.steps
 
 
 def _with_sample(sample: Window, level: int, memory: Memory, tuning: Tuning) -> Memory:
@@ -212,7 +212,7 @@ def _with_sample(sample: Window, level: int, memory: Memory, tuning: Tuning) -> 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
+class ControllerContext:
     """All that a rule may look at, at a window's end.
 
     Attributes:
@@ -234,16 +234,18 @@ class Outlook:
         return self.window.is_blocked(self.tuning.pressure)
 
     def choices(self) -> dict[int, int]:
-        """Levels worth choosing, ascending, with their blocks at the present tails per block.
+        """Levels worth choosing, ascending, with their blocks at the present partial blocks per
+        block.
 
         All of them hold the largest live request, if one does.
         """
-        capacities = _capacities(self.levels, math.ceil(self.memory.tail_share * 32) / 32)
+        capacities = _capacities(self.levels, math.ceil(self.memory.partial_share * 32) / 32)
         held = held_blocks(self.levels)
         lowest = lowest_level(self.levels, self.last.needed_blocks)
         needed = min(held[lowest], self.last.needed_blocks)
         choices = {level: blocks for level, blocks in capacities.items() if held[level] >= needed}
-        # Many tails may make every level that holds the request worse than one that does not.
+        # Many partial blocks may make every level that holds the request worse than one that does
+        # not.
         return choices or {lowest: held[lowest]}
 
     def lower(self) -> list[int]:
@@ -254,19 +256,19 @@ class Outlook:
         """Predicted read time over compute time, 0 if nothing is known."""
         geometry = self.levels.geometry(level)
         staged = geometry.staged_blocks(blocks, blocks * self.memory.partly_filled)
-        pages = geometry.rotating_layers * staged
+        pages = geometry.num_far * staged
         return (self.memory.unit_link or 0.0) * pages / self.window.compute_seconds
 
     def fits_now(self, level: int) -> bool:
         """Whether the blocks in use fit the level at this moment: nobody is preempted."""
-        return self._fits(level, self.last.used_blocks, self.last.tail_slots)
+        return self._fits(level, self.last.used_blocks, self.last.num_partial)
 
     def fits_for_long(self, level: int) -> bool:
         """Whether all that was in use since a request was blocked fits."""
-        return all(self._fits(level, peak.used, peak.tails) for peak in self.memory.quiet.peaks)
+        return all(self._fits(level, peak.used, peak.partial) for peak in self.memory.quiet.peaks)
 
-    def _fits(self, level: int, used_blocks: int, tail_slots: int) -> bool:
-        limit = self.levels.block_limit(level, tail_slots + TAILS_WHILE_PREFILLING)
+    def _fits(self, level: int, used_blocks: int, num_partial: int) -> bool:
+        limit = self.levels.block_limit(level, num_partial + PARTIAL_WHILE_PREFILLING)
         return used_blocks <= limit * (1 - self.tuning.headroom)
 
     def higher(self) -> tuple[list[int], bool]:
@@ -292,7 +294,7 @@ class Outlook:
                 break
         return higher, False
 
-    def with_ceiling_lifted(self) -> Outlook:
+    def with_ceiling_lifted(self) -> ControllerContext:
         """The same, less what is no longer so: the link may be free again."""
         memory, ceiling = self.memory, self.memory.ceiling
         if ceiling is None or memory.age >= ceiling.until:
@@ -311,11 +313,12 @@ class Outlook:
         longest = self.tuning.patience * self.tuning.max_backoff
         return self._next(self.memory.ceiling, level, unit_link, self.tuning.patience, longest)
 
-    def next_dear(self, level: int) -> Ceiling:
+    def next_cost_ceiling(self, level: int) -> Ceiling:
         """The same for levels that cost more than they gave. A change of the load does not lift it:
-        where few requests run the load seems to change all the time, and each attempt is dear."""
+        where few requests run the load seems to change all the time, and each attempt is
+        cost_ceiling."""
         gap = self.tuning.trial_every
-        return self._next(self.memory.dear, level, None, gap, 8 * gap)
+        return self._next(self.memory.cost_ceiling, level, None, gap, 8 * gap)
 
     def _next(
         self, old: Ceiling | None, level: int, unit_link: float | None, gap: int, longest: int
@@ -330,7 +333,7 @@ class Outlook:
 def held_blocks(levels: KvLevels) -> tuple[int, ...]:
     """Per level, the blocks of the longest request that can run alone."""
     return tuple(
-        levels.block_limit(level, TAILS_WHILE_PREFILLING) for level in range(levels.highest + 1)
+        levels.block_limit(level, PARTIAL_WHILE_PREFILLING) for level in range(levels.highest + 1)
     )
 
 
@@ -342,14 +345,15 @@ def lowest_level(levels: KvLevels, needed_blocks: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _capacities(levels: KvLevels, tail_share: float) -> dict[int, int]:
-    """Usable blocks per level when a share of them are tails; only levels above all lower ones."""
+def _capacities(levels: KvLevels, partial_share: float) -> dict[int, int]:
+    """Usable blocks per level when a share of them are partial blocks; only levels above all lower
+    ones."""
     worth: dict[int, int] = {}
     best = -1.0
     for level in range(levels.highest + 1):
 
         def is_too_many(blocks: int, level: int = level) -> bool:
-            return levels.block_limit(level, math.ceil(tail_share * blocks)) < blocks
+            return levels.block_limit(level, math.ceil(partial_share * blocks)) < blocks
 
         blocks = bisect_left(range(levels.max_blocks + 1), True, key=is_too_many) - 1
         if blocks > best * 1.01:

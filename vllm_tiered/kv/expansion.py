@@ -4,10 +4,11 @@
 More far       step k     the leaving layers' blocks are written out behind the computation
                step k+1   what step k wrote follows; the layers are far, their near pages drain
                step k+2   the limit rises: the engine gets blocks made of those pages
-Fewer far      the limit falls first: free blocks are withheld (cached ones are evicted), the
+Fewer far      the limit falls first: free blocks are reserved (cached ones are evicted), the
                others as requests end or are preempted; when all fit, the layers are read back
                in one step, each before it is computed
-Tails move     at the first step of the level partly filled blocks are written out, in one copy
+Partial blocks move     at the first step of the level partly filled blocks are written out, in one
+copy
 
 Both are decided in the scheduler alone and carried out by the plan of a step, so all ranks are at
 the same level in every step.
@@ -37,14 +38,14 @@ class Expansion:
         return self.level == self.target
 
     @property
-    def far_layers(self) -> int:
+    def num_far(self) -> int:
         """Of the present level."""
-        return self.levels.far_layers(self.level)
+        return self.levels.num_far(self.level)
 
     @property
-    def tails_stay(self) -> bool:
+    def partial_blocks_resident(self) -> bool:
         """Whether partly filled blocks stay near in them."""
-        return self.levels.tails_stay(self.level)
+        return self.levels.partial_blocks_resident(self.level)
 
     def aim(self, level: int) -> None:
         """Head for another level; the way that was not gone yet is forgotten."""
@@ -57,17 +58,18 @@ class Expansion:
     def next_step(self) -> tuple[int, int]:
         """Far layers of the step that is being planned, and those to write out for behind it.
 
-        Call it after withholding what is free of ``elastic.excess``; then ask for ``tails_stay``.
+        Call it after withholding what is free of ``elastic.excess``; then ask for
+        ``partial_blocks_resident``.
         """
         if self.is_settled or self._elastic.excess:
-            return self.far_layers, self.far_layers
-        after = self.levels.far_layers(self.target)
-        if after > self.far_layers and not self._is_written_out:
+            return self.num_far, self.num_far
+        after = self.levels.num_far(self.target)
+        if after > self.num_far and not self._is_written_out:
             self._is_written_out = True
-            return self.far_layers, after
+            return self.num_far, after
         self.level = self.target
         self.num_changes += 1
         self._is_written_out = False
         self._elastic.geometry = self.levels.geometry(self.level)
         self._elastic.target = None
-        return self.far_layers, self.far_layers
+        return self.num_far, self.num_far

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The far tier's pages: a slab for each layer that may be far, and the order of writes to them.
+"""The far tier's pages: a far_region for each layer that may be far, and the order of writes to
+them.
 
-Layers that become far first have their slabs in memory, those beyond its budget in a file: a KV
+Layers that become far first have their regions in memory, those beyond its budget in a file: a KV
 cache larger than DRAM. As layers become far in a low-discrepancy order, those on storage are spread
 over the model, and each has the transfers of several others to arrive behind.
 """
@@ -19,10 +20,10 @@ from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FarHomes:
-    """Where slabs go.
+    """Where regions go.
 
     Attributes:
-        memory_layers: how many layers' slabs fit into memory; None for all.
+        memory_layers: how many layers' regions fit into memory; None for all.
         path: folder of the file for the others.
         verify: which reads from memory compare checksums: "off", "sample" or "full". Pages in a
             file always do.
@@ -34,14 +35,15 @@ class FarHomes:
 
 
 class FarTier:
-    """Far copies of blocks: of full ones, written once; of tails, if those do not stay near.
+    """Far copies of blocks: of full ones, written once; of partial blocks, if those do not stay
+    near.
 
     Args:
-        device: copies; the slabs are allocated from it.
+        device: copies; the regions are allocated from it.
         near: the near tier's pages.
         layers: layers that may be far, in the order in which they become it.
-        num_blocks: pages of a slab.
-        homes: where slabs go.
+        num_blocks: pages of a far_region.
+        homes: where regions go.
 
     Raises:
         BudgetError: a tier does not have the space.
@@ -70,11 +72,11 @@ class FarTier:
         )
         self._storage: PageBuffer | None = None
         if self._memory_layers < len(layers):
-            assert homes.path is not None, "slabs beyond memory need a folder"
+            assert homes.path is not None, "regions beyond memory need a folder"
             pages = (len(layers) - self._memory_layers) * num_blocks
             self._storage = device.storage_buffer(homes.path, pages, near.page_bytes)
 
-    def slab(self, layer: int) -> PageBuffer:
+    def far_region(self, layer: int) -> PageBuffer:
         """The layer's pages, by block id."""
         buffer, row = self._home(layer)
         return buffer.part(row * self._num_blocks, self._num_blocks)
@@ -102,7 +104,7 @@ class FarTier:
 
     def prepare_write(self, layer: int, block_ids: PageIds, pages: PageIds) -> Copy:
         """A copy that writes near ``pages`` of a layer out; for :meth:`submit_writes`."""
-        far = self.slab(layer)
+        far = self.far_region(layer)
         return self._device.prepare(
             Direction.WRITE, self._near, Pages(pages), far, Pages(block_ids)
         )
@@ -130,7 +132,7 @@ class FarTier:
         """Read blocks of a layer into near ``pages`` that nothing submitted later uses before, when
         the pages have ``drained``."""
         copy = self._device.prepare(
-            Direction.READ, self.slab(layer), Pages(block_ids), self._near, Pages(pages)
+            Direction.READ, self.far_region(layer), Pages(block_ids), self._near, Pages(pages)
         )
         after = (self._device.compute_event(), *self.last_write, *drained)
         return self.submit_reads([(copy, after)])[0]

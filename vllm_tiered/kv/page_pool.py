@@ -15,9 +15,9 @@ class Owner(IntEnum):
     """Who holds a page. Every page has exactly one owner at any time."""
 
     FREE = 0
-    PINNED = 1  # a granted block in a pinned layer
-    TAIL = 2  # a block that still fills, in a rotating layer
-    STAGING = 3  # an area of the step that runs
+    RESIDENT = 1  # a released block in a resident layer
+    PARTIAL = 2  # a block that still fills, in a offloaded layer
+    STAGING = 3  # a buffer of the step that runs
     DRAINING = 4  # left, but a write to the far tier still reads it
 
 

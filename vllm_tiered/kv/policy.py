@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vllm_tiered.kv.layout import STAGING_AREAS
+from vllm_tiered.kv.layout import STAGING_BUFFERS
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -15,17 +15,17 @@ class SwapOrder:
     """The layers' roles under a policy.
 
     Attributes:
-        far_layers: layers that the far tier holds beyond what fits near (Pie's m).
-        pinned: layers whose pages stay near, ascending.
-        rotating: layers that pass through the staging areas, in the order of their use.
-        areas: staging areas that the near budget must hold.
+        num_far: layers that the far tier holds beyond what fits near (Pie's m).
+        resident: layers whose pages stay near, ascending.
+        offloaded: layers that pass through the staging buffers, in the order of their use.
+        buffers: staging buffers that the near budget must hold.
         prefetches: layers are read before they are needed, not when.
     """
 
-    far_layers: int
-    pinned: tuple[int, ...]
-    rotating: tuple[int, ...]
-    areas: int
+    num_far: int
+    resident: tuple[int, ...]
+    offloaded: tuple[int, ...]
+    num_staging_buffers: int
     prefetches: bool = True
 
 
@@ -40,38 +40,41 @@ def far_order(num_layers: int) -> list[int]:
     return sorted(range(num_layers), key=lambda layer: -math.fmod(layer * _GOLDEN, 1.0))
 
 
-def interleave(num_layers: int, far_layers: int) -> SwapOrder:
-    """``far_layers`` evenly spaced layers live far; the others never move.
+def interleave(num_layers: int, num_far: int) -> SwapOrder:
+    """``num_far`` evenly spaced layers live far; the others never move.
 
     Each step reads exactly the far layers, the fewest that any policy can.
     """
-    far = sorted(far_order(num_layers)[:far_layers])
+    far = sorted(far_order(num_layers)[:num_far])
     return SwapOrder(
-        far_layers=far_layers,
-        pinned=tuple(sorted(set(range(num_layers)) - set(far))),
-        rotating=tuple(far),
-        areas=min(STAGING_AREAS, far_layers),
+        num_far=num_far,
+        resident=tuple(sorted(set(range(num_layers)) - set(far))),
+        offloaded=tuple(far),
+        num_staging_buffers=min(STAGING_BUFFERS, num_far),
     )
 
 
-def fifo(num_layers: int, far_layers: int) -> SwapOrder:
-    """Pie's rotating queue (section 3.3, figure 4): hottest in, coldest out.
+def fifo(num_layers: int, num_far: int) -> SwapOrder:
+    """Pie's offloaded queue (section 3.3, figure 4): hottest in, coldest out.
 
-    Every layer passes through the n - m + 2 areas that the near tier holds: when a layer
-    has been computed it is the coldest and gives its area to the hottest layer that is far.
+    Every layer passes through the n - m + 2 buffers that the near tier holds: when a layer
+    has been computed it is the coldest and gives its buffer to the hottest layer that is far.
     Pages are written to the far tier once, so swapping out only drops the near copy.
     """
-    if not far_layers:
+    if not num_far:
         return interleave(num_layers, 0)
-    areas = num_layers - far_layers + min(STAGING_AREAS, far_layers)
+    num_staging_buffers = num_layers - num_far + min(STAGING_BUFFERS, num_far)
     return SwapOrder(
-        far_layers=far_layers, pinned=(), rotating=tuple(range(num_layers)), areas=areas
+        num_far=num_far,
+        resident=(),
+        offloaded=tuple(range(num_layers)),
+        num_staging_buffers=num_staging_buffers,
     )
 
 
-def on_demand(num_layers: int, far_layers: int) -> SwapOrder:
+def on_demand(num_layers: int, num_far: int) -> SwapOrder:
     """The layers of ``interleave``, each read when it is needed, as FlexGen does: to compare."""
-    return replace(interleave(num_layers, far_layers), prefetches=False)
+    return replace(interleave(num_layers, num_far), prefetches=False)
 
 
 POLICIES: dict[str, Callable[[int, int], SwapOrder]] = {

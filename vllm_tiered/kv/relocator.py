@@ -4,8 +4,8 @@
 KV is append-only, so all that must be known is which blocks hold something, and of which layers the
 far tier has that as it is now. A layer that leaves writes out what it does not have there yet; one
 that returns is read back whole. A layer that left before and comes again finds its full blocks
-still in place. Tails that are near stay where they are, and are no part of this until they are full
-or, where tails do not stay, go to the far tier.
+still in place. Partial blocks that are near stay where they are, and are no part of this until
+they are full or, where partial blocks do not stay, go to the far tier.
 """
 
 from collections.abc import Iterable
@@ -39,28 +39,28 @@ class Relocator:
         self._is_idle = True  # nothing is far, and the far tier's memory is given back
         num_layers, num_blocks = table.pages.shape
         self._holds = np.zeros(num_blocks, dtype=np.bool_)
-        self._is_rotating = np.zeros(num_layers, dtype=np.bool_)
-        self._is_rotating[list(table.order.rotating)] = True
+        self._is_offloaded = np.zeros(num_layers, dtype=np.bool_)
+        self._is_offloaded[list(table.order.offloaded)] = True
         self._is_far = np.zeros((num_blocks, num_layers), dtype=np.bool_)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Blocks that the step writes anew, or that are withheld, hold nothing."""
-        self._settle(becomes_far=bool(plan.far_layers))
-        for block_ids in (plan.ring, plan.tail_acquire, plan.withheld):
+        """Blocks that the step writes anew, or that are reserved, hold nothing."""
+        self._settle(becomes_far=bool(plan.num_far))
+        for block_ids in (plan.store_new, plan.alloc_partial, plan.reserved):
             if len(block_ids):
                 self._holds[block_ids] = False
                 self._is_far[block_ids] = False
 
     def end_step(self, plan: StepPlan) -> None:
-        """What the step wrote is far in the rotating layers, and only there."""
-        for block_ids in (plan.ring, plan.extend, plan.tail_flush):
+        """What the step wrote is far in the offloaded layers, and only there."""
+        for block_ids in (plan.store_new, plan.load_and_store, plan.store_partial):
             if len(block_ids):
                 self.hold(block_ids)
 
     def hold(self, block_ids: BlockIds) -> None:
-        """The blocks hold what is far in the rotating layers, and only there."""
+        """The blocks hold what is far in the offloaded layers, and only there."""
         self._holds[block_ids] = True
-        self._is_far[block_ids] = self._is_rotating
+        self._is_far[block_ids] = self._is_offloaded
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Blocks of which a page was lost: they are computed anew before they are used."""
@@ -74,8 +74,8 @@ class Relocator:
         One layer at a time (:meth:`write_out_one`), so that the reads which wait behind the
         writes of a step do not wait for all of them; all at once if no layer is far yet.
         """
-        self.leaving = _added(order.rotating, self._table.order.rotating)
-        if not self._table.order.rotating:
+        self.leaving = _added(order.offloaded, self._table.order.offloaded)
+        if not self._table.order.offloaded:
             self._write_out_all()
 
     def write_out_one(self) -> list[Copy]:
@@ -93,26 +93,26 @@ class Relocator:
         pages = self._table.pages[layer, block_ids].astype(np.int64)
         return [self._far.prepare_write(layer, block_ids, pages)]
 
-    def move(self, order: SwapOrder, granted: Iterable[int], tails: Iterable[int]) -> float:
+    def move(self, order: SwapOrder, released: Iterable[int], partial: Iterable[int]) -> float:
         """Change the layers' homes to those under ``order``; seconds of standstill.
 
         Raises:
             IntegrityError: the pages do not suffice; the scheduler's limit is wrong.
         """
-        self.leaving = _added(order.rotating, self._table.order.rotating)
+        self.leaving = _added(order.offloaded, self._table.order.offloaded)
         self._write_out_all()
-        tail_ids = np.fromiter(tails, np.int64)
-        inner_ids = np.setdiff1d(np.fromiter(granted, np.int64), tail_ids)
-        before = self._table.order.rotating
-        for layer in _added(order.rotating, before):
-            self._leave(layer, inner_ids, tail_ids)
+        partial_ids = np.fromiter(partial, np.int64)
+        other_ids = np.setdiff1d(np.fromiter(released, np.int64), partial_ids)
+        before = self._table.order.offloaded
+        for layer in _added(order.offloaded, before):
+            self._leave(layer, other_ids, partial_ids)
             self._is_idle = False
         seconds = 0.0
-        for layer in _added(before, order.rotating):
-            seconds += self._return(layer, inner_ids, tail_ids)
+        for layer in _added(before, order.offloaded):
+            seconds += self._return(layer, other_ids, partial_ids)
         self._table.follow(order)
-        self._is_rotating[:] = False
-        self._is_rotating[list(order.rotating)] = True
+        self._is_offloaded[:] = False
+        self._is_offloaded[list(order.offloaded)] = True
         return seconds
 
     def wait(self, layer: int) -> float:
@@ -134,27 +134,27 @@ class Relocator:
         for layer in list(self.returning):
             self.wait(layer)
         self.leaving = []
-        is_near = not (self._is_idle or becomes_far or self._table.order.rotating)
+        is_near = not (self._is_idle or becomes_far or self._table.order.offloaded)
         if is_near and self._far.is_quiet:
             self._far.discard()
             self._is_far[:] = False
             self._is_idle = True
 
-    def _leave(self, layer: int, inner_ids: PageIds, tail_ids: PageIds) -> None:
-        pages = self._table.pages[layer, inner_ids].astype(np.int64)
+    def _leave(self, layer: int, other_ids: PageIds, partial_ids: PageIds) -> None:
+        pages = self._table.pages[layer, other_ids].astype(np.int64)
         if self._far.last_write:
-            self._pool.drain(pages, Owner.PINNED, self._far.last_write[0])
+            self._pool.drain(pages, Owner.RESIDENT, self._far.last_write[0])
         else:
-            self._pool.free(pages, Owner.PINNED)
-        self._table.pages[layer, inner_ids] = MappingTable.HOLE
-        tail_pages = self._table.pages[layer, tail_ids].astype(np.int64)
-        self._pool.transfer(tail_pages, Owner.PINNED, Owner.TAIL)
+            self._pool.free(pages, Owner.RESIDENT)
+        self._table.pages[layer, other_ids] = MappingTable.HOLE
+        partial_pages = self._table.pages[layer, partial_ids].astype(np.int64)
+        self._pool.transfer(partial_pages, Owner.RESIDENT, Owner.PARTIAL)
 
-    def _return(self, layer: int, inner_ids: PageIds, tail_ids: PageIds) -> float:
-        tail_pages = self._table.pages[layer, tail_ids].astype(np.int64)
-        self._pool.transfer(tail_pages, Owner.TAIL, Owner.PINNED)
-        inner_pages, drained = self._pool.allocate(len(inner_ids), Owner.PINNED)
-        self._table.pages[layer, inner_ids] = inner_pages
+    def _return(self, layer: int, other_ids: PageIds, partial_ids: PageIds) -> float:
+        partial_pages = self._table.pages[layer, partial_ids].astype(np.int64)
+        self._pool.transfer(partial_pages, Owner.PARTIAL, Owner.RESIDENT)
+        other_pages, drained = self._pool.allocate(len(other_ids), Owner.RESIDENT)
+        self._table.pages[layer, other_ids] = other_pages
         block_ids = np.flatnonzero(self._holds & self._is_far[:, layer])
         if len(block_ids):
             # Compute waits for it before it writes to any page of the layer.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging areas: near pages through which the rotating layers pass, and the copies for it.
+"""The staging buffers: near pages through which the offloaded layers pass, and the copies for it.
 
-An area has a page for each block that the step reads or writes. While requests only add to blocks
-that they have, which is most of the time, the next step's blocks are those of this one: areas,
+A buffer has a page for each block that the step reads or writes. While requests only add to blocks
+that they have, which is most of the time, the next step's blocks are those of this one: buffers,
 block tables and prepared copies stay as they are.
 """
 
@@ -23,92 +23,98 @@ _NO_PAGES: PageIds = np.empty((0, 0), np.int64)
 
 
 class Staging:
-    """Areas for one step's blocks, in turn for the rotating layers.
+    """Buffers for one step's blocks, in turn for the offloaded layers.
 
     Args:
-        pool: whose pages the areas take, of those that are free or drain.
+        pool: whose pages the buffers take, of those that are free or drain.
         near: those pages.
         device: prepares the copies.
-        max_areas: take at most this many (or what the policy asks for), pages permitting.
+        max_buffers: take at most this many (or what the policy asks for), pages permitting.
 
     Attributes:
-        pages: int64 [areas, blocks].
-        vacated: for each area, what must be over before a layer is read into it.
-        reads: by rotating position, the copy that stages the layer.
+        pages: int64 [buffers, blocks].
+        vacated: for each buffer, what must be over before a layer is read into it.
+        reads: by offloaded position, the copy that stages the layer.
         writes: likewise the copy that writes out what the layer computed; none if the step fills
-            no block of an area.
+            no block of a buffer.
     """
 
-    def __init__(self, *, pool: PagePool, near: PageBuffer, device: Device, max_areas: int) -> None:
+    def __init__(
+        self, *, pool: PagePool, near: PageBuffer, device: Device, max_buffers: int
+    ) -> None:
         self._pool = pool
         self._near = near
         self._device = device
-        self._max_areas = max_areas
+        self._max_buffers = max_buffers
         self.pages: PageIds = _NO_PAGES
         self.vacated: list[tuple[Event, ...]] = []
         self.reads: list[Copy] = []
         self.writes: list[Copy] = []
-        self._read = self._extend = _NO_BLOCKS
-        self._has_ring = False
+        self._load = self._load_and_store = _NO_BLOCKS
+        self._stores_new = False
         self._wanted = 0
         self._is_written: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
     @property
-    def num_areas(self) -> int:
+    def num_buffers(self) -> int:
         return len(self.vacated)
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether the areas are right for this step too, and no better ones could be had."""
-        others = (plan.ring, plan.tail_acquire, plan.granted, plan.withheld)
+        """Whether the buffers are right for this step too, and no better ones could be had."""
+        others = (plan.store_new, plan.alloc_partial, plan.released, plan.reserved)
         return (
-            self.num_areas > 0
+            self.num_buffers > 0
             and not any(map(len, others))
-            and _are_equal(plan.read, self._read)
-            and _are_equal(plan.extend, self._extend)
-            and not self._has_ring
-            and (self.num_areas == self._wanted or not self._has_pages_for_more())
+            and _are_equal(plan.load, self._load)
+            and _are_equal(plan.load_and_store, self._load_and_store)
+            and not self._stores_new
+            and (self.num_buffers == self._wanted or not self._has_pages_for_more())
         )
 
     def open(
-        self, plan: StepPlan, order: SwapOrder, slabs: Sequence[PageBuffer], table: MappingTable
+        self, plan: StepPlan, order: SwapOrder, regions: Sequence[PageBuffer], table: MappingTable
     ) -> None:
-        """Take areas for a step that reads or writes blocks, as many as pages give.
+        """Take buffers for a step that reads or writes blocks, as many as pages give.
 
-        An area holds the blocks read, by id, and then those that are new.
+        A buffer holds the blocks read, by id, and then those that are new.
 
         Args:
             order: the layers' roles now.
-            slabs: the rotating layers' far pages, by block id.
-            table: is told where the blocks are in each rotating layer.
+            regions: the offloaded layers' far pages, by block id.
+            table: is told where the blocks are in each offloaded layer.
         """
-        read_ids, written_ids = plan.read, plan.ring
-        if len(plan.extend):
-            read_ids = np.sort(np.concatenate([plan.read, plan.extend]))
-            written_ids = np.concatenate([plan.extend, plan.ring])
+        read_ids, written_ids = plan.load, plan.store_new
+        if len(plan.load_and_store):
+            read_ids = np.sort(np.concatenate([plan.load, plan.load_and_store]))
+            written_ids = np.concatenate([plan.load_and_store, plan.store_new])
         num_read = len(read_ids)
-        pages_per_area = num_read + len(plan.ring)
-        if not pages_per_area:
+        pages_per_buffer = num_read + len(plan.store_new)
+        if not pages_per_buffer:
             return
-        self._wanted = wanted = min(len(slabs), max(self._max_areas, order.areas))
+        self._wanted = wanted = min(len(regions), max(self._max_buffers, order.num_staging_buffers))
         # Pages that drain are as good as free ones: reads are behind the writes before them anyway.
-        count = max(1, min(wanted, self._pool.num_available // pages_per_area))
-        pages, drained = self._pool.allocate(count * pages_per_area, Owner.STAGING)
-        self.pages = pages.reshape(count, pages_per_area)
-        self._read, self._extend, self._has_ring = plan.read, plan.extend, len(plan.ring) > 0
+        count = max(1, min(wanted, self._pool.num_available // pages_per_buffer))
+        pages, drained = self._pool.allocate(count * pages_per_buffer, Owner.STAGING)
+        self.pages = pages.reshape(count, pages_per_buffer)
+        self._load, self._load_and_store, self._stores_new = (
+            plan.load,
+            plan.load_and_store,
+            len(plan.store_new) > 0,
+        )
         # On a device whose compute runs later, the step before may still use these pages. Compute
-        # writes new blocks to them when it has waited for the area's read, which all layers have.
+        # writes new blocks to them when it has waited for the buffer's read, which all layers have.
         self.vacated = [(self._device.compute_event(), *drained)] * count
-        self.reads = self._prepare_reads(read_ids, slabs)
-        extended = np.searchsorted(read_ids, plan.extend)
-        written = np.concatenate([extended, np.arange(num_read, pages_per_area)])
-        self.writes = self._prepare_writes(written, written_ids, slabs) if len(written) else []
-        self._is_written = np.zeros(pages_per_area, np.bool_)
+        self.reads = self._prepare_reads(read_ids, regions)
+        extended = np.searchsorted(read_ids, plan.load_and_store)
+        written = np.concatenate([extended, np.arange(num_read, pages_per_buffer)])
+        self.writes = self._prepare_writes(written, written_ids, regions) if len(written) else []
+        self._is_written = np.zeros(pages_per_buffer, np.bool_)
         self._is_written[written] = True
-        blocks = np.concatenate([read_ids, plan.ring])
-        table.set_rotating(blocks, self.pages[np.arange(len(slabs)) % count])
+        blocks = np.concatenate([read_ids, plan.store_new])
+        table.set_offloaded_pages(blocks, self.pages[np.arange(len(regions)) % count])
 
     def release(self, last_write: Event | None) -> None:
-        """Give the areas back; what was written out of them drains until ``last_write``."""
+        """Give the buffers back; what was written out of them drains until ``last_write``."""
         if last_write is None or not self.writes:
             self._pool.free(self.pages.ravel(), Owner.STAGING)
         else:
@@ -118,31 +124,31 @@ class Staging:
         self.pages, self.vacated, self.reads, self.writes = _NO_PAGES, [], [], []
 
     def _has_pages_for_more(self) -> bool:
-        """Tails that have left since the areas were opened gave their pages back."""
-        pages_per_area: int = self.pages.shape[1]
-        return self._pool.num_available >= pages_per_area
+        """Partial blocks that have left since the buffers were opened gave their pages back."""
+        pages_per_buffer: int = self.pages.shape[1]
+        return self._pool.num_available >= pages_per_buffer
 
-    def _prepare_reads(self, block_ids: BlockIds, slabs: Sequence[PageBuffer]) -> list[Copy]:
+    def _prepare_reads(self, block_ids: BlockIds, regions: Sequence[PageBuffer]) -> list[Copy]:
         blocks = Pages(block_ids, ascending=True)
-        areas = [Pages(area[: len(block_ids)], ascending=True) for area in self.pages]
+        buffers = [Pages(buffer[: len(block_ids)], ascending=True) for buffer in self.pages]
         return [
             self._device.prepare(
-                Direction.READ, far, blocks, self._near, areas[position % len(areas)]
+                Direction.READ, far, blocks, self._near, buffers[position % len(buffers)]
             )
-            for position, far in enumerate(slabs)
+            for position, far in enumerate(regions)
         ]
 
     def _prepare_writes(
-        self, written: PageIds, block_ids: BlockIds, slabs: Sequence[PageBuffer]
+        self, written: PageIds, block_ids: BlockIds, regions: Sequence[PageBuffer]
     ) -> list[Copy]:
-        """``written`` are the positions in an area of ``block_ids``."""
+        """``written`` are the positions in a buffer of ``block_ids``."""
         blocks = Pages(block_ids)
-        areas = [Pages(area[written]) for area in self.pages]
+        buffers = [Pages(buffer[written]) for buffer in self.pages]
         return [
             self._device.prepare(
-                Direction.WRITE, self._near, areas[position % len(areas)], far, blocks
+                Direction.WRITE, self._near, buffers[position % len(buffers)], far, blocks
             )
-            for position, far in enumerate(slabs)
+            for position, far in enumerate(regions)
         ]
 
 

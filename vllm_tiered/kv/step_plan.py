@@ -3,18 +3,20 @@
 
 KV is append-only, so a block lives through three stages, each a class of the plan:
 
-    written first ──► full at the end of this step ──────────► `ring`: computed in a staging
-         │                                                      area, written to the far tier
-         └─► partly filled ─► `tail_acquire`: gets tail pages
+    written first ──► full at the end of this step ──────────► `store_new`: computed in a staging
+         │                                                      buffer, written to the far tier
+         └─► partly filled ─► `alloc_partial`: gets pages of partial blocks
                  │ … steps …
-                 └─► full at the end of this step ───────────► `tail_flush`: written to the
-                                                                far tier, tail pages drain
-    full before this step ──────────────────────────────────► `read`: staged for this step
+                 └─► full at the end of this step ───────────► `store_partial`: written to the
+                                                                far tier, pages of partial blocks
+                                                                drain
+    full before this step ──────────────────────────────────► `load`: staged for this step
 
-Where tails do not stay near, a block that is not full is `ring` in the step that writes it first,
-and `extend` in every later one that adds to it: staged, computed, and written out again. When the
-level becomes one at which they do not stay, those that are near go to the far tier (`tail_leave`);
-when it becomes one at which they do, those that are far remain so until they are full.
+Where partial blocks do not stay near, a block that is not full is `store_new` in the step that
+writes it first, and `load_and_store` in every later one that adds to it: staged, computed, and
+written out again. When the level becomes one at which they do not stay, those that are near go to
+the far tier (`evict_partial`); when it becomes one at which they do, those that are far remain so
+until they are full.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -62,46 +64,48 @@ def _block_ids(ids: Sequence[int]) -> BlockIds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """Block ids by what happens to them in the rotating layers; int64, one dimension.
+    """Block ids by what happens to them in the offloaded layers; int64, one dimension.
 
     Attributes:
-        read: full before this step and used by it: staged from the far tier; ascending.
-        extend: partly filled before this step, which adds to them: staged, and written out again.
-        ring: first written by this step, and filled unless tails do not stay.
-        tail_acquire: first written by this step and partly filled at its end.
-        tail_flush: tails that this step fills.
-        tail_release: tails whose requests ended or were preempted.
-        tail_leave: tails that go to the far tier before this step.
-        granted: blocks that the engine may use from this step on.
-        withheld: blocks that it may not.
-        far_layers: how many from this step on; None where it never changes.
-        write_out_for: how many the next step may have: the new ones are written out behind this
+        load: full before this step and used by it: staged from the far tier; ascending.
+        load_and_store: partly filled before this step, which adds to them: staged, and written out
+            again.
+        store_new: first written by this step, and filled unless partial blocks do not stay.
+        alloc_partial: first written by this step and partly filled at its end.
+        store_partial: partial blocks that this step fills.
+        free_partial: partial blocks whose requests ended or were preempted.
+        evict_partial: partial blocks that go to the far tier before this step.
+        released: blocks that the engine may use from this step on.
+        reserved: blocks that it may not.
+        num_far: how many from this step on; None where it never changes.
+        num_far_next: how many the next step may have: the new ones are written out behind this
             step.
     """
 
-    read: BlockIds = field(default_factory=_no_blocks)
-    extend: BlockIds = field(default_factory=_no_blocks)
-    ring: BlockIds = field(default_factory=_no_blocks)
-    tail_acquire: BlockIds = field(default_factory=_no_blocks)
-    tail_flush: BlockIds = field(default_factory=_no_blocks)
-    tail_release: BlockIds = field(default_factory=_no_blocks)
-    tail_leave: BlockIds = field(default_factory=_no_blocks)
-    granted: BlockIds = field(default_factory=_no_blocks)
-    withheld: BlockIds = field(default_factory=_no_blocks)
-    far_layers: int | None = None
-    write_out_for: int | None = None
+    load: BlockIds = field(default_factory=_no_blocks)
+    load_and_store: BlockIds = field(default_factory=_no_blocks)
+    store_new: BlockIds = field(default_factory=_no_blocks)
+    alloc_partial: BlockIds = field(default_factory=_no_blocks)
+    store_partial: BlockIds = field(default_factory=_no_blocks)
+    free_partial: BlockIds = field(default_factory=_no_blocks)
+    evict_partial: BlockIds = field(default_factory=_no_blocks)
+    released: BlockIds = field(default_factory=_no_blocks)
+    reserved: BlockIds = field(default_factory=_no_blocks)
+    num_far: int | None = None
+    num_far_next: int | None = None
 
 
 class _Request:
-    """A request's blocks in an array that grows by doubling, and its tail block if it has one."""
+    """One request's blocks in an array that grows by doubling, and its partial block if it has
+    one."""
 
-    __slots__ = ("_blocks", "num_blocks", "tail", "tail_is_near")
+    __slots__ = ("_blocks", "num_blocks", "partial_block", "partial_is_near")
 
     def __init__(self) -> None:
         self._blocks = np.empty(16, dtype=np.int64)
         self.num_blocks = 0
-        self.tail: int | None = None
-        self.tail_is_near = False
+        self.partial_block: int | None = None
+        self.partial_is_near = False
 
     def append(self, block_ids: Sequence[int]) -> None:
         end = self.num_blocks + len(block_ids)
@@ -125,7 +129,7 @@ class _Request:
 class _Blocks:
     """Block ids of one step, by what happens to them, as requests are looked at."""
 
-    ring: list[BlockIds] = field(default_factory=list)
+    store_new: list[BlockIds] = field(default_factory=list)
     acquired: list[int] = field(default_factory=list)
     flushed: list[int] = field(default_factory=list)
 
@@ -147,17 +151,17 @@ class StepPlanner:
         # Of the step before: what it read, and by its end all that is full of what it used.
         self._is_read = np.zeros(num_blocks, dtype=np.bool_)
         self._filled: list[BlockIds] = []
-        self._extended: dict[str, int] = {}  # tails that the next step would extend
+        self._extended: dict[str, int] = {}  # partial blocks that the next step would extend
         self._steady = StepPlan()
         self._is_steady = False  # the next one reads and extends the same
-        self._tails_stay = True
+        self._partial_blocks_resident = True
         self._steps_on = 0  # since all requests were looked at
         self._due: dict[int, set[str]] = {}  # by `_steps_on`
 
     @property
-    def num_tails(self) -> int:
+    def num_partial(self) -> int:
         """Requests whose last block is partly filled."""
-        return sum(request.tail is not None for request in self._requests.values())
+        return sum(request.partial_block is not None for request in self._requests.values())
 
     @property
     def due(self) -> Set[str]:
@@ -169,62 +173,65 @@ class StepPlanner:
         scheduled: Iterable[ScheduledRequest],
         ended: Iterable[str],
         *,
-        granted: Sequence[int] = (),
-        withheld: Sequence[int] = (),
-        far_layers: int | None = None,
-        write_out_for: int | None = None,
-        tails_stay: bool = True,
+        released: Sequence[int] = (),
+        reserved: Sequence[int] = (),
+        num_far: int | None = None,
+        num_far_next: int | None = None,
+        partial_blocks_resident: bool = True,
     ) -> StepPlan:
         """The plan of one step; follows ``ended`` (finished or preempted) requests no longer.
 
         Args:
-            tails_stay: partly filled blocks stay near in rotating layers.
+            partial_blocks_resident: partly filled blocks stay near in offloaded layers.
 
         Raises:
-            IntegrityError: a request continues behind a partly filled block that is not its tail.
+            IntegrityError: a request continues behind a partly filled block that is not its
+                partial block.
         """
-        self._tails_stay = tails_stay
-        released = [tail for name in ended if (tail := self._forget(name)) is not None]
-        leaving = [] if tails_stay else self._take_near_tails()
+        self._partial_blocks_resident = partial_blocks_resident
+        freed = [
+            partial_block for name in ended if (partial_block := self._forget(name)) is not None
+        ]
+        leaving = [] if partial_blocks_resident else self._evict_near_partial()
         self._steps_on = 0
         self._due, self._filled, self._extended = {}, [], {}
         read: list[BlockIds] = []
         extended: list[int] = []
         blocks = _Blocks()
         for part in scheduled:
-            request = self._follow(part, released)
+            request = self._follow(part, freed)
             full_before, partial = divmod(part.computed_tokens, self._block_tokens)
-            if full_before and far_layers != 0:
+            if full_before and num_far != 0:
                 read.append(request.blocks(0, full_before))
-            if partial and not request.tail_is_near:
-                extended.append(self._tail_at(part, request, full_before))
+            if partial and not request.partial_is_near:
+                extended.append(self._partial_at(part, request, full_before))
             self._classify(part, request, blocks)
-        ring = np.concatenate(blocks.ring) if blocks.ring else _NO_BLOCKS
+        store_new = np.concatenate(blocks.store_new) if blocks.store_new else _NO_BLOCKS
         extended_ids, flushed = _block_ids(extended), _block_ids(blocks.flushed)
-        read_ids = self._unique(read, ring, extended_ids, flushed)
-        self._steady = StepPlan(read=read_ids, extend=extended_ids, far_layers=far_layers)
+        read_ids = self._unique(read, store_new, extended_ids, flushed)
+        self._steady = StepPlan(load=read_ids, load_and_store=extended_ids, num_far=num_far)
         self._is_steady = not self._filled and [*self._extended.values()] == extended
         return StepPlan(
-            read=read_ids,
-            extend=extended_ids,
-            ring=ring,
-            tail_acquire=_block_ids(blocks.acquired),
-            tail_flush=flushed,
-            tail_release=_block_ids(released),
-            tail_leave=_block_ids(leaving),
-            granted=_block_ids(granted),
-            withheld=_block_ids(withheld),
-            far_layers=far_layers,
-            write_out_for=write_out_for,
+            load=read_ids,
+            load_and_store=extended_ids,
+            store_new=store_new,
+            alloc_partial=_block_ids(blocks.acquired),
+            store_partial=flushed,
+            free_partial=_block_ids(freed),
+            evict_partial=_block_ids(leaving),
+            released=_block_ids(released),
+            reserved=_block_ids(reserved),
+            num_far=num_far,
+            num_far_next=num_far_next,
         )
 
     def plan_on(
         self,
         changed: Sequence[ScheduledRequest] = (),
         *,
-        far_layers: int | None = None,
-        write_out_for: int | None = None,
-        tails_stay: bool = True,
+        num_far: int | None = None,
+        num_far_next: int | None = None,
+        partial_blocks_resident: bool = True,
     ) -> StepPlan | None:
         """The plan of a step in which each request of the one before computes one token more.
 
@@ -238,9 +245,12 @@ class StepPlanner:
         Raises:
             IntegrityError: as ``plan``, or one that is due is not there.
         """
-        if far_layers != self._steady.far_layers or tails_stay != self._tails_stay:
+        if (
+            num_far != self._steady.num_far
+            or partial_blocks_resident != self._partial_blocks_resident
+        ):
             return None
-        steady = self._going_on(far_layers)
+        steady = self._going_on(num_far)
         self._steps_on += 1
         due = self._due.pop(self._steps_on, _NO_NAMES)
         if left_out := due - {part.request_id for part in changed}:
@@ -249,31 +259,31 @@ class StepPlanner:
         for part in changed:
             self._classify(part, self._follow(part, []), blocks)
         if not changed:
-            if write_out_for is None:
+            if num_far_next is None:
                 return steady  # the same arrays: whoever has them need not compare
-            return replace(steady, write_out_for=write_out_for)
+            return replace(steady, num_far_next=num_far_next)
         return replace(
             steady,
-            ring=np.concatenate(blocks.ring) if blocks.ring else _NO_BLOCKS,
-            tail_acquire=_block_ids(blocks.acquired),
-            tail_flush=_block_ids(blocks.flushed),
-            write_out_for=write_out_for,
+            store_new=np.concatenate(blocks.store_new) if blocks.store_new else _NO_BLOCKS,
+            alloc_partial=_block_ids(blocks.acquired),
+            store_partial=_block_ids(blocks.flushed),
+            num_far_next=num_far_next,
         )
 
-    def _going_on(self, far_layers: int | None) -> StepPlan:
+    def _going_on(self, num_far: int | None) -> StepPlan:
         """What a step reads and extends that goes on where the one before ended."""
         if self._is_steady:
             return self._steady
-        read, extend = self._steady.read, [*self._extended.values()]
-        if self._filled and far_layers != 0:
+        read, extend = self._steady.load, [*self._extended.values()]
+        if self._filled and num_far != 0:
             self._is_read[np.concatenate(self._filled)] = True
             read = np.flatnonzero(self._is_read)
         self._filled = []
-        if extend == self._steady.extend.tolist():
-            extend_ids = self._steady.extend
+        if extend == self._steady.load_and_store.tolist():
+            extend_ids = self._steady.load_and_store
         else:
             extend_ids = _block_ids(extend)
-        self._steady = StepPlan(read=read, extend=extend_ids, far_layers=far_layers)
+        self._steady = StepPlan(load=read, load_and_store=extend_ids, num_far=num_far)
         self._is_steady = True
         return self._steady
 
@@ -284,74 +294,74 @@ class StepPlanner:
         full_after, partial_after = divmod(
             part.computed_tokens + part.scheduled_tokens, block_tokens
         )
-        # In so many steps of a token each the tail is full, or a block begins.
+        # In so many steps of a token each the partial block is full, or a block begins.
         left = block_tokens - partial_after if partial_after else 1
         self._due.setdefault(self._steps_on + left, set()).add(part.request_id)
         first_new = full_before
         if partial:
-            tail = self._tail_at(part, request, full_before)
-            if full_after == full_before:  # the tail fills further
-                if not request.tail_is_near:
-                    self._extended[part.request_id] = tail
+            partial_block = self._partial_at(part, request, full_before)
+            if full_after == full_before:  # the partial block fills further
+                if not request.partial_is_near:
+                    self._extended[part.request_id] = partial_block
                 return
-            request.tail = None
+            request.partial_block = None
             self._extended.pop(part.request_id, None)
-            if request.tail_is_near:
-                blocks.flushed.append(tail)
+            if request.partial_is_near:
+                blocks.flushed.append(partial_block)
             first_new += 1
         self._is_steady = False
         if full_after > full_before:
             self._filled.append(request.blocks(full_before, full_after))
         end_ring = full_after
         if partial_after:
-            request.tail = request.block(full_after)
-            request.tail_is_near = self._tails_stay
-            if self._tails_stay:
-                blocks.acquired.append(request.tail)
+            request.partial_block = request.block(full_after)
+            request.partial_is_near = self._partial_blocks_resident
+            if self._partial_blocks_resident:
+                blocks.acquired.append(request.partial_block)
             else:
                 end_ring += 1
-                self._extended[part.request_id] = request.tail
+                self._extended[part.request_id] = request.partial_block
         if first_new < end_ring:
-            blocks.ring.append(request.blocks(first_new, end_ring))
+            blocks.store_new.append(request.blocks(first_new, end_ring))
 
-    def _follow(self, part: ScheduledRequest, released: list[int]) -> _Request:
+    def _follow(self, part: ScheduledRequest, freed: list[int]) -> _Request:
         if not part.restarts:
             request = self._requests[part.request_id]
             if part.new_block_ids:
                 request.append(part.new_block_ids)
             return request
         before = self._requests.get(part.request_id)
-        tail = before.tail if before else None
-        near_tail = self._forget(part.request_id)
+        partial_block = before.partial_block if before else None
+        near_partial = self._forget(part.request_id)
         request = self._requests[part.request_id] = _Request()
         request.append(part.new_block_ids)
         position, partial = divmod(part.computed_tokens, self._block_tokens)
-        if partial and tail == request.block(position):
+        if partial and partial_block == request.block(position):
             # Sent anew, but it goes on in its blocks (a streaming session).
-            request.tail, request.tail_is_near = tail, near_tail is not None
-        elif near_tail is not None:
-            released.append(near_tail)
+            request.partial_block, request.partial_is_near = partial_block, near_partial is not None
+        elif near_partial is not None:
+            freed.append(near_partial)
         return request
 
     def _forget(self, request_id: str) -> int | None:
-        """Follow the request no longer; its tail, if that is near."""
+        """Follow the request no longer; its partial block, if that is near."""
         request = self._requests.pop(request_id, None)
-        return request.tail if request and request.tail_is_near else None
+        return request.partial_block if request and request.partial_is_near else None
 
-    def _take_near_tails(self) -> list[int]:
-        """Tails that are near, which are far from now on."""
-        near = [request for request in self._requests.values() if request.tail_is_near]
-        tails = [request.tail for request in near if request.tail is not None]
+    def _evict_near_partial(self) -> list[int]:
+        """Partial blocks that are near, which are far from now on."""
+        near = [request for request in self._requests.values() if request.partial_is_near]
+        partial = [request.partial_block for request in near if request.partial_block is not None]
         for request in near:
-            request.tail_is_near = False
-        return tails
+            request.partial_is_near = False
+        return partial
 
-    def _tail_at(self, part: ScheduledRequest, request: _Request, position: int) -> int:
+    def _partial_at(self, part: ScheduledRequest, request: _Request, position: int) -> int:
         block_id = request.block(position)
-        if request.tail != block_id:
+        if request.partial_block != block_id:
             raise IntegrityError(
                 f"request {part.request_id} continues at token {part.computed_tokens} in block "
-                f"{block_id}, but its tail is {request.tail}"
+                f"{block_id}, but its partial block is {request.partial_block}"
             )
         return block_id
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swaps the rotating layers through the staging areas while the engine computes (Pie, 3.3).
+"""Swaps the offloaded layers through the staging buffers while the engine computes (Pie, 3.3).
 
-One step, with rotating layers r0, r1, r2 … and two areas:
+One step, with offloaded layers r0, r1, r2 … and two buffers:
 
     begin_step   all copies are queued, each behind what it waits for: read r0→A, r1→B
     r0 computes  blocks that r0 wrote in A go out; then read r2→A
     r1 computes  blocks that r1 wrote in B go out; then read r3→B
-    …            (layers between them are pinned and compute without a wait)
-    end_step     tails that were filled go out, all layers in one copy, if tails stay near
+    …            (layers between them are resident and compute without a wait)
+    end_step     partial blocks that were filled go out, all layers in one copy, if partial blocks
+    stay near
 
-The areas stay for the next step if its blocks are the same (``staging.py``); else they become free,
-and pages that a write still reads drain.
+The buffers stay for the next step if its blocks are the same (``staging.py``); else they become
+free, and pages that a write still reads drain.
 
 Between two steps the number of far layers may change (``relocator.py``).
 """
@@ -38,16 +39,16 @@ class Swapper:
 
     Args:
         order: the layers' roles at the start.
-        far_layers: layers that may be far, in the order in which they become it; the rotating
-            ones if None.
-        homes: where their slabs go.
+        offloadable_layers: layers that may be far, in the order in which they become it;
+            those that are offloaded at the start if None.
+        homes: where their regions go.
         orders: by number of far layers, if that may change; ``order`` is one of them.
-        granted: blocks 1 to ``granted`` are the engine's at the start; all if None.
+        released: blocks 1 to ``released`` are the engine's at the start; all if None.
         num_blocks: block ids are below this; block 0 is the engine's null block.
         near: the near tier's pages, which the kernels read and write.
         device: copies; the far tier is allocated from it.
-        max_areas: stage at most this many layers ahead (or what the policy asks for): more
-            areas take more cache and hide little more.
+        max_buffers: stage at most this many layers ahead (or what the policy asks for): more
+            buffers take more cache and hide little more.
 
     Attributes:
         stall_seconds: for which compute stood still since the start.
@@ -65,42 +66,43 @@ class Swapper:
         num_blocks: int,
         near: PageBuffer,
         device: Device,
-        max_areas: int = 4,
-        far_layers: Sequence[int] | None = None,
+        max_buffers: int = 4,
+        offloadable_layers: Sequence[int] | None = None,
         homes: FarHomes = FarHomes(),  # noqa: B008 - frozen
         orders: Sequence[SwapOrder] = (),
-        granted: int | None = None,
+        released: int | None = None,
     ) -> None:
-        far_layers = order.rotating if far_layers is None else far_layers
-        self.table = MappingTable(order, num_blocks, far_layers)
+        if offloadable_layers is None:
+            offloadable_layers = order.offloaded
+        self.table = MappingTable(order, num_blocks, offloadable_layers)
         self.pool = PagePool(near.num_pages)
         self.far = FarTier(
-            device=device, near=near, layers=far_layers, num_blocks=num_blocks, homes=homes
+            device=device, near=near, layers=offloadable_layers, num_blocks=num_blocks, homes=homes
         )
         self.stall_seconds = 0.0
         self.num_steps = 0
         self.keeps_pages = False
         self._failure: BaseException | None = None
         self._device = device
-        self._staging = Staging(pool=self.pool, near=near, device=device, max_areas=max_areas)
+        self._staging = Staging(pool=self.pool, near=near, device=device, max_buffers=max_buffers)
         self._orders = orders
         self._relocator = Relocator(self.pool, self.table, self.far)
         self._written_before: tuple[Event, ...] = ()
         self._lost: set[int] = set()
-        self._granted: set[int] = set()
-        self._tails: set[int] = set()
+        self._released: set[int] = set()
+        self._partial: set[int] = set()
         self._plan = _NOTHING
         self._reads: list[Event | None] = []
         self._writes: list[Event | None] = []
         self._turns: dict[int, Event] = {}  # by position of the last layer of each turn
         self._asked: Sequence[Event] = ()  # by position, where layers are read when asked for
         self._follow_order()
-        granted = num_blocks - 1 if granted is None else granted
-        self._as_vllm = bool(orders) and not order.rotating
+        released = num_blocks - 1 if released is None else released
+        self._as_vllm = bool(orders) and not order.offloaded
         if self._as_vllm:
-            self._lay_out_as_vllm(granted)
+            self._lay_out_as_vllm(released)
         else:
-            self._grant(np.arange(1, granted + 1, dtype=np.int64))
+            self._release(np.arange(1, released + 1, dtype=np.int64))
 
     @property
     def order(self) -> SwapOrder:
@@ -114,9 +116,9 @@ class Swapper:
 
     def will_be_laid_out_as_vllm(self, plan: StepPlan) -> bool:
         """What :attr:`is_laid_out_as_vllm` will be once ``begin_step`` has applied the plan."""
-        level = plan.far_layers
-        moves_layers = level is not None and level != self.order.far_layers
-        return self._as_vllm and not (moves_layers or len(plan.granted) or len(plan.withheld))
+        level = plan.num_far
+        moves_layers = level is not None and level != self.order.num_far
+        return self._as_vllm and not (moves_layers or len(plan.released) or len(plan.reserved))
 
     @property
     def layers_to_come(self) -> Container[int]:
@@ -137,39 +139,39 @@ class Swapper:
             raise IntegrityError("the step before was not computed to its end") from self._failure
         self.num_steps += 1
         self._plan = plan
-        self._writes = [None] * len(self.order.rotating)
+        self._writes = [None] * len(self.order.offloaded)
         self.keeps_pages = self.serves(plan)
-        if not self.keeps_pages and self._staging.num_areas:
+        if not self.keeps_pages and self._staging.num_buffers:
             self._staging.release(next(iter(self.far.last_write), None))
-        self._release_tails(plan.tail_release)
-        if len(plan.tail_leave):
-            self._flush_tails(plan.tail_leave)
-            self._relocator.hold(plan.tail_leave)
+        self._free_partial(plan.free_partial)
+        if len(plan.evict_partial):
+            self._store_partial(plan.evict_partial)
+            self._relocator.hold(plan.evict_partial)
         if self._orders:
             self._relocator.begin_step(plan)
-        self._withhold(plan.withheld)
-        if plan.far_layers is not None and plan.far_layers != self.order.far_layers:
-            self._move_to(self._orders[plan.far_layers])
-        self._grant(plan.granted)
+        self._reserve(plan.reserved)
+        if plan.num_far is not None and plan.num_far != self.order.num_far:
+            self._move_to(self._orders[plan.num_far])
+        self._release(plan.released)
         self._written_before = self.far.last_write
-        if plan.write_out_for is not None and plan.write_out_for != self.order.far_layers:
-            self._relocator.begin_write_out(self._orders[plan.write_out_for])
-        self._acquire_tails(plan.tail_acquire)
-        if not self.order.rotating:
+        if plan.num_far_next is not None and plan.num_far_next != self.order.num_far:
+            self._relocator.begin_write_out(self._orders[plan.num_far_next])
+        self._alloc_partial(plan.alloc_partial)
+        if not self.order.offloaded:
             return
-        if not self._staging.num_areas:
-            self._staging.open(plan, self.order, self._slabs, self.table)
-        if self._staging.num_areas:
+        if not self._staging.num_buffers:
+            self._staging.open(plan, self.order, self._regions, self.table)
+        if self._staging.num_buffers:
             self._queue_copies()
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether the areas of the step before are right for this one, and nothing moves."""
-        level = plan.far_layers
-        same_level = level is None or level == self.order.far_layers
+        """Whether the buffers of the step before are right for this one, and nothing moves."""
+        level = plan.num_far
+        same_level = level is None or level == self.order.num_far
         return same_level and self._staging.serves(plan)
 
     def wait_layer(self, layer: int) -> None:
-        """Hold compute until the layer's pages are near. Pinned layers are, or return just now.
+        """Hold compute until the layer's pages are near. Resident layers are, or return just now.
 
         Raises:
             Exception: what made the copy fail; the pages must not be used.
@@ -184,7 +186,7 @@ class Swapper:
                 return
             self._reads[position] = None
             if self._asked:
-                self._device.reach(self._asked[position])
+                self._device.signal(self._asked[position])
             if not event.done():
                 self.stall_seconds += self._device.wait(event)
         except Exception as failure:
@@ -202,23 +204,23 @@ class Swapper:
         if position is None or not self._turns:
             return
         self.table.evict(layer)
-        if (milestone := self._turns.pop(position, None)) is not None:
-            self._device.reach(milestone)
+        if (deferred_event := self._turns.pop(position, None)) is not None:
+            self._device.signal(deferred_event)
 
     def end_step(self) -> None:
-        """All layers were computed: write out filled tails.
+        """All layers were computed: write out filled partial blocks.
 
         Raises:
-            IntegrityError: a rotating layer was staged but not computed.
+            IntegrityError: a offloaded layer was staged but not computed.
         """
         if self._failure is not None:  # vLLM ends a step also when its forward has raised
             raise self._failure
         if self._turns:
-            raise IntegrityError(f"rotating layers {[*self._turns]} were staged, never computed")
+            raise IntegrityError(f"offloaded layers {[*self._turns]} were staged, never computed")
         self._lost |= self.far.take_lost()
         plan, self._plan = self._plan, _NOTHING
-        if len(plan.tail_flush):
-            self._flush_tails(plan.tail_flush)
+        if len(plan.store_partial):
+            self._store_partial(plan.store_partial)
         if self._orders:
             self._relocator.end_step(plan)
 
@@ -249,7 +251,8 @@ class Swapper:
         return lost
 
     def check_integrity(self) -> None:
-        """Pages are conserved: pinned x granted + rotating x tails + areas + draining + free.
+        """Pages are conserved: resident x released + offloaded x partial blocks + buffers +
+        draining + free.
 
         Raises:
             IntegrityError: with the numbers that do not agree.
@@ -257,8 +260,8 @@ class Swapper:
         self.pool.check_integrity()
         self.table.check_integrity()
         expected = {
-            Owner.PINNED: len(self.order.pinned) * len(self._granted),
-            Owner.TAIL: len(self.order.rotating) * len(self._tails),
+            Owner.RESIDENT: len(self.order.resident) * len(self._released),
+            Owner.PARTIAL: len(self.order.offloaded) * len(self._partial),
             Owner.STAGING: self._staging.pages.size,
         }
         for owner, pages in expected.items():
@@ -269,25 +272,25 @@ class Swapper:
     # Pages ------------------------------------------------------------------------------
 
     def _follow_order(self) -> None:
-        rotating = self.order.rotating
-        self._position = {layer: i for i, layer in enumerate(rotating)}
-        self._slabs = [self.far.slab(layer) for layer in rotating]
-        self._reads = [None] * len(rotating)
-        self._writes = [None] * len(rotating)
+        offloaded = self.order.offloaded
+        self._position = {layer: i for i, layer in enumerate(offloaded)}
+        self._regions = [self.far.far_region(layer) for layer in offloaded]
+        self._reads = [None] * len(offloaded)
+        self._writes = [None] * len(offloaded)
 
     def _move_to(self, order: SwapOrder) -> None:
         self._as_vllm = False
-        self.stall_seconds += self._relocator.move(order, self._granted, self._tails)
+        self.stall_seconds += self._relocator.move(order, self._released, self._partial)
         self._follow_order()
 
-    def _lay_out_as_vllm(self, granted: int) -> None:
+    def _lay_out_as_vllm(self, released: int) -> None:
         """Each layer's pages one after the other, that of the null block first."""
         layers = np.arange(len(self.table.rows), dtype=np.int64)[:, None]
-        block_ids = np.arange(1, granted + 1, dtype=np.int64)
+        block_ids = np.arange(1, released + 1, dtype=np.int64)
         pages = layers * (self.pool.num_pages // len(layers)) + block_ids
-        self.pool.claim(pages.ravel(), Owner.PINNED)
-        self.table.set_pinned(block_ids, pages)
-        self._granted.update(block_ids.tolist())
+        self.pool.claim(pages.ravel(), Owner.RESIDENT)
+        self.table.set_resident_pages(block_ids, pages)
+        self._released.update(block_ids.tolist())
 
     def _take(self, num_pages: int, owner: Owner) -> PageIds:
         """Pages for what compute writes, which is held until they have drained."""
@@ -296,32 +299,32 @@ class Swapper:
             self.stall_seconds += self._device.wait(event)
         return pages
 
-    def _grant(self, block_ids: BlockIds) -> None:
+    def _release(self, block_ids: BlockIds) -> None:
         if len(block_ids):
             self._as_vllm = False
-            shape = (len(self.order.pinned), len(block_ids))
-            pages = self._take(shape[0] * shape[1], Owner.PINNED)
-            self.table.set_pinned(block_ids, pages.reshape(shape))
-            self._granted.update(block_ids.tolist())
+            shape = (len(self.order.resident), len(block_ids))
+            pages = self._take(shape[0] * shape[1], Owner.RESIDENT)
+            self.table.set_resident_pages(block_ids, pages.reshape(shape))
+            self._released.update(block_ids.tolist())
 
-    def _withhold(self, block_ids: BlockIds) -> None:
+    def _reserve(self, block_ids: BlockIds) -> None:
         if len(block_ids):
             self._as_vllm = False
-            self.pool.free(self.table.pinned_pages(block_ids), Owner.PINNED)
-            self.table.set_pinned(block_ids, np.array(MappingTable.HOLE))
-            self._granted.difference_update(block_ids.tolist())
+            self.pool.free(self.table.resident_pages(block_ids), Owner.RESIDENT)
+            self.table.set_resident_pages(block_ids, np.array(MappingTable.HOLE))
+            self._released.difference_update(block_ids.tolist())
 
-    def _acquire_tails(self, block_ids: BlockIds) -> None:
-        if len(block_ids) and self.order.rotating:
-            shape = (len(self.order.rotating), len(block_ids))
-            pages = self._take(shape[0] * shape[1], Owner.TAIL)
-            self.table.set_rotating(block_ids, pages.reshape(shape))
-        self._tails.update(block_ids.tolist())
+    def _alloc_partial(self, block_ids: BlockIds) -> None:
+        if len(block_ids) and self.order.offloaded:
+            shape = (len(self.order.offloaded), len(block_ids))
+            pages = self._take(shape[0] * shape[1], Owner.PARTIAL)
+            self.table.set_offloaded_pages(block_ids, pages.reshape(shape))
+        self._partial.update(block_ids.tolist())
 
-    def _release_tails(self, block_ids: BlockIds) -> None:
-        if len(block_ids) and self.order.rotating:
-            self.pool.free(self.table.rotating_pages(block_ids).ravel(), Owner.TAIL)
-        self._tails.difference_update(block_ids.tolist())
+    def _free_partial(self, block_ids: BlockIds) -> None:
+        if len(block_ids) and self.order.offloaded:
+            self.pool.free(self.table.offloaded_pages(block_ids).ravel(), Owner.PARTIAL)
+        self._partial.difference_update(block_ids.tolist())
 
     # Copies -----------------------------------------------------------------------------
 
@@ -332,31 +335,31 @@ class Swapper:
         in turns of some layers: to wake a copying thread costs as much as all the rest.
         """
         staging, prefetches = self._staging, self.order.prefetches
-        last, num_areas = len(self.order.rotating) - 1, staging.num_areas
-        turn = (num_areas + 1) // 2 if prefetches else 1
+        last, num_buffers = len(self.order.offloaded) - 1, staging.num_buffers
+        turn = (num_buffers + 1) // 2 if prefetches else 1
         ends = [*range(turn - 1, last, turn), last]
-        milestones = self._device.milestones(len(ends))
-        self._turns = dict(zip(ends, milestones, strict=True))
-        computed = [(milestones[position // turn],) for position in range(last + 1)]
-        self._asked = [] if prefetches else self._device.milestones(last + 1)
+        deferred_events = self._device.deferred_events(len(ends))
+        self._turns = dict(zip(ends, deferred_events, strict=True))
+        computed = [(deferred_events[position // turn],) for position in range(last + 1)]
+        self._asked = [] if prefetches else self._device.deferred_events(last + 1)
         self._queue_writes(computed)
         reads = []
-        for position, layer in enumerate(self.order.rotating):
-            area = position % num_areas
-            self.table.reserve(layer, area)
-            after = staging.vacated[area] + self._written_before
+        for position, layer in enumerate(self.order.offloaded):
+            buffer = position % num_buffers
+            self.table.reserve(layer, buffer)
+            after = staging.vacated[buffer] + self._written_before
             if self._asked:
                 after += (self._asked[position],)
             reads.append((staging.reads[position], after))
             write = self._writes[position]
-            staging.vacated[area] = computed[position] if write is None else (write,)
+            staging.vacated[buffer] = computed[position] if write is None else (write,)
         self._reads[:] = self.far.submit_reads(reads)
 
     def _queue_writes(self, computed: Sequence[tuple[Event, ...]]) -> None:
-        """What each rotating layer writes, and after a turn of them a layer that leaves.
+        """What each offloaded layer writes, and after a turn of them a layer that leaves.
 
         Args:
-            computed: by rotating position, what the write has to wait for.
+            computed: by offloaded position, what the write has to wait for.
         """
         copies: list[tuple[Copy, tuple[Event, ...]]] = []
         positions: list[int] = []
@@ -370,16 +373,16 @@ class Swapper:
             events = self.far.submit_writes(copies)
             self._writes[: len(positions)] = [events[at] for at in positions]
 
-    def _flush_tails(self, block_ids: BlockIds) -> None:
-        if self.order.rotating:
-            pages = self.table.rotating_pages(block_ids)
-            self.far.write(self.order.rotating, block_ids, pages)
-            self.pool.drain(pages.ravel(), Owner.TAIL, self.far.last_write[0])
-        self._tails.difference_update(block_ids.tolist())
+    def _store_partial(self, block_ids: BlockIds) -> None:
+        if self.order.offloaded:
+            pages = self.table.offloaded_pages(block_ids)
+            self.far.write(self.order.offloaded, block_ids, pages)
+            self.pool.drain(pages.ravel(), Owner.PARTIAL, self.far.last_write[0])
+        self._partial.difference_update(block_ids.tolist())
 
     def _check_no_page_twice(self) -> None:
-        held = [self.table.pinned_pages(np.fromiter(self._granted, np.int64))]
-        held.append(self.table.rotating_pages(np.fromiter(self._tails, np.int64)).ravel())
+        held = [self.table.resident_pages(np.fromiter(self._released, np.int64))]
+        held.append(self.table.offloaded_pages(np.fromiter(self._partial, np.int64)).ravel())
         held.append(self._staging.pages.ravel())
         pages = np.concatenate(held)
         if len(np.unique(pages)) != len(pages):

@@ -28,7 +28,7 @@ class Signals:
         num_running: requests in the step.
         num_waiting: requests that wait, and might run beside the running ones if blocks sufficed.
         used_blocks: blocks that requests hold.
-        tail_slots: tails that running requests are charged for.
+        num_partial: partial blocks that running requests are charged for.
         needed_blocks: what the largest live request will need in the end, beside blocks that
             nobody can be made to give back.
     """
@@ -44,24 +44,24 @@ class Signals:
     num_running: int
     num_waiting: int
     used_blocks: int
-    tail_slots: int
+    num_partial: int
     needed_blocks: int
 
 
 class Peak(NamedTuple):
-    """Blocks in use, and the tails charged beside them, in a step."""
+    """Blocks in use, and the partial blocks charged beside them, in a step."""
 
     used: int
-    tails: int
+    partial: int
 
 
 class Window(NamedTuple):
     """Sums over steps, and their peaks. (A tuple: one is made in every step.)
 
     Attributes:
-        peaks: of each step that no other had both more blocks and more tails than. Requests that
-            begin have two tails each and few blocks, later one and many: the most of either would
-            together be more than was ever needed.
+        peaks: of each step that no other had both more blocks and more partial blocks than.
+            Requests that begin have two partial blocks each and few blocks, later one and many:
+            the most of either would together be more than was ever needed.
     """
 
     steps: int = 0
@@ -74,13 +74,13 @@ class Window(NamedTuple):
     num_preempted: int = 0
     running: int = 0
     used: int = 0
-    tails: int = 0
+    partial: int = 0
     compute_rate: float = 0.0  # sum of 1 / seconds without stall
     peaks: tuple[Peak, ...] = ()
 
     def with_step(self, signals: Signals, max_stall: float) -> "Window":
         """Add a step; it stalled if it stood still for more than ``max_stall`` of its time."""
-        used, tails, stall = signals.used_blocks, signals.tail_slots, signals.stall_seconds
+        used, partial, stall = signals.used_blocks, signals.num_partial, signals.stall_seconds
         seconds = signals.seconds or 1e-9
         return Window(
             self.steps + 1,
@@ -93,9 +93,9 @@ class Window(NamedTuple):
             self.num_preempted + signals.num_preempted,
             self.running + signals.num_running,
             self.used + used,
-            self.tails + tails,
+            self.partial + partial,
             self.compute_rate + 1.0 / (seconds - stall if stall < seconds else seconds),
-            _with_peak(self.peaks, Peak(used, tails)),
+            _with_peak(self.peaks, Peak(used, partial)),
         )
 
     def merged(self, other: "Window") -> "Window":
@@ -107,9 +107,9 @@ class Window(NamedTuple):
         return Window._make((*sums, peaks))
 
     @property
-    def most_tails(self) -> int:
+    def max_partial(self) -> int:
         """In any step."""
-        return max((peak.tails for peak in self.peaks), default=0)
+        return max((peak.partial for peak in self.peaks), default=0)
 
     @property
     def compute_seconds(self) -> float:
@@ -182,11 +182,11 @@ class Record:
 
 
 def _with_peak(peaks: tuple[Peak, ...], one: Peak) -> tuple[Peak, ...]:
-    used, tails = one
+    used, partial = one
     for peak in peaks:
-        if used <= peak.used and tails <= peak.tails:
+        if used <= peak.used and partial <= peak.partial:
             return peaks
-    return (*(peak for peak in peaks if peak.used > used or peak.tails > tails), one)
+    return (*(peak for peak in peaks if peak.used > used or peak.partial > partial), one)
 
 
 def _load(sample: Window) -> tuple[float, float]:

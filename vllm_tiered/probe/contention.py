@@ -16,13 +16,13 @@ import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
-from vllm_tiered.probe.gemm import far_product
+from vllm_tiered.probe.gemm import far_gemm
 from vllm_tiered.probe.links import PAGE_BYTES
 
 _REPEATS = 5
 
 
-class Beside(NamedTuple):
+class Contention(NamedTuple):
     """How much longer each takes while the other runs too, 1 for no longer.
 
     Attributes:
@@ -34,14 +34,14 @@ class Beside(NamedTuple):
     link_slowdown: float
 
 
-def beside(
+def measure_contention(
     device: Device,
     near_device: torch.device,
     shape: tuple[int, int],
     dtype: torch.dtype,
     num_tokens: int = 1,
     seconds: float = 2.0,
-) -> Beside:
+) -> Contention:
     """Products with weights in two slots into which a link copies all the time.
 
     Args:
@@ -69,25 +69,25 @@ def beside(
     ]
     x = torch.randn((num_tokens, shape[1]), device=near_device).to(dtype)
     slots = near.data.view(2, -1)
-    products = [far_product(slots[slot].view(dtype).view(shape)) for slot in range(2)]
+    products = [far_gemm(slots[slot].view(dtype).view(shape)) for slot in range(2)]
     share = seconds / _REPEATS / 3
 
     def compute(turn: int) -> None:
         products[turn % 2](x)
         device.compute_event().wait()
 
-    slower: list[Beside] = []
+    slower: list[Contention] = []
     for _ in range(_REPEATS):
         compute_alone = _rate(compute, share)
         link_alone = _link_rate(device, copies, lambda turn: time.sleep(1e-3), share)
-        link_beside = _link_rate(device, copies, compute, share)
+        both = _link_rate(device, copies, compute, share)
         slower.append(
-            Beside(
-                compute_alone / link_beside.steps_per_s,
-                link_alone.copies_per_s / link_beside.copies_per_s,
+            Contention(
+                compute_alone / both.steps_per_s,
+                link_alone.copies_per_s / both.copies_per_s,
             )
         )
-    return Beside(
+    return Contention(
         max(1.0, statistics.median(one.compute_slowdown for one in slower)),
         max(1.0, statistics.median(one.link_slowdown for one in slower)),
     )

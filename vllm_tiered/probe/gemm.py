@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Gemm: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Activations [rows, in] to [rows, out]."""
 
 ROWS_ON_THE_LEFT = 4
@@ -19,7 +19,7 @@ ROWS_ON_THE_LEFT = 4
 engine computes it so (the adapter's ``cpu_linear``)."""
 
 
-def near_product(weight: torch.Tensor) -> Product:
+def near_gemm(weight: torch.Tensor) -> Gemm:
     """With a weight [out, in] that stays near."""
     if not _packs(weight):
         return lambda x: torch.nn.functional.linear(x, weight)
@@ -27,7 +27,7 @@ def near_product(weight: torch.Tensor) -> Product:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def far_product(weight: torch.Tensor) -> Product:
+def far_gemm(weight: torch.Tensor) -> Gemm:
     """With a weight [out, in] in a staging slot."""
     if weight.device.type != "cpu":
         return lambda x: torch.nn.functional.linear(x, weight)

@@ -16,7 +16,7 @@ import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
-from vllm_tiered.probe.gemm import Product, far_product
+from vllm_tiered.probe.gemm import Gemm, far_gemm
 from vllm_tiered.storage.direct_file import aligned_pages
 from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import KIB, MIB
@@ -129,12 +129,12 @@ def published_read(
         file.close()
 
 
-def product_curve(
+def gemm_curve(
     shapes: Sequence[tuple[int, int]],
     num_tokens: int,
     dtype: torch.dtype,
     near_device: torch.device,
-    product_of: Callable[[torch.Tensor], Product] = far_product,
+    gemm_of: Callable[[torch.Tensor], Gemm] = far_gemm,
     seconds: float = SECONDS,
 ) -> list[Sample]:
     """Products of activations [num_tokens, in] with weights [out, in], by the weights' size.
@@ -145,24 +145,24 @@ def product_curve(
         seconds: for each shape, about.
     """
     return [
-        product_rows(shape, [num_tokens], dtype, near_device, product_of, seconds)[0]
+        gemm_by_rows(shape, [num_tokens], dtype, near_device, gemm_of, seconds)[0]
         for shape in shapes
     ]
 
 
-def product_rows(
+def gemm_by_rows(
     shape: tuple[int, int],
     rows: Sequence[int],
     dtype: torch.dtype,
     near_device: torch.device,
-    product_of: Callable[[torch.Tensor], Product] = far_product,
+    gemm_of: Callable[[torch.Tensor], Gemm] = far_gemm,
     seconds: float = SECONDS,
 ) -> list[Sample]:
     """The same of one shape, by the activations' rows."""
     out_features, in_features = shape
     size = out_features * in_features * dtype.itemsize
     weights = _weights(out_features, in_features, dtype, near_device)
-    products = [product_of(weight) for weight in weights]
+    products = [gemm_of(weight) for weight in weights]
     samples = []
     for num_tokens in rows:
         x = torch.randn((num_tokens, in_features), device=near_device).to(dtype)
@@ -181,7 +181,7 @@ def _weights(
     return [first, *(first.clone() for _ in range(min(count, 64) - 1))]
 
 
-def _in_turn(products: Sequence[Product], x: torch.Tensor) -> Callable[[int], None]:
+def _in_turn(products: Sequence[Gemm], x: torch.Tensor) -> Callable[[int], None]:
     def run(turn: int) -> None:
         products[turn % len(products)](x)
 

@@ -142,7 +142,7 @@ _ACCEPTED: dict[Any, Callable[[Any], bool]] = {
     float | None: _is_number,
     int: lambda value: _is_number(value) and value == int(value),
     str: lambda value: isinstance(value, str),
-    Literal["pinned", "rotating"]: lambda value: value in ("pinned", "rotating"),
+    Literal["resident", "offloaded"]: lambda value: value in ("resident", "offloaded"),
     Mapping[str, Any]: lambda value: isinstance(value, dict),
 }
 """What a field of each type takes from a file."""

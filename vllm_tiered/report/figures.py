@@ -139,18 +139,18 @@ def draw_links(timeline: Timeline) -> Figure:
 
 
 def draw_blocks(timeline: Timeline) -> Figure:
-    """The block pool by what its blocks are: used, free, withheld, beyond the level."""
+    """The block pool by what its blocks are: used, free, reserved, beyond the level."""
     figure, (axis,) = panels([2.8])
     time = TimeAxis.of(timeline.windows)
     used = series(time.windows, "used_blocks")
-    granted = np.maximum(series(time.windows, "granted_blocks"), used)
-    withheld = granted + series(time.windows, "withheld_blocks")
-    pool = np.maximum(float(timeline.header.num_blocks), withheld)
+    released = np.maximum(series(time.windows, "released_blocks"), used)
+    reserved = released + series(time.windows, "reserved_blocks")
+    pool = np.maximum(float(timeline.header.num_blocks), reserved)
     stack: tuple[tuple[str, str, Series, Series, str | None], ...] = (
         ("used", BLUE, np.zeros_like(used), used, None),
-        ("granted, free", SKY, used, granted, None),
-        ("withheld", ORANGE, granted, withheld, None),
-        ("beyond this level", PALE, withheld, pool, None),
+        ("released, free", SKY, used, released, None),
+        ("reserved", ORANGE, released, reserved, None),
+        ("beyond this level", PALE, reserved, pool, None),
     )
     for label, color, bottom, top, hatch in stack:
         if (top - bottom).max() > 0:
@@ -204,7 +204,7 @@ PICTURES = (
         name="layers",
         title="One step, layer by layer",
         caption="What the layers of one step computed, waited for and moved (after Pie's figure "
-        "4). Pinned layers' KV stays near; rotating layers' KV is staged while others compute.",
+        "4). Resident layers' KV stays near; offloaded layers' KV is staged while others compute.",
         draw=draw_layers,
     ),
 )

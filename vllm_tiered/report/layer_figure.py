@@ -15,7 +15,7 @@ from vllm_tiered.report.records import LayerSpan
 from vllm_tiered.report.summary import typical_step
 
 _ROWS = (("compute", "compute"), ("swap in", "read"), ("swap out", "write"))
-_ROLE_COLORS = {"pinned": SKY, "rotating": ORANGE}
+_ROLE_COLORS = {"resident": SKY, "offloaded": ORANGE}
 _WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": VERMILLION, "hatch": "//////"}
 _ROW_HEIGHT = 0.76
 _LABEL_SHARE = 0.012

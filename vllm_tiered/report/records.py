@@ -85,10 +85,10 @@ class StepSample(NamedTuple):
         joules: read in this step, ten times a second at most (all ranks); of pauses none.
         assumed_joules: of these, what constants gave instead of a counter.
         far_layers, expansion: the level that the step ran at.
-        granted_blocks: blocks that requests may use, used ones included.
-        withheld_blocks: blocks that the level, or tails that stay near, leave no pages for.
+        released_blocks: blocks that requests may use, used ones included.
+        reserved_blocks: blocks that the level, or tails that stay near, leave no pages for.
         used_blocks: blocks that requests hold.
-        tail_slots: partly filled blocks that running requests are charged for.
+        num_partial: partly filled blocks that running requests are charged for.
         num_running, num_waiting: requests.
         num_preempted: requests preempted in this step.
     """
@@ -105,10 +105,10 @@ class StepSample(NamedTuple):
     assumed_joules: float
     far_layers: int
     expansion: float
-    granted_blocks: int
-    withheld_blocks: int
+    released_blocks: int
+    reserved_blocks: int
     used_blocks: int
-    tail_slots: int
+    num_partial: int
     num_running: int
     num_waiting: int
     num_preempted: int
@@ -142,10 +142,10 @@ class Window:
     level_changes: int
     far_layers: int
     expansion: float
-    granted_blocks: float
-    withheld_blocks: float
+    released_blocks: float
+    reserved_blocks: float
     used_blocks: float
-    tail_slots: float
+    num_partial: float
     num_running: float
     num_waiting: float
 
@@ -170,10 +170,10 @@ class Window:
             level_changes=int(level_changed),
             far_layers=step.far_layers,
             expansion=step.expansion,
-            granted_blocks=step.granted_blocks,
-            withheld_blocks=step.withheld_blocks,
+            released_blocks=step.released_blocks,
+            reserved_blocks=step.reserved_blocks,
             used_blocks=step.used_blocks,
-            tail_slots=step.tail_slots,
+            num_partial=step.num_partial,
             num_running=step.num_running,
             num_waiting=step.num_waiting,
         )
@@ -194,10 +194,10 @@ _COUNTS = (
     "level_changes",
 )
 _GAUGES = (
-    "granted_blocks",
-    "withheld_blocks",
+    "released_blocks",
+    "reserved_blocks",
     "used_blocks",
-    "tail_slots",
+    "num_partial",
     "num_running",
     "num_waiting",
 )
@@ -246,7 +246,7 @@ class LayerSpan:
     """
 
     layer: int
-    role: Literal["pinned", "rotating"]
+    role: Literal["resident", "offloaded"]
     compute_start: float | None = None
     compute_end: float | None = None
     wait_start: float | None = None

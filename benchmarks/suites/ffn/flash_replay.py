@@ -126,7 +126,7 @@ class Apart(Technique):
                 self.caches[layer].commit(plan)
                 for region in regions:
                     _move(region, plan)
-                load, rows = plan.load_neurons, plan.load_rows
+                load, rows = plan.load_neurons, plan.load_slots
             planned = time.perf_counter()
             reads = [
                 file.submit(section, load, region, rows)
@@ -176,7 +176,7 @@ class Bundled(Technique):
             self.caches[layer].commit(plan)
             _move(region, plan)
             planned = time.perf_counter()
-            self._store.read(layer, Precision.FULL, plan.load_neurons, region, plan.load_rows)
+            self._store.read(layer, Precision.FULL, plan.load_neurons, region, plan.load_slots)
             cache_seconds += planned - begin
             read_seconds += time.perf_counter() - planned
         return TokenCost(
@@ -202,7 +202,7 @@ def tokens_of(masks_LTN: Sequence[npt.NDArray[np.bool_]]) -> list[Token]:
 
 
 def _move(region: torch.Tensor, plan: Plan) -> None:
-    if len(plan.src_rows):
+    if len(plan.src_slots):
         # Not torch's indexing: it wakes all threads for a few rows.
         rows = region.numpy()
-        rows[plan.dst_rows] = rows[plan.src_rows]
+        rows[plan.dst_slots] = rows[plan.src_slots]

@@ -22,7 +22,7 @@ from benchmarks.harness.engine import foreign_cpu_share
 from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.tables import markdown, number
-from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul import native
 from vllm_tiered.ffn.matmul.compute import activations, add_down, product
@@ -118,7 +118,7 @@ def table(result: Mapping[str, Any]) -> str:
     return markdown(headings, rows)
 
 
-def _region(hidden: int, precision: Precision, settings: Settings) -> Region:
+def _region(hidden: int, precision: Precision, settings: Settings) -> NeuronCacheBuffer:
     shape = FfnShape(num_layers=1, hidden=hidden, neurons=1, gated=True, dtype_bytes=2)
     stride = bundle_stride(shape, precision)
     num_rows = (settings.region_mib << 20) // stride
@@ -130,14 +130,14 @@ def _region(hidden: int, precision: Precision, settings: Settings) -> Region:
         rows.random_(0, 256)
         num_groups = hidden // settings.group if precision is Precision.INT4 else 1
         scales = torch.rand(num_rows, shape.num_matrices, num_groups).half()
-    return Region(
+    return NeuronCacheBuffer(
         rows=rows, scales=scales, up_bias=None, shape=shape, precision=precision,
         dtype=torch.bfloat16,
     )  # fmt: skip
 
 
 def _measure(
-    region: Region, batch: int, turns: int, elsewhere: torch.Tensor, reads: list[float]
+    region: NeuronCacheBuffer, batch: int, turns: int, elsewhere: torch.Tensor, reads: list[float]
 ) -> list[dict[str, Any]]:
     """One row of the result for each product."""
     shape, n = region.shape, region.capacity
@@ -175,7 +175,7 @@ def _measure(
 
 
 def _torch_products(
-    region: Region, x: torch.Tensor, a: torch.Tensor
+    region: NeuronCacheBuffer, x: torch.Tensor, a: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
     if region.precision is not Precision.FULL:
         return {}

@@ -89,18 +89,18 @@ def _on_host(
     torch: Any, num_neurons: int, capacities: list[int], window: int, steps: list[Any]
 ) -> Callable[[], object]:
     """The wait for the ranks, and ffn/cache; without the message that goes back."""
-    from vllm_tiered.ffn.cache.layer import LayerCache
+    from vllm_tiered.ffn.cache.layer_cache import LayerCache
     from vllm_tiered.ffn.cache.window import WindowCache
     from vllm_tiered.ffn.layout import Precision
     from vllm_tiered.ffn.selection import ALL
-    from vllm_tiered.ffn.selector import Choice
+    from vllm_tiered.ffn.selector import Selector
 
     rows = {p: count for p, count in zip(Precision, capacities, strict=True) if count}
     cache = LayerCache({p: WindowCache(count, num_neurons, window) for p, count in rows.items()})
-    choice, turns = Choice(ALL, None), _turns(steps)
+    choice, turns = Selector(ALL, None), _turns(steps)
 
     def run() -> None:
-        selection = choice.finish(next(turns).cpu())
-        cache.commit(cache.plan({p: selection.of(p) for p in rows}))
+        selection = choice.decode(next(turns).cpu())
+        cache.commit(cache.plan({p: selection.neurons_in(p) for p in rows}))
 
     return run

@@ -3,7 +3,7 @@
 
 The measured peak is one large copy each way. Pages are scattered; the copy engine gets one copy a
 page (`cudaMemcpyAsync`, from Python, whose own time is in it), the kernel `kv_pages.copy_pages` all
-of them in one launch over registered host memory, with as many programs as it takes. What is copied
+of them in one launch over pinned host memory, with as many programs as it takes. What is copied
 is compared before it is timed. The fewest programs that come within 3 % of the best are a candidate
 for `triton_kernels/kv_pages/tuned/`.
 """

@@ -19,26 +19,26 @@ LEVELS = KvLevels(
     page_bytes=24576,
     block_tokens=32,
     near_pages=30 * (NEAR_BLOCKS + 1),
-    max_far_layers=24,
+    max_num_far=24,
     max_blocks=380,
 )
 
 
 @dataclasses.dataclass
-class Plant:
+class ControlledEngine:
     """An engine in closed form: requests take blocks, the link reads them, compute waits.
 
     demand: blocks that the requests would use.
     unit_link: link seconds per staged block of one far layer.
     decode: seconds of a step, and what each used block adds.
-    tails_per_block: slots that are charged; partly filled is one block of a request at most.
+    partial_per_block: slots that are charged; partly filled is one block of a request at most.
     noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
     """
 
     demand: float = 1000.0
     unit_link: float = 1e-6
     decode: tuple[float, float] = (0.025, 2e-5)
-    tails_per_block: float = 0.2
+    partial_per_block: float = 0.2
     needed_blocks: int = 10
     copy_cost: float = 0.0  # compute seconds per page read or written: a shared bus
     fill: float = 1.0  # share of the limit in use while requests are blocked
@@ -59,14 +59,14 @@ class Plant:
         self.stalls: list[float] = []
 
     def signals(self):
-        limit = limit_of(self.level, self.tails_per_block, self.levels)
+        limit = limit_of(self.level, self.partial_per_block, self.levels)
         is_blocked = self.demand > limit
         used = round(min(self.demand, limit * self.fill if is_blocked else limit))
-        tails = math.ceil(self.tails_per_block * used)
-        far_layers = self.levels.far_layers(self.level)
-        partly_filled = min(tails, max(1, used // REQUEST_BLOCKS))
-        read = far_layers * self.levels.geometry(self.level).staged_blocks(used, partly_filled)
-        written = 0 if self.levels.tails_stay(self.level) else far_layers * partly_filled
+        partial = math.ceil(self.partial_per_block * used)
+        num_far = self.levels.num_far(self.level)
+        partly_filled = min(partial, max(1, used // REQUEST_BLOCKS))
+        read = num_far * self.levels.geometry(self.level).staged_blocks(used, partly_filled)
+        written = 0 if self.levels.partial_blocks_resident(self.level) else num_far * partly_filled
         compute = self.decode[0] + used * self.decode[1] + (read + written) * self.copy_cost
         jitter = math.exp(self.noise * self.rng.gauss(0, 1))
         link = self.unit_link * read
@@ -87,7 +87,7 @@ class Plant:
             num_running=max(1, used // REQUEST_BLOCKS),
             num_waiting=math.ceil(waiting) if self.waiting is None else self.waiting,
             used_blocks=used,
-            tail_slots=tails,
+            num_partial=partial,
             needed_blocks=self.needed_blocks,
         )
 
@@ -113,10 +113,10 @@ class Plant:
 
 
 @cache
-def limit_of(level, tails_per_block, levels=LEVELS):
-    """The most blocks that fit beside their own tails, by brute force."""
+def limit_of(level, partial_per_block, levels=LEVELS):
+    """The most blocks that fit beside their own partial blocks, by brute force."""
     return max(
         blocks
         for blocks in range(levels.max_blocks + 1)
-        if levels.block_limit(level, math.ceil(tails_per_block * blocks)) >= blocks
+        if levels.block_limit(level, math.ceil(partial_per_block * blocks)) >= blocks
     )

@@ -13,7 +13,7 @@ from tests.fakes.kv.request_model import Request, Step, Turn
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import WorkerModel
 from vllm_tiered.devices.base import Device
-from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 
 
@@ -25,12 +25,13 @@ class Setup:
         sure_blocks: one request can always have this many blocks.
         spare_pages: near pages beyond the fewest for that.
         unused_blocks: blocks that the far tier has no room for, if there are so many.
-        adaptive: start without far layers and change up to ``far_layers`` while requests run.
-        moves_tails: partly filled blocks do not stay near, if adaptive at the higher levels.
+        adaptive: start without far layers and change up to ``num_far`` while requests run.
+        offloads_partial_blocks: partly filled blocks do not stay near, if adaptive at the higher
+            levels.
     """
 
     num_layers: int = 4
-    far_layers: int = 3
+    num_far: int = 3
     policy: str = "interleave"
     block_tokens: int = 2
     sure_blocks: int = 4
@@ -39,7 +40,7 @@ class Setup:
     ahead: bool = False
     defer_frees: bool = False
     adaptive: bool = False
-    moves_tails: bool = False
+    offloads_partial_blocks: bool = False
 
     @property
     def levels(self) -> KvLevels | None:
@@ -49,11 +50,16 @@ class Setup:
             "num_layers": self.num_layers,
             "page_bytes": 8 * self.block_tokens,
             "block_tokens": self.block_tokens,
-            "max_far_layers": self.far_layers,
+            "max_num_far": self.num_far,
         }
-        boundless = KvLevels(**sizes, near_pages=0, max_blocks=0, moves_tails=self.moves_tails)
+        boundless = KvLevels(
+            **sizes,
+            near_pages=0,
+            max_blocks=0,
+            offloads_partial_blocks=self.offloads_partial_blocks,
+        )
         fewest = max(
-            boundless.geometry(level).pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
+            boundless.geometry(level).pages_needed(self.sure_blocks, PARTIAL_WHILE_PREFILLING)
             for level in range(boundless.highest + 1)
         )
         rows = 1 + -(-(fewest + self.spare_pages) // self.num_layers)
@@ -64,7 +70,7 @@ class Setup:
 
     @property
     def order(self) -> SwapOrder:
-        return POLICIES[self.policy](self.num_layers, 0 if self.adaptive else self.far_layers)
+        return POLICIES[self.policy](self.num_layers, 0 if self.adaptive else self.num_far)
 
     @property
     def geometry(self) -> KvGeometry:
@@ -73,13 +79,15 @@ class Setup:
         order = self.order
         sizes = {
             "num_layers": self.num_layers,
-            "pinned_layers": len(order.pinned),
-            "areas": order.areas,
+            "num_resident": len(order.resident),
+            "num_staging_buffers": order.num_staging_buffers,
             "page_bytes": 8 * self.block_tokens,
             "block_tokens": self.block_tokens,
         }
-        boundless = KvGeometry(**sizes, near_pages=0, tails_stay=not self.moves_tails)
-        fewest = boundless.pages_needed(self.sure_blocks, TAILS_WHILE_PREFILLING)
+        boundless = KvGeometry(
+            **sizes, near_pages=0, partial_blocks_resident=not self.offloads_partial_blocks
+        )
+        fewest = boundless.pages_needed(self.sure_blocks, PARTIAL_WHILE_PREFILLING)
         return replace(boundless, near_pages=fewest + self.spare_pages)
 
     @property
@@ -99,11 +107,10 @@ class Driver:
         if levels:
             near_pages = levels.near_pages
             worker["check_bytes"] = False
-            worker["far_layers"] = far_order(levels.num_layers)[: levels.max_far_layers]
-            worker["granted"] = levels.block_limit(0, 0)
+            worker["offloadable_layers"] = far_order(levels.num_layers)[: levels.max_num_far]
+            worker["released"] = levels.block_limit(0, 0)
             worker["orders"] = [
-                interleave(levels.num_layers, far_layers)
-                for far_layers in range(levels.max_far_layers + 1)
+                interleave(levels.num_layers, num_far) for num_far in range(levels.max_num_far + 1)
             ]
         self.engine = EngineModel(
             geometry=setup.geometry,
@@ -166,7 +173,7 @@ class Driver:
         self.num_steps += 1
         step = self.engine.schedule(chunk)
         self.engine.check_integrity()
-        assert self.engine.planner.num_tails <= self.engine.elastic.tail_slots
+        assert self.engine.planner.num_partial <= self.engine.elastic.num_partial
         self.pending.append(step)
         if len(self.pending) > self.setup.ahead:
             self.run_oldest()
@@ -188,7 +195,7 @@ class Driver:
         self.engine.check_integrity()
 
     def run_out(self) -> None:
-        """Run until every request has finished; all blocks are granted then."""
+        """Run until every request has finished; all blocks are released then."""
         budget = 20 + 4 * sum(len(request.tokens) for request in self.requests)
         while self.requests:
             if self.engine.holding and not self.engine.running:
@@ -203,9 +210,9 @@ class Driver:
         while self.pending:
             self.run_oldest()
         elastic = self.engine.elastic
-        assert not elastic.tail_slots
-        assert elastic.granted_blocks == elastic.limit == len(self.engine.pool.free)
-        assert self.setup.adaptive or elastic.withheld == []
+        assert not elastic.num_partial
+        assert elastic.released_blocks == elastic.limit == len(self.engine.pool.free)
+        assert self.setup.adaptive or elastic.reserved == []
 
     def close(self) -> None:
         self.worker.close()

@@ -15,7 +15,7 @@ from tests.fakes.kv.block_pool_model import BlockPool
 from tests.fakes.kv.request_model import Part, Request, Status, Step
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
-from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
 
 
@@ -51,19 +51,19 @@ class EngineModel:
         self._deferred: list[tuple[int, list[int]]] = []
         self._finished: set[str] = set()
         self._announced: set[int] = set()
-        self._withheld: set[int] = set()
+        self._reserved: set[int] = set()
         self.expansion: Expansion | None = None
         if levels:
             self.expansion = Expansion(levels, self.elastic, level=0)
             self.max_tokens = self.block_tokens * min(
-                levels.block_limit(level, TAILS_WHILE_PREFILLING)
+                levels.block_limit(level, PARTIAL_WHILE_PREFILLING)
                 for level in range(levels.highest + 1)
             )
             self.pool.take(self.elastic.limit)
-            self._withhold(usable_blocks - self.elastic.limit)
+            self._reserve(usable_blocks - self.elastic.limit)
             self.pool.release(range(1, self.elastic.limit + 1))
-            self.elastic.withheld.reverse()
-            self._announced = set(self._withheld)
+            self.elastic.reserved.reverse()
+            self._announced = set(self._reserved)
         self._scheduled_steps = self._updated_steps = 0
 
     def add(self, request: Request) -> None:
@@ -88,8 +88,8 @@ class EngineModel:
             request.computed = part.end_tokens
             request.last_step = self._scheduled_steps
             request.placeholders += part.samples and self.ahead
-        granted = frozenset(range(1, self.usable_blocks + 1)) - self._announced
-        return Step(number=self._scheduled_steps, parts=tuple(parts), plan=plan, granted=granted)
+        released = frozenset(range(1, self.usable_blocks + 1)) - self._announced
+        return Step(number=self._scheduled_steps, parts=tuple(parts), plan=plan, released=released)
 
     def update(self, step: Step) -> None:
         """The step has run: deliver its tokens, finish requests, free what waited for it."""
@@ -157,10 +157,10 @@ class EngineModel:
 
     def _admit(self, request: Request, hits: list[int], end_tokens: int) -> bool:
         """As ``TieredScheduler._reserving`` does around vLLM's ``allocate_slots``."""
-        extra = self.elastic.blocks_to_withhold(request.request_id)
+        extra = self.elastic.blocks_to_reserve(request.request_id)
         if self._allocate(request, end_tokens, hits=hits, reserved_blocks=extra) is None:
             return False
-        self._withhold(extra)
+        self._reserve(extra)
         prefill_tokens = max(request.num_prompt, request.known - 1)
         self.elastic.admit(request.request_id, prefill_tokens=prefill_tokens)
         self.elastic.check_integrity()
@@ -173,27 +173,27 @@ class EngineModel:
         self._finished = set()
         for request_id in ended - scheduled:
             self.elastic.end(request_id)
-        self._grant()
+        self._release()
         for part in parts:
             if not part.scheduled.restarts:
                 self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
-        far_layers = write_out_for = None
-        tails_stay = self.elastic.geometry.tails_stay
+        num_far = num_far_next = None
+        partial_blocks_resident = self.elastic.geometry.partial_blocks_resident
         if self.expansion:
-            self._withhold(min(self.elastic.excess, len(self.pool.free)))
-            far_layers, write_out_for = self.expansion.next_step()
-            tails_stay = self.expansion.tails_stay
-        withheld = set(self.elastic.withheld)
+            self._reserve(min(self.elastic.excess, len(self.pool.free)))
+            num_far, num_far_next = self.expansion.next_step()
+            partial_blocks_resident = self.expansion.partial_blocks_resident
+        reserved = set(self.elastic.reserved)
         plan = self.planner.plan(
             [part.scheduled for part in parts],
             ended,
-            granted=sorted(self._announced - withheld),
-            withheld=sorted(withheld - self._announced),
-            far_layers=far_layers,
-            write_out_for=write_out_for,
-            tails_stay=tails_stay,
+            released=sorted(self._announced - reserved),
+            reserved=sorted(reserved - self._announced),
+            num_far=num_far,
+            num_far_next=num_far_next,
+            partial_blocks_resident=partial_blocks_resident,
         )
-        self._announced = withheld
+        self._announced = reserved
         return plan
 
     def _part(
@@ -293,34 +293,34 @@ class EngineModel:
         request.status = Status.FINISHED
         self._finished.add(request.request_id)
         self.elastic.end(request.request_id)
-        self._grant()
+        self._release()
         self._free(request)
 
-    def _withhold(self, count: int) -> None:
-        withheld = self.pool.take(count) if count else []
-        self._withheld.update(withheld)
-        self.elastic.withheld.extend(withheld)
+    def _reserve(self, count: int) -> None:
+        reserved = self.pool.take(count) if count else []
+        self._reserved.update(reserved)
+        self.elastic.reserved.extend(reserved)
 
-    def _grant(self) -> None:
-        granted = self.elastic.grant()
-        self._withheld.difference_update(granted)
-        self.pool.release(granted)
+    def _release(self) -> None:
+        released = self.elastic.release()
+        self._reserved.difference_update(released)
+        self.pool.release(released)
 
     def check_integrity(self) -> None:
-        """Every usable block is free or referenced, by requests, as withheld or deferred."""
+        """Every usable block is free or referenced, by requests, as reserved or deferred."""
         self.elastic.check_integrity()
         held = [
             block for queue in (self.running, self.holding) for r in queue for block in r.blocks
         ]
         held += [block for _, blocks in self._deferred for block in blocks]
-        held += self._withheld
-        assert set(self.elastic.withheld) == self._withheld
-        assert self.elastic.granted_blocks + len(self._withheld) == self.usable_blocks
+        held += self._reserved
+        assert set(self.elastic.reserved) == self._reserved
+        assert self.elastic.released_blocks + len(self._reserved) == self.usable_blocks
         for block in range(1, self.usable_blocks + 1):
             assert self.pool.references[block] == held.count(block)
         free = sorted(self.pool.free)
         assert free == [b for b in range(1, self.usable_blocks + 1) if b not in held]
-        granted, tails = self.elastic.granted_blocks, self.elastic.tail_slots
+        released, partial = self.elastic.released_blocks, self.elastic.num_partial
         geometry = self.elastic.geometry
-        assert geometry.pages_needed(granted, tails) <= geometry.near_pages
+        assert geometry.pages_needed(released, partial) <= geometry.near_pages
         assert not any(request.blocks for request in self.waiting)

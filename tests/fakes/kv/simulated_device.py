@@ -116,17 +116,17 @@ class SimulatedDevice(Device):
         over.advance()
         return over
 
-    def milestones(self, count: int) -> list[Operation]:
+    def deferred_events(self, count: int) -> list[Operation]:
         return [Operation(self, (), iter(())) for _ in range(count)]
 
-    def reach(self, milestone: Event) -> None:
-        assert isinstance(milestone, Operation), "a milestone of another device"
-        assert not milestone.over and milestone not in self._compute, "reached twice"
+    def signal(self, deferred_event: Event) -> None:
+        assert isinstance(deferred_event, Operation), "a deferred event of another device"
+        assert not deferred_event.over and deferred_event not in self._compute, "reached twice"
         if self._late_compute:
-            self._compute.append(milestone)
+            self._compute.append(deferred_event)
             self.run_a_while()
         else:
-            milestone.advance()
+            deferred_event.advance()
 
     def wait(self, event: Event) -> float:
         if self._late_compute:

@@ -70,11 +70,11 @@ class CountedDevice(Device):
     def compute_event(self) -> Event:
         return self.inner.compute_event()
 
-    def milestones(self, count: int) -> Sequence[Event]:
-        return self.inner.milestones(count)
+    def deferred_events(self, count: int) -> Sequence[Event]:
+        return self.inner.deferred_events(count)
 
-    def reach(self, milestone: Event) -> None:
-        self.inner.reach(milestone)
+    def signal(self, deferred_event: Event) -> None:
+        self.inner.signal(deferred_event)
 
     def wait(self, event: Event) -> float:
         return self.inner.wait(event)
@@ -106,9 +106,9 @@ class WorkerModel:
         order: SwapOrder,
         num_blocks: int,
         device: Device,
-        far_layers: Sequence[int] | None = None,
+        offloadable_layers: Sequence[int] | None = None,
         orders: Sequence[SwapOrder] = (),
-        granted: int | None = None,
+        released: int | None = None,
         poison_freed: bool = True,
         check_bytes: bool = True,
     ) -> None:
@@ -122,15 +122,15 @@ class WorkerModel:
             num_blocks=num_blocks,
             near=near,
             device=self.device,
-            far_layers=far_layers,
+            offloadable_layers=offloadable_layers,
             orders=orders,
-            granted=granted,
+            released=released,
         )
         shape = (num_blocks, geometry.block_tokens)
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
         self._geometry = geometry
-        self.num_kept = 0  # steps that went on in the areas of the step before
+        self.num_kept = 0  # steps that went on in the buffers of the step before
         self.layouts: list[bool] = []  # of each step, whether it was vLLM's
         self._next_value = 1
         self._expected = dict.fromkeys(Direction, 0)
@@ -171,18 +171,18 @@ class WorkerModel:
                 assert self.device.use(direction).num_bytes == num_bytes
 
     def check_far(self, blocks: Sequence[int]) -> None:
-        """Call after ``close``: full ``blocks`` are in the far tier in every rotating layer."""
-        for layer in self.swapper.order.rotating:
-            slab = self.swapper.far.slab(layer).words
-            assert slab is not None
-            np.testing.assert_array_equal(slab[blocks], self.truth[layer, blocks])
+        """Call after ``close``: full ``blocks`` are in the far tier in every offloaded layer."""
+        for layer in self.swapper.order.offloaded:
+            far_region = self.swapper.far.far_region(layer).words
+            assert far_region is not None
+            np.testing.assert_array_equal(far_region[blocks], self.truth[layer, blocks])
 
     def _check_layout(self, step: Step, as_vllm: bool) -> None:
         """As was said before the step; where it is vLLM's, a graph of the step would be right."""
         assert self.swapper.is_laid_out_as_vllm == as_vllm
         self.layouts.append(as_vllm)
         if as_vllm:
-            block_ids = np.array(sorted(step.granted), dtype=np.int64)
+            block_ids = np.array(sorted(step.released), dtype=np.int64)
             layers = np.arange(self._geometry.num_layers)[:, None]
             own_pages = self.swapper.pool.num_pages // self._geometry.num_layers
             expected = layers * own_pages + block_ids
@@ -253,7 +253,7 @@ class WorkerModel:
         self.swapper.check_integrity()
         pool = self.swapper.pool
         order = self.swapper.order
-        assert pool.count(Owner.PINNED) == len(order.pinned) * len(step.granted)
+        assert pool.count(Owner.RESIDENT) == len(order.resident) * len(step.released)
         block_tokens = self._geometry.block_tokens
         read: set[int] = set()
         touched: set[int] = set()
@@ -266,9 +266,9 @@ class WorkerModel:
             touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
             filled += part.blocks[first : part.end_tokens // block_tokens]
         assert len(set(filled)) == len(filled)
-        per_block = len(order.rotating) * self._geometry.page_bytes
+        per_block = len(order.offloaded) * self._geometry.page_bytes
         num_read, num_written = len(read - touched), len(filled)
-        if not self._geometry.tails_stay:
+        if not self._geometry.partial_blocks_resident:
             num_read += len(extended)
             num_written = len(touched)
         self._expected[Direction.READ] += num_read * per_block

@@ -98,16 +98,16 @@ def test_directions_do_not_hold_each_other_up(machine, held_up, free):
     late.wait()
 
 
-def test_copies_wait_for_a_milestone(device):
+def test_copies_wait_for_a_deferred_event(device):
     """… and those behind them in their direction with them."""
     dst = make_buffer(2, value=-1)
-    first, second = device.milestones(2)
+    first, second = device.deferred_events(2)
     copy(device, WRITE, make_buffer(9), pages_of(3), dst, pages_of(0), [first])
     event = copy(device, WRITE, make_buffer(9), pages_of(5), dst, pages_of(1), [second])
-    device.reach(second)
+    device.signal(second)
     time.sleep(0.01)
     assert not event.done() and contents(dst) == [-1, -1]
-    device.reach(first)
+    device.signal(first)
     event.wait()
     assert contents(dst) == [3, 5]
 
@@ -138,14 +138,14 @@ def test_use_counts_each_direction(device):
 def test_close_fails_what_waits_for_compute_that_never_came(device):
     """A step that raises in its middle must not leave a thread behind that nobody can end."""
     dst = make_buffer(1, value=-1)
-    reached, never = device.milestones(2)
+    reached, never = device.deferred_events(2)
     done = copy(device, WRITE, make_buffer(1), pages_of(0), dst, pages_of(0), [reached])
     behind = copy(device, WRITE, make_buffer(9), pages_of(5), dst, pages_of(0), [never])
-    device.reach(reached)
-    device.milestones(3)  # of a later step
+    device.signal(reached)
+    device.deferred_events(3)  # of a later step
     device.close()
     assert done.done() and contents(dst) == [0]
-    with pytest.raises(IntegrityError, match="closed before compute came here"):
+    with pytest.raises(IntegrityError, match="closed before this event was signalled"):
         behind.wait()
 
 

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 
 READ, MULTIPLY, PER_TOKEN, OVERHEAD = 1 / 1.4e9, 1 / 16e9, 1 / 200e9, 4e-4
 LAYERS = 30
@@ -18,10 +18,10 @@ def dense_seconds(tokens: int) -> float:
     return 0.14 + tokens * 2e-4
 
 
-def trained(seed: int, noise: float) -> SwitchOver:
+def trained(seed: int, noise: float) -> DenseSparseCostModel:
     """Prompts and small batches, as an engine sees them."""
     rng = np.random.default_rng(seed)
-    switch = SwitchOver()
+    cost_model = DenseSparseCostModel()
 
     def noisy(seconds: float) -> float:
         held_up = 10.0 if rng.random() < 0.03 else 1.0
@@ -31,43 +31,45 @@ def trained(seed: int, noise: float) -> SwitchOver:
         tokens, missing = int(rng.integers(1, 9)), int(rng.integers(0, 30_000_000))
         multiplied = missing + int(rng.integers(0, 20_000_000))
         seconds = noisy(sparse_seconds(missing, multiplied, tokens))
-        switch.add_sparse(0, seconds, missing, multiplied, tokens, is_warm=False)
+        cost_model.add_sparse(0, seconds, missing, multiplied, tokens, is_warm=False)
         prompt = int(rng.integers(4, 300))
-        switch.add_dense(noisy(dense_seconds(prompt)), prompt)
-    return switch
+        cost_model.add_dense(noisy(dense_seconds(prompt)), prompt)
+    return cost_model
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_better_side_within_five_percent(seed: int) -> None:
     """Far beyond the batches it was trained on."""
-    switch = trained(seed, noise=0.04)
+    cost_model = trained(seed, noise=0.04)
     # What is usual is that all is missing: steps are judged by what is missing of each.
     for tokens in (1, 2, 4, 8, 16, 32, 64) * 5:
         seconds = sparse_seconds(10_000_000, 10_000_000, tokens)
-        switch.add_sparse(0, seconds, 10_000_000, 10_000_000, tokens, is_warm=True)
+        cost_model.add_sparse(0, seconds, 10_000_000, 10_000_000, tokens, is_warm=True)
     rng = np.random.default_rng(seed + 100)
     num_dense = 0
     for _ in range(300):
         tokens = int(rng.integers(1, 65))
         multiplied = int(rng.integers(1_000_000, 268_000_000))
         missing = int(multiplied * rng.random())
-        is_dense = switch.prefers_dense(0, missing, multiplied, tokens)
+        is_dense = cost_model.prefers_dense(0, missing, multiplied, tokens)
         num_dense += is_dense
         both = (sparse_seconds(missing, multiplied, tokens), dense_seconds(tokens))
         assert both[is_dense] <= 1.05 * min(both)
-    assert 0 < num_dense < 300 and switch.num_switched == num_dense
+    assert 0 < num_dense < 300 and cost_model.num_switched == num_dense
 
 
 def test_nothing_is_switched_before_both_are_known() -> None:
-    switch = SwitchOver()
+    cost_model = DenseSparseCostModel()
     for _ in range(100):
-        switch.add_sparse(0, 10.0, 1000, 1000, 64, is_warm=True)
-    assert not switch.prefers_dense(0, 10**9, 10**9, 64)
+        cost_model.add_sparse(0, 10.0, 1000, 1000, 64, is_warm=True)
+    assert not cost_model.prefers_dense(0, 10**9, 10**9, 64)
     for tokens in range(20):
-        switch.add_dense(0.1, tokens)
-    assert switch.prefers_dense(0, 10**9, 10**9, 64)
-    assert not switch.prefers_dense(1, 10**9, 10**9, 64), "another layer, of which nothing is known"
-    assert not switch.prefers_dense(0, 10**9, 10**9, 1), "another size of batch"
+        cost_model.add_dense(0.1, tokens)
+    assert cost_model.prefers_dense(0, 10**9, 10**9, 64)
+    assert not cost_model.prefers_dense(1, 10**9, 10**9, 64), (
+        "another layer, of which nothing is known"
+    )
+    assert not cost_model.prefers_dense(0, 10**9, 10**9, 1), "another size of batch"
 
 
 class Engine:
@@ -79,13 +81,13 @@ class Engine:
     WANTED = 2_000_000
 
     def __init__(self, warm_share: float, overhead: float, dense: float) -> None:
-        self.switch = SwitchOver()
+        self.cost_model = DenseSparseCostModel()
         self.warm_shares = [warm_share] * LAYERS
         self.overhead, self.dense = overhead, dense
         self.num_looks = 0  # at what a layer wants
         self.cool()
         for _ in range(LAYERS):  # the prompt
-            self.switch.add_dense(dense + 64 * 1e-5, 64)
+            self.cost_model.add_dense(dense + 64 * 1e-5, 64)
 
     def sparse_seconds(self, missing: float, tokens: int = 1) -> float:
         return self.overhead + missing * READ + self.WANTED * (MULTIPLY + tokens * PER_TOKEN)
@@ -99,19 +101,19 @@ class Engine:
         for layer in range(LAYERS):
             is_warm = self._is_warm[layer]
             missing = int((self.warm_shares[layer] if is_warm else 1.0) * self.WANTED)
-            is_dense = self.switch.is_surely_dense(layer, tokens)
+            is_dense = self.cost_model.is_surely_dense(layer, tokens)
             if not is_dense:
                 self.num_looks += 1
-                is_dense = self.switch.prefers_dense(layer, missing, self.WANTED, tokens)
+                is_dense = self.cost_model.prefers_dense(layer, missing, self.WANTED, tokens)
             if is_dense:
                 total += self.dense
                 dense.append(layer)
-                self.switch.add_dense(self.dense, tokens)
+                self.cost_model.add_dense(self.dense, tokens)
                 self._is_warm[layer] = False
             else:
                 seconds = self.sparse_seconds(missing, tokens)
                 total += seconds
-                self.switch.add_sparse(
+                self.cost_model.add_sparse(
                     layer, seconds, missing, self.WANTED, tokens, is_warm=is_warm
                 )
                 self._is_warm[layer] = True
@@ -151,7 +153,7 @@ def test_in_a_row_of_dense_steps_an_eighth_is_looked_at() -> None:
     for _ in range(80):
         assert engine.step()[1] == ALL
     assert engine.num_looks - before == 10 * LAYERS
-    assert not engine.switch.is_surely_dense(0, 8), "another size of batch"
+    assert not engine.cost_model.is_surely_dense(0, 8), "another size of batch"
 
 
 def test_a_row_of_dense_steps_ends_with_the_next_look() -> None:
@@ -159,7 +161,7 @@ def test_a_row_of_dense_steps_ends_with_the_next_look() -> None:
     assert [engine.step()[1] for _ in range(50)][-1] == ALL
     engine.dense = 0.1
     for tokens in (1, 64) * 64:
-        engine.switch.add_dense(engine.dense, tokens)
+        engine.cost_model.add_dense(engine.dense, tokens)
     assert [engine.step()[1] for _ in range(8)][-1] == []
 
 

@@ -14,7 +14,7 @@ DENSE_BYTES = 30 * 1536 * bundle_stride(SHAPE, Precision.FULL)
 def auto(shares: tuple[float, float, float], active_share: float, has_base: bool) -> FfnPlan:
     return plan_mixed(
         SHAPE,
-        Mix.of(shares),
+        Mix.from_shares(shares),
         active_share=active_share,
         streamed=Precision.FULL,
         near_bytes=None,
@@ -25,20 +25,20 @@ def auto(shares: tuple[float, float, float], active_share: float, has_base: bool
 
 
 def test_a_few_neurons_have_twice_their_room() -> None:
-    rows = auto((0.25, 0.25, 0.5), 0.04, has_base=False).rows
-    wanted = Mix.of((0.25, 0.25, 0.5)).counts(62)
+    rows = auto((0.25, 0.25, 0.5), 0.04, has_base=False).cache_slots
+    wanted = Mix.from_shares((0.25, 0.25, 0.5)).counts(62)
     assert [rows[p] for p in Precision] == [2 * count for count in wanted]
 
 
 def test_regions_of_a_model_that_wants_most_are_no_larger_than_the_dense_ffn() -> None:
     plan = auto((0.25, 0.25, 0.5), 1.0, has_base=True)
     assert 0.95 * DENSE_BYTES < plan.cache_bytes <= DENSE_BYTES
-    assert plan.rows[Precision.INT4] == 1536
-    assert plan.rows[Precision.FULL] > 384 and plan.rows[Precision.INT8] > 384
+    assert plan.cache_slots[Precision.INT4] == 1536
+    assert plan.cache_slots[Precision.FULL] > 384 and plan.cache_slots[Precision.INT8] > 384
 
 
 @pytest.mark.parametrize("active_share", [0.7, 0.8, 0.9])
 def test_tokens_that_want_more_than_the_mean_fit_too(active_share: float) -> None:
     """In full precision beside the base, all of which is more than the dense FFN."""
-    rows = auto((1, 0, 0), active_share, has_base=True).rows
+    rows = auto((1, 0, 0), active_share, has_base=True).cache_slots
     assert rows[Precision.FULL] >= min(1536, int(1.2 * active_share * 1536))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far layers whose steps of a few tokens are the GPU's alone: on the double, they run late."""
+"""Far layers whose steps of a few tokens are the GPU's alone: on the fake, they run late."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.deferred_gpu import LateGpu
+from tests.fakes.deferred_gpu import DeferredGpu
 from tests.fakes.deferred_rig import (
     HASTES,
-    Rig,
+    DeferredRig,
     ScriptedNear,
     compute_is_not_held,
-    residents,
+    resident_neurons,
     scores_are_read_early,
 )
 from tests.fakes.deferred_torch import now
@@ -29,9 +29,9 @@ from vllm_tiered.ffn import memory_plan as planning
 from vllm_tiered.ffn import step_clock
 from vllm_tiered.ffn.cache.base import NO_IDS, NeuronCache
 from vllm_tiered.ffn.cache.window import WindowCache
-from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layout import Precision, bundle_stride
-from vllm_tiered.ffn.on_gpu import MOST_TOKENS
+from vllm_tiered.ffn.on_gpu import MAX_DEVICE_TOKENS
 from vllm_tiered.ffn.selection import Mix, select
 
 
@@ -53,15 +53,17 @@ POLICIES = [("atu", (0.1, 0.2, 0.3)), ("window", (0.1, 0.2, 0.3)), ("atu", (0.25
 @pytest.mark.parametrize(("policy", "mix"), POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_without_the_host(monkeypatch, ffn, policy, mix, seed, haste):
-    rig = Rig(monkeypatch, ffn, seed, haste)
-    steps_without_the_host(rig, LateGpu(monkeypatch, rig.torch), policy, mix, seed)
+    rig = DeferredRig(monkeypatch, ffn, seed, haste)
+    steps_without_the_host(rig, DeferredGpu(monkeypatch, rig.torch), policy, mix, seed)
 
 
-def steps_without_the_host(rig: Rig, gpu: LateGpu, policy: str, mix: Any, seed: int) -> None:
+def steps_without_the_host(
+    rig: DeferredRig, gpu: DeferredGpu, policy: str, mix: Any, seed: int
+) -> None:
     """The books change hands with batches of more tokens than the GPU plans for, and prompts come
     between them; what there is no room for is multiplied all the same."""
     ffn, shape = rig.ffn, rig.ffn.shape
-    plan = replace(mixed(ffn, mix), far_layers=shape.num_layers)
+    plan = replace(mixed(ffn, mix), num_far_layers=shape.num_layers)
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     rng = np.random.default_rng(seed)
     scores = {layer: rng.random(shape.neurons) for layer in range(shape.num_layers)}
@@ -69,7 +71,7 @@ def steps_without_the_host(rig: Rig, gpu: LateGpu, policy: str, mix: Any, seed: 
     with rig.torch:
         runtime = rig.runtime(plan, predictors, policy=policy, window=3)
         for step in range(36):
-            layer, batch = step % 3, int(rng.choice([1, 2, 3, 5, MOST_TOKENS + 1]))
+            layer, batch = step % 3, int(rng.choice([1, 2, 3, 5, MAX_DEVICE_TOKENS + 1]))
             is_prompt = step % 7 == 6
             with now():
                 scores[layer] = 0.7 * scores[layer] + 0.3 * rng.random(shape.neurons)
@@ -77,20 +79,20 @@ def steps_without_the_host(rig: Rig, gpu: LateGpu, policy: str, mix: Any, seed: 
                 scores_BN = torch.from_numpy(drawn).float()
                 predictors[layer].next_BN = scores_BN
                 x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
-            before = runtime.use.sparse_steps
-            with nobody_waits() if batch <= MOST_TOKENS else nullcontext():
+            before = runtime.stats.sparse_steps
+            with nobody_waits() if batch <= MAX_DEVICE_TOKENS else nullcontext():
                 found = runtime.layers[layer].compute(rig.near(x_BH), not is_prompt)
-            if runtime.use.sparse_steps == before:
+            if runtime.stats.sparse_steps == before:
                 with now():
                     rig.due.append((found, ffn.dense(layer, x_BH)))
                 continue
-            led += batch <= MOST_TOKENS
+            led += batch <= MAX_DEVICE_TOKENS
             # Of most steps nobody waits to know what is near.
             if rig.rng.random() < 0.3:
                 runtime.layers[layer].check_integrity()
                 with now():
-                    near = residents(runtime, layer)
-                    check_precisions(select(scores_BN, Mix.of(mix)), near)
+                    near = resident_neurons(runtime, layer)
+                    check_precisions(select(scores_BN, Mix.from_shares(mix)), near)
                     rig.due.append((found, ffn.product(layer, x_BH, near)))
             if rig.rng.random() < 0.2:
                 rig.settle()
@@ -101,78 +103,80 @@ def steps_without_the_host(rig: Rig, gpu: LateGpu, policy: str, mix: Any, seed: 
         runtime.layers[0].compute(rig.near(torch.zeros(1, 64)), False)
         with now():
             for layer in range(3):
-                for precision in residents(runtime, layer):
+                for precision in resident_neurons(runtime, layer):
                     check_bytes(ffn, runtime, layer, precision)
             counts = [one.tolist() for one in gpu.counts]
         assert len(counts) == led >= 10 and gpu.heard == counts
-        assert sum(brought for step in counts for brought, *_ in step) > 60
+        assert sum(loaded for step in counts for loaded, *_ in step) > 60
         runtime.close()
 
 
 def nobody_waits():
     """Not even the host's books are asked for."""
-    return patch.object(host_link.HostLink, "fetch", side_effect=AssertionError("the host waits"))
+    return patch.object(host_link.Mailbox, "d2h", side_effect=AssertionError("the host waits"))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 6])
 def test_what_the_host_is_told_of_steps_without_it(monkeypatch, ffn, num_tokens):
     """Counts and bytes, and what the next step is judged by."""
-    rig = Rig(monkeypatch, ffn, 0, 0.6)
-    gpu, shape = LateGpu(monkeypatch, rig.torch), ffn.shape
+    rig = DeferredRig(monkeypatch, ffn, 0, 0.6)
+    gpu, shape = DeferredGpu(monkeypatch, rig.torch), ffn.shape
     told, asked = [], []
-    monkeypatch.setattr(SwitchOver, "add_sparse", lambda *args, **kinds: told.append((args, kinds)))
+    monkeypatch.setattr(
+        DenseSparseCostModel, "add_sparse", lambda *args, **kinds: told.append((args, kinds))
+    )
 
-    def prefers_dense(switch: SwitchOver, *args: int) -> bool:
+    def prefers_dense(cost_model: DenseSparseCostModel, *args: int) -> bool:
         asked.append(args)
         return len(asked) > 8
 
-    monkeypatch.setattr(SwitchOver, "prefers_dense", prefers_dense)
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", prefers_dense)
     # Room for half of what is wanted in full precision.
-    plan = replace(mixed(ffn, (0.25, 0.25, 0)), far_layers=shape.num_layers)
-    plan = replace(plan, rows={Precision.FULL: 12, Precision.INT8: 48})
+    plan = replace(mixed(ffn, (0.25, 0.25, 0)), num_far_layers=shape.num_layers)
+    plan = replace(plan, cache_slots={Precision.FULL: 12, Precision.INT8: 48})
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     with rig.torch:
         runtime = rig.runtime(plan, predictors)
-        far_bytes = runtime.source.use.far_bytes
+        far_bytes = runtime.backend.stats.far_bytes
         for step in range(8):
             with now():
                 predictors[step % 2].next_BN = torch.rand(num_tokens, shape.neurons)
             runtime.layers[step % 2].compute(rig.near(torch.randn(num_tokens, 64)), True)
             rig.settle()
-            assert runtime.use.sparse_steps == step + 1 == len(told)
+            assert runtime.stats.sparse_steps == step + 1 == len(told)
         strides = np.array([bundle_stride(shape, p) for p in Precision])
         counts = np.array(gpu.heard)
-        brought, stayed, wanted, without_row = counts.transpose(2, 0, 1)
+        loaded, stayed, wanted, without_row = counts.transpose(2, 0, 1)
         assert without_row[:, 0].all() and not without_row[:, 1].any()
         read_again = without_row * (-(-num_tokens // 4) - 1)
-        missing = (brought + read_again) @ strides
-        multiplied = (brought + stayed) @ strides
+        missing = (loaded + read_again) @ strides
+        multiplied = (loaded + stayed) @ strides
         for step, (args, kinds) in enumerate(told):
             _, layer, seconds, *numbers = args
             assert layer == step % 2 and seconds > 0 and kinds == {"is_warm": step > 1}
             assert numbers == [missing[step], multiplied[step], num_tokens]
             usual = multiplied[step - 2] if step > 1 else 0
             assert asked[step] == (layer, usual, usual, num_tokens)
-        use = runtime.use
-        assert use.misses == brought.sum() and use.hits == (wanted - brought).sum() > 0
-        assert runtime.source.use.far_bytes - far_bytes == missing.sum()
+        stats = runtime.stats
+        assert stats.misses == loaded.sum() and stats.hits == (wanted - loaded).sum() > 0
+        assert runtime.backend.stats.far_bytes - far_bytes == missing.sum()
         # What the host prefers to be dense is.
         with now():
             x_BH = torch.randn(num_tokens, 64)
         found = runtime.layers[0].compute(rig.near(x_BH), True)
         rig.due.append((found, ffn.dense(0, x_BH)))
         rig.settle()
-        assert runtime.use.dense_steps == 1 and len(gpu.counts) == 8
+        assert runtime.stats.dense_steps == 1 and len(gpu.counts) == 8
         runtime.close()
 
 
 def test_neurons_are_of_the_last_token_when_their_books_change_hands(monkeypatch, ffn):
     """A window begins anew with all that was near; none stays beyond it."""
-    rig = Rig(monkeypatch, ffn, 0, 1.0)
-    LateGpu(monkeypatch, rig.torch)
+    rig = DeferredRig(monkeypatch, ffn, 0, 1.0)
+    DeferredGpu(monkeypatch, rig.torch)
     shape, mix = ffn.shape, (0.15, 0, 0)
-    plan = replace(mixed(ffn, mix), far_layers=shape.num_layers)
-    plan = replace(plan, rows={Precision.FULL: 80})
+    plan = replace(mixed(ffn, mix), num_far_layers=shape.num_layers)
+    plan = replace(plan, cache_slots={Precision.FULL: 80})
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     expected = WindowCache(80, shape.neurons, 3)
     led_before = False
@@ -183,32 +187,32 @@ def test_neurons_are_of_the_last_token_when_their_books_change_hands(monkeypatch
                 scores_BN = torch.rand(1, shape.neurons).repeat(num_tokens, 1)
                 predictors[0].next_BN = scores_BN
             runtime.layers[0].compute(rig.near(torch.randn(num_tokens, 64)), True)
-            led = num_tokens <= MOST_TOKENS
+            led = num_tokens <= MAX_DEVICE_TOKENS
             if led != led_before:
                 expected._last_token[expected.resident()] = expected._token
             led_before = led
-            expected.commit(expected.plan(select(scores_BN, Mix.of(mix)).full))
+            expected.commit(expected.plan(select(scores_BN, Mix.from_shares(mix)).full))
             with now():
-                found = residents(runtime, 0)[Precision.FULL]
+                found = resident_neurons(runtime, 0)[Precision.FULL]
                 assert set(found.tolist()) == set(expected.resident().tolist())
-        assert runtime.use.dense_steps == 0
+        assert runtime.stats.dense_steps == 0
         runtime.close()
 
 
 def reports_are_read_early(monkeypatch):
-    monkeypatch.setattr(step_clock.StepClock, "tell", lambda self, begin, told: told(1.0))
+    monkeypatch.setattr(step_clock.StepClock, "measure", lambda self, begin, told: told(1.0))
 
 
 def reports_share_a_place(monkeypatch):
     """The next one is written over what nobody has read yet."""
-    report = host_link.HostLink.report
+    report = host_link.Mailbox.report
 
     def careless(self, tensor):
         host = report(self, tensor)
         self.heard(host)
         return host
 
-    monkeypatch.setattr(host_link.HostLink, "report", careless)
+    monkeypatch.setattr(host_link.Mailbox, "report", careless)
 
 
 def holes_are_not_filled(monkeypatch):
@@ -236,8 +240,8 @@ def test_what_is_broken_without_the_host_is_found(monkeypatch, ffn, mutate):
     for seed, haste in product(range(4), (0.0, 0.6, 0.9)):
         try:
             with monkeypatch.context() as patched:
-                rig = Rig(patched, ffn, seed, haste)
-                gpu = LateGpu(patched, rig.torch)
+                rig = DeferredRig(patched, ffn, seed, haste)
+                gpu = DeferredGpu(patched, rig.torch)
                 steps_without_the_host(rig, gpu, *POLICIES[seed % 3], seed)
         except (AssertionError, IntegrityError, IndexError):
             return

@@ -14,7 +14,7 @@ from tests.fixtures.ffn_models import Ffn, random_ffn
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.ffn import memory_plan as planning
-from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layer import FfnLayer
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul.quantise import expand
@@ -81,14 +81,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream.NeuronStream, "chunks", poisoning)
 
 
-def exact(ffn: Ffn, *, near_rows: int, far_layers: int) -> FfnPlan:
+def exact(ffn: Ffn, *, near_rows: int, num_far_layers: int) -> FfnPlan:
     shape = ffn.shape
     stride = bundle_stride(shape, Precision.FULL)
     bare = plan_exact(shape, near_bytes=None, far_bytes=0, table_bytes=0)
     return plan_exact(
         shape,
         near_bytes=bare.near_bytes + near_rows * stride * shape.num_layers,
-        far_bytes=far_layers * shape.neurons * stride,
+        far_bytes=num_far_layers * shape.neurons * stride,
         table_bytes=0,
     )
 
@@ -101,18 +101,18 @@ def mixed(
     far_bytes: int = 0,
     table_bytes: int = 0,
     has_base: bool = False,
-    reads_ahead: bool = False,
+    prefetches: bool = False,
 ) -> FfnPlan:
     return plan_mixed(
         ffn.shape,
-        Mix.of(mix),
+        Mix.from_shares(mix),
         active_share=1.0,
         streamed=Precision.FULL,
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         table_bytes=table_bytes,
         has_base=has_base,
-        reads_ahead=reads_ahead,
+        prefetches=prefetches,
     )
 
 
@@ -122,26 +122,26 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("near_rows", [0, 1, 50, 96])
-@pytest.mark.parametrize("far_layers", [0, 2, 3])
-def test_every_neuron_wherever_it_is(ffn: Ffn, near_rows: int, far_layers: int) -> None:
+@pytest.mark.parametrize("num_far_layers", [0, 2, 3])
+def test_every_neuron_wherever_it_is(ffn: Ffn, near_rows: int, num_far_layers: int) -> None:
     device = DelayedDevice(seed=3, max_delay_seconds=0.0005)
-    plan = exact(ffn, near_rows=near_rows, far_layers=far_layers)
-    assert plan.rows[Precision.FULL] == near_rows and plan.far_layers == far_layers
+    plan = exact(ffn, near_rows=near_rows, num_far_layers=num_far_layers)
+    assert plan.cache_slots[Precision.FULL] == near_rows and plan.num_far_layers == num_far_layers
     runtime = FfnRuntime(ffn.open(), plan, device)
     generator = torch.Generator().manual_seed(1)
     # In the order of the model, and as no model would.
     for layer in (0, 1, 2, 0, 1, 2, 2, 1, 1, 0):
         x_BH = torch.randn((int(torch.randint(1, 9, (1,))), 64), generator=generator)
         assert close(runtime.layers[layer].compute(x_BH, False), ffn.dense(layer, x_BH))
-    assert runtime.use.dense_steps == 10 and not runtime.use.sparse_steps
+    assert runtime.stats.dense_steps == 10 and not runtime.stats.sparse_steps
     runtime.close()
 
 
 def test_a_resident_layer_reads_nothing(ffn: Ffn) -> None:
-    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=96, far_layers=0), CpuDevice())
-    before = runtime.source.use.storage_bytes
+    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=96, num_far_layers=0), CpuDevice())
+    before = runtime.backend.stats.storage_bytes
     runtime.layers[1].compute(torch.ones(2, 64), False)
-    assert runtime.source.use.storage_bytes == before
+    assert runtime.backend.stats.storage_bytes == before
     runtime.close()
 
 
@@ -153,9 +153,9 @@ def test_chosen_neurons_in_their_precision(
     ffn: Ffn, policy: CachePolicy, mix: tuple[float, float, float], seed: int
 ) -> None:
     """Random choices, batches and layers; a policy keeps more near, and each is multiplied once."""
-    shape, chosen_mix = ffn.shape, Mix.of(mix)
+    shape, chosen_mix = ffn.shape, Mix.from_shares(mix)
     # Nothing far, what is read ahead, and a layer too.
-    plan = replace(mixed(ffn, mix), reads_ahead=seed > 0, far_layers=seed // 2)
+    plan = replace(mixed(ffn, mix), prefetches=seed > 0, num_far_layers=seed // 2)
     predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
     device = DelayedDevice(seed=seed, max_delay_seconds=0.0005)
     runtime = FfnRuntime(ffn.open(), plan, device, predictors, policy=policy, window=3)
@@ -169,10 +169,10 @@ def test_chosen_neurons_in_their_precision(
         scores_BN = torch.from_numpy(scores[layer][:batch]).float()
         predictors[layer].next_BN = scores_BN
         x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
-        before = runtime.use.sparse_steps
+        before = runtime.stats.sparse_steps
         found = runtime.layers[layer].compute(x_BH, True)
         runtime.layers[layer].check_integrity()
-        if runtime.use.sparse_steps == before:
+        if runtime.stats.sparse_steps == before:
             assert close(found, ffn.dense(layer, x_BH))
             continue
         sparse += 1
@@ -197,7 +197,7 @@ def test_a_mix_so_small_that_no_neuron_is_left(ffn: Ffn) -> None:
         CpuDevice(),
         [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)],
     )
-    assert not runtime.layers[0].regions
+    assert not runtime.layers[0].buffers
     assert torch.equal(runtime.layers[0].compute(torch.ones(2, 64), True), torch.zeros(2, 64))
     runtime.close()
 
@@ -209,7 +209,7 @@ def check_precisions(wanted: Selection, near: dict[Precision, torch.Tensor]) -> 
     there: set[int] = set()
     for precision in (p for p in Precision if p in near):
         there |= set(near[precision].tolist())
-        asked |= set(wanted.of(precision).tolist())
+        asked |= set(wanted.neurons_in(precision).tolist())
         assert len(there) >= len(asked)
     assert asked <= there
 
@@ -217,9 +217,9 @@ def check_precisions(wanted: Selection, near: dict[Precision, torch.Tensor]) -> 
 def check_bytes(ffn: Ffn, runtime: FfnRuntime, layer: int, precision: Precision) -> None:
     """Each near row holds its neuron's bundle, bit for bit."""
     of_layer = runtime.layers[layer]
-    rows = of_layer.regions[precision].rows.cpu().numpy()
+    rows = of_layer.buffers[precision].rows.cpu().numpy()
     num_bytes = bundle_bytes(ffn.shape, precision)
-    for row, neuron in enumerate(of_layer.residents()[precision].tolist()):
+    for row, neuron in enumerate(of_layer.resident_neurons()[precision].tolist()):
         assert neuron < 0 or rows[row, :num_bytes].tobytes() == ffn.bundle(layer, precision, neuron)
 
 
@@ -232,8 +232,8 @@ def test_top_ranks_over_a_base_in_4_bit(
     """Neurons that are near in a better precision are not added in 4 bit too."""
     runtime = FfnRuntime(ffn.open(), mixed(ffn, mix, has_base=True), CpuDevice(), policy=policy)
     assert runtime.predictor == "base4"
-    brought = runtime.source.use.storage_bytes
-    assert brought == 3 * 96 * bundle_stride(ffn.shape, Precision.INT4)
+    loaded = runtime.backend.stats.storage_bytes
+    assert loaded == 3 * 96 * bundle_stride(ffn.shape, Precision.INT4)
     rng = np.random.default_rng(3)
     everyone = torch.arange(ffn.shape.neurons)
     x = rng.standard_normal(64)
@@ -245,14 +245,14 @@ def test_top_ranks_over_a_base_in_4_bit(
         cache = runtime.layers[layer].cache
         assert cache is not None and Precision.INT4 not in cache.caches
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
-        wanted = select(base_scores(ffn, layer, x_BH), Mix.of(mix), least(ffn))
+        wanted = select(base_scores(ffn, layer, x_BH), Mix.from_shares(mix), least(ffn))
         better = torch.cat(list(near.values()))
         rest = everyone if sum(mix) == 1 and ffn.shape.gated else torch.from_numpy(wanted.int4)
         chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
         assert close(found, ffn.product(layer, x_BH, chosen))
         assert len(cache.caches[Precision.FULL].resident()) >= len(wanted.full)
         assert np.isin(np.concatenate((wanted.full, wanted.int8)), better).all()
-    assert runtime.use.sparse_steps == 30
+    assert runtime.stats.sparse_steps == 30
     runtime.close()
 
 
@@ -276,7 +276,7 @@ def least(ffn: Ffn) -> float | None:
 
 def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails; what did not arrive is brought by the next one that wants it."""
-    shape, mix = ffn.shape, Mix.of((0.3, 0, 0))
+    shape, mix = ffn.shape, Mix.from_shares((0.3, 0, 0))
     plan = mixed(ffn, (0.3, 0, 0))
     predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
     runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), predictors)
@@ -291,7 +291,7 @@ def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.Monke
         predictors[0].next_BN = torch.from_numpy(rng.random((1, shape.neurons))).float()
         if step % 2:
             with monkeypatch.context() as patched:
-                patched.setattr(runtime.source, "wait", fails)
+                patched.setattr(runtime.backend, "wait", fails)
                 with pytest.raises(IntegrityError, match="neuron 3"):
                     runtime.layers[0].compute(x_BH, True)
         found = runtime.layers[0].compute(x_BH, True)
@@ -316,7 +316,7 @@ def test_prompts_take_every_neuron(ffn: Ffn) -> None:
 def test_a_layer_that_is_dense_for_now_is_not_asked_what_it_wants(
     ffn: Ffn, has_base: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SwitchOver, "is_surely_dense", lambda *args: True)
+    monkeypatch.setattr(DenseSparseCostModel, "is_surely_dense", lambda *args: True)
     monkeypatch.setattr(Scripted, "scores", lambda *args: pytest.fail("it was asked"))
     monkeypatch.setattr(FfnLayer, "_activations", lambda *args: pytest.fail("all were ranked"))
     of_layer = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
@@ -325,7 +325,7 @@ def test_a_layer_that_is_dense_for_now_is_not_asked_what_it_wants(
     x_BH = torch.randn(1, 64)
     for layer in range(3):
         assert close(runtime.layers[layer].compute(x_BH, True), ffn.dense(layer, x_BH))
-    assert (runtime.use.sparse_steps, runtime.use.dense_steps) == (0, 3)
+    assert (runtime.stats.sparse_steps, runtime.stats.dense_steps) == (0, 3)
     runtime.close()
 
 
@@ -335,15 +335,17 @@ def test_a_dense_step_between_makes_the_next_one_cold_and_scoring_is_part_of_spa
     told: list[tuple[float, bool]] = []
     is_dense = iter([False, False, True, False, False])
 
-    def add_sparse(_: SwitchOver, layer: int, seconds: float, *rest: int, is_warm: bool) -> None:
+    def add_sparse(
+        _: DenseSparseCostModel, layer: int, seconds: float, *rest: int, is_warm: bool
+    ) -> None:
         told.append((seconds, is_warm))
 
     def scores(predictor: Scripted, x_BH: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
         return predictor.next_BN
 
-    monkeypatch.setattr(SwitchOver, "is_surely_dense", lambda *args: next(is_dense))
-    monkeypatch.setattr(SwitchOver, "add_sparse", add_sparse)
+    monkeypatch.setattr(DenseSparseCostModel, "is_surely_dense", lambda *args: next(is_dense))
+    monkeypatch.setattr(DenseSparseCostModel, "add_sparse", add_sparse)
     monkeypatch.setattr(Scripted, "scores", scores)
     predictors = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
     runtime = FfnRuntime(ffn.open(), mixed(ffn, (0.1, 0, 0)), CpuDevice(), predictors)
@@ -358,7 +360,7 @@ def test_near_memory_below_a_tokens_neurons_is_refused(ffn: Ffn) -> None:
     ample = mixed(ffn, (0.5, 0, 0), table_bytes=1000)
     least = ample.staging_bytes + 1000 + 3 * 48 * bundle_stride(ffn.shape, Precision.FULL)
     exactly = mixed(ffn, (0.5, 0, 0), near_bytes=least, table_bytes=1000)
-    assert exactly.rows[Precision.FULL] == 48 and exactly.near_bytes == least
+    assert exactly.cache_slots[Precision.FULL] == 48 and exactly.near_bytes == least
     with pytest.raises(BudgetError, match=r"near_gib is .* one token wants.* raise"):
         mixed(ffn, (0.5, 0, 0), near_bytes=least - 1, table_bytes=1000)
     with pytest.raises(BudgetError, match="staging and tables alone take"):
@@ -369,17 +371,17 @@ def test_near_memory_below_a_tokens_neurons_is_refused(ffn: Ffn) -> None:
 def test_a_plan_takes_no_more_than_it_was_given(ffn: Ffn, near_bytes: int) -> None:
     plan = mixed(ffn, (0.1, 0.1, 0.2), near_bytes=near_bytes, far_bytes=200_000, table_bytes=1000)
     assert plan.near_bytes <= near_bytes and plan.far_bytes <= 200_000
-    assert all(0 < rows <= ffn.shape.neurons for rows in plan.rows.values())
+    assert all(0 < rows <= ffn.shape.neurons for rows in plan.cache_slots.values())
 
 
 def test_reading_ahead_is_paid_from_far_memory(ffn: Ffn) -> None:
     """Before layers are; where all of them fit nothing needs to be read."""
     of_layer = 96 * bundle_stride(ffn.shape, Precision.FULL)
     mix = (0.1, 0, 0)
-    ahead = mixed(ffn, mix, far_bytes=of_layer, reads_ahead=True)
-    assert ahead.reads_ahead and 0 < ahead.far_bytes < of_layer and not ahead.far_layers
-    both = mixed(ffn, mix, far_bytes=of_layer + ahead.far_bytes, reads_ahead=True)
-    assert both.reads_ahead and both.far_layers == 1
+    ahead = mixed(ffn, mix, far_bytes=of_layer, prefetches=True)
+    assert ahead.prefetches and 0 < ahead.far_bytes < of_layer and not ahead.num_far_layers
+    both = mixed(ffn, mix, far_bytes=of_layer + ahead.far_bytes, prefetches=True)
+    assert both.prefetches and both.num_far_layers == 1
     assert both.far_bytes == of_layer + ahead.far_bytes
-    assert not mixed(ffn, mix, far_bytes=3 * of_layer, reads_ahead=True).reads_ahead
-    assert not mixed(ffn, mix, far_bytes=ahead.far_bytes - 1, reads_ahead=True).reads_ahead
+    assert not mixed(ffn, mix, far_bytes=3 * of_layer, prefetches=True).prefetches
+    assert not mixed(ffn, mix, far_bytes=ahead.far_bytes - 1, prefetches=True).prefetches

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device under the layers, on a double: compute and copies run late, in any order.
+"""The GPU's device under the layers, on a fake: compute and copies run late, in any order.
 
 What a layer gives is compared when everything has run: its steps overlap as far as they may.
 """
@@ -13,11 +13,11 @@ import torch
 
 from tests.fakes.deferred_rig import (
     HASTES,
-    Rig,
+    DeferredRig,
     ScriptedNear,
     at_once,
     compute_is_not_held,
-    residents,
+    resident_neurons,
     scores_are_read_early,
 )
 from tests.fakes.deferred_torch import NEAR, now
@@ -37,8 +37,8 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn import mailbox as host_link
 from vllm_tiered.ffn import memory_plan as planning
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.loader import backend as sources
-from vllm_tiered.ffn.loader import bounce_pipeline as passages
+from vllm_tiered.ffn.loader import backend as backends
+from vllm_tiered.ffn.loader import bounce_pipeline as bounce_pipeline
 from vllm_tiered.ffn.loader import dynamic
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.store.format import NEURONS
@@ -53,18 +53,18 @@ def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few neurons, and rooms of fewer: all are used again and again."""
     monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
-    monkeypatch.setattr(sources, "_ROOM_BYTES", 3 * 1024)
-    monkeypatch.setattr(sources, "_NUM_ROOMS", 2)
+    monkeypatch.setattr(backends, "_BUFFER_BYTES", 3 * 1024)
+    monkeypatch.setattr(backends, "_NUM_BUFFERS", 2)
 
 
 @HASTES
 @pytest.mark.parametrize("near_rows", [0, 50])
-@pytest.mark.parametrize("far_layers", [0, 2])
+@pytest.mark.parametrize("num_far_layers", [0, 2])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_neuron(monkeypatch, ffn, near_rows, far_layers, seed, haste):
-    rig = Rig(monkeypatch, ffn, seed, haste)
+def test_every_neuron(monkeypatch, ffn, near_rows, num_far_layers, seed, haste):
+    rig = DeferredRig(monkeypatch, ffn, seed, haste)
     with rig.torch:
-        runtime = rig.runtime(exact(ffn, near_rows=near_rows, far_layers=far_layers))
+        runtime = rig.runtime(exact(ffn, near_rows=near_rows, num_far_layers=num_far_layers))
         for layer in (0, 1, 2, 0, 1, 2, 2, 1, 1, 0):
             with now():
                 x_BH = torch.randn(3, 64)
@@ -82,14 +82,16 @@ def test_every_neuron(monkeypatch, ffn, near_rows, far_layers, seed, haste):
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_chosen_neurons(monkeypatch, ffn, policy, mix, seed, haste):
-    rig = Rig(monkeypatch, ffn, seed, haste)
+    rig = DeferredRig(monkeypatch, ffn, seed, haste)
     chosen_neurons(rig, policy, mix, seed)
 
 
-def chosen_neurons(rig: Rig, policy: str, mix: tuple[float, float, float], seed: int) -> None:
+def chosen_neurons(
+    rig: DeferredRig, policy: str, mix: tuple[float, float, float], seed: int
+) -> None:
     """Nothing far, what is read ahead, and a layer too; prompts between them."""
     ffn, shape = rig.ffn, rig.ffn.shape
-    plan = replace(mixed(ffn, mix), reads_ahead=seed > 0, far_layers=seed // 2)
+    plan = replace(mixed(ffn, mix), prefetches=seed > 0, num_far_layers=seed // 2)
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     rng = np.random.default_rng(seed)
     scores = {layer: rng.random((3, shape.neurons)) for layer in range(shape.num_layers)}
@@ -103,26 +105,26 @@ def chosen_neurons(rig: Rig, policy: str, mix: tuple[float, float, float], seed:
                 scores_BN = torch.from_numpy(scores[layer][:batch]).float()
                 predictors[layer].next_BN = scores_BN
                 x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
-            before = runtime.use.sparse_steps
+            before = runtime.stats.sparse_steps
             found = runtime.layers[layer].compute(rig.near(x_BH), not is_prompt)
             runtime.layers[layer].check_integrity()
             with now():
-                near = residents(runtime, layer)
-                if runtime.use.sparse_steps == before:
+                near = resident_neurons(runtime, layer)
+                if runtime.stats.sparse_steps == before:
                     rig.due.append((found, ffn.dense(layer, x_BH)))
                     continue
-                check_precisions(select(scores_BN, Mix.of(mix)), near)
+                check_precisions(select(scores_BN, Mix.from_shares(mix)), near)
                 rig.due.append((found, ffn.product(layer, x_BH, near)))
             if rig.rng.random() < 0.2:
                 rig.settle()
         rig.settle()
         with now():
             for layer in range(3):
-                for precision in residents(runtime, layer):
+                for precision in resident_neurons(runtime, layer):
                     check_bytes(ffn, runtime, layer, precision)
-        assert runtime.use.sparse_steps >= 6 and runtime.use.misses > 60
+        assert runtime.stats.sparse_steps >= 6 and runtime.stats.misses > 60
         assert runtime.dynamic is None or runtime.dynamic.hits > 0
-        assert runtime.source.use.wait_seconds > 0
+        assert runtime.backend.stats.wait_seconds > 0
         runtime.close()
 
 
@@ -130,33 +132,33 @@ def chosen_neurons(rig: Rig, policy: str, mix: tuple[float, float, float], seed:
 @pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0.25, 0.5)])
 @pytest.mark.parametrize("seed", range(3))
 def test_top_ranks_over_a_base_in_4_bit(monkeypatch, ffn, mix, seed, haste):
-    rig = Rig(monkeypatch, ffn, seed, haste)
+    rig = DeferredRig(monkeypatch, ffn, seed, haste)
     ranks_over_a_base(rig, mix, seed)
 
 
-def ranks_over_a_base(rig: Rig, mix: tuple[float, float, float], seed: int) -> None:
+def ranks_over_a_base(rig: DeferredRig, mix: tuple[float, float, float], seed: int) -> None:
     ffn, everyone = rig.ffn, torch.arange(rig.ffn.shape.neurons)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(64)
     with rig.torch:
-        runtime = rig.runtime(replace(mixed(ffn, mix, has_base=True), far_layers=seed))
+        runtime = rig.runtime(replace(mixed(ffn, mix, has_base=True), num_far_layers=seed))
         for step in range(24):
             layer = step % 3
             x = 0.7 * x + 0.5 * rng.standard_normal(64)
             with now():
                 x_BH = torch.from_numpy(x[None]).float()
                 scores_BN, lowest = base_scores(ffn, layer, x_BH), least(ffn)
-                wanted = select(scores_BN, Mix.of(mix), lowest)
+                wanted = select(scores_BN, Mix.from_shares(mix), lowest)
             found = runtime.layers[layer].compute(rig.near(x_BH), True)
             with now():
-                near = residents(runtime, layer)
+                near = resident_neurons(runtime, layer)
                 better = torch.cat(list(near.values()))
                 is_all = sum(mix) == 1 and ffn.shape.gated
                 rest = everyone if is_all else torch.from_numpy(wanted.int4)
                 chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
                 rig.due.append((found, ffn.product(layer, x_BH, chosen)))
         rig.settle()
-        assert runtime.use.sparse_steps == 24
+        assert runtime.stats.sparse_steps == 24
         runtime.close()
 
 
@@ -169,7 +171,7 @@ def test_a_damaged_bundle_takes_no_room_with_it(monkeypatch, tmp_path, haste):
             ffn.shape, Precision.FULL
         )
     flip(tmp_path / "ffn" / NEURONS, offset)
-    rig = Rig(monkeypatch, ffn, 0, haste)
+    rig = DeferredRig(monkeypatch, ffn, 0, haste)
     predictors = [ScriptedNear(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
     with rig.torch:
         runtime = rig.runtime(mixed(ffn, (0.25, 0, 0)), predictors)
@@ -183,43 +185,43 @@ def test_a_damaged_bundle_takes_no_room_with_it(monkeypatch, tmp_path, haste):
             if step % 2:
                 with pytest.raises(IntegrityError, match="neuron 5, full is damaged"):
                     runtime.layers[0].compute(rig.near(x_BH), True)
-                assert not len(residents(runtime, 0)[Precision.FULL])
+                assert not len(resident_neurons(runtime, 0)[Precision.FULL])
                 continue
             found = runtime.layers[0].compute(rig.near(x_BH), True)
             with now():
-                rig.due.append((found, ffn.product(0, x_BH, residents(runtime, 0))))
-        assert runtime.use.sparse_steps == 8
+                rig.due.append((found, ffn.product(0, x_BH, resident_neurons(runtime, 0))))
+        assert runtime.stats.sparse_steps == 8
         rig.settle()
         runtime.close()
 
 
 def rows_are_not_waited_for(monkeypatch):
     """Copies overwrite rows that compute still reads."""
-    bring = sources.NeuronSource._copy
+    load = backends.NeuronBackend._copy
 
     def careless(self, far, ids, into, rows, after):
-        return bring(self, far, ids, into, rows, at_once(self._device))
+        return load(self, far, ids, into, rows, at_once(self._device))
 
-    monkeypatch.setattr(sources.NeuronSource, "_copy", careless)
-    passing = passages.Passage.bring
+    monkeypatch.setattr(backends.NeuronBackend, "_copy", careless)
+    passing = bounce_pipeline.BouncePipeline.load
 
     def hasty(self, layer, neurons, into, rows, after):
         return passing(self, layer, neurons, into, rows, at_once(self.device))
 
-    monkeypatch.setattr(passages.Passage, "bring", hasty)
+    monkeypatch.setattr(bounce_pipeline.BouncePipeline, "load", hasty)
 
 
 def rooms_are_read_to_at_once(monkeypatch):
     """A disk writes to memory that is still being copied."""
-    read_on = passages.Passing._read_on
+    read_on = bounce_pipeline.BounceLoad._read_on
 
     def careless(self):
-        free = self._passage.free
-        for index, (room, _) in enumerate(free):
-            free[index] = (room, None)
+        free = self._pipeline.free
+        for index, (buffer, _) in enumerate(free):
+            free[index] = (buffer, None)
         read_on(self)
 
-    monkeypatch.setattr(passages.Passing, "_read_on", careless)
+    monkeypatch.setattr(bounce_pipeline.BounceLoad, "_read_on", careless)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +239,9 @@ def test_what_is_broken_on_purpose_is_found(monkeypatch, ffn, mutate):
     for seed, haste in product((1, 2, 3, 4), (0.0, 0.6, 0.9)):
         try:
             with monkeypatch.context() as patched:
-                rig = Rig(patched, ffn, seed, haste)
+                rig = DeferredRig(patched, ffn, seed, haste)
                 chosen_neurons(rig, "atu", (0.1, 0.2, 0.3), seed % 4)
-                ranks_over_a_base(Rig(patched, ffn, seed, haste), (0.1, 0.2, 0.3), seed % 3)
+                ranks_over_a_base(DeferredRig(patched, ffn, seed, haste), (0.1, 0.2, 0.3), seed % 3)
         except (AssertionError, IntegrityError, IndexError):
             return
     pytest.fail(f"{mutate.__name__} was not noticed")
@@ -250,10 +252,10 @@ def test_what_is_broken_on_purpose_is_found(monkeypatch, ffn, mutate):
 
 def test_lists_are_not_changed_while_they_are_on_their_way(monkeypatch, ffn):
     """More of them than there are places."""
-    rig = Rig(monkeypatch, ffn, seed=0, haste=0.0)
-    link = host_link.HostLink(rig.device, NEAR)
+    rig = DeferredRig(monkeypatch, ffn, seed=0, haste=0.0)
+    mailbox = host_link.Mailbox(rig.device, NEAR)
     with rig.torch:
-        sent = [link.send([np.full(n, n), np.full(3, n % 2 == 0)]) for n in range(1, 20)]
+        sent = [mailbox.h2d([np.full(n, n), np.full(3, n % 2 == 0)]) for n in range(1, 20)]
         with now():
             rig.device.cuda.run_all()
             for n, (numbers, flags) in enumerate(sent, 1):
@@ -261,11 +263,11 @@ def test_lists_are_not_changed_while_they_are_on_their_way(monkeypatch, ffn):
 
 
 def test_what_was_read_ahead_is_not_written_over_before_it_is_copied(monkeypatch, ffn):
-    rig = Rig(monkeypatch, ffn, seed=0, haste=0.0)
+    rig = DeferredRig(monkeypatch, ffn, seed=0, haste=0.0)
     neurons = np.arange(4)
     with ffn.open() as store, rig.torch:
         area = dynamic.DynamicArea(store, {Precision.FULL: 4}, rig.device)
-        area.expect(0, {Precision.FULL: neurons})
+        area.prefetch(0, {Precision.FULL: neurons})
         held, found, rows = area.find(0, Precision.FULL, neurons)
         assert len(found) == 4
         with now():
@@ -273,7 +275,7 @@ def test_what_was_read_ahead_is_not_written_over_before_it_is_copied(monkeypatch
             pages = Pages(rows)
             copied = rig.device.copy(Direction.READ, held, pages, near, Pages(neurons))
         area.is_copied(0, Precision.FULL, copied)
-        area.expect(0, {Precision.FULL: neurons + 20})
+        area.prefetch(0, {Precision.FULL: neurons + 20})
         area.find(0, Precision.FULL, neurons + 20)
         copied.wait()
         num_bytes = bundle_bytes(ffn.shape, Precision.FULL)

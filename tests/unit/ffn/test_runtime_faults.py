@@ -25,7 +25,7 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn import memory_plan as planning
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import settle
-from vllm_tiered.ffn.loader.backend import NeuronSource
+from vllm_tiered.ffn.loader.backend import NeuronBackend
 from vllm_tiered.ffn.memory_plan import FfnPlan
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
@@ -55,15 +55,15 @@ class Faults:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self.share = 0.0
         self._rng = np.random.default_rng(seed)
-        bring = NeuronSource.bring
+        load = NeuronBackend.load
 
-        def brought(source, layer, precision, *args, **kwargs):
+        def loaded(backend, layer, precision, *args, **kwargs):
             if self._rng.random() < self.share:
                 raise IntegrityError(f"layer {layer}, {precision.value}")
-            arrival = bring(source, layer, precision, *args, **kwargs)
+            arrival = load(backend, layer, precision, *args, **kwargs)
             return Failing(arrival, self) if self._rng.random() < self.share else arrival
 
-        monkeypatch.setattr(NeuronSource, "bring", brought)
+        monkeypatch.setattr(NeuronBackend, "load", loaded)
 
 
 class Failing:
@@ -102,13 +102,13 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
         cache = runtime.layers[0].cache
         for precision in cache.caches:
             check_bytes(ffn, runtime, 0, precision)
-        before = runtime.use.sparse_steps
+        before = runtime.stats.sparse_steps
         found = runtime.layers[0].compute(x_BH, True)
-        if runtime.use.sparse_steps == before:
+        if runtime.stats.sparse_steps == before:
             assert close(found, ffn.dense(0, x_BH))
             continue
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
-        wanted = select(predictors[0].next_BN, Mix.of(mix))
+        wanted = select(predictors[0].next_BN, Mix.from_shares(mix))
         check_precisions(wanted, near)
         assert close(found, ffn.product(0, x_BH, near))
     assert failed > 10
@@ -118,7 +118,7 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
 def test_dense_steps_after_failed_ones_have_every_neuron(ffn, monkeypatch) -> None:
     """Also where whoever caught the error still has it, and with it what the step had begun."""
     faults = Faults(monkeypatch, seed=1)
-    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=10, far_layers=1), CpuDevice())
+    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=10, num_far_layers=1), CpuDevice())
     x_BH = torch.randn(2, 64)
     errors = []
     for layer in itertools.islice(itertools.cycle(range(5)), 60):
@@ -136,7 +136,7 @@ def test_dense_steps_after_failed_ones_have_every_neuron(ffn, monkeypatch) -> No
 def test_one_layer_is_streamed_once_a_step(tmp_path) -> None:
     """What is read ahead of its end is its beginning."""
     ffn = random_ffn(tmp_path / "one", gated=False, num_layers=1)
-    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=0, far_layers=0), CpuDevice())
+    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=0, num_far_layers=0), CpuDevice())
     chunks = runtime.layers[0]._stream.chunks(0, wraps=True)
     found = [chunk.num_neurons for chunk in itertools.islice(chunks, 200)]
     assert sum(found) == 96 and len(found) > 3
@@ -151,14 +151,14 @@ def test_streamed_in_8_bit(ffn, monkeypatch) -> None:
     monkeypatch.setattr(planning, "_CHUNK_BYTES", 7 * bundle_stride(ffn.shape, Precision.INT8))
     plan = planning.plan_mixed(
         ffn.shape,
-        Mix.of((0, 0.5, 0)),
+        Mix.from_shares((0, 0.5, 0)),
         active_share=1.0,
         streamed=Precision.INT8,
         near_bytes=None,
         far_bytes=0,
         table_bytes=0,
     )
-    assert ffn.shape.neurons % plan.chunk_rows
+    assert ffn.shape.neurons % plan.chunk_neurons
     runtime, _ = scripted(ffn, plan)
     x_BH = torch.randn(4, 64)
     everyone = {Precision.INT8: torch.arange(96)}
@@ -194,22 +194,22 @@ def test_no_token_at_all(ffn, only_decodes) -> None:
 
 def test_a_dense_layer_does_not_wait_in_what_others_expect(ffn) -> None:
     """Far memory's slots go round; a chunk that was read ahead may be used much later."""
-    plan = replace(mixed(ffn, (1, 0, 0)), reads_ahead=True)
+    plan = replace(mixed(ffn, (1, 0, 0)), prefetches=True)
     device = DelayedDevice(seed=1, max_delay_seconds=0.05)
     runtime, _ = scripted(ffn, plan, device=device)
     everyone = {Precision.FULL: np.arange(96)}
     x_BH = torch.randn(1, 64)
     for _ in range(10):
-        runtime.source.expect(1, everyone)
+        runtime.backend.prefetch(1, everyone)
         runtime.layers[0].compute(x_BH, False)
-        runtime.source.expect(4, everyone)  # in the same slot
+        runtime.backend.prefetch(4, everyone)  # in the same slot
         assert close(runtime.layers[1].compute(x_BH, False), ffn.dense(1, x_BH))
     runtime.close()
 
 
 def test_what_was_read_ahead_in_vain_may_be_damaged(tmp_path: Path) -> None:
     ffn = random_ffn(tmp_path / "ffn", gated=True)
-    plan = replace(mixed(ffn, (0.25, 0, 0)), reads_ahead=True)
+    plan = replace(mixed(ffn, (0.25, 0, 0)), prefetches=True)
     runtime, predictors = scripted(ffn, plan)
     store = ffn.open()
     offset = store._form.offset(2, Precision.FULL) + 40 * bundle_stride(ffn.shape, Precision.FULL)
@@ -219,12 +219,12 @@ def test_what_was_read_ahead_in_vain_may_be_damaged(tmp_path: Path) -> None:
         file.write(b"\xff" * 8)
     scores = torch.arange(96, dtype=torch.float32)[None]
     x_BH = torch.randn(1, 64)
-    runtime.source.expect(2, {Precision.FULL: np.array([40, 90, 95])})
+    runtime.backend.prefetch(2, {Precision.FULL: np.array([40, 90, 95])})
     predictors[2].next_BN = scores
     chosen = {Precision.FULL: torch.arange(72, 96)}
     assert close(runtime.layers[2].compute(x_BH, True), ffn.product(2, x_BH, chosen))
     predictors[2].next_BN = -scores
-    runtime.source.expect(2, {Precision.FULL: np.array([0, 40])})
+    runtime.backend.prefetch(2, {Precision.FULL: np.array([0, 40])})
     predictors[2].next_BN = -(scores - 40).abs()
     with pytest.raises(IntegrityError, match=r"layer 2, neuron 40, full .* damaged"):
         runtime.layers[2].compute(x_BH, True)

@@ -16,12 +16,12 @@ def by_sorting(scores_BN, mix, threshold=None):
     """The same by a stable sort of each token: a set of neurons for each precision."""
     best: dict[int, int] = {}
     for scores_N in scores_BN:
-        ranked = sorted(range(len(scores_N)), key=lambda n: (-scores_N[n], n))
+        rank = sorted(range(len(scores_N)), key=lambda n: (-scores_N[n], n))
         if threshold is not None:
-            ranked = [n for n in ranked if scores_N[n] >= threshold]
+            rank = [n for n in rank if scores_N[n] >= threshold]
         first = 0
-        for precision, count in enumerate(mix.counts(len(ranked))):
-            for n in ranked[first : first + count]:
+        for precision, count in enumerate(mix.counts(len(rank))):
+            for n in rank[first : first + count]:
                 best[n] = min(best.get(n, precision), precision)
             first += count
     return [sorted(n for n, found in best.items() if found == precision) for precision in range(3)]
@@ -38,7 +38,7 @@ def cases(draw):
     if not cuts[2]:
         shares = [0, 0, 1]
     threshold = draw(st.sampled_from([None, -5.0, 0.0, 1.0, 9.0]))
-    return torch.tensor(scores).view(batch, neurons), Mix.of(shares), threshold
+    return torch.tensor(scores).view(batch, neurons), Mix.from_shares(shares), threshold
 
 
 @settings(max_examples=300)
@@ -47,9 +47,9 @@ def test_equals_a_sort(case):
     scores_BN, mix, threshold = case
     found = select(scores_BN, mix, threshold)
     expected = by_sorting(scores_BN.tolist(), mix, threshold)
-    assert [found.of(precision).tolist() for precision in Precision] == expected
+    assert [found.neurons_in(precision).tolist() for precision in Precision] == expected
     assert found.num_neurons == sum(map(len, expected))
-    assert all(found.of(precision).dtype == np.int64 for precision in Precision)
+    assert all(found.neurons_in(precision).dtype == np.int64 for precision in Precision)
 
 
 @given(cases())
@@ -59,7 +59,7 @@ def test_each_token_by_itself(case):
     for token, scores_N in enumerate(scores_BN):
         alone = select(scores_N[None], mix, threshold)
         for mask, precision in zip(found, Precision, strict=True):
-            assert mask[token].nonzero().flatten().tolist() == alone.of(precision).tolist()
+            assert mask[token].nonzero().flatten().tolist() == alone.neurons_in(precision).tolist()
 
 
 @settings(max_examples=200)
@@ -69,14 +69,16 @@ def test_limits_move_the_lowest_down(case, limits):
     free = select(scores_BN, mix, threshold)
     found = select(scores_BN, mix, threshold, limits)
     best = scores_BN.amax(0).numpy()
-    wanted = {n: rank for rank, p in enumerate(Precision) for n in free.of(p)}
-    given_ = {n: rank for rank, p in enumerate(Precision) for n in found.of(p)}
-    assert all(len(found.of(p)) <= limit for p, limit in zip(Precision, limits, strict=True))
+    wanted = {n: rank for rank, p in enumerate(Precision) for n in free.neurons_in(p)}
+    given_ = {n: rank for rank, p in enumerate(Precision) for n in found.neurons_in(p)}
+    assert all(
+        len(found.neurons_in(p)) <= limit for p, limit in zip(Precision, limits, strict=True)
+    )
     assert all(given_.get(n, 3) >= rank for n, rank in wanted.items())
     assert set(given_) <= set(wanted)
     assert found.num_demoted == sum(given_.get(n, 3) != rank for n, rank in wanted.items())
     for precision, limit in zip(Precision, limits, strict=True):
-        kept = found.of(precision)
+        kept = found.neurons_in(precision)
         out = [n for n in wanted if given_.get(n, 3) > list(Precision).index(precision)]
         fell = [n for n in out if wanted[n] <= list(Precision).index(precision)]
         assert not fell or len(kept) == limit
@@ -87,7 +89,7 @@ def test_limits_move_the_lowest_down(case, limits):
 def test_shares_that_make_one_leave_no_neuron_out():
     for neurons in (1, 7, 1536, 1537):
         for shares in ([0.25, 0.25, 0.5], [0.1, 0.2, 0.7], [1 / 3, 1 / 3, 1 / 3]):
-            assert sum(Mix.of(shares).counts(neurons)) == neurons
+            assert sum(Mix.from_shares(shares).counts(neurons)) == neurons
     assert select(torch.randn(3, 50), ALL).full.tolist() == list(range(50))
 
 
@@ -97,11 +99,11 @@ def test_nan_is_never_chosen():
 
 
 def test_the_papers_mix_is_half_the_bits():
-    assert Mix.of([0.25, 0.25, 0.5]).bits() == 8
-    assert Mix.of([0.5, 0, 0]).bits() == 8
+    assert Mix.from_shares([0.25, 0.25, 0.5]).bits() == 8
+    assert Mix.from_shares([0.5, 0, 0]).bits() == 8
 
 
 @pytest.mark.parametrize("shares", [[0.5, 0.5], [0.5, 0.5, 0.1], [-0.1, 1, 0], [0, 0, 0]])
 def test_a_mix_that_is_none(shares):
     with pytest.raises(ConfigError, match=r"tiered\.ffn\.mix"):
-        Mix.of(shares)
+        Mix.from_shares(shares)

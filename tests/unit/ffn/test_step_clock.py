@@ -15,7 +15,7 @@ def test_on_the_host_a_step_is_over_when_it_was_computed() -> None:
     clock = StepClock(device)
     begin = clock.now()
     time.sleep(0.01)
-    clock.tell(begin, told.append)
+    clock.measure(begin, told.append)
     device.close()
     assert len(told) == 1 and 0.01 <= told[0] < 1
 
@@ -30,7 +30,7 @@ def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
         begin = clock.now()
         for _ in range(num_kernels):
             device.compute(lambda: None)
-        clock.tell(begin, lambda seconds: told.append((name, seconds)))
+        clock.measure(begin, lambda seconds: told.append((name, seconds)))
 
     step("long", 40)
     step("short", 2)
@@ -40,7 +40,7 @@ def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
     step("last", 1)
     (first, long), (second, short) = told
     assert (first, second) == ("long", "short")
-    assert 0.04 <= long < 0.05 and 0 < short < 0.01  # a piece is a millisecond of the double's
+    assert 0.04 <= long < 0.05 and 0 < short < 0.01  # a piece is a millisecond of the fake's
     device.close()
 
 
@@ -49,6 +49,6 @@ def test_a_step_that_took_nothing_can_be_divided_by() -> None:
     device = SimulatedCudaDevice(random.Random(0), haste=1.0)
     device.cuda.seconds_between = lambda begin, end: 0.0  # type: ignore[method-assign]
     clock = StepClock(device)
-    clock.tell(clock.now(), told.append)
+    clock.measure(clock.now(), told.append)
     device.close()
     assert len(told) == 1 and told[0] > 0

@@ -6,17 +6,19 @@ import statistics
 
 import pytest
 
-from tests.fakes.kv.controlled_engine import LEVELS, Plant
-from vllm_tiered.kv.baseline import Worth
+from tests.fakes.kv.controlled_engine import LEVELS, ControlledEngine
+from vllm_tiered.kv.baseline import BaselineComparison
 from vllm_tiered.kv.controller_context import STORAGE_TUNING
 from vllm_tiered.kv.windows import Window
 
-TOP = LEVELS.max_far_layers
+TOP = LEVELS.max_num_far
 HOLD = STORAGE_TUNING.base_records * STORAGE_TUNING.record_steps
 
 
 def storage(**changes):
-    return Plant(**{"unit_link": 1e-7, "noise": 0.01, "tuning": STORAGE_TUNING, **changes})
+    return ControlledEngine(
+        **{"unit_link": 1e-7, "noise": 0.01, "tuning": STORAGE_TUNING, **changes}
+    )
 
 
 def rate(plant, level):
@@ -53,7 +55,7 @@ def test_layers_that_cost_more_than_they_give_are_given_up():
 
 def test_without_the_comparison_they_are_kept():
     """What the rule is for: by stall alone nothing is wrong with them."""
-    plant = Plant(unit_link=1e-7, noise=0.01, copy_cost=1.5e-4).run(6000)
+    plant = ControlledEngine(unit_link=1e-7, noise=0.01, copy_cost=1.5e-4).run(6000)
     assert min(plant.path[1000:]) > 10
 
 
@@ -121,7 +123,7 @@ def filled(worth, level, rates, **changes):
 
 
 def test_plain_losses_are_known_after_three_samples():
-    worth = filled(Worth(), 0, [100, 104, 98, 101])
+    worth = filled(BaselineComparison(), 0, [100, 104, 98, 101])
     assert worth.base.count == 4
     for count, expected in ((2, None), (3, pytest.approx(0.25, abs=0.01))):
         here = filled(worth.at(20), 20, [75, 77, 74][:count])
@@ -130,7 +132,7 @@ def test_plain_losses_are_known_after_three_samples():
 
 @pytest.mark.parametrize(("tokens", "is_loss"), [(98, True), (103, False)])
 def test_small_differences_are_decided_by_the_means_once(tokens, is_loss):
-    worth = filled(Worth(), 0, [70, 130] * 2).at(20)
+    worth = filled(BaselineComparison(), 0, [70, 130] * 2).at(20)
     low, high = tokens - 30, tokens + 30
     verdicts = []
     for index in range(10):
@@ -141,7 +143,7 @@ def test_small_differences_are_decided_by_the_means_once(tokens, is_loss):
 
 
 def test_another_load_begins_a_record_anew():
-    worth = filled(Worth(), 0, [100] * 4).at(20)
+    worth = filled(BaselineComparison(), 0, [100] * 4).at(20)
     worth = filled(worth, 20, [75, 75])
     worth = filled(worth, 20, [75], running=40)
     assert worth.here.count == 2, "one sample may be an accident"
@@ -151,14 +153,14 @@ def test_another_load_begins_a_record_anew():
 
 
 def test_the_base_is_waited_for_once():
-    worth = filled(Worth(), 0, [100] * 4)
+    worth = filled(BaselineComparison(), 0, [100] * 4)
     assert worth.is_known
     worth = filled(worth, 0, [100, 100], running=40)
     assert worth.is_known and worth.base.count == 1
 
 
 def test_what_was_judged_is_not_judged_again():
-    worth = filled(Worth(), 0, [100] * 4).at(20)
-    worth = dataclasses.replace(filled(worth, 20, [110] * 8), is_judged=True)
+    worth = filled(BaselineComparison(), 0, [100] * 4).at(20)
+    worth = dataclasses.replace(filled(worth, 20, [110] * 8), is_evaluated=True)
     assert filled(worth, 20, [60] * 8).loss(8, 0.01) is None
-    assert not worth.at(5).is_judged, "other levels are"
+    assert not worth.at(5).is_evaluated, "other levels are"

@@ -10,31 +10,31 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.fakes.kv.controlled_engine import LEVELS, Plant, limit_of
+from tests.fakes.kv.controlled_engine import LEVELS, ControlledEngine, limit_of
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
 from vllm_tiered.kv.windows import Window
 
-MOVING = dataclasses.replace(LEVELS, moves_tails=True)
+MOVING = dataclasses.replace(LEVELS, offloads_partial_blocks=True)
 
 # Growing --------------------------------------------------------------------------------
 
 
 def test_starts_without_far_layers_and_stays_while_nothing_is_blocked():
-    plant = Plant(demand=90, waiting=50).run(3000)
+    plant = ControlledEngine(demand=90, waiting=50).run(3000)
     assert set(plant.path) == {0}
 
 
 def test_strides_double_while_the_link_is_idle():
-    plant = Plant(unit_link=1e-9).run(100)
+    plant = ControlledEngine(unit_link=1e-9).run(100)
     assert plant.levels_seen[:5] == [0, 3, 5, 9, 17]
-    assert plant.path[60] == LEVELS.max_far_layers
+    assert plant.path[60] == LEVELS.max_num_far
     assert "8 of 8 steps blocked" in plant.reasons
 
 
 @pytest.mark.parametrize(("demand", "most"), [(130, 169), (200, 230)])
 def test_no_level_above_what_the_pressure_can_use(demand, most):
-    plant = Plant(demand=demand).run(500)
+    plant = ControlledEngine(demand=demand).run(500)
     needed = next(m for m in range(30) if limit_of(m, 0.2) >= demand)
     assert plant.level >= needed
     # A little more is not refused: requests grow, and a slack of 0.2 is asked for.
@@ -47,8 +47,8 @@ def test_no_level_above_what_the_pressure_can_use(demand, most):
 
 
 def test_growth_ends_before_compute_waits():
-    plant = Plant(unit_link=1.2e-5).run(4000)
-    assert 5 < plant.level < LEVELS.max_far_layers
+    plant = ControlledEngine(unit_link=1.2e-5).run(4000)
+    assert 5 < plant.level < LEVELS.max_num_far
     assert statistics.fmean(plant.stalls) < 0.01
     higher = dataclasses.replace(plant, unit_link=1.2e-5)
     higher.level = plant.level + 2
@@ -56,39 +56,39 @@ def test_growth_ends_before_compute_waits():
 
 
 def test_a_saturated_link_is_given_up():
-    plant = Plant(unit_link=2e-4).run(20_000)
+    plant = ControlledEngine(unit_link=2e-4).run(20_000)
     assert statistics.fmean(plant.stalls) < 0.01
     assert plant.path.count(0) > 0.95 * len(plant.path)
 
 
 @pytest.mark.parametrize("demand", [170, 200, 260])
-def test_tails_move_where_they_leave_too_few_blocks(demand):
-    """Half of the blocks are tails: up to the lowest level that holds the demand."""
-    plant = Plant(demand=demand, tails_per_block=0.5, levels=MOVING).run(3000)
-    held = limit_of(MOVING.max_far_layers, 0.5)
-    assert demand > held and not MOVING.tails_stay(plant.level)
+def test_partial_blocks_move_where_they_leave_too_few_blocks(demand):
+    """Half of the blocks are partial blocks: up to the lowest level that holds the demand."""
+    plant = ControlledEngine(demand=demand, partial_per_block=0.5, levels=MOVING).run(3000)
+    held = limit_of(MOVING.max_num_far, 0.5)
+    assert demand > held and not MOVING.partial_blocks_resident(plant.level)
     assert limit_of(plant.level, 0.5, MOVING) >= demand
     assert limit_of(plant.level, 0.5, MOVING) < 1.3 * demand
     assert plant.level < MOVING.highest
     assert plant.changes_since(1000) == 0
 
 
-def test_tails_stay_where_that_holds_the_blocks():
-    plant = Plant(demand=200, tails_per_block=0.05, levels=MOVING).run(3000)
-    assert MOVING.tails_stay(plant.level) and limit_of(plant.level, 0.05) >= 200
+def test_partial_blocks_stay_where_that_holds_the_blocks():
+    plant = ControlledEngine(demand=200, partial_per_block=0.05, levels=MOVING).run(3000)
+    assert MOVING.partial_blocks_resident(plant.level) and limit_of(plant.level, 0.05) >= 200
 
 
-def test_tails_come_back_when_the_load_falls():
-    plant = Plant(demand=250, tails_per_block=0.5, levels=MOVING).run(2000)
-    assert not MOVING.tails_stay(plant.level)
+def test_partial_blocks_come_back_when_the_load_falls():
+    plant = ControlledEngine(demand=250, partial_per_block=0.5, levels=MOVING).run(2000)
+    assert not MOVING.partial_blocks_resident(plant.level)
     plant.demand = 110
     plant.run(4000)
-    assert MOVING.tails_stay(plant.level) and plant.level > 0
+    assert MOVING.partial_blocks_resident(plant.level) and plant.level > 0
 
 
 def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
-    """Where tails stay a lower level holds it too, but a third less of the others."""
-    plant = Plant(demand=200, tails_per_block=0.5, levels=MOVING).run(2000)
+    """Where partial blocks stay a lower level holds it too, but a third less of the others."""
+    plant = ControlledEngine(demand=200, partial_per_block=0.5, levels=MOVING).run(2000)
     before = plant.level
     plant.needed_blocks = MOVING.block_limit(before, 2) + 1
     plant.run(1)
@@ -98,20 +98,22 @@ def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
 
 
 def test_the_link_is_told_from_the_blocks_that_are_read():
-    """Of the slots that are charged half are for a second tail, which no request has."""
-    plant = Plant(demand=150, tails_per_block=0.5, unit_link=4e-6, levels=MOVING).run(200)
-    assert MOVING.tails_stay(plant.level) and plant.level
+    """Of the slots that are charged half are for a second partial block, which no request has."""
+    plant = ControlledEngine(demand=150, partial_per_block=0.5, unit_link=4e-6, levels=MOVING).run(
+        200
+    )
+    assert MOVING.partial_blocks_resident(plant.level) and plant.level
     assert plant.state.memory.unit_link == pytest.approx(4e-6, rel=1e-3)
 
 
 def test_levels_that_give_no_blocks_are_not_chosen():
-    """One tail a block: what a far layer gives, its tails take."""
-    plant = Plant(tails_per_block=1.0).run(3000)
+    """One partial block a block: what a far layer gives, its partial blocks take."""
+    plant = ControlledEngine(partial_per_block=1.0).run(3000)
     assert set(plant.path) == {0}
 
 
 def test_steps_on_the_way_to_a_level_count_for_nothing():
-    plant = Plant().run(8)
+    plant = ControlledEngine().run(8)
     assert plant.level == 3
     before = plant.state
     signals = plant.signals()
@@ -128,26 +130,26 @@ def test_steps_on_the_way_to_a_level_count_for_nothing():
 
 
 def test_a_request_that_does_not_fit_is_served_at_once():
-    plant = Plant(demand=50, needed_blocks=150).run(1)
+    plant = ControlledEngine(demand=50, needed_blocks=150).run(1)
     lowest = next(m for m in range(30) if LEVELS.block_limit(m, 2) >= 150)
     assert plant.level == lowest
     assert plant.reasons == ["a request needs 150 blocks"]
 
 
 def test_the_level_is_kept_while_the_request_lives_and_given_back_after():
-    plant = Plant(demand=50, needed_blocks=150).run(5000)
+    plant = ControlledEngine(demand=50, needed_blocks=150).run(5000)
     assert min(plant.path) == plant.level > 0
     plant.needed_blocks = 10
     assert plant.run(1000).level == 0
 
 
 def test_stall_does_not_take_the_level_that_a_request_needs():
-    plant = Plant(demand=140, needed_blocks=150, unit_link=1e-3).run(3000)
+    plant = ControlledEngine(demand=140, needed_blocks=150, unit_link=1e-3).run(3000)
     assert LEVELS.block_limit(min(plant.path), 2) >= 150
 
 
 def test_a_request_that_no_level_holds_gets_the_largest():
-    plant = Plant(demand=50, needed_blocks=10_000).run(2000)
+    plant = ControlledEngine(demand=50, needed_blocks=10_000).run(2000)
     assert LEVELS.block_limit(plant.level, 2) == max(LEVELS.block_limit(m, 2) for m in range(25))
     assert plant.changes_since(1) == 0
 
@@ -158,7 +160,7 @@ def test_a_request_that_no_level_holds_gets_the_largest():
 @pytest.fixture
 def settled():
     """A plant that found its level: the link is the bound."""
-    plant = Plant(unit_link=1.2e-5, noise=0.02).run(3000)
+    plant = ControlledEngine(unit_link=1.2e-5, noise=0.02).run(3000)
     assert plant.level > 5
     return plant
 
@@ -177,13 +179,13 @@ def test_contention_is_given_way_to_and_the_level_comes_back(settled):
 
 def test_contention_that_took_all_layers_does_not_keep_them_away():
     """At level 0 nothing is read: what is known of the link is of the past."""
-    plant = Plant(unit_link=1e-6).run(500)
+    plant = ControlledEngine(unit_link=1e-6).run(500)
     plant.unit_link = 2e-3
     plant.run(2000)
     assert plant.level == 0
     plant.unit_link = 1e-6
     plant.run(12_000)
-    assert plant.level == LEVELS.max_far_layers
+    assert plant.level == LEVELS.max_num_far
 
 
 def test_heavy_stall_takes_several_layers_at_once(settled):
@@ -218,7 +220,7 @@ def test_mild_stall_is_given_way_to_when_it_lasts(settled):
 
 def test_no_growth_while_compute_waits_whatever_for():
     """Every third step stalls: too few to give layers back, and the link is idle."""
-    plant = Plant(unit_link=1e-9, stall_every=3, stall_share=0.06).run(3000)
+    plant = ControlledEngine(unit_link=1e-9, stall_every=3, stall_share=0.06).run(3000)
     assert plant.level == 3
 
 
@@ -226,9 +228,9 @@ def test_no_growth_while_compute_waits_whatever_for():
 
 
 def test_steps_aside_when_nothing_is_blocked_and_returns_in_one_jump():
-    plant = Plant(unit_link=1e-7).run(1000)
+    plant = ControlledEngine(unit_link=1e-7).run(1000)
     top = plant.level
-    assert top == LEVELS.max_far_layers
+    assert top == LEVELS.max_num_far
     plant.demand = 60
     plant.run(2500)
     assert plant.level == 0
@@ -240,29 +242,31 @@ def test_steps_aside_when_nothing_is_blocked_and_returns_in_one_jump():
 
 
 def test_never_steps_aside_below_the_blocks_in_use():
-    plant = Plant(unit_link=1e-7).run(1000)
+    plant = ControlledEngine(unit_link=1e-7).run(1000)
     plant.demand = 150
     plant.run(5000)
-    assert 0 < plant.level < LEVELS.max_far_layers
+    assert 0 < plant.level < LEVELS.max_num_far
     assert 150 <= limit_of(plant.level, 0.2) < 1.1 * 150
     assert plant.changes_since(len(plant.path) - 3000) == 0
 
 
 @dataclasses.dataclass
-class WithWaves(Plant):
-    """Requests that begin together, every hundred steps: few blocks yet, and two tails each."""
+class WithWaves(ControlledEngine):
+    """Requests that begin together, every hundred steps: few blocks yet, and two partial blocks
+    each."""
 
     def signals(self):
         signals = super().signals()
         if len(self.path) % 100:
             return signals
-        return dataclasses.replace(signals, is_blocked=False, used_blocks=60, tail_slots=60)
+        return dataclasses.replace(signals, is_blocked=False, used_blocks=60, num_partial=60)
 
 
 def test_requests_that_begin_together_do_not_keep_layers_far():
-    """The level would not hold the most blocks beside the most tails: they never come together."""
+    """The level would not hold the most blocks beside the most partial blocks: they never come
+    together."""
     levels = []
-    for plant in (Plant(unit_link=1e-7), WithWaves(unit_link=1e-7)):
+    for plant in (ControlledEngine(unit_link=1e-7), WithWaves(unit_link=1e-7)):
         plant.run(1000)
         plant.demand = 150
         plant.run(5000)
@@ -273,7 +277,7 @@ def test_requests_that_begin_together_do_not_keep_layers_far():
 
 
 def test_pressure_that_comes_and_goes_is_met_with_more_and_more_patience():
-    plant = Plant(unit_link=1e-7)
+    plant = ControlledEngine(unit_link=1e-7)
     counts = []
     for _ in range(3):
         start = len(plant.path)
@@ -292,36 +296,36 @@ def test_pressure_that_comes_and_goes_is_met_with_more_and_more_patience():
 
 def test_a_lower_level_that_does_as_well_is_kept():
     """A shared bus: beyond some level blocks cost what they give, though compute never waits."""
-    plant = Plant(unit_link=1e-7, copy_cost=1.5e-5, fill=0.8, noise=0.01)
+    plant = ControlledEngine(unit_link=1e-7, copy_cost=1.5e-5, fill=0.8, noise=0.01)
     quiet = dataclasses.replace(plant, noise=0.0)
-    quiet.level = LEVELS.max_far_layers
+    quiet.level = LEVELS.max_num_far
     top = quiet.signals()
     quiet.level = 12
     middle = quiet.signals()
     assert middle.tokens / middle.seconds > 1.02 * top.tokens / top.seconds
     plant.run(40_000)
-    assert max(plant.path) == LEVELS.max_far_layers
+    assert max(plant.path) == LEVELS.max_num_far
     late = statistics.median(plant.path[-10_000:])
-    assert late < LEVELS.max_far_layers
+    assert late < LEVELS.max_num_far
 
 
 def test_a_lower_level_that_does_worse_is_left_again():
-    plant = Plant(unit_link=1e-7, fill=0.8, noise=0.01).run(40_000)
+    plant = ControlledEngine(unit_link=1e-7, fill=0.8, noise=0.01).run(40_000)
     assert "trying a lower level" in plant.reasons
     assert "lower was not as good" in plant.reasons
-    assert plant.path.count(LEVELS.max_far_layers) > 0.9 * len(plant.path)
+    assert plant.path.count(LEVELS.max_num_far) > 0.9 * len(plant.path)
 
 
 def test_in_doubt_the_level_stays():
     """Steps take as long as they have blocks: all levels are as fast, but noise hides it."""
-    plant = Plant(unit_link=1e-8, decode=(1e-3, 5e-4), fill=0.8, noise=0.05).run(40_000)
+    plant = ControlledEngine(unit_link=1e-8, decode=(1e-3, 5e-4), fill=0.8, noise=0.05).run(40_000)
     assert "lower was not as good" in plant.reasons
-    assert plant.path.count(LEVELS.max_far_layers) > 0.8 * len(plant.path)
+    assert plant.path.count(LEVELS.max_num_far) > 0.8 * len(plant.path)
 
 
 def test_levels_are_not_lowered_onto_blocks_in_use():
     """Under pressure the pool is full; a comparison is not worth a preemption."""
-    plant = Plant(unit_link=1e-7, fill=1.0).run(40_000)
+    plant = ControlledEngine(unit_link=1e-7, fill=1.0).run(40_000)
     assert "trying a lower level" not in plant.reasons
 
 
@@ -338,7 +342,7 @@ def test_levels_are_not_lowered_onto_blocks_in_use():
 )
 def test_never_oscillates_under_a_stationary_load(demand, unit_link, fill, copy_cost, seed):
     """Steps vary by 5 %, output by 30 %."""
-    plant = Plant(
+    plant = ControlledEngine(
         demand=demand, unit_link=unit_link, fill=fill, copy_cost=copy_cost, noise=0.05, seed=seed
     )
     plant.run(5000)
@@ -371,7 +375,7 @@ def test_any_signals_lead_to_a_level_that_exists_and_serves(data):
             num_running=rng.randrange(20),
             num_waiting=rng.randrange(20),
             used_blocks=rng.randrange(300),
-            tail_slots=rng.randrange(30),
+            num_partial=rng.randrange(30),
             needed_blocks=needed,
         )
         result = step(signals, state, levels)
@@ -389,7 +393,7 @@ def test_states_are_frozen():
 
 def test_a_step_costs_microseconds():
     """It runs in the serving loop. The bound is ten times what it takes on a quiet machine."""
-    plant = Plant(unit_link=1e-7, noise=0.0).run(500)
+    plant = ControlledEngine(unit_link=1e-7, noise=0.0).run(500)
     signals = plant.signals()
     times = []
     for _ in range(2000):
@@ -413,7 +417,8 @@ def test_the_public_names_are_those_of_the_contract():
 
 
 def test_a_large_request_beside_many_small_ones_keeps_a_level():
-    """So many tails that no level above 0 holds more in all, and a request that 0 does not hold."""
+    """So many partial blocks that no level above 0 holds more in all, and a request that 0 does
+    not hold."""
     small = dataclasses.replace(LEVELS, near_pages=30 * 9, max_blocks=30)
     state = initial_state(small)
     signals = Signals(
@@ -428,7 +433,7 @@ def test_a_large_request_beside_many_small_ones_keeps_a_level():
         num_running=8,
         num_waiting=2,
         used_blocks=8,
-        tail_slots=8,
+        num_partial=8,
         needed_blocks=14,
     )
     for _ in range(200):

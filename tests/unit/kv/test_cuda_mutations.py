@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The swapper on ``CudaDevice``, over a double of the CUDA runtime: right as it is, and not without
+"""The swapper on ``CudaDevice``, over a fake CUDA runtime: right as it is, and not without
 any of the things that keep the order.
 """
 
@@ -12,11 +12,11 @@ from tests.fakes.kv.driver import Driver, Setup, run_schedule
 from tests.fakes.kv.worker_model import WorkerModel, WrongKv
 from tests.unit.kv.test_late_compute import SETUPS as LATE_SETUPS
 from tests.unit.kv.test_mutations import Mutation, mutation_id
-from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
-from vllm_tiered.devices.cuda.bounce_copy import Carrier
+from vllm_tiered.devices.cuda import bounce_copy
+from vllm_tiered.devices.cuda.bounce_copy import BounceCopyWorker
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
-from vllm_tiered.devices.cuda.page_id_buffer import IdRing
+from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.queue import CopyQueue
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
@@ -24,8 +24,8 @@ from vllm_tiered.kv.page_pool import Owner, PagePool
 
 SETUPS = (
     *LATE_SETUPS,
-    Setup(num_layers=9, far_layers=8, block_tokens=4, sure_blocks=3, spare_pages=8),
-    Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
+    Setup(num_layers=9, num_far=8, block_tokens=4, sure_blocks=3, spare_pages=8),
+    Setup(num_layers=7, num_far=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
 )
 HASTES = (0.0, 0.3, 0.7, 1.0)
 ENGINE_RUN_BYTES = (1 << 60, 1, 64)  # all by the kernel, all by copy engines, some
@@ -41,14 +41,14 @@ def run_all() -> dict[str, int]:
             )
             driver = Driver(setup, device, poison_freed=False)
             run_schedule(driver, random.Random(seed), num_steps=30)
-            assert not device.cuda.registered, "memory stays registered"
+            assert not device.cuda.pinned, "memory stays pinned"
             assert not device.cuda.num_rerecorded, "an event meant two things"
             for kind, count in device.cuda.num_launches.items():
                 launches[kind] += count
     return launches
 
 
-def launch_what_waits_for_milestones(original):
+def launch_what_waits_for_deferred_events(original):
     """A stream that waits for what was not recorded does not wait."""
     return lambda self, job: True
 
@@ -69,23 +69,23 @@ def look_at_each_direction_once(original):
     return launch_ready
 
 
-def record_milestones_when_they_are_made(original):
-    def milestones(self, count):
+def record_deferred_events_when_they_are_made(original):
+    def deferred_events(self, count):
         made = original(self, count)
-        for milestone in made:
-            self._runtime.record(milestone.mark, self._runtime.compute_stream())
-            milestone.is_recorded = True
+        for deferred_event in made:
+            self._runtime.record(deferred_event.raw_event, self._runtime.compute_stream())
+            deferred_event.is_recorded = True
         return made
 
-    return milestones
+    return deferred_events
 
 
-def reach_what_was_reached(original):
-    def reach(self, milestone):
+def signal_without_recording(original):
+    def signal(self, deferred_event):
         with self._changed:
             self._launch_ready()
 
-    return reach
+    return signal
 
 
 def compute_does_not_wait(original):
@@ -102,21 +102,21 @@ def compute_events_are_not_recorded(original):
 
 
 def ids_where_the_last_ones_are(original):
-    def take(self, length, copy):
+    def reserve(self, length, copy):
         self._entries.clear()
         return original(self, length, copy)
 
-    return take
+    return reserve
 
 
 def take_places_that_are_not_free(original):
-    def room(self, length):
+    def find_free(self, length):
         return self._next if length <= self.num_ids - self._next else 0
 
-    return room
+    return find_free
 
 
-def carry_without_waiting(original):
+def bounce_without_waiting(original):
     def run(self, job):
         job.after = ()
         original(self, job)
@@ -125,17 +125,17 @@ def carry_without_waiting(original):
 
 
 MUTATIONS = (
-    (Mutation(CopyQueue, "_is_ready", launch_what_waits_for_milestones, WrongKv),),
+    (Mutation(CopyQueue, "_is_ready", launch_what_waits_for_deferred_events, WrongKv),),
     (Mutation(CopyQueue, "_submit", launch_without_waiting, AssertionError),),
     (Mutation(CudaDevice, "_launch_ready", look_at_each_direction_once, IntegrityError),),
     (
-        Mutation(CudaDevice, "milestones", record_milestones_when_they_are_made, WrongKv),
-        Mutation(CudaDevice, "reach", reach_what_was_reached, WrongKv),
+        Mutation(CudaDevice, "deferred_events", record_deferred_events_when_they_are_made, WrongKv),
+        Mutation(CudaDevice, "signal", signal_without_recording, WrongKv),
     ),
     (Mutation(CudaDevice, "wait", compute_does_not_wait, WrongKv),),
     (Mutation(CudaDevice, "compute_event", compute_events_are_not_recorded, WrongKv),),
-    (Mutation(IdRing, "_take", ids_where_the_last_ones_are, AssertionError),),
-    (Mutation(IdRing, "_room", take_places_that_are_not_free, AssertionError),),
+    (Mutation(PageIdBuffer, "_reserve", ids_where_the_last_ones_are, AssertionError),),
+    (Mutation(PageIdBuffer, "_find_free", take_places_that_are_not_free, AssertionError),),
 )
 
 
@@ -175,8 +175,8 @@ def test_the_host_never_waits_for_the_gpu(monkeypatch):
     monkeypatch.setattr(WorkerModel, "close", closed)
     run_all()
     # Of the rare ones test_drains.py has each.
-    assert handed_over[Owner.STAGING] > 100 and handed_over[Owner.TAIL] > 10, handed_over
-    assert handed_over[Owner.PINNED] > 0, handed_over
+    assert handed_over[Owner.STAGING] > 100 and handed_over[Owner.PARTIAL] > 10, handed_over
+    assert handed_over[Owner.RESIDENT] > 0, handed_over
 
 
 class CheckedDevice(SimulatedCudaDevice):
@@ -186,7 +186,7 @@ class CheckedDevice(SimulatedCudaDevice):
         return super().far_buffer(num_pages, page_bytes, "full")
 
 
-def run_carried(num_seeds: int) -> None:
+def run_bounced(num_seeds: int) -> None:
     for seed in range(num_seeds):
         device = CheckedDevice(random.Random(seed), haste=HASTES[seed % len(HASTES)])
         driver = Driver(SETUPS[seed % len(SETUPS)], device, poison_freed=False)
@@ -198,16 +198,16 @@ def run_carried(num_seeds: int) -> None:
 
 
 def test_unbroken_passes_when_threads_carry_pages(monkeypatch):
-    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 64)
-    run_carried(2 * len(SETUPS))
+    monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 64)
+    run_bounced(2 * len(SETUPS))
 
 
 @pytest.mark.parametrize(
     "mutation",
-    [Mutation(Carrier, "_run", carry_without_waiting, AssertionError)],
+    [Mutation(BounceCopyWorker, "_run", bounce_without_waiting, AssertionError)],
     ids=mutation_id,
 )
 def test_broken_fails_when_threads_carry_pages(mutation, monkeypatch):
     mutation.apply(monkeypatch)
     with pytest.raises(mutation.kind):
-        run_carried(20)
+        run_bounced(20)

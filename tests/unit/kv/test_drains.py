@@ -23,16 +23,19 @@ from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.kv.swapper import Swapper
 
-NUM_LAYERS, NUM_BLOCKS, FAR_LAYERS = 5, 9, 3
-GRANTED = 4
-TAILS = (1, 2)
-NEAR_PAGES = (NUM_LAYERS - FAR_LAYERS) * GRANTED + FAR_LAYERS * len(TAILS)
+NUM_LAYERS, NUM_BLOCKS, NUM_FAR = 5, 9, 3
+NUM_RELEASED = 4
+PARTIAL_BLOCKS = (1, 2)
+NEAR_PAGES = (NUM_LAYERS - NUM_FAR) * NUM_RELEASED + NUM_FAR * len(PARTIAL_BLOCKS)
 
 PLANS = {
-    "granted": ({"granted": [5, 6]}, Owner.PINNED),
-    "tails": ({"tail_acquire": [3, 4]}, Owner.TAIL),
-    "areas": ({"ring": [3]}, Owner.STAGING),
-    "layers-return": ({"ring": [3, 4], "withheld": [*TAILS], "far_layers": 0}, Owner.PINNED),
+    "released": ({"released": [5, 6]}, Owner.RESIDENT),
+    "partial blocks": ({"alloc_partial": [3, 4]}, Owner.PARTIAL),
+    "buffers": ({"store_new": [3]}, Owner.STAGING),
+    "layers-return": (
+        {"store_new": [3, 4], "reserved": [*PARTIAL_BLOCKS], "num_far": 0},
+        Owner.RESIDENT,
+    ),
 }
 
 
@@ -73,13 +76,13 @@ class Model:
         self.words = near.words
         self.device = device
         self.swapper = Swapper(
-            order=interleave(NUM_LAYERS, FAR_LAYERS),
+            order=interleave(NUM_LAYERS, NUM_FAR),
             num_blocks=NUM_BLOCKS,
             near=near,
             device=device,
-            far_layers=interleave(NUM_LAYERS, FAR_LAYERS).rotating,
-            orders=[interleave(NUM_LAYERS, far_layers) for far_layers in range(FAR_LAYERS + 1)],
-            granted=GRANTED,
+            offloadable_layers=interleave(NUM_LAYERS, NUM_FAR).offloaded,
+            orders=[interleave(NUM_LAYERS, num_far) for num_far in range(NUM_FAR + 1)],
+            released=NUM_RELEASED,
         )
 
     def step(self, number, block_ids, **plan) -> None:
@@ -100,23 +103,25 @@ class Model:
         self.words[pages] = value
 
     def far(self, layer, block_id):
-        slab = self.swapper.far.slab(layer).words
-        assert slab is not None
-        return slab[block_id]
+        far_region = self.swapper.far.far_region(layer).words
+        assert far_region is not None
+        return far_region[block_id]
 
 
 def run(device, plan):
-    """Tails are written out in one step; what they leave is taken in the next one."""
+    """Partial blocks are written out in one step; what they leave is taken in the next one."""
     model = Model(device)
-    rotating = model.swapper.order.rotating
-    model.step(100, TAILS, tail_acquire=list(TAILS), tail_flush=list(TAILS))
+    offloaded = model.swapper.order.offloaded
+    model.step(
+        100, PARTIAL_BLOCKS, alloc_partial=list(PARTIAL_BLOCKS), store_partial=list(PARTIAL_BLOCKS)
+    )
     pool = model.swapper.pool
-    assert pool.num_free == 0 and pool.count(Owner.DRAINING) == FAR_LAYERS * len(TAILS)
-    blocks = {*plan.get("granted", ()), *plan.get("tail_acquire", ()), *plan.get("ring", ())}
+    assert pool.num_free == 0 and pool.count(Owner.DRAINING) == NUM_FAR * len(PARTIAL_BLOCKS)
+    blocks = {*plan.get("released", ()), *plan.get("alloc_partial", ()), *plan.get("store_new", ())}
     model.step(200, sorted(blocks), **plan)
     device.run_all()
-    for layer in rotating:
-        for block_id in TAILS:
+    for layer in offloaded:
+        for block_id in PARTIAL_BLOCKS:
             assert (model.far(layer, block_id) == 100 + layer).all(), (layer, block_id)
     device.close()
 
@@ -142,7 +147,7 @@ def test_what_was_computed_is_what_was_written_out(case, device_class, monkeypat
 
 
 @DEVICES
-@pytest.mark.parametrize("case", ["granted", "tails", "layers-return"])
+@pytest.mark.parametrize("case", ["released", "partial blocks", "layers-return"])
 def test_without_the_order_it_is_not(case, device_class, monkeypatch):
     monkeypatch.setattr(PagePool, "allocate", hand_over_as_if_free(PagePool.allocate))
     with pytest.raises(AssertionError):
@@ -153,11 +158,11 @@ def test_without_the_order_it_is_not(case, device_class, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "owner", "name", "broken"),
     [
-        ("granted", Swapper, "_take", compute_does_not_wait_for_drains(None)),
-        ("tails", Swapper, "_take", compute_does_not_wait_for_drains(None)),
+        ("released", Swapper, "_take", compute_does_not_wait_for_drains(None)),
+        ("partial blocks", Swapper, "_take", compute_does_not_wait_for_drains(None)),
         ("layers-return", FarTier, "wait", lambda self, event: 0.0),
     ],
-    ids=["granted", "tails", "layers-return"],
+    ids=["released", "partial blocks", "layers-return"],
 )
 def test_compute_that_does_not_wait_is_found(case, owner, name, broken, device_class, monkeypatch):
     monkeypatch.setattr(owner, name, broken)
@@ -167,8 +172,8 @@ def test_compute_that_does_not_wait_is_found(case, owner, name, broken, device_c
 
 @DEVICES
 @pytest.mark.parametrize("is_handed_over", [True, False])
-def test_areas_wait_for_their_own_pages_too(is_handed_over, device_class, monkeypatch):
-    """Reads are behind all earlier writes; if they were not, areas would still be right."""
+def test_buffers_wait_for_their_own_pages_too(is_handed_over, device_class, monkeypatch):
+    """Reads are behind all earlier writes; if they were not, buffers would still be right."""
     original = Swapper._queue_copies
 
     def without_earlier_writes(self):
@@ -177,8 +182,8 @@ def test_areas_wait_for_their_own_pages_too(is_handed_over, device_class, monkey
 
     monkeypatch.setattr(Swapper, "_queue_copies", without_earlier_writes)
     if is_handed_over:
-        run(device_class(), PLANS["areas"][0])
+        run(device_class(), PLANS["buffers"][0])
         return
     monkeypatch.setattr(PagePool, "allocate", hand_over_as_if_free(PagePool.allocate))
     with pytest.raises(AssertionError):
-        run(device_class(), PLANS["areas"][0])
+        run(device_class(), PLANS["buffers"][0])

@@ -11,13 +11,13 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CopyThread, CpuDevice
 
 SETUPS = (
-    Setup(num_layers=5, far_layers=3, spare_pages=12),
-    Setup(num_layers=5, far_layers=3, spare_pages=12, moves_tails=True),
-    Setup(num_layers=5, far_layers=4, spare_pages=4, moves_tails=True, adaptive=True),
+    Setup(num_layers=5, num_far=3, spare_pages=12),
+    Setup(num_layers=5, num_far=3, spare_pages=12, offloads_partial_blocks=True),
+    Setup(num_layers=5, num_far=4, spare_pages=4, offloads_partial_blocks=True, adaptive=True),
 )
 
 
-SETUP_IDS = ["fixed", "staged-tails", "adaptive"]
+SETUP_IDS = ["fixed", "staged-partial", "adaptive"]
 
 
 class LinkDown(OSError):
@@ -70,4 +70,4 @@ def test_one_launch_that_failed_on_a_gpu(haste, setup):
         with pytest.raises(LinkDown):
             run_schedule(driver, random.Random(5), num_steps=40)
         device.close()
-        assert not device.cuda.registered
+        assert not device.cuda.pinned

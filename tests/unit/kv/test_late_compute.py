@@ -12,13 +12,13 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.kv.swapper import Swapper
 
 SETUPS = (
-    Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
-    Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
-    Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True),
-    Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, moves_tails=True),
-    Setup(num_layers=6, far_layers=5, block_tokens=3, spare_pages=4, adaptive=True),
-    Setup(num_layers=6, far_layers=5, spare_pages=4, adaptive=True, moves_tails=True),
-    Setup(num_layers=6, far_layers=5, policy="on_demand", spare_pages=2),
+    Setup(num_layers=5, num_far=4, sure_blocks=5, spare_pages=2),
+    Setup(num_layers=4, num_far=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=6, num_far=4, block_tokens=1, spare_pages=9, ahead=True),
+    Setup(num_layers=6, num_far=5, block_tokens=3, spare_pages=4, offloads_partial_blocks=True),
+    Setup(num_layers=6, num_far=5, block_tokens=3, spare_pages=4, adaptive=True),
+    Setup(num_layers=6, num_far=5, spare_pages=4, adaptive=True, offloads_partial_blocks=True),
+    Setup(num_layers=6, num_far=5, policy="on_demand", spare_pages=2),
 )
 
 
@@ -29,9 +29,9 @@ SETUPS = (
         "interleave",
         "fifo",
         "small-blocks",
-        "staged-tails",
+        "staged-partial",
         "adaptive",
-        "mixed-tails",
+        "mixed-partial",
         "on-demand",
     ],
 )
@@ -39,11 +39,11 @@ def test_late_compute_reads_its_own_kv(setup):
     run_late(setup)
 
 
-def test_reads_into_an_area_still_computed_on_are_found(monkeypatch):
+def test_reads_into_an_buffer_still_computed_on_are_found(monkeypatch):
     original = Swapper._queue_copies
 
     def read_at_once(self):
-        self._staging.vacated = [()] * self._staging.num_areas
+        self._staging.vacated = [()] * self._staging.num_buffers
         original(self)
 
     monkeypatch.setattr(Swapper, "_queue_copies", read_at_once)
@@ -57,7 +57,7 @@ def test_the_far_tier_is_not_given_back_while_it_is_read():
         rng = random.Random(seed)
         setup = Setup(
             num_layers=rng.randint(4, 8),
-            far_layers=3,
+            num_far=3,
             block_tokens=8,
             sure_blocks=rng.randint(4, 12),
             spare_pages=rng.randint(0, 60),
@@ -92,7 +92,7 @@ def run_late(setup):
 
 def test_what_layers_write_on_their_way_out_is_written_once():
     """Though the write is over before the step in which they are far, when none was far before."""
-    setup = Setup(num_layers=5, far_layers=3, block_tokens=2, spare_pages=40, adaptive=True)
+    setup = Setup(num_layers=5, num_far=3, block_tokens=2, spare_pages=40, adaptive=True)
     driver = Driver(setup, SimulatedDevice(random.Random(0), haste=1.0))
     driver.add("request", family=0, shared=0, prompt=6, output=20)
     driver.step(lambda: 6)  # three full blocks
@@ -100,7 +100,7 @@ def test_what_layers_write_on_their_way_out_is_written_once():
     driver.step(lambda: 0)
     driver.worker.device.compute_event().wait()
     driver.step(lambda: 0)
-    assert driver.engine.expansion and driver.engine.expansion.far_layers == 3
+    assert driver.engine.expansion and driver.engine.expansion.num_far == 3
     written = driver.worker.device.submitted[Direction.WRITE]
     assert written == 3 * 3 * setup.geometry.page_bytes
     driver.run_out()

@@ -17,8 +17,8 @@ from vllm_tiered.kv.policy import interleave
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
 
-ADAPTIVE = Setup(num_layers=5, far_layers=3, spare_pages=12, adaptive=True)
-FIXED = Setup(num_layers=5, far_layers=3)
+ADAPTIVE = Setup(num_layers=5, num_far=3, spare_pages=12, adaptive=True)
+FIXED = Setup(num_layers=5, num_far=3)
 
 
 def layouts(setup: Setup, seed: int) -> list[bool]:
@@ -44,27 +44,27 @@ def test_with_fixed_far_layers_it_never_is():
 BLOCKS = np.array([5, 6])
 PLANS = {
     "nothing": (StepPlan(), True),
-    "the same level": (StepPlan(far_layers=0), True),
-    "blocks are used": (StepPlan(far_layers=0, ring=BLOCKS, tail_acquire=BLOCKS[:1]), True),
-    "a layer is written out": (StepPlan(far_layers=0, write_out_for=1), True),
-    "a layer is far": (StepPlan(far_layers=1), False),
-    "blocks are granted": (StepPlan(far_layers=0, granted=np.array([8])), False),
-    "blocks are withheld": (StepPlan(far_layers=0, withheld=BLOCKS), False),
+    "the same level": (StepPlan(num_far=0), True),
+    "blocks are used": (StepPlan(num_far=0, store_new=BLOCKS, alloc_partial=BLOCKS[:1]), True),
+    "a layer is written out": (StepPlan(num_far=0, num_far_next=1), True),
+    "a layer is far": (StepPlan(num_far=1), False),
+    "blocks are released": (StepPlan(num_far=0, released=np.array([8])), False),
+    "blocks are reserved": (StepPlan(num_far=0, reserved=BLOCKS), False),
 }
 
 
 @pytest.mark.parametrize("case", PLANS)
 def test_what_moves_a_page(case):
     plan, expected = PLANS[case]
-    orders = [interleave(4, far_layers) for far_layers in range(4)]
+    orders = [interleave(4, num_far) for num_far in range(4)]
     swapper = Swapper(
         order=orders[0],
         num_blocks=12,
         near=PageBuffer(torch.zeros((40, 8), dtype=torch.uint8)),
         device=SimulatedDevice(random.Random(0), haste=1.0),
-        far_layers=(0, 1, 2, 3),
+        offloadable_layers=(0, 1, 2, 3),
         orders=orders,
-        granted=7,
+        released=7,
     )
     assert swapper.is_laid_out_as_vllm
     assert swapper.will_be_laid_out_as_vllm(plan) is expected

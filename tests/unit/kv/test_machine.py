@@ -23,7 +23,7 @@ def setups(draw):
     adaptive = draw(st.booleans())
     return Setup(
         num_layers=num_layers,
-        far_layers=draw(st.integers(0, num_layers - 1)),
+        num_far=draw(st.integers(0, num_layers - 1)),
         policy="interleave" if adaptive else draw(st.sampled_from(sorted(POLICIES))),
         block_tokens=draw(st.integers(1, 4)),
         sure_blocks=draw(st.integers(2, 5)),
@@ -32,7 +32,7 @@ def setups(draw):
         ahead=draw(st.booleans()),
         defer_frees=draw(st.booleans()),
         adaptive=adaptive,
-        moves_tails=draw(st.booleans()),
+        offloads_partial_blocks=draw(st.booleans()),
     )
 
 

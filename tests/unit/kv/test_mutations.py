@@ -31,26 +31,33 @@ from vllm_tiered.kv.step_plan import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
 
 SETUPS = (
-    Setup(num_layers=5, far_layers=4, sure_blocks=5, spare_pages=2),
-    Setup(num_layers=4, far_layers=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
-    Setup(num_layers=3, far_layers=1, block_tokens=3, sure_blocks=3, spare_pages=20),
-    Setup(num_layers=9, far_layers=8, block_tokens=4, sure_blocks=3, spare_pages=8),
-    Setup(num_layers=6, far_layers=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
-    Setup(num_layers=5, far_layers=4, sure_blocks=4, spare_pages=4, adaptive=True),
-    Setup(num_layers=7, far_layers=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
-    Setup(num_layers=6, far_layers=5, sure_blocks=4, spare_pages=3, moves_tails=True),
-    Setup(num_layers=6, far_layers=5, policy="on_demand", sure_blocks=4, spare_pages=2),
-    Setup(num_layers=9, far_layers=8, block_tokens=4, ahead=True, adaptive=True, moves_tails=True),
-    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, spare_pages=9),
-    Setup(num_layers=5, far_layers=4, block_tokens=8, sure_blocks=2, moves_tails=True),
+    Setup(num_layers=5, num_far=4, sure_blocks=5, spare_pages=2),
+    Setup(num_layers=4, num_far=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=3, num_far=1, block_tokens=3, sure_blocks=3, spare_pages=20),
+    Setup(num_layers=9, num_far=8, block_tokens=4, sure_blocks=3, spare_pages=8),
+    Setup(num_layers=6, num_far=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
+    Setup(num_layers=5, num_far=4, sure_blocks=4, spare_pages=4, adaptive=True),
+    Setup(num_layers=7, num_far=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
+    Setup(num_layers=6, num_far=5, sure_blocks=4, spare_pages=3, offloads_partial_blocks=True),
+    Setup(num_layers=6, num_far=5, policy="on_demand", sure_blocks=4, spare_pages=2),
+    Setup(
+        num_layers=9,
+        num_far=8,
+        block_tokens=4,
+        ahead=True,
+        adaptive=True,
+        offloads_partial_blocks=True,
+    ),
+    Setup(num_layers=5, num_far=4, block_tokens=8, sure_blocks=2, spare_pages=9),
+    Setup(num_layers=5, num_far=4, block_tokens=8, sure_blocks=2, offloads_partial_blocks=True),
     Setup(
         num_layers=5,
-        far_layers=4,
+        num_far=4,
         block_tokens=8,
         sure_blocks=2,
         spare_pages=9,
         adaptive=True,
-        moves_tails=True,
+        offloads_partial_blocks=True,
     ),
 )
 HASTES = (0.0, 0.4, 1.0)
@@ -127,14 +134,14 @@ def write_before_it_is_computed(original):
     return submit_writes
 
 
-def areas_do_not_wait_for_writes(original):
+def buffers_do_not_wait_for_writes(original):
     def submit_writes(self, writes):
         return [after[0] for (_, after), _ in zip(writes, original(self, writes), strict=True)]
 
     return submit_writes
 
 
-def areas_do_not_wait_at_all(original):
+def buffers_do_not_wait_at_all(original):
     def submit_reads(self, reads):
         return original(self, [(copy, after[1:]) for copy, after in reads])
 
@@ -142,12 +149,12 @@ def areas_do_not_wait_at_all(original):
 
 
 def flush_nothing(original):
-    def flush_tails(self, block_ids):
-        pages = self.table.rotating_pages(block_ids).ravel()
+    def flush_partial_blocks(self, block_ids):
+        pages = self.table.offloaded_pages(block_ids).ravel()
         self.pool.drain(pages, self.pool._owner[pages][0], self._device.compute_event())
-        self._tails.difference_update(block_ids.tolist())
+        self._partial.difference_update(block_ids.tolist())
 
-    return flush_tails
+    return flush_partial_blocks
 
 
 def write_all_but_one_page(original):
@@ -206,16 +213,16 @@ def write_twice(original):
     return submit_writes
 
 
-def forget_released_tails(original):
+def forget_released_partial_blocks(original):
     return lambda self, request_id: self._requests.pop(request_id, None) and None
 
 
-def tails_not_in_table(original):
-    def set_rotating(self, block_ids, pages):
+def partial_blocks_not_in_table(original):
+    def set_offloaded_pages(self, block_ids, pages):
         if len(block_ids) != 1:
             original(self, block_ids, pages)
 
-    return set_rotating
+    return set_offloaded_pages
 
 
 def one_slot_while_prefilling(original):
@@ -231,9 +238,9 @@ def withhold_nothing_in_the_worker(original):
 
 
 def move_without_what_was_filled_since(original):
-    def move(self, order, granted, tails):
+    def move(self, order, released, partial):
         self.write_out_one = lambda: [self.leaving.pop()][:0]
-        seconds = original(self, order, granted, tails)
+        seconds = original(self, order, released, partial)
         del self.write_out_one
         return seconds
 
@@ -257,52 +264,57 @@ def use_returning_layers_at_once(original):
 
 def forget_that_blocks_are_reused(original):
     def begin_step(self, plan):
-        self._settle(becomes_far=bool(plan.far_layers))
+        self._settle(becomes_far=bool(plan.num_far))
 
     return begin_step
 
 
-def forget_that_tails_change(original):
+def forget_that_partial_blocks_change(original):
     def end_step(self, plan):
-        original(self, replace(plan, extend=plan.extend[:0]))
+        original(self, replace(plan, load_and_store=plan.load_and_store[:0]))
 
     return end_step
 
 
-def tails_become_far_unwritten(original):
-    def take_near_tails(self):
+def partial_blocks_become_far_unwritten(original):
+    def take_near_partial_blocks(self):
         original(self)
         return []
 
-    return take_near_tails
+    return take_near_partial_blocks
 
 
-def tails_that_left_count_as_near(original):
-    def take_near_tails(self):
-        near = [request for request in self._requests.values() if request.tail_is_near]
-        tails = original(self)
+def partial_blocks_that_left_count_as_near(original):
+    def take_near_partial_blocks(self):
+        near = [request for request in self._requests.values() if request.partial_is_near]
+        partial = original(self)
         for request in near:
-            request.tail_is_near = True
-        return tails
+            request.partial_is_near = True
+        return partial
 
-    return take_near_tails
+    return take_near_partial_blocks
 
 
-def forget_that_tails_left(original):
+def forget_that_partial_blocks_left(original):
     return lambda self, block_ids: None
 
 
-def keep_areas_of_other_blocks(original):
+def keep_buffers_of_other_blocks(original):
     def serves(self, plan):
-        same_numbers = len(plan.read) == len(self._read) and len(plan.extend) == len(self._extend)
-        return original(self, replace(plan, read=self._read, extend=self._extend)) and same_numbers
+        same_numbers = len(plan.load) == len(self._load) and len(plan.load_and_store) == len(
+            self._load_and_store
+        )
+        return (
+            original(self, replace(plan, load=self._load, load_and_store=self._load_and_store))
+            and same_numbers
+        )
 
     return serves
 
 
-def keep_areas_that_had_new_blocks(original):
+def keep_buffers_that_had_new_blocks(original):
     def serves(self, plan):
-        self._has_ring = False
+        self._stores_new = False
         return original(self, plan)
 
     return serves
@@ -315,35 +327,37 @@ def shrink_before_blocks_fit(original):
 MUTATIONS = (
     Mutation(Swapper, "wait_layer", wait_layer_does_not_wait, WrongKv),
     Mutation(Swapper, "_queue_copies", read_before_earlier_writes, WrongKv),
-    Mutation(Swapper, "_flush_tails", flush_nothing, WrongKv),
+    Mutation(Swapper, "_store_partial", flush_nothing, WrongKv),
     Mutation(FarTier, "submit_writes", write_nothing, WrongKv),
     Mutation(FarTier, "submit_writes", write_before_it_is_computed, WrongKv),
-    Mutation(FarTier, "submit_writes", areas_do_not_wait_for_writes, WrongKv),
+    Mutation(FarTier, "submit_writes", buffers_do_not_wait_for_writes, WrongKv),
     Mutation(FarTier, "submit_writes", write_twice, AssertionError, check_bytes=True),
-    Mutation(FarTier, "submit_reads", areas_do_not_wait_at_all, WrongKv),
+    Mutation(FarTier, "submit_reads", buffers_do_not_wait_at_all, WrongKv),
     Mutation(CountedDevice, "prepare", write_all_but_one_page, WrongKv),
-    Mutation(Swapper, "_withhold", withhold_nothing_in_the_worker, AssertionError),
+    Mutation(Swapper, "_reserve", withhold_nothing_in_the_worker, AssertionError),
     Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
     Mutation(PagePool, "settle", settle_without_looking, WrongKv),
     Mutation(PagePool, "allocate", hand_over_as_if_free, WrongKv),
     Mutation(Swapper, "_take", compute_does_not_wait_for_drains, WrongKv),
     Mutation(StepPlanner, "_unique", read_nothing, WrongKv),
     Mutation(StepPlanner, "_unique", read_what_is_written, IntegrityError),
-    Mutation(StepPlanner, "_forget", forget_released_tails, IntegrityError),
-    Mutation(MappingTable, "set_rotating", tails_not_in_table, IntegrityError),
+    Mutation(StepPlanner, "_forget", forget_released_partial_blocks, IntegrityError),
+    Mutation(MappingTable, "set_offloaded_pages", partial_blocks_not_in_table, IntegrityError),
     Mutation(Relocator, "move", move_without_what_was_filled_since, WrongKv),
     Mutation(FarTier, "read", return_without_reading, WrongKv),
     Mutation(Relocator, "wait", use_returning_layers_at_once, WrongKv),
     Mutation(Relocator, "begin_step", forget_that_blocks_are_reused, WrongKv),
-    Mutation(Relocator, "end_step", forget_that_tails_change, WrongKv),
-    Mutation(Relocator, "hold", forget_that_tails_left, WrongKv),
-    Mutation(StepPlanner, "_take_near_tails", tails_become_far_unwritten, IntegrityError),
-    Mutation(StepPlanner, "_take_near_tails", tails_that_left_count_as_near, WrongKv),
-    Mutation(Staging, "serves", keep_areas_of_other_blocks, WrongKv),
-    Mutation(Staging, "serves", keep_areas_that_had_new_blocks, IntegrityError),
+    Mutation(Relocator, "end_step", forget_that_partial_blocks_change, WrongKv),
+    Mutation(Relocator, "hold", forget_that_partial_blocks_left, WrongKv),
+    Mutation(
+        StepPlanner, "_evict_near_partial", partial_blocks_become_far_unwritten, IntegrityError
+    ),
+    Mutation(StepPlanner, "_evict_near_partial", partial_blocks_that_left_count_as_near, WrongKv),
+    Mutation(Staging, "serves", keep_buffers_of_other_blocks, WrongKv),
+    Mutation(Staging, "serves", keep_buffers_that_had_new_blocks, IntegrityError),
     Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),
-    Mutation(elastic, "TAILS_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
-    Mutation(ElasticBlocks, "blocks_to_withhold", withhold_one_too_few, IntegrityError),
+    Mutation(elastic, "PARTIAL_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
+    Mutation(ElasticBlocks, "blocks_to_reserve", withhold_one_too_few, IntegrityError),
 )
 
 

@@ -19,46 +19,46 @@ def test_far_order_has_every_layer_once_and_layer_0_last(num_layers):
 
 @pytest.mark.parametrize("num_layers", LAYER_COUNTS)
 def test_far_layers_are_evenly_spaced_for_every_number(num_layers):
-    for far_layers in range(2, num_layers):
-        far = interleave(num_layers, far_layers).rotating
+    for num_far in range(2, num_layers):
+        far = interleave(num_layers, num_far).offloaded
         gaps = [after - before for before, after in itertools.pairwise(far)]
         assert len(set(gaps)) <= 3
-        assert max(gaps) < 2 * num_layers / far_layers
+        assert max(gaps) < 2 * num_layers / num_far
 
 
 @pytest.mark.parametrize("num_layers", LAYER_COUNTS)
 def test_one_more_far_layer_moves_one_layer(num_layers):
-    for far_layers in range(num_layers - 1):
-        before = set(interleave(num_layers, far_layers).rotating)
-        after = set(interleave(num_layers, far_layers + 1).rotating)
+    for num_far in range(num_layers - 1):
+        before = set(interleave(num_layers, num_far).offloaded)
+        after = set(interleave(num_layers, num_far + 1).offloaded)
         assert before < after and len(after - before) == 1
 
 
 @pytest.mark.parametrize("num_layers", LAYER_COUNTS)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_layer_has_one_role(policy, num_layers):
-    for far_layers in range(num_layers):
-        order = POLICIES[policy](num_layers, far_layers)
-        assert order.far_layers == far_layers
-        assert sorted(order.pinned + order.rotating) == list(range(num_layers))
-        assert list(order.pinned) == sorted(order.pinned)
-        # Layers are computed in ascending order, and areas are handed on in that order.
-        assert list(order.rotating) == sorted(order.rotating)
-        assert order.areas <= len(order.rotating)
-        assert bool(order.areas) == bool(order.rotating) == bool(far_layers)
+    for num_far in range(num_layers):
+        order = POLICIES[policy](num_layers, num_far)
+        assert order.num_far == num_far
+        assert sorted(order.resident + order.offloaded) == list(range(num_layers))
+        assert list(order.resident) == sorted(order.resident)
+        # Layers are computed in ascending order, and buffers are handed on in that order.
+        assert list(order.offloaded) == sorted(order.offloaded)
+        assert order.num_staging_buffers <= len(order.offloaded)
+        assert bool(order.num_staging_buffers) == bool(order.offloaded) == bool(num_far)
 
 
 def test_interleave_keeps_the_near_layers_where_they_are():
     order = interleave(6, 3)
-    assert len(order.rotating) == 3 and 0 in order.pinned
-    assert order.areas == 2
-    assert interleave(6, 1).areas == 1
+    assert len(order.offloaded) == 3 and 0 in order.resident
+    assert order.num_staging_buffers == 2
+    assert interleave(6, 1).num_staging_buffers == 1
 
 
-def test_fifo_rotates_all_layers_through_the_areas():
+def test_fifo_rotates_all_layers_through_the_buffers():
     order = fifo(6, 3)
-    assert order.pinned == () and order.rotating == (0, 1, 2, 3, 4, 5)
-    assert order.areas == 6 - 3 + 2
-    assert fifo(6, 1).areas == fifo(6, 2).areas == 6
+    assert order.resident == () and order.offloaded == (0, 1, 2, 3, 4, 5)
+    assert order.num_staging_buffers == 6 - 3 + 2
+    assert fifo(6, 1).num_staging_buffers == fifo(6, 2).num_staging_buffers == 6
     assert fifo(6, 0) == interleave(6, 0)
-    assert fifo(6, 0).pinned == (0, 1, 2, 3, 4, 5)
+    assert fifo(6, 0).resident == (0, 1, 2, 3, 4, 5)

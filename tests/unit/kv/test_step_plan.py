@@ -38,75 +38,75 @@ def classes(plan):
 
 def test_a_prompt_in_one_chunk(planner):
     plan = planner.plan([part("a", 0, 10, [7, 3, 9], restarts=True)], ())
-    assert classes(plan) == {"ring": [7, 3], "tail_acquire": [9]}
-    assert planner.num_tails == 1
+    assert classes(plan) == {"store_new": [7, 3], "alloc_partial": [9]}
+    assert planner.num_partial == 1
 
 
-def test_the_tail_fills_step_by_step(planner):
+def test_the_partial_block_fills_step_by_step(planner):
     planner.plan([part("a", 0, 5, [7, 3], restarts=True)], ())
-    assert classes(planner.plan([part("a", 5, 2)], ())) == {"read": [7]}
-    assert classes(planner.plan([part("a", 7, 1)], ())) == {"read": [7], "tail_flush": [3]}
-    assert planner.num_tails == 0
+    assert classes(planner.plan([part("a", 5, 2)], ())) == {"load": [7]}
+    assert classes(planner.plan([part("a", 7, 1)], ())) == {"load": [7], "store_partial": [3]}
+    assert planner.num_partial == 0
     plan = planner.plan([part("a", 8, 1, [5])], ())
-    assert classes(plan) == {"read": [3, 7], "tail_acquire": [5]}
+    assert classes(plan) == {"load": [3, 7], "alloc_partial": [5]}
 
 
-def test_a_chunk_may_finish_a_tail_and_begin_another(planner):
+def test_a_chunk_may_finish_a_partial_block_and_begin_another(planner):
     planner.plan([part("a", 0, 3, [7], restarts=True)], ())
     plan = planner.plan([part("a", 3, 7, [3, 9])], ())
-    assert classes(plan) == {"tail_flush": [7], "ring": [3], "tail_acquire": [9]}
+    assert classes(plan) == {"store_partial": [7], "store_new": [3], "alloc_partial": [9]}
 
 
-def test_a_request_that_is_left_out_keeps_its_tail_and_is_not_read(planner):
+def test_a_request_that_is_left_out_keeps_its_partial_block_and_is_not_read(planner):
     planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
     assert classes(planner.plan([], ())) == {}
-    assert planner.num_tails == 1
-    assert classes(planner.plan([part("a", 6, 1)], ())) == {"read": [7]}
+    assert planner.num_partial == 1
+    assert classes(planner.plan([part("a", 6, 1)], ())) == {"load": [7]}
 
 
 def test_shared_blocks_are_read_once(planner):
     planner.plan([part("a", 0, 8, [7, 3], restarts=True)], ())
     plan = planner.plan([part("a", 8, 1, [5]), part("b", 8, 1, [7, 3, 6], restarts=True)], ())
-    assert classes(plan) == {"read": [3, 7], "tail_acquire": [5, 6]}
+    assert classes(plan) == {"load": [3, 7], "alloc_partial": [5, 6]}
 
 
 def test_a_prefix_that_another_request_computes_in_this_step_is_not_read(planner):
     planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
     plan = planner.plan(
         [
-            part("a", 6, 6, [8]),  # fills its tail 3 and block 8
+            part("a", 6, 6, [8]),  # fills its partial block 3 and block 8
             part("b", 12, 2, [7, 3, 8, 6], restarts=True),
         ],
         (),
     )
     assert classes(plan) == {
-        "read": [7],
-        "ring": [8],
-        "tail_flush": [3],
-        "tail_acquire": [6],
+        "load": [7],
+        "store_new": [8],
+        "store_partial": [3],
+        "alloc_partial": [6],
     }
 
 
-def test_tails_leave_when_they_may_not_stay_and_are_far_until_they_are_full():
+def test_partial_blocks_leave_when_they_may_not_stay_and_are_far_until_they_are_full():
     planner = StepPlanner(num_blocks=20, block_tokens=4)
-    planner.plan([part("a", 0, 2, [1], restarts=True)], (), far_layers=2)
-    planner.plan([part("b", 0, 2, [2], restarts=True)], (), far_layers=2, write_out_for=3)
+    planner.plan([part("a", 0, 2, [1], restarts=True)], (), num_far=2)
+    planner.plan([part("b", 0, 2, [2], restarts=True)], (), num_far=2, num_far_next=3)
     parts = [part("a", 2, 1), part("c", 0, 1, [3], restarts=True)]
-    plan = planner.plan(parts, (), far_layers=3, tails_stay=False)
-    assert classes(plan) == {"tail_leave": [1, 2], "extend": [1], "ring": [3]}
-    plan = planner.plan([part("a", 3, 2, [4]), part("b", 2, 1)], (), far_layers=1)
-    assert classes(plan) == {"extend": [1, 2], "tail_acquire": [4]}
-    plan = planner.plan([part("b", 3, 1)], ["a", "c"], far_layers=1)
-    assert classes(plan) == {"extend": [2], "tail_release": [4]}
+    plan = planner.plan(parts, (), num_far=3, partial_blocks_resident=False)
+    assert classes(plan) == {"evict_partial": [1, 2], "load_and_store": [1], "store_new": [3]}
+    plan = planner.plan([part("a", 3, 2, [4]), part("b", 2, 1)], (), num_far=1)
+    assert classes(plan) == {"load_and_store": [1, 2], "alloc_partial": [4]}
+    plan = planner.plan([part("b", 3, 1)], ["a", "c"], num_far=1)
+    assert classes(plan) == {"load_and_store": [2], "free_partial": [4]}
 
 
-def test_an_ended_request_releases_its_tail(planner):
+def test_an_ended_request_releases_its_partial_block(planner):
     planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
-    assert classes(planner.plan([], ("a", "unknown"))) == {"tail_release": [3]}
+    assert classes(planner.plan([], ("a", "unknown"))) == {"free_partial": [3]}
     assert classes(planner.plan([], ("a",))) == {}
 
 
-def test_an_ended_request_without_a_tail_releases_nothing(planner):
+def test_an_ended_request_without_a_partial_block_releases_nothing(planner):
     planner.plan([part("a", 0, 8, [7, 3], restarts=True)], ())
     assert classes(planner.plan([], ("a",))) == {}
 
@@ -115,47 +115,47 @@ def test_an_ended_request_without_a_tail_releases_nothing(planner):
 def test_a_request_that_restarts_has_only_its_new_blocks(planner, ended):
     planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
     plan = planner.plan([part("a", 4, 3, [7, 5], restarts=True)], ended)
-    assert classes(plan) == {"read": [7], "tail_acquire": [5], "tail_release": [3]}
+    assert classes(plan) == {"load": [7], "alloc_partial": [5], "free_partial": [3]}
 
 
 def test_a_released_block_may_be_written_in_the_same_step(planner):
     planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
     plan = planner.plan([part("b", 0, 2, [3], restarts=True)], ("a",))
-    assert classes(plan) == {"tail_release": [3], "tail_acquire": [3]}
+    assert classes(plan) == {"free_partial": [3], "alloc_partial": [3]}
 
 
 def test_granted_and_withheld_are_passed_on(planner):
-    plan = planner.plan([], (), granted=[4, 5], withheld=[6])
-    assert classes(plan) == {"granted": [4, 5], "withheld": [6]}
+    plan = planner.plan([], (), released=[4, 5], reserved=[6])
+    assert classes(plan) == {"released": [4, 5], "reserved": [6]}
 
 
 def test_many_blocks(planner):
     """The array behind a request grows."""
     planner.plan([part("a", 0, 4 * 17, range(1, 18), restarts=True)], ())
     plan = planner.plan([part("a", 4 * 17, 4 * 60, range(18, 78))], ())
-    assert classes(plan) == {"read": [*range(1, 18)], "ring": [*range(18, 78)]}
+    assert classes(plan) == {"load": [*range(1, 18)], "store_new": [*range(18, 78)]}
 
 
-def test_block_tokens_of_one_never_have_tails():
+def test_block_tokens_of_one_never_have_partial_blocks():
     planner = StepPlanner(num_blocks=10, block_tokens=1)
     plan = planner.plan([part("a", 0, 3, [1, 2, 3], restarts=True)], ())
-    assert classes(plan) == {"ring": [1, 2, 3]}
+    assert classes(plan) == {"store_new": [1, 2, 3]}
     plan = planner.plan([part("a", 3, 1, [4])], ())
-    assert classes(plan) == {"read": [1, 2, 3], "ring": [4]}
-    assert planner.num_tails == 0
+    assert classes(plan) == {"load": [1, 2, 3], "store_new": [4]}
+    assert planner.num_partial == 0
 
 
 @pytest.mark.parametrize("scheduled", [2, 1], ids=["fills", "fills-further"])
-def test_going_on_behind_a_block_that_is_no_tail(planner, scheduled):
+def test_going_on_behind_a_block_that_is_no_partial_block(planner, scheduled):
     with pytest.raises(IntegrityError, match="continues at token 6 in block 3"):
         planner.plan([part("a", 6, scheduled, [7, 3], restarts=True)], ())
 
 
 @pytest.mark.parametrize(
-    "tails_stay", [(True,), (False,), (True, True, True, True, False)], ids=str
+    "partial_blocks_resident", [(True,), (False,), (True, True, True, True, False)], ids=str
 )
 @pytest.mark.parametrize("seed", range(8))
-def test_going_on_says_what_planning_would(seed, tails_stay):
+def test_going_on_says_what_planning_would(seed, partial_blocks_resident):
     """Requests decode; one planner looks at those whose blocks change, the other one at all."""
     rng = random.Random(seed)
     quick, thorough = (StepPlanner(num_blocks=999, block_tokens=8) for _ in range(2))
@@ -184,9 +184,9 @@ def test_going_on_says_what_planning_would(seed, tails_stay):
         for name in ended:
             del lengths[name]
         level = {
-            "far_layers": rng.choice((3, 3, 3, 3, 3, 0)),
-            "write_out_for": rng.choice((5, None)),
-            "tails_stay": rng.choice(tails_stay),
+            "num_far": rng.choice((3, 3, 3, 3, 3, 0)),
+            "num_far_next": rng.choice((5, None)),
+            "partial_blocks_resident": rng.choice(partial_blocks_resident),
         }
         again = None
         if not ended and all(p.scheduled_tokens == 1 and not p.restarts for p in parts):
@@ -200,12 +200,12 @@ def test_going_on_says_what_planning_would(seed, tails_stay):
         else:
             num_again += 1
             num_changes += bool(due)
-        assert again.read.tolist() == plan.read.tolist()
+        assert again.load.tolist() == plan.load.tolist()
         found, expected = classes(again), classes(plan)
         assert {name: sorted(ids) for name, ids in found.items()} == {
             name: sorted(ids) for name, ids in expected.items()
         }
-        assert (again.far_layers, again.write_out_for) == (plan.far_layers, plan.write_out_for)
+        assert (again.num_far, again.num_far_next) == (plan.num_far, plan.num_far_next)
     assert num_again > 20
     assert num_changes > 5
 
@@ -213,22 +213,22 @@ def test_going_on_says_what_planning_would(seed, tails_stay):
 def test_while_nothing_changes_the_same_arrays_come_again():
     """So that a worker of the same process need not compare them."""
     planner = StepPlanner(num_blocks=100, block_tokens=8)
-    first = planner.plan([part("a", 0, 17, [1, 2, 3], restarts=True)], [], far_layers=3)
-    second = planner.plan([part("a", 17, 1, [])], [], far_layers=3)
-    third, fourth = (planner.plan_on(far_layers=3) for _ in range(2))
+    first = planner.plan([part("a", 0, 17, [1, 2, 3], restarts=True)], [], num_far=3)
+    second = planner.plan([part("a", 17, 1, [])], [], num_far=3)
+    third, fourth = (planner.plan_on(num_far=3) for _ in range(2))
     assert third is not None and fourth is not None
-    assert second.read.tolist() == [1, 2] and first.read is not second.read
-    assert third.read is fourth.read is second.read
-    assert third.extend is fourth.extend is second.extend
+    assert second.load.tolist() == [1, 2] and first.load is not second.load
+    assert third.load is fourth.load is second.load
+    assert third.load_and_store is fourth.load_and_store is second.load_and_store
 
 
 def test_a_request_that_is_due_cannot_be_left_out():
     planner = StepPlanner(num_blocks=100, block_tokens=8)
     parts = [part("a", 0, 15, [1, 2], restarts=True), part("b", 0, 9, [3, 4], restarts=True)]
-    planner.plan(parts, [], far_layers=3)
+    planner.plan(parts, [], num_far=3)
     assert planner.due == {"a"}
     with pytest.raises(IntegrityError, match=r"\['a'\] are left out, whose blocks change"):
-        planner.plan_on([part("b", 9, 1, [5])], far_layers=3)
+        planner.plan_on([part("b", 9, 1, [5])], num_far=3)
 
 
 def test_a_request_without_the_block_that_it_computes_in(planner):

@@ -61,9 +61,9 @@ class LoggingDevice(SimulatedDevice):
         self._done.append(self._entry(copy))
 
 
-def make_swapper(*, far_layers=3, policy="interleave", near_pages=60, num_blocks=9, **options):
+def make_swapper(*, num_far=3, policy="interleave", near_pages=60, num_blocks=9, **options):
     """A swapper of 5 layers, whose log starts empty."""
-    order = POLICIES[policy](5, far_layers)
+    order = POLICIES[policy](5, num_far)
     device = LoggingDevice(num_blocks)
     swapper = Swapper(
         order=order,
@@ -86,11 +86,11 @@ def compute(swapper):
         swapper.layer_done(layer)
 
 
-def test_layers_are_read_as_far_ahead_as_there_are_areas():
-    """All copies are queued at once; those into an area wait until it is computed and written."""
-    swapper, device = make_swapper(max_areas=2)
-    assert swapper.order.rotating == (1, 3, 4)
-    swapper.begin_step(plan_of(read=[2, 5], ring=[7]))
+def test_layers_are_read_as_far_ahead_as_there_are_buffers():
+    """All copies are queued at once; those into a buffer wait until it is computed and written."""
+    swapper, device = make_swapper(max_buffers=2)
+    assert swapper.order.offloaded == (1, 3, 4)
+    swapper.begin_step(plan_of(load=[2, 5], store_new=[7]))
     assert device.take_log() == [
         *[("write", layer, 1) for layer in range(3)],
         *[("read", layer, 2) for layer in range(3)],
@@ -102,7 +102,7 @@ def test_layers_are_read_as_far_ahead_as_there_are_areas():
     swapper.wait_layer(1)
     device.run_all()
     assert device.take_done() == []
-    swapper.layer_done(1)  # gives its area to layer 4
+    swapper.layer_done(1)  # gives its buffer to layer 4
     device.run_all()
     assert device.take_done() == [("write", 0, 1), ("read", 2, 2)]
     for layer in (2, 3, 4):
@@ -115,11 +115,11 @@ def test_layers_are_read_as_far_ahead_as_there_are_areas():
     swapper.check_integrity()
 
 
-def test_with_many_areas_layers_take_turns():
-    """From three areas on a copying thread is woken for two layers at a time."""
-    swapper, device = make_swapper(far_layers=4, max_areas=3)
-    assert swapper.order.rotating == (1, 2, 3, 4)
-    swapper.begin_step(plan_of(read=[2]))
+def test_with_many_buffers_layers_take_turns():
+    """From three buffers on a copying thread is woken for two layers at a time."""
+    swapper, device = make_swapper(num_far=4, max_buffers=3)
+    assert swapper.order.offloaded == (1, 2, 3, 4)
+    swapper.begin_step(plan_of(load=[2]))
     device.run_all()
     assert device.take_done() == [("read", layer, 1) for layer in range(3)]
     for layer in (0, 1):
@@ -135,66 +135,67 @@ def test_with_many_areas_layers_take_turns():
 
 def test_on_demand_reads_when_asked():
     swapper, device = make_swapper(policy="on_demand")
-    swapper.begin_step(plan_of(read=[2]))
+    swapper.begin_step(plan_of(load=[2]))
     device.run_all()
     assert device.take_done() == []
     for layer in range(5):
         swapper.wait_layer(layer)
-        assert len(device.take_done()) == (layer in swapper.order.rotating)
+        assert len(device.take_done()) == (layer in swapper.order.offloaded)
         swapper.layer_done(layer)
     swapper.end_step()
 
 
-def test_filled_tails_go_out_in_one_copy():
+def test_filled_partial_blocks_go_out_in_one_copy():
     swapper, device = make_swapper()
-    swapper.begin_step(plan_of(tail_acquire=[4, 6]))
+    swapper.begin_step(plan_of(alloc_partial=[4, 6]))
     compute(swapper)
     swapper.end_step()
     assert device.take_log() == []
-    assert swapper.pool.count(Owner.TAIL) == 2 * 3
-    swapper.begin_step(plan_of(tail_flush=[4, 6]))
+    assert swapper.pool.count(Owner.PARTIAL) == 2 * 3
+    swapper.begin_step(plan_of(store_partial=[4, 6]))
     compute(swapper)
     swapper.end_step()
     assert device.take_log() == [("write", 0, 2 * 3)]
-    assert swapper.pool.count(Owner.TAIL) == 0
+    assert swapper.pool.count(Owner.PARTIAL) == 0
     assert swapper.pool.count(Owner.DRAINING) == 2 * 3
     swapper.check_integrity()
 
 
-def test_released_tails_are_not_written():
+def test_released_partial_blocks_are_not_written():
     swapper, device = make_swapper()
-    swapper.begin_step(plan_of(tail_acquire=[4]))
+    swapper.begin_step(plan_of(alloc_partial=[4]))
     compute(swapper)
     swapper.end_step()
-    swapper.begin_step(plan_of(tail_release=[4]))
+    swapper.begin_step(plan_of(free_partial=[4]))
     swapper.end_step()
-    assert device.take_log() == [] and swapper.pool.count(Owner.TAIL) == 0
+    assert device.take_log() == [] and swapper.pool.count(Owner.PARTIAL) == 0
     swapper.check_integrity()
 
 
 @pytest.mark.parametrize(
-    ("near_pages", "max_areas", "areas"),
+    ("near_pages", "max_buffers", "buffers"),
     [(60, 4, 3), (60, 2, 2), (60, 1, 2), (25, 4, 2), (20, 4, 1)],
 )
-def test_number_of_areas(near_pages, max_areas, areas):
-    """As many as layers, limit and free pages give, and one if it must be. 16 pages are pinned."""
-    swapper, device = make_swapper(near_pages=near_pages, max_areas=max_areas)
-    swapper.begin_step(plan_of(read=[1, 2, 3, 4]))
+def test_number_of_buffers(near_pages, max_buffers, buffers):
+    """As many as layers, limit and free pages give, and one if it must be. 16 pages are
+    resident."""
+    swapper, device = make_swapper(near_pages=near_pages, max_buffers=max_buffers)
+    swapper.begin_step(plan_of(load=[1, 2, 3, 4]))
     device.run_all()
-    assert len(device.take_done()) == areas
-    assert swapper.pool.count(Owner.STAGING) == 4 * areas
+    assert len(device.take_done()) == buffers
+    assert swapper.pool.count(Owner.STAGING) == 4 * buffers
     compute(swapper)
     swapper.end_step()
     swapper.begin_step(plan_of())
     assert swapper.pool.count(Owner.STAGING) == 0
 
 
-def test_areas_stay_while_the_blocks_are_the_same():
+def test_buffers_stay_while_the_blocks_are_the_same():
     """… and the step reads and writes through them as if they were new."""
-    swapper, device = make_swapper(max_areas=2)
+    swapper, device = make_swapper(max_buffers=2)
     held = []
     for _ in range(3):
-        swapper.begin_step(plan_of(read=[2, 5], extend=[7]))
+        swapper.begin_step(plan_of(load=[2, 5], load_and_store=[7]))
         held.append(np.flatnonzero(swapper.pool._owner == int(Owner.STAGING)).tolist())
         compute(swapper)
         swapper.end_step()
@@ -210,51 +211,53 @@ def test_areas_stay_while_the_blocks_are_the_same():
 @pytest.mark.parametrize(
     "change",
     [
-        {"read": [2, 6]},
-        {"read": [2, 5, 6]},
-        {"extend": [8]},
-        {"extend": []},
-        {"ring": [8]},
-        {"tail_acquire": [8]},
-        {"withheld": [8]},
+        {"load": [2, 6]},
+        {"load": [2, 5, 6]},
+        {"load_and_store": [8]},
+        {"load_and_store": []},
+        {"store_new": [8]},
+        {"alloc_partial": [8]},
+        {"reserved": [8]},
     ],
     ids=str,
 )
-def test_areas_go_when_blocks_change(change):
-    swapper, _ = make_swapper(max_areas=2)
-    blocks = {"read": [2, 5], "extend": [7]}
+def test_buffers_go_when_blocks_change(change):
+    swapper, _ = make_swapper(max_buffers=2)
+    blocks = {"load": [2, 5], "load_and_store": [7]}
     swapper.begin_step(plan_of(**blocks))
     assert swapper.serves(plan_of(**blocks))
     assert not swapper.serves(plan_of(**(blocks | change)))
 
 
-def test_areas_with_new_blocks_go():
+def test_buffers_with_new_blocks_go():
     """What was new is read in the next step."""
-    swapper, _ = make_swapper(max_areas=2)
-    swapper.begin_step(plan_of(read=[2], ring=[5]))
-    assert not swapper.serves(plan_of(read=[2], ring=[5]))
-    assert not swapper.serves(plan_of(read=[2]))
+    swapper, _ = make_swapper(max_buffers=2)
+    swapper.begin_step(plan_of(load=[2], store_new=[5]))
+    assert not swapper.serves(plan_of(load=[2], store_new=[5]))
+    assert not swapper.serves(plan_of(load=[2]))
 
 
-def test_more_areas_are_taken_when_pages_have_drained():
-    swapper, _ = make_swapper(near_pages=28, max_areas=3)
-    tails, _ = swapper.pool.allocate(6, Owner.TAIL)  # 16 pages are pinned: two areas of 3 are left
-    blocks = {"read": [2, 5, 7]}
+def test_more_buffers_are_taken_when_pages_have_drained():
+    swapper, _ = make_swapper(near_pages=28, max_buffers=3)
+    partial, _ = swapper.pool.allocate(
+        6, Owner.PARTIAL
+    )  # 16 pages are resident: two buffers of 3 are left
+    blocks = {"load": [2, 5, 7]}
     swapper.begin_step(plan_of(**blocks))
     assert swapper.pool.count(Owner.STAGING) == 2 * 3
     compute(swapper)
     swapper.end_step()
     assert swapper.serves(plan_of(**blocks))
-    swapper.pool.free(tails, Owner.TAIL)
+    swapper.pool.free(partial, Owner.PARTIAL)
     assert not swapper.serves(plan_of(**blocks))
     swapper.begin_step(plan_of(**blocks))
     assert swapper.pool.count(Owner.STAGING) == 3 * 3
 
 
-def test_fifo_has_the_areas_of_all_near_layers():
-    swapper, device = make_swapper(policy="fifo", far_layers=3)
-    swapper.begin_step(plan_of(read=[1, 2]))
-    assert swapper.order.areas == 4
+def test_fifo_has_the_buffers_of_all_near_layers():
+    swapper, device = make_swapper(policy="fifo", num_far=3)
+    swapper.begin_step(plan_of(load=[1, 2]))
+    assert swapper.order.num_staging_buffers == 4
     device.run_all()
     assert device.take_done() == [("read", layer, 2) for layer in range(4)]
     compute(swapper)
@@ -263,29 +266,29 @@ def test_fifo_has_the_areas_of_all_near_layers():
 
 
 def test_nothing_rotates_without_far_layers():
-    swapper, device = make_swapper(far_layers=0)
-    swapper.begin_step(plan_of(read=[1], ring=[2], tail_acquire=[3]))
+    swapper, device = make_swapper(num_far=0)
+    swapper.begin_step(plan_of(load=[1], store_new=[2], alloc_partial=[3]))
     compute(swapper)
     swapper.end_step()
     assert device.take_log() == []
-    assert swapper.pool.count(Owner.PINNED) == 5 * 8 and swapper.pool.num_free == 20
+    assert swapper.pool.count(Owner.RESIDENT) == 5 * 8 and swapper.pool.num_free == 20
 
 
 def test_withheld_blocks_give_their_pages_until_they_are_granted():
     swapper, _ = make_swapper()
-    swapper.begin_step(plan_of(withheld=[3, 8]))
+    swapper.begin_step(plan_of(reserved=[3, 8]))
     swapper.end_step()
-    assert swapper.pool.count(Owner.PINNED) == 2 * 6
+    assert swapper.pool.count(Owner.RESIDENT) == 2 * 6
     assert (swapper.table.pages[:, [3, 8]] == swapper.table.HOLE).all()
-    swapper.begin_step(plan_of(granted=[8], withheld=[1]))
+    swapper.begin_step(plan_of(released=[8], reserved=[1]))
     swapper.end_step()
-    assert swapper.pool.count(Owner.PINNED) == 2 * 6
+    assert swapper.pool.count(Owner.RESIDENT) == 2 * 6
     swapper.check_integrity()
 
 
 def test_the_time_that_compute_waits_is_counted():
     swapper, _ = make_swapper()
-    swapper.begin_step(plan_of(read=[1]))
+    swapper.begin_step(plan_of(load=[1]))
     compute(swapper)
     swapper.end_step()
     assert swapper.stall_seconds == pytest.approx(3e-3)  # the simulation says 1e-3 for each
@@ -294,18 +297,18 @@ def test_the_time_that_compute_waits_is_counted():
 def test_a_plan_that_does_not_fit_is_refused():
     swapper, _ = make_swapper(near_pages=19)
     with pytest.raises(IntegrityError, match="4 pages asked for STAGING, 3 of 19 available"):
-        swapper.begin_step(plan_of(read=[1, 2, 3, 4]))
+        swapper.begin_step(plan_of(load=[1, 2, 3, 4]))
 
 
 def test_a_layer_that_was_staged_must_be_computed():
     swapper, _ = make_swapper()
-    swapper.begin_step(plan_of(read=[1]))
+    swapper.begin_step(plan_of(load=[1]))
     with pytest.raises(IntegrityError, match="staged, never computed"):
         swapper.end_step()
 
 
 def test_a_layer_must_be_waited_for():
     swapper, _ = make_swapper()
-    swapper.begin_step(plan_of(read=[1]))
+    swapper.begin_step(plan_of(load=[1]))
     with pytest.raises(IntegrityError, match=r"layer 1 .* is SWAP_IN, cannot become IN_FAR"):
         swapper.layer_done(1)

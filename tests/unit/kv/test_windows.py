@@ -10,12 +10,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tests.fakes.kv.controlled_engine import Plant
+from tests.fakes.kv.controlled_engine import ControlledEngine
 from vllm_tiered.kv.windows import Record, Window
 
 
 def test_windows_of_two_halves_are_that_of_the_whole():
-    plant = Plant(noise=0.1)
+    plant = ControlledEngine(noise=0.1)
     steps = [plant.signals() for _ in range(10)]
     windows = []
     for part in (steps[:4], steps[4:], steps):
@@ -31,9 +31,9 @@ def test_windows_of_two_halves_are_that_of_the_whole():
 @given(steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=20))
 def test_peaks_are_the_steps_that_no_other_exceeds(steps):
     window = Window()
-    signals = Plant().signals()
-    for used, tails in steps:
-        at = dataclasses.replace(signals, used_blocks=used, tail_slots=tails)
+    signals = ControlledEngine().signals()
+    for used, partial in steps:
+        at = dataclasses.replace(signals, used_blocks=used, num_partial=partial)
         window = window.with_step(at, 0.01)
     exceeded = {
         one
@@ -41,11 +41,11 @@ def test_peaks_are_the_steps_that_no_other_exceeds(steps):
         if one[0] <= other[0] and one[1] <= other[1]
     }
     assert sorted(window.peaks) == sorted(set(steps) - exceeded)
-    assert window.most_tails == max(tails for _, tails in steps)
+    assert window.max_partial == max(partial for _, partial in steps)
 
 
 def test_one_long_stall_is_no_stalled_window():
-    plant = Plant()
+    plant = ControlledEngine()
     window = Window()
     for index in range(16):
         signals = plant.signals()

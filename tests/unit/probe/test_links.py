@@ -8,7 +8,7 @@ from tests.fixtures.probes import FakeClock
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
-from vllm_tiered.probe.links import Sample, link_curve, median_seconds, product_curve
+from vllm_tiered.probe.links import Sample, gemm_curve, link_curve, median_seconds
 from vllm_tiered.units import KIB, MIB
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_transfers_are_real():
 
 
 def test_a_larger_product_takes_longer():
-    small, large = product_curve([(256, 256), (2048, 2048)], 1, torch.float32, CPU)
+    small, large = gemm_curve([(256, 256), (2048, 2048)], 1, torch.float32, CPU)
     assert small.num_bytes == 4 * 256 * 256
     assert large.seconds > 3 * small.seconds
 

@@ -127,10 +127,10 @@ def test_the_page_says_what_was_configured(page):
 
 
 def test_nested_settings_and_sizes_read_well(tmp_path):
-    manifest = {"kv": {"near_bytes": 1 << 30, "rotating_layers": [1, 4], "tails": []}, "x": None}
+    manifest = {"kv": {"near_bytes": 1 << 30, "offloaded_layers": [1, 4], "tails": []}, "x": None}
     index = write_report(timeline_of([step(1.0)], manifest=manifest), tmp_path)
     text = Page(index.read_text(encoding="utf-8")).text
-    for words in ("kv.near_bytes 1.00 GiB", "kv.rotating_layers 1, 4", "kv.tails none", "x None"):
+    for words in ("kv.near_bytes 1.00 GiB", "kv.offloaded_layers 1, 4", "kv.tails none", "x None"):
         assert words in text
 
 
@@ -211,7 +211,7 @@ MANY_KINDS = [Event(time=0.5, kind=f"a rather long kind of event {k}", text="") 
 AWKWARD = {
     "one_step": timeline_of([step(0.03)]),
     "no_time": timeline_of([step(0.0, seconds=0.0)]),
-    "all_zero": timeline_of([step(1.0, tokens=0, used_blocks=0, granted_blocks=0, num_running=0)]),
+    "all_zero": timeline_of([step(1.0, tokens=0, used_blocks=0, released_blocks=0, num_running=0)]),
     "no_pool": timeline_of([step(1.0)], num_blocks=0),
     "all_stall": timeline_of([step(1.0, stall_seconds=0.03), step(9.0)]),
     "link_over_100": timeline_of([step(1.0, read_seconds=0.05)]),
@@ -271,7 +271,7 @@ def test_the_unit_of_time_follows_the_runs_length(end, unit, shown):
 def test_blocks_stack_up_to_the_pool(run):
     axis = figures.draw_blocks(run).axes[0]
     labels = axis.get_legend_handles_labels()[1]
-    assert labels == ["used", "granted, free", "withheld", "beyond this level", "pool"]
+    assert labels == ["used", "released, free", "reserved", "beyond this level", "pool"]
     tops = [area.get_datalim(axis.transData).ymax for area in axis.collections]
     assert tops == sorted(tops)
     assert tops[-1] == run.header.num_blocks
@@ -290,22 +290,22 @@ def test_a_step_is_drawn_as_in_pies_figure_4():
     box: Any
     for box in axis.patches:
         rows[round(box.get_y() + box.get_height() / 2)].append(box)
-    rotating = [span for span in step_in_detail.layers if span.role == "rotating"]
+    offloaded = [span for span in step_in_detail.layers if span.role == "offloaded"]
     waits = [span for span in step_in_detail.layers if span.wait_start is not None]
-    assert len(rotating) == 2 and waits
+    assert len(offloaded) == 2 and waits
     assert len(rows[0]) == 9 + len(waits)
     assert len(rows[1]) == 2
-    for span, box in zip(rotating, rows[1], strict=True):
+    for span, box in zip(offloaded, rows[1], strict=True):
         assert box.get_x() == pytest.approx(1e3 * span.read_start)
         assert box.get_width() == pytest.approx(1e3 * (span.read_end - span.read_start))
-    assert len({box.get_facecolor() for box in rows[0]}) == 3  # pinned, rotating, waits
+    assert len({box.get_facecolor() for box in rows[0]}) == 3  # resident, offloaded, waits
     assert [text.get_text() for text in axis.texts[:9]] == [str(layer) for layer in range(9)]
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 3)), max_size=30))
 def test_boxes_that_overlap_in_time_lie_in_lanes(spans):
     boxes = [
-        layer_figure._Box(layer=0, role="pinned", start=start, end=start + length)
+        layer_figure._Box(layer=0, role="resident", start=start, end=start + length)
         for start, length in sorted(spans)
     ]
     lanes = layer_figure._lanes(boxes)

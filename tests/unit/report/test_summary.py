@@ -79,7 +79,7 @@ def test_a_picture_gets_the_whole_run_in_as_many_windows_as_it_shows(pauses, num
 
 def test_the_step_to_draw_is_the_latest_that_read():
     reading = [replace(pipeline_step(), step=number) for number in (1, 2)]
-    idle = LayerTimeline(step=3, time=9.0, layers=(LayerSpan(layer=0, role="pinned"),))
+    idle = LayerTimeline(step=3, time=9.0, layers=(LayerSpan(layer=0, role="resident"),))
     assert typical_step([*reading, idle]) == reading[1]
     assert typical_step([idle]) == idle
     assert typical_step([]) is None

@@ -120,7 +120,7 @@ class FfnEngine:
         for (start, end), layer in zip(self._modules, self.runtime.layers, strict=True):
             start.compute = partial(self._compute, layer)
             end.bias_H = layer.down_bias
-        if device.is_apart:
+        if device.has_device_memory:
             self._modules[0][0].rehearse = self._rehearse
         stated = manifest.FfnManifest.of(self.runtime, self._config)
         manifest.publish_ffn(stated)
@@ -131,18 +131,18 @@ class FfnEngine:
         """What was brought and computed since the last call, by metric."""
         if self.runtime is None:
             return {}
-        source, layers = self.runtime.source.use, self.runtime.use
-        use = {
-            "ffn_far_bytes": float(source.far_bytes),
-            "ffn_storage_bytes": float(source.storage_bytes),
-            "ffn_wait_seconds": source.wait_seconds,
+        backend, layers = self.runtime.backend.stats, self.runtime.stats
+        stats = {
+            "ffn_far_bytes": float(backend.far_bytes),
+            "ffn_storage_bytes": float(backend.storage_bytes),
+            "ffn_wait_seconds": backend.wait_seconds,
             "ffn_hits": float(layers.hits),
             "ffn_misses": float(layers.misses),
             "ffn_sparse_steps": float(layers.sparse_steps),
             "ffn_dense_steps": float(layers.dense_steps),
         }
-        before, self._before = self._before, use
-        return {name: value - before.get(name, 0.0) for name, value in use.items()}
+        before, self._before = self._before, stats
+        return {name: value - before.get(name, 0.0) for name, value in stats.items()}
 
     def close(self) -> None:
         """Give memory and files back. Idempotent."""
@@ -181,7 +181,7 @@ class FfnEngine:
 
 
 def _check_device(device: Device, near_device: torch.device) -> None:
-    if near_device.type != "cpu" and not device.is_apart:
+    if near_device.type != "cpu" and not device.has_device_memory:
         raise UnsupportedError(
             f"the model is on {near_device}, to which {type(device).__name__} does not copy: "
             "FFNs from a neuron store are for vLLM's CPU backend and for NVIDIA GPUs"

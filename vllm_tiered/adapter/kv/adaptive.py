@@ -63,7 +63,7 @@ class AdaptiveExpansion:
             num_running=step.num_running,
             num_waiting=min(step.num_waiting, self._max_num_seqs - step.num_running),
             used_blocks=step.used_blocks,
-            tail_slots=self._elastic.tail_slots,
+            num_partial=self._elastic.num_partial,
             needed_blocks=self._needed_blocks(step),
         )
         decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
@@ -75,10 +75,12 @@ class AdaptiveExpansion:
             self.expansion.aim(decision.level)
 
     def _told(self, level: int) -> str:
-        far_layers = self._levels.far_layers(level)
-        expansion = expansion_of(self._levels.num_layers, far_layers)
-        tails = "" if self._levels.tails_stay(level) else ", partly filled blocks too"
-        return f"{far_layers} far layers (expansion {expansion:.2f}{tails})"
+        num_far = self._levels.num_far(level)
+        expansion = expansion_of(self._levels.num_layers, num_far)
+        partial = (
+            "" if self._levels.partial_blocks_resident(level) else ", partly filled blocks too"
+        )
+        return f"{num_far} far layers (expansion {expansion:.2f}{partial})"
 
     def _needed_blocks(self, step: Step) -> int:
         """Those of the longest request, beside what streamed sessions hold, as those stay."""
@@ -87,8 +89,9 @@ class AdaptiveExpansion:
             return longest
         # Sessions may share blocks: then it is less, but at most what is in use and one grows by.
         held = min(step.session_blocks, step.used_blocks + longest)
-        # A level is said to hold so many blocks of one request; each session has a tail of its own.
-        held += math.ceil(step.num_sessions * self._levels.most_blocks_per_tail)
+        # A level is said to hold so many blocks of one request; each session has a partial block
+        # of its own.
+        held += math.ceil(step.num_sessions * self._levels.max_blocks_per_partial)
         return max(longest, held + self._blocks_to_grow(step.longest_beside_sessions))
 
     def _blocks_to_grow(self, tokens: int) -> int:

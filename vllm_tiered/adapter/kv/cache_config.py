@@ -14,7 +14,7 @@ from typing import Any
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.config import KvConfig
 from vllm_tiered.errors import BudgetError, UnsupportedError
-from vllm_tiered.kv.layout import TAILS_WHILE_PREFILLING, KvGeometry, KvLevels, expansion_of
+from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels, expansion_of
 from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.units import GIB, format_bytes
 
@@ -68,7 +68,7 @@ def logical_blocks(
         fits = max(0, budget // max(1, geometry.far_bytes(1)) - 1)
         if kv.far_gib != "auto":
             raise BudgetError(
-                f"{geometry.rotating_layers} rotating layers of {limit} blocks need "
+                f"{geometry.num_far} offloaded layers of {limit} blocks need "
                 f"{format_bytes(needed)} ({needed / GIB:.3f} GiB) of far memory per rank, "
                 f"kv.far_gib gives {format_bytes(budget)} (room for {fits} blocks): raise "
                 "kv.far_gib or lower kv.expansion"
@@ -95,7 +95,7 @@ def adaptive_levels(
     allowed = levels
     if kv.tier == "far":
         allowed = kv_plan.within_far_budget(levels, kv_plan.far_budget_bytes(kv, world_size))
-    if not allowed.max_far_layers:
+    if not allowed.max_num_far:
         logger.warning(
             "tiered kv: no level above 1 within reach (%d layers, kv.max_expansion=%g, far "
             "memory %s per rank): steps aside",
@@ -104,11 +104,11 @@ def adaptive_levels(
             format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
         )
         return allowed
-    if allowed.max_far_layers < levels.max_far_layers:
+    if allowed.max_num_far < levels.max_num_far:
         logger.warning(
             "tiered kv: far memory (%s per rank, kv.far_gib) limits the expansion to %.2f",
             format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
-            expansion_of(levels.num_layers, allowed.max_far_layers),
+            expansion_of(levels.num_layers, allowed.max_num_far),
         )
     _check_longest(_roomiest(allowed), allowed.max_blocks, max_model_len)
     return allowed
@@ -118,19 +118,19 @@ def _roomiest(levels: KvLevels) -> KvGeometry:
     """The level that holds the longest single request."""
     return max(
         (levels.geometry(level) for level in range(levels.highest + 1)),
-        key=lambda geometry: geometry.block_limit(TAILS_WHILE_PREFILLING),
+        key=lambda geometry: geometry.block_limit(PARTIAL_WHILE_PREFILLING),
     )
 
 
 def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None:
     longest = geometry.max_request_tokens(limit)
+    partial = " (partly filled blocks stay near)" if geometry.partial_blocks_resident else ""
     if longest < max(max_model_len, geometry.block_tokens):
         raise BudgetError(
             f"one request of max_model_len={max_model_len} tokens does not fit: "
             f"{format_bytes(geometry.near_bytes)} near KV memory with "
-            f"{geometry.rotating_layers} rotating layers holds {longest} tokens of one request"
-            f"{' (partly filled blocks stay near)' if geometry.tails_stay else ''}; raise "
-            f"--kv-cache-memory-bytes, set --max-model-len {longest} or change kv.expansion"
+            f"{geometry.num_far} offloaded layers holds {longest} tokens of one request{partial}; "
+            f"raise --kv-cache-memory-bytes, set --max-model-len {longest} or change kv.expansion"
         )
 
 
@@ -146,19 +146,19 @@ def tiered_kv_cache_configs(
     block_bytes = spec.page_size_bytes * len(specs)
     near_bytes = _near_bytes(vllm_config, min(available_memory), block_bytes)
     near_pages = near_bytes // spec.page_size_bytes
-    far_layers = kv_plan.resolve_far_layers(config.kv, len(specs))
+    num_far = kv_plan.resolve_num_far(config.kv, len(specs))
     sizes = {
         "max_model_len": vllm_config.model_config.max_model_len,
         "world_size": vllm_config.parallel_config.world_size,
     }
-    if far_layers is None:
+    if num_far is None:
         reachable = kv_plan.make_levels(config.kv, spec, len(specs), near_pages)
         levels = adaptive_levels(config.kv, reachable, **sizes)
-        steps_aside = not levels.max_far_layers
+        steps_aside = not levels.max_num_far
         geometry, num_blocks = _roomiest(levels), levels.max_blocks + 1
     else:
-        order = POLICIES[config.kv.policy](len(specs), far_layers)
-        steps_aside = not order.rotating
+        order = POLICIES[config.kv.policy](len(specs), num_far)
+        steps_aside = not order.offloaded
         geometry = kv_plan.make_geometry(order, spec, near_pages)
         num_blocks = 0 if steps_aside else logical_blocks(config.kv, geometry, **sizes)
     if steps_aside:
@@ -168,7 +168,9 @@ def tiered_kv_cache_configs(
     configs = _with_blocks(original, vllm_config, kv_cache_specs, num_blocks, block_bytes)
     check_supported_groups(vllm_config, configs)
     model_config = vllm_config.model_config
-    if model_config.original_max_model_len == -1:  # vLLM fitted it to all blocks, tails too
+    if (
+        model_config.original_max_model_len == -1
+    ):  # vLLM fitted it to all blocks, partial blocks too
         longest = geometry.max_request_tokens(num_blocks - 1)
         model_config.max_model_len = min(model_config.max_model_len, longest)
     for kv_cache_config in configs:

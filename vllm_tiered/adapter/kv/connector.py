@@ -8,7 +8,7 @@ Hooks of a step, in vLLM's order, and what happens at each:
                 bind_connector_metadata   translate block tables inside the forward context
                 do_kv_cache_update (wrapped) / wait_for_layer_load   wait for the layer's pages
                 save_kv_layer             computed: what it wrote goes out, a later layer comes in
-                wait_for_save             filled tails go out
+                wait_for_save             filled partial blocks go out
 """
 
 import logging

@@ -36,18 +36,18 @@ class LayerTrace:
             return None
         layers = sorted(self._waits, key=lambda layer: self._waits[layer][0])
         ends = [self._waits[layer][0] for layer in layers[1:]] + [end]
-        rotating = set(self._swapper.order.rotating)
+        offloaded = set(self._swapper.order.offloaded)
         return LayerTimeline(
             step=self._swapper.num_steps,
             time=0.0,  # the scheduler knows when the step was
             layers=tuple(
-                self._span(layer, "rotating" if layer in rotating else "pinned", compute_end)
+                self._span(layer, "offloaded" if layer in offloaded else "resident", compute_end)
                 for layer, compute_end in zip(layers, ends, strict=True)
             ),
         )
 
     def _span(
-        self, layer: int, role: Literal["pinned", "rotating"], compute_end: float
+        self, layer: int, role: Literal["resident", "offloaded"], compute_end: float
     ) -> LayerSpan:
         wait_start, wait_end = self._waits[layer]
         read = self._copied(self._reads.get(layer))

@@ -108,7 +108,7 @@ def _start_over(scheduler: Any, session: Any) -> None:
     """A session in the queue computes all its tokens anew, in blocks of its own."""
     scheduler._free_request_blocks(session)
     session.num_computed_tokens = 0
-    # What tells the connector that the blocks, and a tail that stayed near, are free.
+    # What tells the connector that the blocks, and a partial block that stayed near, are free.
     scheduler.reset_preempted_req_ids.add(session.request_id)
 
 
@@ -144,13 +144,19 @@ class RecentSteps:
         )
 
     def written(self) -> Set[int]:
-        """Blocks to which these steps added tokens, but for tails that stay tails."""
+        """Blocks to which these steps added tokens, but for partial blocks that stay partial
+        blocks."""
         if self._all is not None:
             return self._all
         return {
             block_id
             for plan in self._plans
-            for block_ids in (plan.ring, plan.extend, plan.tail_acquire, plan.tail_flush)
+            for block_ids in (
+                plan.store_new,
+                plan.load_and_store,
+                plan.alloc_partial,
+                plan.store_partial,
+            )
             for block_id in block_ids.tolist()
         }
 

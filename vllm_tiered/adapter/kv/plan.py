@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered.config import KvConfig, TieredConfig
-from vllm_tiered.devices.host import FAR_SHARE, host_memory
+from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import (
     KvGeometry,
     KvLevels,
     expansion_of,
-    far_layers_for_expansion,
-    max_far_layers,
+    max_num_far,
+    num_far_for_expansion,
 )
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 from vllm_tiered.units import gib_to_bytes
@@ -50,34 +50,34 @@ class KvPlan:
     @property
     def expansion(self) -> float:
         """At the start."""
-        return expansion_of(self.geometry.num_layers, self.order.far_layers)
+        return expansion_of(self.geometry.num_layers, self.order.num_far)
 
     @property
-    def max_far_layers(self) -> int:
-        return self.levels.max_far_layers if self.levels else self.order.far_layers
+    def max_num_far(self) -> int:
+        return self.levels.max_num_far if self.levels else self.order.num_far
 
     @property
-    def slab_bytes(self) -> int:
+    def region_bytes(self) -> int:
         """Far pages of one layer."""
         return self.num_blocks * self.geometry.page_bytes
 
     def bytes_in(self, homes: FarHomes) -> tuple[int, int]:
         """Far pages in memory, whose bytes the system gives when they are first written, and in a
         file, whose space is reserved."""
-        num_layers = len(self.far_layers)
+        num_layers = len(self.offloadable_layers)
         memory = homes.memory_layers if homes.memory_layers is not None else num_layers
         in_memory = min(num_layers, memory)
-        return in_memory * self.slab_bytes, (num_layers - in_memory) * self.slab_bytes
+        return in_memory * self.region_bytes, (num_layers - in_memory) * self.region_bytes
 
     @property
-    def granted_blocks(self) -> int:
+    def released_blocks(self) -> int:
         """Usable blocks at the start."""
         return self.levels.block_limit(0, 0) if self.levels else self.num_blocks - 1
 
     @property
-    def far_layers(self) -> tuple[int, ...]:
+    def offloadable_layers(self) -> tuple[int, ...]:
         """Layers that may be far, in the order in which they become it."""
-        may_be_far = {layer for order in (self.order, *self.orders) for layer in order.rotating}
+        may_be_far = {layer for order in (self.order, *self.orders) for layer in order.offloaded}
         return tuple(layer for layer in far_order(self.geometry.num_layers) if layer in may_be_far)
 
     @property
@@ -85,13 +85,13 @@ class KvPlan:
         """The layers' roles by number of far layers; empty if that is fixed."""
         if self.levels is None:
             return ()
-        levels = range(self.levels.max_far_layers + 1)
-        return tuple(interleave(self.levels.num_layers, far_layers) for far_layers in levels)
+        levels = range(self.levels.max_num_far + 1)
+        return tuple(interleave(self.levels.num_layers, num_far) for num_far in levels)
 
     @property
     def swaps(self) -> bool:
         """If no layer is ever far the plugin steps aside: vLLM's own layout is the best one."""
-        return bool(self.order.rotating) or self.levels is not None
+        return bool(self.order.offloaded) or self.levels is not None
 
 
 def tiered_config(vllm_config: Any) -> TieredConfig | None:
@@ -101,7 +101,7 @@ def tiered_config(vllm_config: Any) -> TieredConfig | None:
     return config if config is not None and config.kv.enabled else None
 
 
-def resolve_far_layers(kv: KvConfig, num_layers: int) -> int | None:
+def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
     """Far layers for the configured expansion; None if the load decides.
 
     Raises:
@@ -114,22 +114,22 @@ def resolve_far_layers(kv: KvConfig, num_layers: int) -> int | None:
                 'kv.expansion to a number, or kv.policy="interleave"'
             )
         return None
-    reachable = expansion_of(num_layers, max_far_layers(num_layers))
+    reachable = expansion_of(num_layers, max_num_far(num_layers))
     wanted = float(kv.expansion)
-    far_layers = far_layers_for_expansion(num_layers, wanted)
-    if far_layers is None:
+    num_far = num_far_for_expansion(num_layers, wanted)
+    if num_far is None:
         raise ConfigError(
             f"kv.expansion={wanted:g} cannot be reached: {num_layers} layers with two staging "
-            f"areas reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
+            f"buffers reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
         )
-    return far_layers
+    return num_far
 
 
 def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> KvLevels:
     """All levels up to ``max_expansion``, before the far budget has its say."""
-    far_layers = [
+    allowed = [
         m
-        for m in range(max_far_layers(num_layers) + 1)
+        for m in range(max_num_far(num_layers) + 1)
         if expansion_of(num_layers, m) <= kv.max_expansion
     ]
     levels = KvLevels(
@@ -137,38 +137,38 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
         page_bytes=spec.page_size_bytes,
         block_tokens=spec.block_size,
         near_pages=near_pages,
-        max_far_layers=far_layers[-1],
+        max_num_far=allowed[-1],
         max_blocks=near_pages,
         # On an SSD a page that changes in every step would be written in every step.
-        moves_tails=kv.tier != "storage",
+        offloads_partial_blocks=kv.tier != "storage",
     )
-    return with_max_far_layers(levels, far_layers[-1])
+    return with_max_num_far(levels, allowed[-1])
 
 
-def with_max_far_layers(levels: KvLevels, far_layers: int) -> KvLevels:
+def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
     """Cut off above a level. No level is left if none holds more than the near tier alone."""
-    blocks_of = [levels.geometry(m).block_limit(0) for m in range(far_layers + 1)]
+    blocks_of = [levels.geometry(m).block_limit(0) for m in range(num_far + 1)]
     # The lowest of those that hold as much: more far layers would only cost.
     highest = blocks_of.index(max(blocks_of))
-    return dataclasses.replace(levels, max_far_layers=highest, max_blocks=blocks_of[highest])
+    return dataclasses.replace(levels, max_num_far=highest, max_blocks=blocks_of[highest])
 
 
 def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
     """Cut off what ``budget`` bytes of far memory cannot hold."""
 
-    def far_bytes(far_layers: int) -> int:
-        geometry = levels.geometry(far_layers)
+    def far_bytes(num_far: int) -> int:
+        geometry = levels.geometry(num_far)
         return geometry.far_bytes(geometry.block_limit(0) + 1)
 
-    fitting = [m for m in range(levels.max_far_layers + 1) if far_bytes(m) <= budget]
-    return with_max_far_layers(levels, fitting[-1])
+    fitting = [m for m in range(levels.max_num_far + 1) if far_bytes(m) <= budget]
+    return with_max_num_far(levels, fitting[-1])
 
 
 def make_geometry(order: SwapOrder, spec: Any, near_pages: int) -> KvGeometry:
     return KvGeometry(
-        num_layers=len(order.pinned) + len(order.rotating),
-        pinned_layers=len(order.pinned),
-        areas=order.areas,
+        num_layers=len(order.resident) + len(order.offloaded),
+        num_resident=len(order.resident),
+        num_staging_buffers=order.num_staging_buffers,
         page_bytes=spec.page_size_bytes,
         block_tokens=spec.block_size,
         near_pages=near_pages,
@@ -184,20 +184,20 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
     num_layers = len(group.layer_names)
     spec = group.kv_cache_spec
     num_blocks = kv_cache_config.num_blocks
-    far_layers = resolve_far_layers(config.kv, num_layers)
+    num_far = resolve_num_far(config.kv, num_layers)
     near_bytes = kv_cache_config.kv_cache_tensors[0].size
     near_pages = near_bytes // spec.page_size_bytes
     levels = None
-    if far_layers is None:
+    if num_far is None:
         # The highest level shows in the number of blocks, whatever limited it in the process
         # that decided.
         levels = make_levels(config.kv, spec, num_layers, near_pages)
-        blocks_of = [levels.geometry(m).block_limit(0) for m in range(levels.max_far_layers + 1)]
+        blocks_of = [levels.geometry(m).block_limit(0) for m in range(levels.max_num_far + 1)]
         fitting = [m for m, blocks in enumerate(blocks_of) if blocks < num_blocks]
-        levels = with_max_far_layers(levels, fitting[-1] if fitting else 0)
-        if not levels.max_far_layers:
+        levels = with_max_num_far(levels, fitting[-1] if fitting else 0)
+        if not levels.max_num_far:
             levels = None
-    order = POLICIES[config.kv.policy](num_layers, far_layers or 0)
+    order = POLICIES[config.kv.policy](num_layers, num_far or 0)
     return KvPlan(
         geometry=levels.geometry(0) if levels else make_geometry(order, spec, near_pages),
         order=order,
@@ -209,13 +209,13 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
 
 
 def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
-    """Which layers' slabs are in memory, and where the others' are."""
+    """Which layers' regions are in memory, and where the others' are."""
     kv = plan.config
     if kv.tier == "far":
         return FarHomes(verify=kv.verify)
     assert kv.path is not None, "checked with the configuration"
     return FarHomes(
-        memory_layers=far_budget_bytes(kv, world_size) // plan.slab_bytes,
+        memory_layers=far_budget_bytes(kv, world_size) // plan.region_bytes,
         path=Path(kv.path),
         verify=kv.verify,
     )
@@ -224,5 +224,5 @@ def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
 def far_budget_bytes(kv: KvConfig, world_size: int) -> int:
     """Far-tier bytes that one rank may take."""
     if kv.far_gib == "auto":
-        return int(host_memory().usable_bytes * FAR_SHARE) // world_size
+        return int(read_host_memory().usable_bytes * FAR_SHARE) // world_size
     return gib_to_bytes(float(kv.far_gib)) // world_size

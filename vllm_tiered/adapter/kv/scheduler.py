@@ -37,23 +37,23 @@ def gauges(
     plan: KvPlan,
     world_size: int,
     *,
-    far_layers: int | None = None,
-    withheld: int = 0,
-    tails_stay: bool = True,
+    num_far: int | None = None,
+    reserved: int = 0,
+    partial_blocks_resident: bool = True,
 ) -> TieredStats:
     """What the scheduler knows of the KV tiers; bytes are all ranks'."""
-    if far_layers is None:
-        far_layers = plan.order.far_layers
+    if num_far is None:
+        num_far = plan.order.num_far
     # Only workers know where far pages are, if there are any.
     no_far_pages = {} if plan.swaps else {"kv_far_bytes": 0, "kv_storage_bytes": 0}
     return TieredStats(
         data={
-            "kv_expansion": expansion_of(plan.geometry.num_layers, far_layers),
-            "kv_far_layers": far_layers,
-            "kv_tails_far": int(not tails_stay),
+            "kv_expansion": expansion_of(plan.geometry.num_layers, num_far),
+            "kv_far_layers": num_far,
+            "kv_partial_blocks_far": int(not partial_blocks_resident),
             "kv_near_bytes": plan.near_bytes * world_size,
-            "kv_blocks_granted": plan.num_blocks - 1 - withheld,
-            "kv_blocks_withheld": withheld,
+            "kv_blocks_released": plan.num_blocks - 1 - reserved,
+            "kv_blocks_reserved": reserved,
             **no_far_pages,
         }
     )
@@ -102,9 +102,9 @@ class TieredScheduler:
         self._announced: set[int] = set()
         self._pool: Any = None
         self._manager: Any = None
-        self._watermark = 0.0  # share of the granted blocks
-        self._withheld: dict[int, Any] = {}
-        self._withheld_changed = False  # since the workers were told
+        self._watermark = 0.0  # share of the released blocks
+        self._reserved: dict[int, Any] = {}
+        self._reserved_changed = False  # since the workers were told
         self._streak = DecodeStreak()
         self._num_tokens = 0  # output tokens of the step that is being planned
         self._reported_changes = 0
@@ -121,14 +121,14 @@ class TieredScheduler:
 
         vLLM asks ``allocate_slots`` whether a request fits, and leaves ``reserved_blocks`` free.
         Where partly filled blocks stay near they cost pages beside the blocks themselves; their
-        share is reserved by this argument and withheld when the request is admitted.
+        share is reserved by this argument and reserved when the request is admitted.
         """
         self._pool = kv_cache_manager.block_pool
-        self._hold_back()
-        self._announced = set(self._withheld)
+        self._reserve_excess()
+        self._announced = set(self._reserved)
         kv_cache_manager.allocate_slots = self._reserving(kv_cache_manager.allocate_slots)
         kv_cache_manager.reset_prefix_cache = self._resetting(kv_cache_manager.reset_prefix_cache)
-        # vLLM takes both of all blocks, withheld ones included.
+        # vLLM takes both of all blocks, reserved ones included.
         self._pool.get_usage = self._usage
         self._manager = kv_cache_manager
         self._watermark = kv_cache_manager.watermark_blocks / self._plan.num_blocks
@@ -148,7 +148,7 @@ class TieredScheduler:
         for request_id in ended:
             if request_id not in scheduled:
                 self.elastic.end(request_id)
-        self.grant()
+        self.release()
         goes_on = self._streak.goes_on(scheduler_output) and not ended
         goes_on &= not self.elastic.num_prefilling
         requests: list[ScheduledRequest] = []
@@ -156,38 +156,38 @@ class TieredScheduler:
             self._num_tokens = len(scheduled)
         else:
             requests = list(self._scheduled_requests(scheduler_output))
-        far_layers = write_out_for = None
-        tails_stay = True
+        num_far = num_far_next = None
+        partial_blocks_resident = True
         # Nothing runs, but somebody asks for blocks: a request that this level does not hold.
         if scheduled or self._watch.is_blocked:
             self._look_back(len(scheduled), len(scheduler_output.preempted_req_ids or ()))
         if self.adaptive:
-            self._withhold(min(self.elastic.excess, self._pool.get_num_free_blocks()))
-            far_layers, write_out_for = self.adaptive.expansion.next_step()
-            tails_stay = self.adaptive.expansion.tails_stay
+            self._reserve(min(self.elastic.excess, self._pool.get_num_free_blocks()))
+            num_far, num_far_next = self.adaptive.expansion.next_step()
+            partial_blocks_resident = self.adaptive.expansion.partial_blocks_resident
         step = None
-        if goes_on and not self._withheld_changed:
+        if goes_on and not self._reserved_changed:
             step = self._planner.plan_on(
                 list(self._changed_requests(scheduler_output)),
-                far_layers=far_layers,
-                write_out_for=write_out_for,
-                tails_stay=tails_stay,
+                num_far=num_far,
+                num_far_next=num_far_next,
+                partial_blocks_resident=partial_blocks_resident,
             )
         if step is None:
             if goes_on:
                 requests = list(self._scheduled_requests(scheduler_output))
-            withheld = set(self.elastic.withheld)
+            reserved = set(self.elastic.reserved)
             step = self._planner.plan(
                 requests,
                 ended,
-                granted=sorted(self._announced - withheld),
-                withheld=sorted(withheld - self._announced),
-                far_layers=far_layers,
-                write_out_for=write_out_for,
-                tails_stay=tails_stay,
+                released=sorted(self._announced - reserved),
+                reserved=sorted(reserved - self._announced),
+                num_far=num_far,
+                num_far_next=num_far_next,
+                partial_blocks_resident=partial_blocks_resident,
             )
-            self._announced = withheld
-            self._withheld_changed = False
+            self._announced = reserved
+            self._reserved_changed = False
         self.recent.add(step, requests)
         return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
 
@@ -210,17 +210,18 @@ class TieredScheduler:
             self._timeline.close()
 
     def request_finished(self, request_id: str) -> None:
-        """Its tail slots are free: grant blocks at once, so that an idle engine has them all."""
+        """Its partial blocks are free: release blocks at once, so that an idle engine has them
+        all."""
         self.elastic.end(request_id)
         self.recomputes.end(request_id)
         self._watch.end_request(request_id)
-        self.grant()
+        self.release()
 
-    def grant(self) -> None:
-        granted = [self._withheld.pop(block_id) for block_id in self.elastic.grant()]
-        if granted:
-            self._withheld_changed = True
-            self._pool.free_blocks(granted)
+    def release(self) -> None:
+        released = [self._reserved.pop(block_id) for block_id in self.elastic.release()]
+        if released:
+            self._reserved_changed = True
+            self._pool.free_blocks(released)
 
     def stats(self) -> TieredStats:
         """The gauges, and how often the level changed since the last call."""
@@ -228,9 +229,9 @@ class TieredScheduler:
         stats = gauges(
             self._plan,
             self._world_size,
-            far_layers=expansion.far_layers if expansion else None,
-            withheld=len(self.elastic.withheld),
-            tails_stay=expansion.tails_stay if expansion else True,
+            num_far=expansion.num_far if expansion else None,
+            reserved=len(self.elastic.reserved),
+            partial_blocks_resident=expansion.partial_blocks_resident if expansion else True,
         )
         num_changes = expansion.num_changes if expansion else 0
         num_recomputed = self.recomputes.num_recomputed
@@ -245,49 +246,49 @@ class TieredScheduler:
             tokens=self._num_tokens,
             num_running=num_running,
             num_preempted=num_preempted,
-            used_blocks=self.elastic.granted_blocks - self._pool.get_num_free_blocks(),
+            used_blocks=self.elastic.released_blocks - self._pool.get_num_free_blocks(),
         )
         if step is None:
             return
         if self.adaptive:
             self.adaptive.decide(step)
         if self._timeline:
-            far_layers = self._plan.order.far_layers
+            num_far = self._plan.order.num_far
             if self.adaptive:
-                far_layers = self.adaptive.expansion.far_layers
-            self._timeline.step(step, self.elastic, far_layers)
+                num_far = self.adaptive.expansion.num_far
+            self._timeline.step(step, self.elastic, num_far)
 
     def _usage(self) -> float:
         """Blocks that requests hold, of those that they could at the highest level (vLLM's
         ``kv_cache_usage_perc``). Withheld blocks are not used."""
-        tail_slots, levels = self.elastic.tail_slots, self._plan.levels
+        num_partial, levels = self.elastic.num_partial, self._plan.levels
         if levels is None:
-            most = self._plan.geometry.block_limit(tail_slots)
+            most = self._plan.geometry.block_limit(num_partial)
         else:
-            most = levels.block_limit(levels.highest, tail_slots)
-        used = self.elastic.granted_blocks - self._pool.get_num_free_blocks()
+            most = levels.block_limit(levels.highest, num_partial)
+        used = self.elastic.released_blocks - self._pool.get_num_free_blocks()
         return min(1.0, used / max(1, most))
 
     def _note(self, kind: str, text: str) -> None:
         if self._timeline:
             self._timeline.event(kind, text)
 
-    def _hold_back(self) -> None:
-        """Of a pool whose blocks are all free, withhold those above the limit, highest ids."""
+    def _reserve_excess(self) -> None:
+        """Of a pool whose blocks are all free, reserve those above the limit, highest ids."""
         blocks = self._pool.get_new_blocks(self._pool.get_num_free_blocks())
         blocks.sort(key=lambda block: block.block_id)
         limit = self.elastic.limit
         self._pool.free_blocks(blocks[:limit])
-        self._withheld = {block.block_id: block for block in blocks[limit:]}
-        self._withheld_changed = True
-        self.elastic.withheld = sorted(self._withheld, reverse=True)  # granted from the end
+        self._reserved = {block.block_id: block for block in blocks[limit:]}
+        self._reserved_changed = True
+        self.elastic.reserved = sorted(self._reserved, reverse=True)  # released from the end
 
-    def _withhold(self, count: int) -> list[int]:
+    def _reserve(self, count: int) -> list[int]:
         """Take free blocks away from the engine; their ids."""
         blocks = self._pool.get_new_blocks(count) if count else []
-        self._withheld_changed |= bool(blocks)
-        self._withheld.update((block.block_id, block) for block in blocks)
-        self.elastic.withheld.extend(block.block_id for block in blocks)
+        self._reserved_changed |= bool(blocks)
+        self._reserved.update((block.block_id, block) for block in blocks)
+        self.elastic.reserved.extend(block.block_id for block in blocks)
         return [block.block_id for block in blocks]
 
     def _reserving(self, allocate_slots: Any) -> Any:
@@ -299,13 +300,13 @@ class TieredScheduler:
                 if blocks is None:
                     self._watch.asked_in_vain(request_id, request.num_tokens)
                 return blocks
-            self._manager.watermark_blocks = round(self._watermark * self.elastic.granted_blocks)
-            extra = self.elastic.blocks_to_withhold(request_id)
+            self._manager.watermark_blocks = round(self._watermark * self.elastic.released_blocks)
+            extra = self.elastic.blocks_to_reserve(request_id)
             blocks = allocate_slots(
                 request, *args, reserved_blocks=reserved_blocks + extra, **kwargs
             )
             if blocks is not None:
-                self._withhold(extra)
+                self._reserve(extra)
                 self.elastic.admit(
                     request_id,
                     prefill_tokens=max(request.num_prompt_tokens, request.num_tokens - 1),
@@ -317,15 +318,15 @@ class TieredScheduler:
         return allocate
 
     def _resetting(self, reset_prefix_cache: Any) -> Any:
-        """vLLM resets only a pool of which no block is held; withheld ones must not count."""
+        """vLLM resets only a pool of which no block is held; reserved ones must not count."""
 
         @functools.wraps(reset_prefix_cache)
         def reset() -> bool:
-            held = list(self._withheld.values())
+            held = list(self._reserved.values())
             self._pool.free_blocks(held)
             if reset_prefix_cache():
                 self.elastic.end_all()
-                self._hold_back()
+                self._reserve_excess()
                 return True
             self._pool.touch(held)
             return False

@@ -68,7 +68,7 @@ class TieredWorker:
         self._is_translated = False  # the step before, or this one
         self._layer_of: dict[str, int] = {}  # layers that may be far
         self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
-        self._rotating: dict[str, int] = {}
+        self._offloaded: dict[str, int] = {}
         self._to_come: Container[int] = ()  # layers that this step has to wait for
         self._report: StepReport | None = None
         self._lost: set[int] = set()
@@ -124,17 +124,17 @@ class TieredWorker:
             num_blocks=self._plan.num_blocks,
             near=PageBuffer(near.view(near_pages, geometry.page_bytes)),
             device=self._device,
-            far_layers=self._plan.far_layers,
+            offloadable_layers=self._plan.offloadable_layers,
             homes=homes,
             orders=self._plan.orders,
-            granted=self._plan.granted_blocks,
+            released=self._plan.released_blocks,
         )
         self._translator = make_translator(
             self.swapper.table.pages, names, geometry.block_tokens, view.device
         )
         self._pool_view = view.as_strided((near_pages, *view.shape[1:]), view.stride(), 0)
         self._names = names
-        self._layer_of = {names[layer]: layer for layer in sorted(self._plan.far_layers)}
+        self._layer_of = {names[layer]: layer for layer in sorted(self._plan.offloadable_layers)}
         self._waits_here = {
             name: layer
             for name, layer in self._layer_of.items()
@@ -148,9 +148,9 @@ class TieredWorker:
         As long as no layer was ever far, block b of a layer is where vLLM would have it: each
         layer sees its own pages, and nothing is translated.
         """
-        rotating = set(self.swapper.order.rotating)
-        self._rotating = {n: layer for n, layer in self._layer_of.items() if layer in rotating}
-        self._far_layers = self.swapper.order.far_layers
+        offloaded = set(self.swapper.order.offloaded)
+        self._offloaded = {n: layer for n, layer in self._layer_of.items() if layer in offloaded}
+        self._num_far = self.swapper.order.num_far
         self._translates = not self.swapper.is_laid_out_as_vllm
         own_pages = len(self._pool_view) // len(self._names)
         for layer, name in enumerate(self._names):
@@ -182,7 +182,7 @@ class TieredWorker:
         if self.full_graphs and not self.swapper.is_laid_out_as_vllm:
             self.full_graphs.check_taken()
         if (
-            self.swapper.order.far_layers != self._far_layers
+            self.swapper.order.num_far != self._num_far
             or self.swapper.is_laid_out_as_vllm == self._translates
         ):
             self._follow_level()
@@ -218,7 +218,7 @@ class TieredWorker:
             self._wait(layer)
 
     def layer_done(self, layer_name: str) -> None:
-        layer = self._rotating.get(layer_name)
+        layer = self._offloaded.get(layer_name)
         if layer is None:
             return
         start = time.perf_counter()

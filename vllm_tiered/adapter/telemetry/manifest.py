@@ -30,7 +30,7 @@ class Manifest:
         max_expansion: to which it may grow; the same if it is fixed.
         far_layers: the paper's m, at the start.
         max_far_layers: to which it may grow.
-        rotating_layers: layers that pass through staging areas at the start, ascending.
+        offloaded_layers: layers that pass through staging buffers at the start, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
         far_bytes, storage_bytes: of far pages, in memory and in a file.
         tier: as configured; with "storage" the file may be empty, if memory holds all far pages.
@@ -43,8 +43,8 @@ class Manifest:
     num_layers: int
     far_layers: int
     max_far_layers: int
-    rotating_layers: tuple[int, ...]
-    staging_areas: int
+    offloaded_layers: tuple[int, ...]
+    staging_buffers: int
     num_blocks: int
     block_tokens: int
     page_bytes: int
@@ -61,12 +61,12 @@ class Manifest:
             active=plan.swaps,
             policy=plan.config.policy,
             expansion=plan.expansion,
-            max_expansion=expansion_of(geometry.num_layers, plan.max_far_layers),
+            max_expansion=expansion_of(geometry.num_layers, plan.max_num_far),
             num_layers=geometry.num_layers,
-            far_layers=plan.order.far_layers,
-            max_far_layers=plan.max_far_layers,
-            rotating_layers=plan.order.rotating,
-            staging_areas=geometry.areas,
+            far_layers=plan.order.num_far,
+            max_far_layers=plan.max_num_far,
+            offloaded_layers=plan.order.offloaded,
+            staging_buffers=geometry.num_staging_buffers,
             num_blocks=plan.num_blocks - 1,
             block_tokens=geometry.block_tokens,
             page_bytes=geometry.page_bytes,
@@ -78,7 +78,7 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        return {"kv": asdict(self) | {"rotating_layers": list(self.rotating_layers)}}
+        return {"kv": asdict(self) | {"offloaded_layers": list(self.offloaded_layers)}}
 
     def describe(self) -> str:
         """The log line."""
@@ -113,8 +113,8 @@ class WeightsManifest:
 
     Attributes:
         near_bytes: of parameters that stay near.
-        ring_bytes: of the staging slots, near memory too.
-        ahead: far sublayers on their way there while one computes.
+        buffer_bytes: of the weight buffers, near memory too.
+        prefetch_depth: offloaded sublayers in transfer while one computes.
         far_sublayers: that have parameters elsewhere than near, of ``num_sublayers``.
         far_bytes, storage_bytes: in far memory, and in a file.
         compress: what matrices are kept in: "int4", or "none" for the checkpoint's own dtype.
@@ -124,8 +124,8 @@ class WeightsManifest:
     num_sublayers: int
     far_sublayers: int
     near_bytes: int
-    ring_bytes: int
-    ahead: int
+    buffer_bytes: int
+    prefetch_depth: int
     far_bytes: int
     storage_bytes: int
     compress: str
@@ -137,8 +137,8 @@ class WeightsManifest:
             num_sublayers=len(placement.sublayers),
             far_sublayers=len(placement.extents),
             near_bytes=placement.resident_bytes,
-            ring_bytes=placement.ring_bytes,
-            ahead=placement.ahead,
+            buffer_bytes=placement.buffer_bytes,
+            prefetch_depth=placement.prefetch_depth,
             far_bytes=placement.far_bytes,
             storage_bytes=placement.storage_bytes,
             compress=compress,
@@ -161,7 +161,8 @@ class WeightsManifest:
             f"tiered weights: took over {self.far_sublayers} of {self.num_sublayers} sublayers "
             f"({self.placement}{compressed}): {format_bytes(self.near_bytes)} of the layers stay "
             f"near, {format_bytes(self.far_bytes)} are far{stored} and pass through "
-            f"{format_bytes(self.ring_bytes)} of staging slots, {self.ahead} ahead, per rank"
+            f"{format_bytes(self.buffer_bytes)} of weight buffers, prefetch depth "
+            f"{self.prefetch_depth}, per rank"
         )
 
 
@@ -200,9 +201,9 @@ class FfnManifest:
             mix=None if plan.mix is None else plan.mix.shares,
             predictor=runtime.predictor,
             cache=config.cache,
-            cache_rows={precision.value: rows for precision, rows in plan.rows.items()},
+            cache_rows={precision.value: slots for precision, slots in plan.cache_slots.items()},
             near_bytes=plan.near_bytes,
-            far_layers=plan.far_layers,
+            far_layers=plan.num_far_layers,
             far_bytes=plan.far_bytes,
             dense_bytes=plan.shape.num_layers
             * plan.shape.neurons

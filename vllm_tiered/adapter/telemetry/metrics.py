@@ -65,12 +65,12 @@ COUNTERS |= {
 GAUGES = {
     "kv_expansion": "Full KV blocks that fit over those that the near memory holds alone.",
     "kv_far_layers": "Layers whose KV lives in the far tier.",
-    "kv_tails_far": "1 if their partly filled blocks live there too, 0 if those stay near.",
+    "kv_partial_blocks_far": "1 if their partly filled blocks live there too, else 0.",
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
     "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
     "kv_storage_bytes": "KV pages in files, bytes, all ranks.",
-    "kv_blocks_granted": "KV blocks that requests may use now.",
-    "kv_blocks_withheld": "KV blocks held back: more far layers would give them, or partly filled "
+    "kv_blocks_released": "KV blocks that requests may use now.",
+    "kv_blocks_reserved": "KV blocks held back: more far layers would give them, or partly filled "
     "blocks that stay near take their memory.",
 }
 """Set by the scheduler, but for the bytes of far pages."""
@@ -104,7 +104,7 @@ class TieredStats(KVConnectorStats):
             "stall %": round(self.data.get("kv_stall_seconds", 0.0) * share, 2),
             "bookkeeping %": round(self.data.get("kv_bookkeeping_seconds", 0.0) * share, 2),
             "expansion": round(self.data.get("kv_expansion", 1.0), 2),
-            "blocks withheld": self.data.get("kv_blocks_withheld", 0),
+            "blocks withheld": self.data.get("kv_blocks_reserved", 0),
         }
 
     def is_empty(self) -> bool:

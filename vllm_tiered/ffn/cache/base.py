@@ -42,10 +42,10 @@ class Plan:
         serial: of the books it was made from.
     """
 
-    src_rows: Ids
-    dst_rows: Ids
+    src_slots: Ids
+    dst_slots: Ids
     load_neurons: Ids
-    load_rows: Ids
+    load_slots: Ids
     dropped: Ids
     wanted: Ids
     num_rows: int
@@ -190,12 +190,12 @@ class NeuronCache(ABC):
 
     def _enter(self, plan: Plan) -> None:
         self._is_resident[plan.dropped] = False
-        if len(plan.src_rows):
-            moved = self._neuron_at[plan.src_rows]
-            self._neuron_at[plan.dst_rows] = moved
-            self._row_of[moved] = plan.dst_rows
-        self._neuron_at[plan.load_rows] = plan.load_neurons
-        self._row_of[plan.load_neurons] = plan.load_rows
+        if len(plan.src_slots):
+            moved = self._neuron_at[plan.src_slots]
+            self._neuron_at[plan.dst_slots] = moved
+            self._row_of[moved] = plan.dst_slots
+        self._neuron_at[plan.load_slots] = plan.load_neurons
+        self._row_of[plan.load_neurons] = plan.load_slots
         self._is_resident[plan.load_neurons] = True
         self.num_rows = plan.num_rows
         self._serial += 1
@@ -218,10 +218,10 @@ class NeuronCache(ABC):
             rows, dst = holes[: len(load)], holes[len(load) :]
             src = num_after + stays[num_after:].nonzero()[0]
         return Plan(
-            src_rows=src,
-            dst_rows=dst,
+            src_slots=src,
+            dst_slots=dst,
             load_neurons=load,
-            load_rows=rows,
+            load_slots=rows,
             dropped=self._neuron_at[free],
             wanted=wanted,
             num_rows=num_after,

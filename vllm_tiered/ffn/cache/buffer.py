@@ -16,7 +16,7 @@ _WORD = torch.int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Region:
+class NeuronCacheBuffer:
     """A cache region of one layer and precision.
 
     Attributes:
@@ -52,16 +52,16 @@ class Region:
         """Rows."""
         return len(self.rows)
 
-    def move(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
+    def move(self, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
         """Bundles, scales and biases of rows to others; no row is in both.
 
         Args:
             src_rows, dst_rows: int64, near.
         """
-        if len(src_rows):
+        if len(src_slots):
             for table in (self.rows, self.scales, self.up_bias):
                 if table is not None:
-                    _copy_rows(table, dst_rows, table, src_rows)
+                    _copy_rows(table, dst_slots, table, src_slots)
 
     def fill(
         self,

@@ -16,8 +16,8 @@ class LruCache(NeuronCache):
 
     def _staying(self, is_wanted: Mask, may_stay: Mask, num_loads: int) -> Mask:
         stays = may_stay
-        room = self.capacity - num_loads
-        num_leaving = int(np.count_nonzero(stays)) - room
+        buffer = self.capacity - num_loads
+        num_leaving = int(np.count_nonzero(stays)) - buffer
         if num_leaving > 0:
             rows = (stays & ~is_wanted).nonzero()[0]
             last_token = self._last_token[self._neuron_at[rows]]

@@ -37,11 +37,11 @@ class WindowCache(NeuronCache):
         ages = self._token + 1 - self._last_token[self._neuron_at[: self.num_rows]]
         ages[is_wanted] = 0
         stays: Mask = may_stay & (ages < self.num_tokens)
-        room = self.capacity - num_loads
-        if np.count_nonzero(stays) > room:
+        buffer = self.capacity - num_loads
+        if np.count_nonzero(stays) > buffer:
             by_age = np.cumsum(np.bincount(ages[stays]))
             # Age 0 fits: no more neurons are wanted than there are rows.
-            stays &= ages < np.searchsorted(by_age, room, side="right")
+            stays &= ages < np.searchsorted(by_age, buffer, side="right")
         return stays
 
     def _note(self, wanted: Ids) -> None:

@@ -18,18 +18,18 @@ from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.ffn.cache.base import NO_IDS
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival, settle
-from vllm_tiered.ffn.loader.bounce_pipeline import Passage
+from vllm_tiered.ffn.loader.bounce_pipeline import BouncePipeline
 from vllm_tiered.ffn.loader.dynamic import DynamicArea
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.units import MIB
 
-_ROOM_BYTES = 4 * MIB
-_NUM_ROOMS = 8
+_BUFFER_BYTES = 4 * MIB
+_NUM_BUFFERS = 8
 """A precision's rooms: what a disk needs to be busy, while what it has read is copied on."""
 
 
 @dataclass(slots=True)
-class SourceUse:
+class BackendStats:
     """What has been brought since the start.
 
     Attributes:
@@ -71,11 +71,11 @@ def _standstill(arrival: Arrival) -> float:
     return seconds
 
 
-class NeuronSource:
+class NeuronBackend:
     """Brings bundles near.
 
     What is copied to rows waits for compute that was submitted before: it may still read them. On a
-    device that is apart from the host, the store's bundles pass through registered memory, of which
+    device that is apart from the host, the store's bundles pass through pinned memory, of which
     chunks and cached rows have rooms of their own.
 
     Args:
@@ -102,7 +102,7 @@ class NeuronSource:
         store: NeuronStore,
         device: Device,
         *,
-        far_layers: int = 0,
+        num_far_layers: int = 0,
         precisions: Sequence[Precision] = (),
         dynamic: DynamicArea | None = None,
         rows: Mapping[Precision, int] = MappingProxyType({}),
@@ -111,20 +111,20 @@ class NeuronSource:
     ) -> None:
         self._store = store
         self._device = device
-        self._far_layers = far_layers
+        self._num_far_layers = num_far_layers
         self._dynamic = dynamic
-        self.use = SourceUse()
-        self._far = {p: self._fill(p) for p in precisions} if far_layers else {}
-        self._passages: dict[tuple[Precision, bool], Passage] = {}
-        if device.is_apart:
+        self.stats = BackendStats()
+        self._far = {p: self._fill(p) for p in precisions} if num_far_layers else {}
+        self._pipelines: dict[tuple[Precision, bool], BouncePipeline] = {}
+        if device.has_device_memory:
             for precision in (p for p, count in rows.items() if count and self._stores(p)):
-                self._passages[precision, True] = self._passage(precision, rows[precision])
+                self._pipelines[precision, True] = self._pipeline(precision, rows[precision])
             if self._stores(streamed):
-                self._passages[streamed, False] = Passage(
-                    store, device, streamed, room_rows=chunks[0], num_rooms=chunks[1]
+                self._pipelines[streamed, False] = BouncePipeline(
+                    store, device, streamed, buffer_neurons=chunks[0], num_buffers=chunks[1]
                 )
 
-    def bring(
+    def load(
         self,
         layer: int,
         precision: Precision,
@@ -147,7 +147,7 @@ class NeuronSource:
         """
         before = self._device.compute_event()
         far = self._far.get(precision)
-        if far is not None and layer < self._far_layers:
+        if far is not None and layer < self._num_far_layers:
             first = layer * self._store.shape.neurons
             return self._copy(far, first + neurons, into, rows, before)
         held, there, from_rows = None, NO_IDS, NO_IDS
@@ -158,11 +158,11 @@ class NeuronSource:
         arrivals: list[Arrival] = []
         if is_missing.any():
             missing = neurons[is_missing]
-            self.use.storage_bytes += len(missing) * into.page_bytes
+            self.stats.storage_bytes += len(missing) * into.page_bytes
             to_rows = rows[is_missing]
-            if self._device.is_apart:
-                passage = self._passages[precision, is_waited_for]
-                arrivals.append(passage.bring(layer, missing, into, to_rows, before))
+            if self._device.has_device_memory:
+                pipeline = self._pipelines[precision, is_waited_for]
+                arrivals.append(pipeline.load(layer, missing, into, to_rows, before))
             else:
                 arrivals.append(self._store.submit(layer, precision, missing, into.data, to_rows))
         if held is not None and len(there):
@@ -172,23 +172,23 @@ class NeuronSource:
             arrivals.append(copied)
         return arrivals[0] if len(arrivals) == 1 else _All(arrivals)
 
-    def far_rows(self, layer: int, precision: Precision) -> torch.Tensor | None:
+    def slab(self, layer: int, precision: Precision) -> torch.Tensor | None:
         """A layer's bundles in far memory, uint8 [N, stride]; None if it does not have them.
 
-        Whoever reads them there tells ``use``.
+        Whoever reads them there tells ``stats``.
         """
         far = self._far.get(precision)
-        if far is None or layer >= self._far_layers:
+        if far is None or layer >= self._num_far_layers:
             return None
         neurons = self._store.shape.neurons
         return far.data[layer * neurons : (layer + 1) * neurons]
 
-    def expect(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
+    def prefetch(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
         """A layer will want these: read them ahead, if there is room to."""
-        if self._dynamic is not None and layer >= self._far_layers:
+        if self._dynamic is not None and layer >= self._num_far_layers:
             before = self._dynamic.read_bytes
-            self._dynamic.expect(layer, wanted)
-            self.use.storage_bytes += self._dynamic.read_bytes - before
+            self._dynamic.prefetch(layer, wanted)
+            self.stats.storage_bytes += self._dynamic.read_bytes - before
 
     def wait(self, arrivals: Sequence[Arrival]) -> None:
         """For all of them; the seconds count.
@@ -198,38 +198,42 @@ class NeuronSource:
         """
         begin = time.perf_counter()
         errors = settle(arrivals)
-        self.use.wait_seconds += time.perf_counter() - begin
-        if self._device.is_apart:  # else that is the same time
-            self.use.wait_seconds += sum(map(_standstill, arrivals))
+        self.stats.wait_seconds += time.perf_counter() - begin
+        if self._device.has_device_memory:  # else that is the same time
+            self.stats.wait_seconds += sum(map(_standstill, arrivals))
         if errors:
             raise errors[0]
 
     def _copy(
         self, far: PageBuffer, ids: PageIds, into: PageBuffer, rows: PageIds, after: Event
     ) -> _Copied:
-        self.use.far_bytes += len(ids) * into.page_bytes
+        self.stats.far_bytes += len(ids) * into.page_bytes
         pages = Pages(ids, ascending=True)
         event = self._device.copy(Direction.READ, far, pages, into, Pages(rows), (after,))
         return _Copied(self._device, event)
 
     def _stores(self, precision: Precision) -> bool:
         """Whether bundles of a precision come from the store, at the start or later."""
-        return self._far_layers < self._store.shape.num_layers or precision not in self._far
+        return self._num_far_layers < self._store.shape.num_layers or precision not in self._far
 
-    def _passage(self, precision: Precision, rows: int) -> Passage:
+    def _pipeline(self, precision: Precision, rows: int) -> BouncePipeline:
         stride = bundle_stride(self._store.shape, precision)
-        room_rows = min(rows, max(1, _ROOM_BYTES // stride))
-        num_rooms = min(_NUM_ROOMS, -(-rows // room_rows))
-        return Passage(
-            self._store, self._device, precision, room_rows=room_rows, num_rooms=num_rooms
+        buffer_neurons = min(rows, max(1, _BUFFER_BYTES // stride))
+        num_buffers = min(_NUM_BUFFERS, -(-rows // buffer_neurons))
+        return BouncePipeline(
+            self._store,
+            self._device,
+            precision,
+            buffer_neurons=buffer_neurons,
+            num_buffers=num_buffers,
         )
 
     def _fill(self, precision: Precision) -> PageBuffer:
         neurons = self._store.shape.neurons
         stride = bundle_stride(self._store.shape, precision)
-        far = self._device.far_buffer(self._far_layers * neurons, stride)
+        far = self._device.far_buffer(self._num_far_layers * neurons, stride)
         everyone = np.arange(neurons, dtype=np.int64)
-        for layer in range(self._far_layers):
+        for layer in range(self._num_far_layers):
             part = far.data[layer * neurons : (layer + 1) * neurons]
             self._store.read(layer, precision, everyone, part, everyone)
         return far

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the store to a GPU: a disk writes to registered host memory, copies go on from there.
+"""From the store to a GPU: a disk writes to pinned host memory, copies go on from there.
 
     store ── ScatterReader ──► room 0 │ room 1 │ ... ── Device.copy ──► rows of a region or staging
                            read, then copied, then free again
@@ -19,11 +19,11 @@ from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.storage.reader import PendingRead
 
 
-class Passage:
+class BouncePipeline:
     """Rooms for bundles of one precision.
 
     One who waits for an arrival before the next is begun may ask for any number of neurons at a
-    time; others for at most ``room_rows`` each, and ``num_rooms`` times.
+    time; others for at most ``buffer_neurons`` each, and ``num_buffers`` times.
 
     Raises:
         BudgetError: the host does not have the memory.
@@ -35,36 +35,36 @@ class Passage:
         device: Device,
         precision: Precision,
         *,
-        room_rows: int,
-        num_rooms: int,
+        buffer_neurons: int,
+        num_buffers: int,
     ) -> None:
         self.store, self.device, self.precision = store, device, precision
-        self.room_rows = room_rows
+        self.buffer_neurons = buffer_neurons
         stride = bundle_stride(store.shape, precision)
-        self.pages = device.far_buffer(num_rooms * room_rows, stride)
-        self.free: deque[tuple[int, Event | None]] = deque((n, None) for n in range(num_rooms))
+        self.pages = device.far_buffer(num_buffers * buffer_neurons, stride)
+        self.free: deque[tuple[int, Event | None]] = deque((n, None) for n in range(num_buffers))
 
-    def bring(
+    def load(
         self, layer: int, neurons: PageIds, into: PageBuffer, rows: PageIds, after: Event
-    ) -> "Passing":
+    ) -> "BounceLoad":
         """Bundle ``neurons[i]`` comes to ``into``'s row ``rows[i]``, when ``after`` is done."""
-        return Passing(self, layer, neurons, into, rows, after)
+        return BounceLoad(self, layer, neurons, into, rows, after)
 
 
-class Passing(Arrival):
+class BounceLoad(Arrival):
     """Bundles on their way, a room at a time."""
 
     def __init__(
         self,
-        passage: Passage,
+        pipeline: BouncePipeline,
         layer: int,
         neurons: PageIds,
         into: PageBuffer,
         rows: PageIds,
         after: Event,
     ) -> None:
-        self._passage, self._layer, self._into, self._after = passage, layer, into, after
-        step = passage.room_rows
+        self._pipeline, self._layer, self._into, self._after = pipeline, layer, into, after
+        step = pipeline.buffer_neurons
         firsts = range(0, len(neurons), step)
         self._left = deque((neurons[n : n + step], rows[n : n + step]) for n in firsts)
         self._reads: deque[tuple[int, PendingRead, PageIds]] = deque()
@@ -75,21 +75,21 @@ class Passing(Arrival):
 
     def wait(self) -> None:
         """The host is held until the disk is done, and compute until the copies are."""
-        passage = self._passage
+        pipeline = self._pipeline
         while self._reads:
-            room, read, rows = self._reads[0]
+            buffer, read, rows = self._reads[0]
             try:
                 read.wait()
             except Exception as error:
                 self._error = self._error or error
                 self._left.clear()
                 self._reads.popleft()
-                passage.free.append((room, None))
+                pipeline.free.append((buffer, None))
                 continue
-            first = room * passage.room_rows
-            copied = passage.device.copy(
+            first = buffer * pipeline.buffer_neurons
+            copied = pipeline.device.copy(
                 Direction.READ,
-                passage.pages,
+                pipeline.pages,
                 Pages(np.arange(first, first + len(rows)), ascending=True),
                 self._into,
                 Pages(rows),
@@ -97,26 +97,26 @@ class Passing(Arrival):
             )
             self._reads.popleft()
             self._copies.append(copied)
-            passage.free.append((room, copied))
+            pipeline.free.append((buffer, copied))
             self._read_on()
         assert not self._left, "more was asked for at a time than there are rooms"
         for copied in self._copies:
-            self.standstill_seconds += passage.device.wait(copied)
+            self.standstill_seconds += pipeline.device.wait(copied)
         self._copies.clear()
         if self._error is not None:
             raise self._error
 
     def _read_on(self) -> None:
-        passage = self._passage
-        while self._left and passage.free:
-            room, copied = passage.free[0]
+        pipeline = self._pipeline
+        while self._left and pipeline.free:
+            buffer, copied = pipeline.free[0]
             if copied is not None and not copied.done():
                 copied.wait()
-            passage.free.popleft()
+            pipeline.free.popleft()
             neurons, rows = self._left.popleft()
-            first = room * passage.room_rows
+            first = buffer * pipeline.buffer_neurons
             here = np.arange(first, first + len(neurons))
-            read = passage.store.submit(
-                self._layer, passage.precision, neurons, passage.pages.data, here
+            read = pipeline.store.submit(
+                self._layer, pipeline.precision, neurons, pipeline.pages.data, here
             )
-            self._reads.append((room, read, rows))
+            self._reads.append((buffer, read, rows))

@@ -18,7 +18,7 @@ from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.ffn.cache.base import NO_IDS, Ids
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import settle
-from vllm_tiered.ffn.memory_plan import AHEAD
+from vllm_tiered.ffn.memory_plan import PREFETCH_LAYERS
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.storage.reader import PendingRead
 
@@ -55,7 +55,8 @@ class DynamicArea:
     def __init__(self, store: NeuronStore, rows: Mapping[Precision, int], device: Device) -> None:
         self._store = store
         self._slots = [
-            {p: self._part(p, count, device) for p, count in rows.items()} for _ in range(AHEAD + 1)
+            {p: self._part(p, count, device) for p, count in rows.items()}
+            for _ in range(PREFETCH_LAYERS + 1)
         ]
         self._slot_of: dict[int, int] = {}
         self.num_bytes = sum(
@@ -68,7 +69,7 @@ class DynamicArea:
         """Whether it has room for bundles of a precision."""
         return precision in self._slots[0]
 
-    def expect(self, layer: int, wanted: Mapping[Precision, Ids]) -> None:
+    def prefetch(self, layer: int, wanted: Mapping[Precision, Ids]) -> None:
         """Begin to read what a layer will want; what its slot had is forgotten.
 
         Args:

@@ -15,7 +15,7 @@ import torch
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival, settle
-from vllm_tiered.ffn.loader.backend import NeuronSource
+from vllm_tiered.ffn.loader.backend import NeuronBackend
 from vllm_tiered.storage.direct_file import aligned_pages
 
 
@@ -44,24 +44,24 @@ class NeuronStream:
 
     def __init__(
         self,
-        source: NeuronSource,
+        backend: NeuronBackend,
         shape: FfnShape,
         precision: Precision,
         *,
-        chunk_rows: int,
+        chunk_neurons: int,
         num_chunks: int,
         firsts: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._source = source
+        self._backend = backend
         self._precision = precision
-        self._chunk_rows = chunk_rows
+        self._chunk_neurons = chunk_neurons
         self._num_neurons = shape.neurons
         self._firsts = list(firsts)
         stride = bundle_stride(shape, precision)
         # Each of its own: chunks must begin where a disk can write.
         self.slots = [
-            PageBuffer(aligned_pages(chunk_rows, stride, device)) for _ in range(num_chunks)
+            PageBuffer(aligned_pages(chunk_neurons, stride, device)) for _ in range(num_chunks)
         ]
         self._in_use: int | None = None  # a slot, computed with
         self._ahead: deque[Chunk] = deque()
@@ -83,7 +83,7 @@ class NeuronStream:
         while first < self._num_neurons:
             chunk = self._ahead.popleft()
             assert chunk[:2] == (layer, first)
-            self._source.wait([chunk.arrival])
+            self._backend.wait([chunk.arrival])
             self._in_use = chunk.slot
             yield chunk
             self._in_use = None
@@ -102,10 +102,10 @@ class NeuronStream:
             if slot in taken or self._next is None:
                 continue
             layer, first = self._next
-            count = min(self._chunk_rows, self._num_neurons - first)
+            count = min(self._chunk_neurons, self._num_neurons - first)
             neurons = np.arange(first, first + count, dtype=np.int64)
             rows = np.arange(count, dtype=np.int64)
-            arrival = self._source.bring(
+            arrival = self._backend.load(
                 layer, self._precision, neurons, self.slots[slot], rows, is_waited_for=False
             )
             self._ahead.append(Chunk(layer, first, count, slot, arrival))

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul import native, reference
 from vllm_tiered.ffn.matmul.native import ACTIVATIONS
@@ -27,7 +27,7 @@ from vllm_tiered.ffn.matmul.native import ACTIVATIONS
 __all__ = [
     "ACTIVATIONS",
     "Missing",
-    "Region",
+    "NeuronCacheBuffer",
     "activations",
     "add_down",
     "device_name",
@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 
-def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> torch.Tensor:
+def activations(
+    x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int, activation: str
+) -> torch.Tensor:
     """What the neurons of rows 0 .. num_rows - 1 give to the down product, float32 [B, n].
 
     Args:
@@ -47,38 +49,40 @@ def activations(x_BH: torch.Tensor, region: Region, num_rows: int, activation: s
     Raises:
         UnsupportedError: no such activation.
     """
-    _check(x_BH, region, num_rows, activation)
-    if (kernels := gpu_kernels(region)) is not None:
+    _check(x_BH, buffer, num_rows, activation)
+    if (kernels := gpu_kernels(buffer)) is not None:
         found: torch.Tensor = kernels.activations(
-            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=device_name(region)
+            _in_rows(x_BH), _bundles(buffer), num_rows, activation, device_name=device_name(buffer)
         )
         return found
     a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
     x_BH = _dense(x_BH)
-    if not _run(region, num_rows, activation, x_BH, a_Bn, None):
-        reference.activations(x_BH, region, a_Bn, activation)
+    if not _run(buffer, num_rows, activation, x_BH, a_Bn, None):
+        reference.activations(x_BH, buffer, a_Bn, activation)
     return a_Bn
 
 
-def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, region: Region, num_rows: int) -> None:
+def add_down(
+    out_BH: torch.Tensor, a_Bn: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int
+) -> None:
     """Add the down product of rows 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
 
     Rows whose activations are all 0 add nothing, whatever they hold, and are not read.
     """
-    assert a_Bn.shape == (len(out_BH), num_rows) and out_BH.shape[1] == region.shape.hidden
+    assert a_Bn.shape == (len(out_BH), num_rows) and out_BH.shape[1] == buffer.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
-    if (kernels := gpu_kernels(region)) is not None:
+    if (kernels := gpu_kernels(buffer)) is not None:
         kernels.add_down(
             out_BH,
             _in_rows(a_Bn.to(torch.float32)),
-            _bundles(region),
+            _bundles(buffer),
             num_rows,
-            device_name=device_name(region),
+            device_name=device_name(buffer),
         )
         return
     a_Bn = _dense(a_Bn)
-    if not _run(region, num_rows, "relu", None, a_Bn, out_BH):
-        reference.add_down(out_BH, a_Bn, region)
+    if not _run(buffer, num_rows, "relu", None, a_Bn, out_BH):
+        reference.add_down(out_BH, a_Bn, buffer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,7 +90,7 @@ class Missing:
     """Neurons that come to a region while it is multiplied.
 
     Attributes:
-        far_rows: uint8 [N, stride], registered host memory: all of the layer's neurons.
+        far_rows: uint8 [N, stride], pinned host memory: all of the layer's neurons.
         neuron_ids, near_ids: int64 [m], near: which of them, and the row that each comes to; -1:
             none, it is multiplied and not kept.
         present_ids: int64, near, the region's other rows that count.
@@ -94,77 +98,83 @@ class Missing:
         scales, up_bias: of all of the layer's neurons, as a region has them.
     """
 
-    far_rows: torch.Tensor
+    slab: torch.Tensor
     neuron_ids: torch.Tensor
     near_ids: torch.Tensor
-    present_ids: torch.Tensor
+    present_slot_ids: torch.Tensor
     counts: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
 
 
-def num_fills(region: Region, num_tokens: int) -> int:
+def num_fills(buffer: NeuronCacheBuffer, num_tokens: int) -> int:
     """How often :func:`fill_and_add` reads missing neurons that have no row."""
-    kernels = gpu_kernels(region)
+    kernels = gpu_kernels(buffer)
     assert kernels is not None
-    found: int = kernels.num_fills(_bundles(region), num_tokens, device_name=device_name(region))
+    found: int = kernels.num_fills(_bundles(buffer), num_tokens, device_name=device_name(buffer))
     return found
 
 
 def fill_and_add(
-    out_BH: torch.Tensor, x_BH: torch.Tensor, region: Region, missing: Missing, activation: str
+    out_BH: torch.Tensor,
+    x_BH: torch.Tensor,
+    buffer: NeuronCacheBuffer,
+    missing: Missing,
+    activation: str,
 ) -> None:
     """Add the output of missing and present neurons to ``out_BH``; the former are in their rows
     for compute that comes later. Of a region that has :func:`gpu_kernels`."""
-    kernels = gpu_kernels(region)
+    kernels = gpu_kernels(buffer)
     assert kernels is not None
     from vllm_tiered.kernels.neuron_ffn import bundles
 
     out_BH += kernels.fill_and_multiply(
         _in_rows(x_BH),
-        _bundles(region),
+        _bundles(buffer),
         bundles.Missing(
-            rows=missing.far_rows,
+            rows=missing.slab,
             far_ids=missing.neuron_ids,
             near_ids=missing.near_ids,
             neuron_ids=missing.neuron_ids,
             scales=missing.scales,
             up_bias=missing.up_bias,
         ),
-        missing.present_ids,
+        missing.present_slot_ids,
         missing.counts,
         activation,
-        device_name=device_name(region),
+        device_name=device_name(buffer),
     )
 
 
-def product(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> torch.Tensor:
+def product(
+    x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int, activation: str
+) -> torch.Tensor:
     """Both at once: the FFN's output without the bias of fc2, float32 [B, H].
 
     Raises:
         UnsupportedError: no such activation.
     """
-    _check(x_BH, region, num_rows, activation)
-    if (kernels := gpu_kernels(region)) is not None:
+    _check(x_BH, buffer, num_rows, activation)
+    if (kernels := gpu_kernels(buffer)) is not None:
         found: torch.Tensor = kernels.product(
-            _in_rows(x_BH), _bundles(region), num_rows, activation, device_name=device_name(region)
+            _in_rows(x_BH), _bundles(buffer), num_rows, activation, device_name=device_name(buffer)
         )
         return found
     x_BH = _dense(x_BH)
-    out_BH = torch.zeros((len(x_BH), region.shape.hidden), dtype=torch.float32)
+    out_BH = torch.zeros((len(x_BH), buffer.shape.hidden), dtype=torch.float32)
     a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
-    if not _run(region, num_rows, activation, x_BH, a_Bn, out_BH):
-        reference.activations(x_BH, region, a_Bn, activation)
-        reference.add_down(out_BH, a_Bn, region)
+    if not _run(buffer, num_rows, activation, x_BH, a_Bn, out_BH):
+        reference.activations(x_BH, buffer, a_Bn, activation)
+        reference.add_down(out_BH, a_Bn, buffer)
     return out_BH
 
 
-def gpu_kernels(region: Region) -> ModuleType | None:
+def gpu_kernels(buffer: NeuronCacheBuffer) -> ModuleType | None:
     """The launchers of the kernels that a region is for; None if it is the processor's.
 
     Imported here: without a GPU nothing needs Triton.
     """
-    if region.rows.device.type != "cuda":
+    if buffer.rows.device.type != "cuda":
         return None
     from vllm_tiered.kernels.neuron_ffn import api
 
@@ -172,33 +182,33 @@ def gpu_kernels(region: Region) -> ModuleType | None:
     return kernels
 
 
-def _bundles(region: Region) -> object:
+def _bundles(buffer: NeuronCacheBuffer) -> object:
     """A region as the kernels take it."""
     from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
 
     return Bundles(
-        rows=region.rows,
-        scales=region.scales,
-        up_bias=region.up_bias,
-        hidden=region.shape.hidden,
-        gated=region.shape.gated,
-        codec=_codec(region),
+        rows=buffer.rows,
+        scales=buffer.scales,
+        up_bias=buffer.up_bias,
+        hidden=buffer.shape.hidden,
+        gated=buffer.shape.gated,
+        codec=_codec(buffer),
     )
 
 
-def _codec(region: Region) -> str:
+def _codec(buffer: NeuronCacheBuffer) -> str:
     """One of ``native.CODECS``."""
-    if region.precision is Precision.FULL:
-        return str(region.dtype).removeprefix("torch.")
-    codec: str = region.precision.value
+    if buffer.precision is Precision.FULL:
+        return str(buffer.dtype).removeprefix("torch.")
+    codec: str = buffer.precision.value
     return codec
 
 
-def device_name(region: Region) -> str | None:
+def device_name(buffer: NeuronCacheBuffer) -> str | None:
     """Whose launch parameters the kernels take; None if it is not a GPU."""
-    if region.rows.device.type != "cuda":
+    if buffer.rows.device.type != "cuda":
         return None
-    return torch.cuda.get_device_name(region.rows.device)
+    return torch.cuda.get_device_name(buffer.rows.device)
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
@@ -206,8 +216,8 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _check(x_BH: torch.Tensor, region: Region, num_rows: int, activation: str) -> None:
-    assert x_BH.shape[1] == region.shape.hidden and num_rows <= region.capacity
+def _check(x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int, activation: str) -> None:
+    assert x_BH.shape[1] == buffer.shape.hidden and num_rows <= buffer.capacity
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
 
@@ -217,7 +227,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(
-    region: Region,
+    buffer: NeuronCacheBuffer,
     num_rows: int,
     activation: str,
     x_BH: torch.Tensor | None,
@@ -230,21 +240,21 @@ def _run(
         return False
     if not a_Bn.numel():
         return True
-    scales, bias = region.scales, region.up_bias
+    scales, bias = buffer.scales, buffer.up_bias
     call = native.Call(
-        rows=region.rows.data_ptr(),
+        rows=buffer.rows.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         up_bias=None if bias is None else bias.data_ptr(),
         x=None if x_BH is None else x_BH.data_ptr(),
         activations=a_Bn.data_ptr(),
         out=None if out_BH is None else out_BH.data_ptr(),
-        stride=region.rows.stride(0),
+        stride=buffer.rows.stride(0),
         num_rows=num_rows,
-        hidden=region.shape.hidden,
-        num_matrices=region.shape.num_matrices,
+        hidden=buffer.shape.hidden,
+        num_matrices=buffer.shape.num_matrices,
         num_groups=0 if scales is None else scales.shape[2],
         num_tokens=len(a_Bn),
-        codec=native.CODECS.index(_codec(region)),
+        codec=native.CODECS.index(_codec(buffer)),
         activation=ACTIVATIONS.index(activation),
         num_threads=torch.get_num_threads(),
     )

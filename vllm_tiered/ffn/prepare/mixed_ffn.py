@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
-from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.layout import FfnShape, Precision
 from vllm_tiered.ffn.matmul.quantise import expand, quantise
 from vllm_tiered.ffn.predictor.activation import activation_function
@@ -76,7 +76,7 @@ class MixedFfn(nn.Module):
         threshold: see :func:`vllm_tiered.ffn.selection.select`.
         has_cache: tokens come one after another, and neurons that are near in another precision
             than their ranks ask for may stay in it, as in the engine with a 4-bit base: see
-            :class:`~vllm_tiered.ffn.cache.layer.LayerCache`.
+            :class:`~vllm_tiered.ffn.cache.layer_cache.LayerCache`.
 
     Attributes:
         num_computed: neurons of each precision, over all tokens so far.

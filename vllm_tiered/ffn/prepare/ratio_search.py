@@ -126,6 +126,6 @@ def mixes_of(
         for int8, int4 in options:
             shares = tuple(round(max(0.0, share), 6) for share in (full, int8, int4))
             if sum(shares) > 0:
-                mix = Mix.of(shares)
+                mix = Mix.from_shares(shares)
                 found.setdefault(mix.shares, mix)
     return list(found.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's pages in a file, or with checksums: carried by threads, in the order of all others."""
+"""A GPU's pages in a file, or with checksums: bounce copies run in order with all others."""
 
 import random
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import ConfigError, IntegrityError
 
@@ -19,7 +19,7 @@ PAGES = Pages(np.arange(20), ascending=True)
 
 @pytest.fixture(params=["kernel", "engines"])
 def device(request, monkeypatch):
-    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 3 * 64)  # three pages, so 7 pieces
+    monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 3 * 64)  # three pages, so 7 pieces
     device = SimulatedCudaDevice(
         random.Random(0),
         haste=0.3,
@@ -67,13 +67,13 @@ def test_lost_pages_are_named_and_zero(device, far):
     assert device.page_errors()[PageError.UNWRITTEN] == len(lost)
 
 
-def test_what_is_carried_waits_and_is_waited_for(device, far):
-    """Behind a milestone; and before copies of plain memory, in both directions."""
+def test_a_bounce_copy_waits_and_is_waited_for(device, far):
+    """Behind a deferred event; and before copies of plain memory, in both directions."""
     dst, plain = make_buffer(20, value=-1), device.far_buffer(20, 64)
-    (milestone,) = device.milestones(1)
+    (deferred_event,) = device.deferred_events(1)
     near = make_buffer(20, value=-1)
     device.compute(lambda: near.words.__setitem__(slice(None), np.arange(20)[:, None]))
-    written = copy(device, WRITE, near, PAGES, far, PAGES, [milestone])
+    written = copy(device, WRITE, near, PAGES, far, PAGES, [deferred_event])
     behind = copy(device, WRITE, near, PAGES, plain, PAGES)
     read = copy(device, READ, far, PAGES, dst, PAGES, [written])
     across = copy(device, READ, plain, shuffled(0), dst, PAGES, [behind])
@@ -81,7 +81,7 @@ def test_what_is_carried_waits_and_is_waited_for(device, far):
     assert not any(event.done() for event in (written, behind, read, across))
     with pytest.raises(IntegrityError, match="waits for later compute"):
         device.wait(across)
-    device.reach(milestone)
+    device.signal(deferred_event)
     device.wait(across)
     device.compute_event().wait()
     assert contents(dst) == shuffled(0).ids.tolist()
@@ -98,45 +98,45 @@ def test_a_launch_that_fails_in_the_thread(device, far):
         with pytest.raises(OSError, match="link down"):
             device.wait(event)
     device.close()
-    assert not device.cuda.registered
+    assert not device.cuda.pinned
 
 
 def test_a_copy_whose_end_cannot_be_recorded(device, far, monkeypatch):
-    """The thread has carried it; whoever waits, and the device's end, learn that it failed."""
+    """The worker has copied it; waiters and close() learn that it failed."""
     record = device.cuda.record
-    (milestone,) = device.milestones(1)
-    written = copy(device, WRITE, make_buffer(20), PAGES, far, PAGES, [milestone])
+    (deferred_event,) = device.deferred_events(1)
+    written = copy(device, WRITE, make_buffer(20), PAGES, far, PAGES, [deferred_event])
     behind = copy(device, WRITE, make_buffer(20), PAGES, far, PAGES)
 
-    def failing(mark, stream):
-        if mark is written.mark:
+    def failing(raw_event, stream):
+        if raw_event is written.raw_event:
             raise OSError("link down")
-        record(mark, stream)
+        record(raw_event, stream)
 
     monkeypatch.setattr(device.cuda, "record", failing)
-    device.reach(milestone)
+    device.signal(deferred_event)
     for event in (written, behind):
         with pytest.raises(OSError, match="link down"):
             event.wait()
     device.close()
-    assert not device.cuda.registered
+    assert not device.cuda.pinned
 
 
-def test_close_finishes_what_is_carried(device, far):
+def test_close_finishes_bounce_copies(device, far):
     near, back = make_buffer(20), make_buffer(20, value=-1)
     written = copy(device, WRITE, near, PAGES, far, PAGES)
     read = copy(device, READ, far, PAGES, back, PAGES, [written])
-    never = copy(device, READ, far, PAGES, back, PAGES, device.milestones(1))
+    never = copy(device, READ, far, PAGES, back, PAGES, device.deferred_events(1))
     device.close()
     device.close()
     assert written.done() and read.done() and contents(back) == list(range(20))
-    with pytest.raises(IntegrityError, match="closed before compute"):
+    with pytest.raises(IntegrityError, match="closed before this event"):
         never.wait()
 
 
-def test_checked_memory_is_not_registered_and_can_be_given_back(device):
+def test_checked_memory_is_not_pinned_and_can_be_released(device):
     far = device.far_buffer(8, 4096, verify="sample")
-    assert not device.cuda.registered
+    assert not device.cuda.pinned
     far.data.fill_(7)
     assert far.discard(0, 8) == 8 * 4096
     with pytest.raises(ConfigError, match=r'kv\.verify is "often"'):

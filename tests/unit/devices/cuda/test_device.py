@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device where it differs from others; on a double of the CUDA runtime."""
+"""The GPU's device where it differs from others; on a fake CUDA runtime."""
 
 import random
 
@@ -33,15 +33,15 @@ def test_nothing_in_a_step_waits_for_the_gpu(device, monkeypatch):
     """Held up or not, done or not: it is all handed to the GPU, which does nothing meanwhile."""
     dst = make_buffer(40, value=-1)
     with monkeypatch.context() as patched:
-        patched.setattr(device.cuda, "synchronize", lambda mark: pytest.fail("the host waits"))
+        patched.setattr(device.cuda, "synchronize", lambda raw_event: pytest.fail("the host waits"))
         events: list[Event] = []
         for page in range(40):
-            (milestone,) = device.milestones(1)
-            after = (milestone, device.compute_event(), *events[-1:])
+            (deferred_event,) = device.deferred_events(1)
+            after = (deferred_event, device.compute_event(), *events[-1:])
             direction = list(Direction)[page % 2]
             pages = pages_of(page)
             events.append(copy(device, direction, make_buffer(40), pages, dst, pages, after))
-            device.reach(milestone)
+            device.signal(deferred_event)
             device.wait(events[-1])
             assert device.use(direction) == LinkUse()
         assert not any(event.done() for event in events)
@@ -75,15 +75,15 @@ def test_copies_that_are_done_first_cost_nothing(device):
 
 
 def test_compute_that_would_wait_for_itself_is_refused(device):
-    (milestone,) = device.milestones(1)
+    (deferred_event,) = device.deferred_events(1)
     buffer = make_buffer(2)
-    write = copy(device, WRITE, buffer, pages_of(0), buffer, pages_of(1), [milestone])
+    write = copy(device, WRITE, buffer, pages_of(0), buffer, pages_of(1), [deferred_event])
     read = copy(device, READ, buffer, pages_of(1), buffer, pages_of(0), [write])
     with pytest.raises(IntegrityError, match="waits for later compute"):
         device.wait(read)
-    device.reach(milestone)
-    with pytest.raises(IntegrityError, match="second time"):
-        device.reach(milestone)
+    device.signal(deferred_event)
+    with pytest.raises(IntegrityError, match="signalled twice"):
+        device.signal(deferred_event)
 
 
 def test_busy_seconds_are_those_of_the_copies(device):
@@ -94,7 +94,7 @@ def test_busy_seconds_are_those_of_the_copies(device):
     for _ in range(50):
         device.compute(lambda: None)
     open_compute()
-    device.compute_event().wait()  # 50 ticks of the double's clock, none of them the copy's
+    device.compute_event().wait()  # 50 ticks of the fake's clock, none of them the copy's
     device.cuda.run_all()
     used = device.use(READ)
     assert used.num_bytes == 64
@@ -152,13 +152,13 @@ def test_a_launch_that_fails_fails_what_comes_after(engine_run_bytes):
     device = make_device(engine_run_bytes=engine_run_bytes)
     device.cuda.failures[3] = LinkDown()
     far, dst = device.far_buffer(9, 64), make_buffer(9, value=-1)
-    (milestone,) = device.milestones(1)
+    (deferred_event,) = device.deferred_events(1)
     pages = pages_of(3, 5)  # two runs: the second one's launch fails, after a write's
     copy(device, WRITE, make_buffer(9), pages_of(0), far, pages_of(0))
-    failed = copy(device, READ, far, pages, dst, pages, [milestone])
+    failed = copy(device, READ, far, pages, dst, pages, [deferred_event])
     behind = copy(device, READ, far, pages_of(1), dst, pages_of(1))
     across = copy(device, WRITE, dst, pages_of(1), far, pages_of(2), [behind])
-    device.reach(milestone)
+    device.signal(deferred_event)
     if engine_run_bytes:  # one launch for both runs: the next one is the third
         assert not failed.done()
         failed = behind
@@ -170,7 +170,7 @@ def test_a_launch_that_fails_fails_what_comes_after(engine_run_bytes):
     with pytest.raises(LinkDown):
         last.wait()
     device.close()
-    assert not device.cuda.registered
+    assert not device.cuda.pinned
     assert device.use(WRITE).num_bytes == 64
 
 
@@ -179,7 +179,7 @@ def test_close_waits_for_kernels_that_read_far_memory():
     device = make_device()
     far = device.far_buffer(4, 64)
     address, was_there = far.data.data_ptr(), []
-    device.compute(lambda: was_there.append(address in device.cuda.registered))
+    device.compute(lambda: was_there.append(address in device.cuda.pinned))
     assert not was_there
     device.close()
-    assert was_there == [True] and not device.cuda.registered
+    assert was_there == [True] and not device.cuda.pinned

@@ -54,21 +54,21 @@ def test_pages_come_back_bit_by_bit(device):
 
 
 def test_copies_wait_for_compute_that_comes_later(device):
-    """Queued before it; behind a milestone, a copy of the other direction, and long compute."""
+    """Behind a deferred event, a copy of the other direction, and long compute."""
     near, far = near_buffer(64), device.far_buffer(64, PAGE_BYTES)
     back, everything = near_buffer(64), Pages(np.arange(64), ascending=True)
     for turn in range(20):
-        (milestone,) = device.milestones(1)
-        write = copy(device, WRITE, near, everything, far, everything, [milestone])
+        (deferred_event,) = device.deferred_events(1)
+        write = copy(device, WRITE, near, everything, far, everything, [deferred_event])
         read = copy(device, READ, far, everything, back, everything, [write])
         torch.cuda._sleep(2_000_000)
         near.data.fill_(turn)
-        device.reach(milestone)
+        device.signal(deferred_event)
         device.wait(read)
         seen = back.data.clone()
         device.wait(device.compute_event())
         assert bool((seen == turn).all())
-    (never,) = device.milestones(1)
+    (never,) = device.deferred_events(1)
     behind = copy(device, READ, far, everything, back, everything, [never])
     with pytest.raises(IntegrityError):
         device.wait(behind)

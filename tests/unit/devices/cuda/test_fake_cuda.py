@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The double of the CUDA runtime has CUDA's semantics, the inconvenient ones above all."""
+"""The fake CUDA runtime has CUDA's semantics, the inconvenient ones above all."""
 
 import random
 
@@ -23,33 +23,33 @@ def note(cuda, stream, log, what):
 def test_a_stream_does_not_wait_for_an_event_that_was_not_recorded():
     cuda = make_cuda()
     log: list[object] = []
-    stream, mark = cuda.new_stream(), cuda.new_mark()
-    cuda.stream_wait(stream, mark)
+    stream, raw_event = cuda.new_stream(), cuda.new_event()
+    cuda.stream_wait(stream, raw_event)
     note(cuda, stream, log, "behind")
-    assert cuda.is_done(mark)
-    cuda.synchronize(mark)
+    assert cuda.is_done(raw_event)
+    cuda.synchronize(raw_event)
     cuda.hold_compute()
-    cuda.record(mark, cuda.compute_stream())
+    cuda.record(raw_event, cuda.compute_stream())
     cuda.run_all()
-    assert log == ["behind"] and not cuda.is_done(mark)
+    assert log == ["behind"] and not cuda.is_done(raw_event)
 
 
 def test_a_second_recording_counts_for_those_who_wait_later():
     cuda = make_cuda()
     log: list[object] = []
-    early, late, mark = cuda.new_stream(), cuda.new_stream(), cuda.new_mark()
-    cuda.record(mark, cuda.compute_stream())
-    cuda.stream_wait(early, mark)
+    early, late, raw_event = cuda.new_stream(), cuda.new_stream(), cuda.new_event()
+    cuda.record(raw_event, cuda.compute_stream())
+    cuda.stream_wait(early, raw_event)
     open_compute = cuda.hold_compute()
-    cuda.record(mark, cuda.compute_stream())
-    cuda.stream_wait(late, mark)
+    cuda.record(raw_event, cuda.compute_stream())
+    cuda.stream_wait(late, raw_event)
     note(cuda, early, log, "early")
     note(cuda, late, log, "late")
     cuda.run_all()
-    assert log == ["early"] and not cuda.is_done(mark)
+    assert log == ["early"] and not cuda.is_done(raw_event)
     open_compute()
     cuda.run_all()
-    assert log == ["early", "late"] and cuda.is_done(mark)
+    assert log == ["early", "late"] and cuda.is_done(raw_event)
 
 
 def test_streams_run_late_in_their_own_order():
@@ -70,9 +70,9 @@ def test_streams_run_late_in_their_own_order():
     assert len(orders) > 5
 
 
-def ids_in_registered_memory(cuda, *ids):
+def ids_in_pinned_memory(cuda, *ids):
     tensor = torch.tensor([*ids, 0, 0])
-    cuda.register(tensor.data_ptr(), tensor.numel() * 8)
+    cuda.pin_memory(tensor.data_ptr(), tensor.numel() * 8)
     return tensor[: len(ids)]
 
 
@@ -81,7 +81,7 @@ def test_a_copy_is_made_when_it_runs_and_poisons_its_target_before(by):
     cuda, seen = make_cuda(), []
     stream = cuda.new_stream()
     src, dst = torch.arange(8, dtype=torch.int32).view(4, 2), torch.zeros((4, 2), dtype=torch.int32)
-    src_ids, dst_ids = (ids_in_registered_memory(cuda, 0, 1) for _ in range(2))
+    src_ids, dst_ids = (ids_in_pinned_memory(cuda, 0, 1) for _ in range(2))
     if by == "kernel":
         cuda.copy_pages(stream, src, src_ids, dst, dst_ids)
     else:
@@ -98,16 +98,16 @@ def test_a_copy_is_made_when_it_runs_and_poisons_its_target_before(by):
 def test_what_a_gpu_would_not_survive_is_found():
     cuda = SimulatedCuda(random.Random(0), haste=0.0)
     stream, pages = cuda.new_stream(), torch.zeros((4, 2), dtype=torch.int32)
-    ids = ids_in_registered_memory(cuda, 0, 9)
+    ids = ids_in_pinned_memory(cuda, 0, 9)
     with pytest.raises(AssertionError, match="illegal memory access"):
         cuda.copy_pages(stream, pages, ids, pages.clone(), ids)
     far = pages.clone()
-    cuda.register(far.data_ptr(), 32)
+    cuda.pin_memory(far.data_ptr(), 32)
     with pytest.raises(AssertionError, match="ids"):
         cuda.copy_pages(stream, far, torch.tensor([0, 1]), pages, ids)
     cuda.copy_pages(stream, far, ids, pages, ids)
     with pytest.raises(AssertionError, match="while in use"):
-        cuda.unregister(far.data_ptr())
+        cuda.unpin_memory(far.data_ptr())
     with pytest.raises(AssertionError, match="illegal memory access"):
         cuda.run_all()
 
@@ -116,7 +116,7 @@ def test_waiting_for_what_never_comes_is_no_hang():
     cuda = make_cuda()
     cuda.patience_seconds = 0.01
     cuda.hold_compute()
-    mark = cuda.new_mark()
-    cuda.record(mark, cuda.compute_stream())
+    raw_event = cuda.new_event()
+    cuda.record(raw_event, cuda.compute_stream())
     with pytest.raises(AssertionError, match="never opened"):
-        cuda.synchronize(mark)
+        cuda.synchronize(raw_event)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
-from vllm_tiered.ffn.cache.layer import LayerCache
+from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.cache.lru import LruCache
 from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
@@ -30,17 +30,17 @@ def ids(*neurons):
     return np.array(sorted(neurons), dtype=np.int64)
 
 
-class ModelRegion:
+class ModelBuffer:
     """A region of one number a row, the neuron's own, and everything else poisoned."""
 
     def __init__(self, capacity):
         self.rows = np.full(capacity, POISON)
 
     def replay(self, plan):
-        assert not set(plan.src_rows.tolist()) & set(plan.dst_rows.tolist())
-        self.rows[plan.dst_rows] = self.rows[plan.src_rows]
+        assert not set(plan.src_slots.tolist()) & set(plan.dst_slots.tolist())
+        self.rows[plan.dst_slots] = self.rows[plan.src_slots]
         self.rows[plan.num_rows :] = POISON
-        self.rows[plan.load_rows] = plan.load_neurons
+        self.rows[plan.load_slots] = plan.load_neurons
 
     def check(self, cache):
         assert self.rows[: cache.num_rows].tolist() == cache.resident().tolist()
@@ -55,10 +55,10 @@ schedules = st.lists(st.tuples(wants, wants, st.booleans()), max_size=30)
 @given(capacity=st.integers(12, NUM_NEURONS), schedule=schedules)
 @settings(deadline=None)
 def test_every_row_holds_its_neuron(name, capacity, schedule):
-    cache, region = CACHES[name](capacity, NUM_NEURONS), ModelRegion(capacity)
+    cache, buffer = CACHES[name](capacity, NUM_NEURONS), ModelBuffer(capacity)
     for wanted, others, forgets in schedule:
         if forgets:
-            region.replay(cache.forget(ids(*others)))
+            buffer.replay(cache.forget(ids(*others)))
             gone = set()
             assert not set(cache.resident().tolist()) & others
         else:
@@ -70,13 +70,13 @@ def test_every_row_holds_its_neuron(name, capacity, schedule):
             assert plan.hits == len(wanted & usable)
             assert plan.load_neurons.tolist() == sorted(wanted - usable)
             assert cache.missing(ids(*wanted)).tolist() == plan.load_neurons.tolist()
-            region.replay(plan)
+            buffer.replay(plan)
             cache.commit(plan)
             now = set(cache.resident().tolist())
             assert wanted <= now <= before | wanted
             assert set(plan.dropped.tolist()) == before - (now & usable)
         cache.check_integrity()
-        region.check(cache)
+        buffer.check(cache)
         assert not gone & set(cache.resident().tolist())
 
 
@@ -89,7 +89,7 @@ def test_atu_keeps_what_the_token_wants_and_no_more(capacity, schedule):
         plan = cache.plan(ids(*wanted))
         cache.commit(plan)
         assert set(cache.resident().tolist()) == wanted
-        assert len(plan.src_rows) <= max(0, before - len(wanted))
+        assert len(plan.src_slots) <= max(0, before - len(wanted))
 
 
 @given(
@@ -129,16 +129,16 @@ def test_a_missing_neuron_overwrites_one_that_leaves():
     cache = AdjacentTokenCache(8, NUM_NEURONS)
     cache.commit(cache.plan(ids(1, 2, 3, 4)))
     plan = cache.plan(ids(1, 3, 4, 9))
-    assert (plan.load_rows.tolist(), plan.load_neurons.tolist()) == ([1], [9])
-    assert len(plan.src_rows) == 0
+    assert (plan.load_slots.tolist(), plan.load_neurons.tolist()) == ([1], [9])
+    assert len(plan.src_slots) == 0
 
 
 def test_last_rows_fill_the_holes():
     cache = AdjacentTokenCache(8, NUM_NEURONS)
     cache.commit(cache.plan(ids(0, 1, 2, 3, 4, 5, 6, 7)))
     plan = cache.plan(ids(1, 3, 5, 7, 9))
-    assert plan.load_rows.tolist() == [0]
-    assert (plan.src_rows.tolist(), plan.dst_rows.tolist()) == ([5, 7], [2, 4])
+    assert plan.load_slots.tolist() == [0]
+    assert (plan.src_slots.tolist(), plan.dst_slots.tolist()) == ([5, 7], [2, 4])
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -182,7 +182,7 @@ def test_books_that_do_not_balance_are_found():
 @settings(deadline=None)
 def test_a_neuron_is_in_one_region_of_its_layer(name, schedule):
     layer = LayerCache({p: CACHES[name](14, NUM_NEURONS) for p in Precision})
-    regions = {precision: ModelRegion(14) for precision in Precision}
+    buffers = {precision: ModelBuffer(14) for precision in Precision}
     for full, int8, int4 in schedule:
         wanted = {
             Precision.FULL: ids(*full),
@@ -190,13 +190,13 @@ def test_a_neuron_is_in_one_region_of_its_layer(name, schedule):
             Precision.INT4: ids(*(int4 - int8 - full)),
         }
         plan = layer.plan(wanted)
-        for precision, region in regions.items():
-            region.replay(plan.plans[precision])
+        for precision, buffer in buffers.items():
+            buffer.replay(plan.plans[precision])
         layer.commit(plan)
         layer.check_integrity()
         good_enough: set[int] = set()
-        for precision, region in regions.items():
-            region.check(layer.caches[precision])
+        for precision, buffer in buffers.items():
+            buffer.check(layer.caches[precision])
             good_enough |= set(layer.caches[precision].resident())
             assert set(wanted[precision]) <= good_enough
         assert plan.hits + plan.num_loads == sum(map(len, wanted.values()))

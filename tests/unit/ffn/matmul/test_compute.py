@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.ffn.cache.buffer import Region
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul import native
 from vllm_tiered.ffn.matmul.compute import ACTIVATIONS, activations, add_down, product
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = 8 * torch.finfo(torch.float32).eps
 
 
-def use(monkeypatch, name):
+def stats(monkeypatch, name):
     """Have everything computed by a library, or by plain torch."""
     if name == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has no AVX-512")
@@ -32,7 +32,7 @@ def use(monkeypatch, name):
     monkeypatch.setattr(native, "best", lambda: function)
 
 
-def a_region(hidden, num_rows, *, gated, precision, dtype, num_groups=1, bias=True, seed=0):
+def a_buffer(hidden, num_rows, *, gated, precision, dtype, num_groups=1, bias=True, seed=0):
     """A region with poison behind its rows, and its weights float32 [n, M, H]."""
     torch.manual_seed(seed)
     num_matrices = 3 if gated else 2
@@ -63,36 +63,36 @@ def a_region(hidden, num_rows, *, gated, precision, dtype, num_groups=1, bias=Tr
     if bias and not gated:
         up_bias = torch.full((capacity,), torch.nan)
         up_bias[:num_rows] = torch.randn(num_rows)
-    region = Region(
+    buffer = NeuronCacheBuffer(
         rows=rows, scales=scales, up_bias=up_bias, shape=shape, precision=precision, dtype=dtype
     )
-    return region, weights
+    return buffer, weights
 
 
-def expected_activations(x, region, weights, activation):
+def expected_activations(x, buffer, weights, activation):
     """In float64."""
     act, weights, x = activation_function(activation), weights.double(), x.double()
     up = x @ weights[:, -2].T
-    if region.shape.gated:
+    if buffer.shape.gated:
         return up * act(x @ weights[:, 0].T)
-    if region.up_bias is not None:
-        up = up + region.up_bias[: len(weights)].double()
+    if buffer.up_bias is not None:
+        up = up + buffer.up_bias[: len(weights)].double()
     return act(up)
 
 
-def check(region, weights, num_tokens, activation, dtype):
+def check(buffer, weights, num_tokens, activation, dtype):
     hidden, num_rows = weights.shape[2], len(weights)
     x = torch.randn(num_tokens, hidden).to(dtype)
-    found = activations(x, region, num_rows, activation)
+    found = activations(x, buffer, num_rows, activation)
     assert found.dtype == torch.float32 and found.shape == (num_tokens, num_rows)
     x_sum = x.abs().float() @ weights[:, -2].abs().T + 1
-    if region.shape.gated:
+    if buffer.shape.gated:
         x_sum *= x.abs().float() @ weights[:, 0].abs().T
-    close(found, expected_activations(x, region, weights, activation), x_sum)
+    close(found, expected_activations(x, buffer, weights, activation), x_sum)
 
     before = torch.randn(num_tokens, hidden)
     out = before.clone()
-    add_down(out, found, region, num_rows)
+    add_down(out, found, buffer, num_rows)
     down = weights[:, -1]
     expected = before.double() + found.double() @ down.double()
     close(out, expected, before.abs() + found.abs() @ down.abs())
@@ -109,12 +109,12 @@ def close(found, expected, terms):
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "two-matrices"])
 def test_the_product_is_that_of_the_weights(monkeypatch, kernels, dtype, precision, gated):
-    use(monkeypatch, kernels)
-    region, weights = a_region(
+    stats(monkeypatch, kernels)
+    buffer, weights = a_buffer(
         576, 101, gated=gated, precision=precision, dtype=dtype, num_groups=9
     )
     for num_tokens in (1, 2, 3, 4, 5, 7, 8, 16, 17, 33):
-        check(region, weights, num_tokens, "silu" if gated else "relu", dtype)
+        check(buffer, weights, num_tokens, "silu" if gated else "relu", dtype)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -122,12 +122,12 @@ def test_the_product_is_that_of_the_weights(monkeypatch, kernels, dtype, precisi
 @pytest.mark.parametrize("hidden", [2, 6, 30, 34, 62, 66, 130, 254, 258, 2048, 8192])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_odd_sizes(monkeypatch, kernels, precision, hidden, num_rows):
-    use(monkeypatch, kernels)
-    region, weights = a_region(
+    stats(monkeypatch, kernels)
+    buffer, weights = a_buffer(
         hidden, num_rows, gated=True, precision=precision, dtype=torch.bfloat16
     )
     for num_tokens in (1, 4, 5):
-        check(region, weights, num_tokens, "silu", torch.bfloat16)
+        check(buffer, weights, num_tokens, "silu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -138,29 +138,29 @@ def test_odd_sizes(monkeypatch, kernels, precision, hidden, num_rows):
 )
 def test_groups(monkeypatch, kernels, precision, hidden, num_groups):
     """Also groups that lie in both halves of a row, and groups of one weight."""
-    use(monkeypatch, kernels)
-    region, weights = a_region(
+    stats(monkeypatch, kernels)
+    buffer, weights = a_buffer(
         hidden, 19, gated=False, precision=precision, dtype=torch.float32, num_groups=num_groups
     )
     for num_tokens in (1, 4):
-        check(region, weights, num_tokens, "relu", torch.float32)
+        check(buffer, weights, num_tokens, "relu", torch.float32)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "two-matrices"])
 def test_activations(monkeypatch, kernels, activation, gated):
-    use(monkeypatch, kernels)
-    region, weights = a_region(
+    stats(monkeypatch, kernels)
+    buffer, weights = a_buffer(
         64, 50, gated=gated, precision=Precision.FULL, dtype=torch.float32, bias=False
     )
-    check(region, weights, 3, activation, torch.float32)
+    check(buffer, weights, 3, activation, torch.float32)
 
 
 def test_an_unknown_activation():
-    region, _ = a_region(64, 5, gated=True, precision=Precision.FULL, dtype=torch.float32)
+    buffer, _ = a_buffer(64, 5, gated=True, precision=Precision.FULL, dtype=torch.float32)
     with pytest.raises(UnsupportedError, match="'swish'"):
-        activations(torch.zeros(1, 64), region, 5, "swish")
+        activations(torch.zeros(1, 64), buffer, 5, "swish")
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
@@ -169,44 +169,44 @@ def test_an_unknown_activation():
 def test_many_rows(monkeypatch, precision, num_tokens, num_threads):
     """More than a thread's or a chunk's share."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    region, weights = a_region(
+    buffer, weights = a_buffer(
         320, 3001, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=5
     )
-    check(region, weights, num_tokens, "relu", torch.bfloat16)
+    check(buffer, weights, num_tokens, "relu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_no_rows_and_no_tokens(precision):
-    region, _ = a_region(64, 5, gated=True, precision=precision, dtype=torch.bfloat16)
+    buffer, _ = a_buffer(64, 5, gated=True, precision=precision, dtype=torch.bfloat16)
     x = torch.randn(2, 64)
-    assert activations(x, region, 0, "silu").shape == (2, 0)
-    assert torch.equal(product(x, region, 0, "silu"), torch.zeros(2, 64))
-    assert product(x[:0], region, 5, "silu").shape == (0, 64)
+    assert activations(x, buffer, 0, "silu").shape == (2, 0)
+    assert torch.equal(product(x, buffer, 0, "silu"), torch.zeros(2, 64))
+    assert product(x[:0], buffer, 5, "silu").shape == (0, 64)
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_both_at_once_are_the_same(precision):
-    region, _ = a_region(
+    buffer, _ = a_buffer(
         320, 333, gated=True, precision=precision, dtype=torch.bfloat16, num_groups=5
     )
     x, out = torch.randn(3, 320), torch.zeros(3, 320)
-    add_down(out, activations(x, region, 333, "silu"), region, 333)
-    assert torch.equal(product(x, region, 333, "silu"), out)
+    add_down(out, activations(x, buffer, 333, "silu"), buffer, 333)
+    assert torch.equal(product(x, buffer, 333, "silu"), out)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_rows_of_no_activation_are_not_read(monkeypatch, kernels, precision):
-    use(monkeypatch, kernels)
-    region, weights = a_region(96, 40, gated=False, precision=precision, dtype=torch.bfloat16)
+    stats(monkeypatch, kernels)
+    buffer, weights = a_buffer(96, 40, gated=False, precision=precision, dtype=torch.bfloat16)
     a = torch.randn(5, 40)
     a[:, ::3] = 0
-    region.rows[:40:3] = 0xFF
-    if region.scales is not None:
-        region.scales[:40:3] = torch.nan
+    buffer.rows[:40:3] = 0xFF
+    if buffer.scales is not None:
+        buffer.scales[:40:3] = torch.nan
     weights[::3] = 0
     found = torch.zeros(5, 96)
-    add_down(found, a, region, 40)
+    add_down(found, a, buffer, 40)
     down = weights[:, -1]
     close(found, a.double() @ down.double(), a.abs() @ down.abs() + 1e-30)
 
@@ -214,21 +214,21 @@ def test_rows_of_no_activation_are_not_read(monkeypatch, kernels, precision):
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_what_is_no_number_stays_none(monkeypatch, kernels):
     """A broken input must show, also behind ReLU."""
-    use(monkeypatch, kernels)
-    region, _ = a_region(96, 40, gated=False, precision=Precision.FULL, dtype=torch.float32)
+    stats(monkeypatch, kernels)
+    buffer, _ = a_buffer(96, 40, gated=False, precision=Precision.FULL, dtype=torch.float32)
     x = torch.full((1, 96), torch.nan)
-    assert activations(x, region, 40, "relu").isnan().all()
-    assert product(x, region, 40, "relu").isnan().all()
+    assert activations(x, buffer, 40, "relu").isnan().all()
+    assert product(x, buffer, 40, "relu").isnan().all()
 
 
 def test_without_libraries_torch_computes_and_says_so_once(monkeypatch, caplog):
     expected = []
     for built in (True, False):
-        region, _ = a_region(96, 40, gated=True, precision=Precision.INT4, dtype=torch.bfloat16)
+        buffer, _ = a_buffer(96, 40, gated=True, precision=Precision.INT4, dtype=torch.bfloat16)
         if not built:
             monkeypatch.setattr(native, "load", lambda name: None)
             monkeypatch.setattr(native, "best", functools.cache(native.best.__wrapped__))
-        expected.append([product(torch.ones(2, 96), region, 40, "silu") for _ in range(2)])
+        expected.append([product(torch.ones(2, 96), buffer, 40, "silu") for _ in range(2)])
     torch.testing.assert_close(expected[0], expected[1])
     assert [r.message for r in caplog.records if "kernels were not built" in r.message] != []
     assert len(caplog.records) == 1
@@ -236,64 +236,64 @@ def test_without_libraries_torch_computes_and_says_so_once(monkeypatch, caplog):
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_inputs_need_not_be_contiguous(precision):
-    region, _ = a_region(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
+    buffer, _ = a_buffer(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
     wide = torch.randn(3, 192)
     x = wide[:, ::2]
-    found = product(x, region, 40, "silu")
-    torch.testing.assert_close(found, product(x.contiguous(), region, 40, "silu"))
-    a = activations(x, region, 40, "silu")
+    found = product(x, buffer, 40, "silu")
+    torch.testing.assert_close(found, product(x.contiguous(), buffer, 40, "silu"))
+    a = activations(x, buffer, 40, "silu")
     some, out, expected = a[:, :23], torch.zeros(3, 96), torch.zeros(3, 96)
-    add_down(out, some, region, 23)
-    add_down(expected, some.contiguous(), region, 23)
+    add_down(out, some, buffer, 23)
+    add_down(expected, some.contiguous(), buffer, 23)
     torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_rows_that_add_nothing(precision):
     """Activations of 0 are exact zeros: what ReLU leaves out, and a mask."""
-    region, weights = a_region(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
+    buffer, weights = a_buffer(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
     a = torch.randn(2, 40)
     mask = torch.rand(40) < 0.5
     found = torch.zeros(2, 96)
-    add_down(found, a * mask, region, 40)
+    add_down(found, a * mask, buffer, 40)
     expected = (a[:, mask].double() @ weights[mask, -1].double()).float()
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 def test_moving_rows_moves_all_of_them(precision):
-    region, _ = a_region(
+    buffer, _ = a_buffer(
         96, 6, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=2
     )
     x = torch.randn(2, 96)
-    before = activations(x, region, 6, "relu")
+    before = activations(x, buffer, 6, "relu")
     src, dst = torch.tensor([4, 5]).numpy(), torch.tensor([1, 0]).numpy()
-    region.move(*map(torch.from_numpy, (src, dst)))
-    after = activations(x, region, 6, "relu")
+    buffer.move(*map(torch.from_numpy, (src, dst)))
+    after = activations(x, buffer, 6, "relu")
     torch.testing.assert_close(after, before[:, [5, 4, 2, 3, 4, 5]], atol=1e-5, rtol=1e-5)
 
 
 def test_filling_rows_brings_scales_and_biases():
-    region, _ = a_region(
+    buffer, _ = a_buffer(
         96, 6, gated=False, precision=Precision.INT8, dtype=torch.bfloat16, num_groups=2
     )
     scales, bias = torch.rand(20, 2, 2).half(), torch.rand(20)
     rows, neurons = torch.tensor([5, 2]).numpy(), torch.tensor([11, 19]).numpy()
-    region.fill(*map(torch.from_numpy, (rows, neurons)), scales, bias)
-    assert region.scales is not None and region.up_bias is not None
-    assert torch.equal(region.scales[[5, 2]], scales[[11, 19]])
-    assert torch.equal(region.up_bias[[5, 2]], bias[[11, 19]])
+    buffer.fill(*map(torch.from_numpy, (rows, neurons)), scales, bias)
+    assert buffer.scales is not None and buffer.up_bias is not None
+    assert torch.equal(buffer.scales[[5, 2]], scales[[11, 19]])
+    assert torch.equal(buffer.up_bias[[5, 2]], bias[[11, 19]])
 
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4], ids=lambda p: p.value)
 def test_every_code_is_expanded(precision):
     """One weight at a time: which of a byte's two it is, and its sign."""
-    region, weights = a_region(
+    buffer, weights = a_buffer(
         64, 4096, gated=False, precision=precision, dtype=torch.float32, bias=False
     )
     for column in range(0, 64, 9):
         x = torch.zeros(1, 64)
         x[0, column] = 1.0
-        found = activations(x, region, 4096, "relu")[0]
+        found = activations(x, buffer, 4096, "relu")[0]
         torch.testing.assert_close(found, weights[:, 0, column].clamp(min=0))
         assert len(weights[:, 0, column].unique()) > 15

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFNs of an engine on the CPU backend, on the GPU's device over a double of CUDA."""
+"""FFNs of an engine on the CPU backend, on the GPU's device over a fake CUDA runtime."""
 
 import random
 from typing import Any
@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
-from tests.fakes.deferred_torch import NEAR, LateTorch
+from tests.fakes.deferred_torch import NEAR, DeferredTorch
 from vllm_tiered.adapter.ffn import engine as ffn_engine
 from vllm_tiered.ffn import layer as layers
-from vllm_tiered.ffn.cost_model import SwitchOver
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layer import FfnLayer
 
 
-def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:
-    """From now on copies and products of an engine's FFN run in the double's streams, until vLLM is
+def defer_compute(monkeypatch: pytest.MonkeyPatch, haste: float) -> DeferredTorch:
+    """From now on copies and products of an engine's FFN run in the fake's streams, until vLLM is
     given a layer's output.
 
     Args:
-        haste: of the double.
+        haste: of the fake.
     """
     device = SimulatedCudaDevice(random.Random(3), haste=haste)
-    late = LateTorch(device)
+    late = DeferredTorch(device)
     for name in ("activations", "add_down"):
         monkeypatch.setattr(layers, name, late.late(getattr(layers, name)))
     monkeypatch.setattr(ffn_engine, "make_device", lambda: device)
@@ -45,5 +45,5 @@ def compute_late(monkeypatch: pytest.MonkeyPatch, haste: float) -> LateTorch:
     monkeypatch.setattr(ffn_engine.FfnEngine, "start", start_near)
     monkeypatch.setattr(FfnLayer, "compute", compute_near)
     # So small a model is computed faster densely.
-    monkeypatch.setattr(SwitchOver, "prefers_dense", lambda *args: False)
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     return late

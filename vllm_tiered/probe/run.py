@@ -17,19 +17,19 @@ import psutil
 import torch
 
 from vllm_tiered.devices.base import Device, Direction
-from vllm_tiered.probe.contention import beside
+from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import storage_curves
-from vllm_tiered.probe.gemm import Product, far_product, near_product
-from vllm_tiered.probe.links import SIZES, link_curve, median_seconds, product_curve
+from vllm_tiered.probe.gemm import Gemm, far_gemm, near_gemm
+from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_seconds
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
 VERSION = 1
 """Of the file; a reader refuses others."""
 
-PRODUCTS: Mapping[str, Callable[[torch.Tensor], Product]] = {
-    "near": near_product,
-    "far": far_product,
+PRODUCTS: Mapping[str, Callable[[torch.Tensor], Gemm]] = {
+    "near": near_gemm,
+    "far": far_gemm,
 }
 """By where the weight is."""
 
@@ -43,15 +43,16 @@ class Scope:
         product_shapes: (out, in) of weights, by rising size.
         rows: of products: tokens in a step.
         dtype: of products.
-        beside_shape: (out, in) of what computes while a link copies, far larger than the caches.
+        contention_shape: (out, in) of the weights multiplied while a link copies; far larger than
+            the caches.
         request_bytes, readers: of reads from storage.
         file_bytes: of the file that is read.
         point_seconds: for one point of a curve.
-        beside_seconds: for what copies and compute do to each other.
+        contention_seconds: for what copies and compute do to each other.
     """
 
     transfer_bytes: tuple[int, ...] = SIZES
-    product_shapes: tuple[tuple[int, int], ...] = (
+    gemm_shapes: tuple[tuple[int, int], ...] = (
         (512, 2048),
         (2048, 2048),
         (4096, 4096),
@@ -59,22 +60,22 @@ class Scope:
     )
     rows: tuple[int, ...] = (1, 4, 16, 64, 256)
     dtype: torch.dtype = torch.bfloat16
-    beside_shape: tuple[int, int] = (4096, 4096)
+    contention_shape: tuple[int, int] = (4096, 4096)
     request_bytes: tuple[int, ...] = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
     readers: tuple[int, ...] = (1, 4, 16, 32)
     file_bytes: int = 512 * MIB
     point_seconds: float = 0.15
-    beside_seconds: float = 3.0
+    contention_seconds: float = 3.0
 
     @property
     def planned_seconds(self) -> float:
         """Of all points without the model's, and as much again for what is made ready for them."""
         points = (
             len(Direction) * len(self.transfer_bytes)
-            + len(PRODUCTS) * len(self.rows) * len(self.product_shapes)
+            + len(PRODUCTS) * len(self.rows) * len(self.gemm_shapes)
             + 2 * len(self.request_bytes) * len(self.readers)
         )
-        return 2 * (points * self.point_seconds + self.beside_seconds)
+        return 2 * (points * self.point_seconds + self.contention_seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +86,7 @@ class Matrices:
     shapes: Sequence[tuple[int, int]] = field(default_factory=tuple)
 
 
-def survey(
+def run_probe(
     device: Device,
     near_device: torch.device,
     scope: Scope,
@@ -120,23 +121,23 @@ def survey(
         )
         links[direction.value] = [sample._asdict() for sample in curve]
     products: dict[str, list[dict[str, float]]] = {}
-    for where, product_of in PRODUCTS.items():
+    for where, gemm_of in PRODUCTS.items():
         step(f"products with {where} weights")
         products[where] = [
             {"rows": rows, **sample._asdict()}
             for rows in scope.rows
-            for sample in product_curve(
-                scope.product_shapes,
+            for sample in gemm_curve(
+                scope.gemm_shapes,
                 rows,
                 scope.dtype,
                 near_device,
-                product_of,
+                gemm_of,
                 scope.point_seconds,
             )
         ]
     step("copies beside compute")
-    both = beside(
-        device, near_device, scope.beside_shape, scope.dtype, seconds=scope.beside_seconds
+    both = measure_contention(
+        device, near_device, scope.contention_shape, scope.dtype, seconds=scope.contention_seconds
     )
     if sublayers:
         step("the model's sublayers")
@@ -228,8 +229,8 @@ def _sublayers(
     """Seconds of each, all weights near, at every number of rows."""
     shapes = sorted({shape for sublayer in sublayers for shape in sublayer.shapes})
     seconds = {
-        (shape, rows): product_curve(
-            [shape], rows, scope.dtype, near_device, near_product, scope.point_seconds
+        (shape, rows): gemm_curve(
+            [shape], rows, scope.dtype, near_device, near_gemm, scope.point_seconds
         )[0].seconds
         for shape in shapes
         for rows in scope.rows

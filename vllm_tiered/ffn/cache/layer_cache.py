@@ -94,10 +94,10 @@ class LayerCache:
         for precision in self._precisions:
             for other in better:
                 mine = found.get(precision, NO_IDS)
-                room = self.caches[other].capacity - len(found.get(other, NO_IDS))
-                if not len(mine) or room <= 0:
+                buffer = self.caches[other].capacity - len(found.get(other, NO_IDS))
+                if not len(mine) or buffer <= 0:
                     continue
-                there = self.caches[other].is_resident(mine).nonzero()[0][:room]
+                there = self.caches[other].is_resident(mine).nonzero()[0][:buffer]
                 if len(there):
                     found[other] = np.union1d(found.get(other, NO_IDS), mine[there])
                     found[precision] = np.delete(mine, there)
@@ -117,8 +117,8 @@ class LayerCache:
         more = np.cumsum([len(found.get(p, NO_IDS)) - len(asked.get(p, NO_IDS)) for p in order])
         for at, precision in enumerate(order):
             for below, worse in enumerate(order[at + 1 :], at + 1):
-                room = self.caches[worse].capacity - len(found.get(worse, NO_IDS))
-                count = min(room, int(more[at:below].min()))
+                buffer = self.caches[worse].capacity - len(found.get(worse, NO_IDS))
+                count = min(buffer, int(more[at:below].min()))
                 mine = asked.get(precision, NO_IDS)
                 there = mine[self.caches[worse].is_resident(mine)]
                 if count <= 0 or not len(there):

@@ -14,12 +14,12 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.planner.from_probe import machine_of
-from vllm_tiered.probe.contention import beside
+from vllm_tiered.planner.from_probe import machine_from_probe
+from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import Pattern, storage_curves
-from vllm_tiered.probe.gemm import far_product, near_product
+from vllm_tiered.probe.gemm import far_gemm, near_gemm
 from vllm_tiered.probe.links import median_seconds
-from vllm_tiered.probe.survey import Matrices, Scope, survey
+from vllm_tiered.probe.run import Matrices, Scope, run_probe
 from vllm_tiered.units import KIB, MIB
 
 CPU = torch.device("cpu")
@@ -35,21 +35,21 @@ def device():
 def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
     told: list[str] = []
     ffn = Matrices(name="ffn", shapes=[(128, 64), (64, 128)])
-    probe = survey(device, CPU, TINY, folder=tmp_path, sublayers=[ffn], step=told.append)
+    probe = run_probe(device, CPU, TINY, folder=tmp_path, sublayers=[ffn], step=told.append)
     probe = json.loads(json.dumps(probe, allow_nan=False))
     assert [entry["num_bytes"] for entry in probe["links"]["read"]] == list(TINY.transfer_bytes)
-    assert len(probe["products"]["far"]) == len(TINY.rows) * len(TINY.product_shapes)
+    assert len(probe["products"]["far"]) == len(TINY.rows) * len(TINY.gemm_shapes)
     assert len(probe["storage"]["reads"]) == 2 * 2 * 2
     assert [entry["rows"] for entry in probe["sublayers"]] == [1, 4]
     assert len(told) == 7
-    machine, figures = machine_of(probe)
+    machine, figures = machine_from_probe(probe)
     assert machine.curves is not None
     assert all(math.isfinite(float(str(figure["value"]))) for figure in figures.values())
     assert os.listdir(tmp_path) == []
 
 
 def test_without_a_folder_storage_is_left_out(device):
-    assert survey(device, CPU, TINY)["storage"] is None
+    assert run_probe(device, CPU, TINY)["storage"] is None
 
 
 def test_the_default_scope_is_planned_to_take_less_than_a_minute():
@@ -70,7 +70,10 @@ def test_a_link_that_compute_does_not_hold_up_is_as_fast_beside_it():
     device = CpuDevice(throttles={Direction.READ: Throttle(100e6)})
     try:
         # What else the machine does can only make it slower: the best of a few.
-        found = [beside(device, CPU, (256, 256), torch.float32, seconds=0.5) for _ in range(3)]
+        found = [
+            measure_contention(device, CPU, (256, 256), torch.float32, seconds=0.5)
+            for _ in range(3)
+        ]
     finally:
         device.close()
     assert 1 <= min(each.link_slowdown for each in found) < 2
@@ -78,10 +81,10 @@ def test_a_link_that_compute_does_not_hold_up_is_as_fast_beside_it():
 
 
 @pytest.mark.parametrize("rows", [1, 4, 9])
-@pytest.mark.parametrize("product_of", [near_product, far_product])
-def test_products_are_products(product_of, rows):
+@pytest.mark.parametrize("gemm_of", [near_gemm, far_gemm])
+def test_gemms_multiply(gemm_of, rows):
     weight, x = torch.randn(128, 64), torch.randn(rows, 64)
-    torch.testing.assert_close(product_of(weight)(x), x @ weight.t())
+    torch.testing.assert_close(gemm_of(weight)(x), x @ weight.t())
 
 
 def test_storage_reads_all_ways_and_leaves_nothing(tmp_path):
@@ -102,12 +105,12 @@ def test_storage_reads_all_ways_and_leaves_nothing(tmp_path):
 def test_a_full_disk_is_said_with_its_numbers(device, tmp_path):
     scope = dataclasses.replace(TINY, file_bytes=1 << 60)
     with pytest.raises(BudgetError, match=r"file takes 1048576.00 TiB in .* are free.*--path"):
-        survey(device, CPU, scope, folder=tmp_path)
+        run_probe(device, CPU, scope, folder=tmp_path)
 
 
 def test_a_folder_that_is_none_is_said(device, tmp_path):
     with pytest.raises(ConfigError, match=r"no file can be made in .*--path"):
-        survey(device, CPU, TINY, folder=tmp_path / "absent")
+        run_probe(device, CPU, TINY, folder=tmp_path / "absent")
 
 
 def test_an_error_of_the_disk_is_said(monkeypatch, tmp_path):
