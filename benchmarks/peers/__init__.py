@@ -139,7 +139,7 @@ def available(python: str) -> dict[str, str | None]:
     """
     if not python or not Path(python).is_file():
         where = f"there is no {python}" if python else "no interpreter for the peers is set"
-        lacking = f"{where}; make one with: python -m venv FOLDER (docs/benchmarks.md, Peers)"
+        lacking = f"{where}; make one with: python -m venv FOLDER (docs/benchmarks/index.md, Peers)"
         return dict.fromkeys(PEERS, lacking)
     versions = _installed(python, sorted({name for p in PEERS.values() for name in p.packages}))
     return {name: missing(peer, python, versions) for name, peer in PEERS.items()}

@@ -4,7 +4,7 @@
 A probe measures memory, links and GEMMs. It cannot measure what an engine does between them
 (scheduling, sampling, norms, the calls of a layer). That consists of calls of small operations and
 Python, so it counts as a multiple of the smallest operation's time. The multiples are estimates
-(docs/decisions/0003-weights.md), and such a figure says "assumed".
+(docs/notes/weights.md), and such a figure says "assumed".
 """
 
 from __future__ import annotations

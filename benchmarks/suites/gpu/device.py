@@ -24,7 +24,8 @@ def require_gpu(name: str) -> Any:
     if not torch.cuda.is_available():
         raise MeasurementError(
             f"{name} needs a GPU, and torch {torch.__version__} sees none here (built for CUDA"
-            f" {torch.version.cuda or '- not at all'}): run it on a GPU host, see docs/gpu.md"
+            f" {torch.version.cuda or '- not at all'}): run it on a GPU host,"
+            " see docs/guides/gpu.md"
         )
     return torch
 
