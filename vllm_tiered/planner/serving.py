@@ -81,7 +81,9 @@ def estimate_serving(
     decode = predict_step(shape, machine, placement, load.decode(requests))
     alone = predict_step(shape, machine, placement, load.prefill())
     together = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
-    prompts = predict_step(shape, machine, placement, load.prefill(together))
+    prompts = alone
+    if together > 1:
+        prompts = predict_step(shape, machine, placement, load.prefill(together))
     # Prefill steps delay the other requests' tokens.
     steps = requests / together
     seconds = load.output_tokens * decode.seconds + steps * prompts.seconds
