@@ -15,7 +15,9 @@ from benchmarks.suites.gpu.parts import PARTS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """An entry of the table. `module` offers, by these names:
+    """An entry of the table of benchmarks.
+
+    `module` offers, by these names:
 
     * `PROFILES`: profile name to a frozen dataclass of settings,
     * `RESULT_KEYS`: the keys its result has at least,
@@ -60,7 +62,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         Benchmark(
             name="kv_policy",
-            summary="what reading ahead gives: interleave and fifo against copying on demand",
+            summary="what reading ahead gives: interleave against copying on demand",
             module="benchmarks.suites.kv.policy",
         ),
         Benchmark(

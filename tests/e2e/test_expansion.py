@@ -56,7 +56,7 @@ def test_grows_when_requests_wait() -> None:
 
 def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None:
     def climb(signals, state, levels, tuning):
-        return Decision(level=levels.highest, reason="as high as can be"), state
+        return Decision(level_idx=len(levels.ladder) - 1, reason="as high as can be"), state
 
     monkeypatch.setattr(adaptive.controller, "step", climb)
     with engine("deep", {}, **TIGHT) as llm:
@@ -112,6 +112,6 @@ def test_prefix_cache_reset_keeps_the_level(monkeypatch) -> None:
         first, _ = drive(llm)
         assert llm.reset_prefix_cache()
         second, _ = drive(llm)
-        granted = metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved")
-        assert granted == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+        total = metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved")
+        assert total == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
     assert first == second == vllm_tokens("deep", PROMPTS)

@@ -79,6 +79,23 @@ class Roofline(NamedTuple):
         return self.arithmetic > max(self.weights, self.kv)
 
 
+def roofline_of(
+    machine: Machine, *, weight_bytes: float, num_weights: float, tokens: float, kv_bytes: float
+) -> Roofline:
+    """Return the roofline of weights that are multiplied with ``tokens`` rows, and of a KV read."""
+    near = machine.near_gb_per_s * 1e9
+    return Roofline(
+        weights=weight_bytes / near,
+        arithmetic=2 * num_weights * tokens / (machine.tflops * 1e12),
+        kv=kv_bytes / near,
+    )
+
+
+def step_overhead_seconds(machine: Machine, requests: int) -> float:
+    """Return what a step costs beside the model's layers and head."""
+    return machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
+
+
 def roofline(
     sublayer: Sublayer,
     shape: ModelShape,
@@ -97,20 +114,24 @@ def roofline(
         batch: of the step.
         far: the sublayer's offloaded parameters, whose GEMMs may take longer.
     """
-    near = machine.near_gb_per_s * 1e9
     kv_bytes = 0.0
     if sublayer.kind is Kind.ATTENTION:
         per_layer = shape.kv_bytes_per_token / shape.num_layers
         kv_bytes = batch.requests * batch.context_tokens * per_layer
+    parts = roofline_of(
+        machine,
+        weight_bytes=sublayer.num_bytes,
+        num_weights=sum(map(shape.weights_in, sublayer.parameters)),
+        tokens=batch.tokens,
+        kv_bytes=kv_bytes,
+    )
     if machine.curves:
         weights, arithmetic = (
             _measured_seconds(sublayer, shape, far, machine.curves, tokens)
             for tokens in (1, batch.tokens)
         )
-    else:
-        operations = 2 * sum(map(shape.weights_in, sublayer.parameters)) * batch.tokens
-        weights, arithmetic = sublayer.num_bytes / near, operations / (machine.tflops * 1e12)
-    return Roofline(weights=weights, arithmetic=arithmetic, kv=kv_bytes / near)
+        parts = parts._replace(weights=weights, arithmetic=arithmetic)
+    return parts
 
 
 def slowdown(machine: Machine) -> Slowdown:
@@ -138,7 +159,7 @@ def compute_times(
         placement: GEMMs with its offloaded weights may take longer; None for all near.
     """
     requests = batch.requests
-    rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
+    rest = step_overhead_seconds(machine, requests)
     # Outside the layers a step reads the head, and a few rows of the embedding.
     if machine.curves:
         # An engine that places weights keeps embeddings and head once, and does not pack them.

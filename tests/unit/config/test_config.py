@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tiered.config import KvConfig, ReportConfig, TieredConfig, WeightsConfig
+from vllm_tiered.config import SECTIONS, KvConfig, ReportConfig, TieredConfig, WeightsConfig
 from vllm_tiered.errors import ConfigError
 
 FACTORS = st.floats(min_value=1, allow_nan=False, allow_infinity=False)
@@ -19,7 +19,7 @@ CONFIGS = st.builds(
         far_gib=st.just("auto") | SIZES,
         expansion=st.just("auto") | FACTORS,
         max_expansion=FACTORS,
-        policy=st.sampled_from(["interleave", "fifo", "on_demand"]),
+        policy=st.sampled_from(["interleave", "on_demand"]),
         tier=st.sampled_from(["far", "storage"]),
         path=st.none() | st.text(min_size=1),
         verify=st.sampled_from(["off", "sample", "full"]),
@@ -71,7 +71,7 @@ def test_config_is_frozen():
         ({"kv": {"far_gb": 1}}, "tiered.kv.far_gib"),
         ({"kv": {"expantion": 2}}, "tiered.kv.expansion"),
         ({"kv": {"max-expansion": 2}}, "tiered.kv.max_expansion"),
-        ({"kv": {"polici": "fifo"}}, "tiered.kv.policy"),
+        ({"kv": {"polici": "on_demand"}}, "tiered.kv.policy"),
         ({"reports": {}}, "tiered.report"),
         ({"report": {"pth": "t.jsonl"}}, "tiered.report.path"),
         # A key one level too high is the usual slip: say where it belongs.
@@ -101,7 +101,7 @@ def test_unknown_key_names_the_nearest(values, named):
         ("max_expansion", 0.5),
         ("max_expansion", "auto"),
         ("policy", "lru"),
-        ("policy", ["fifo"]),
+        ("policy", ["on_demand"]),
         ("tier", "ssd"),
         ("path", ""),
         ("path", 3),
@@ -158,7 +158,7 @@ def test_bad_percents_are_named(percents):
         ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
         (
             {"placement": "flexgen", "percents": [20, 40, 40]},
-            r"the third of storage: set .*storage_path",
+            r"third is the share of storage: set .*storage_path",
         ),
     ],
 )
@@ -179,6 +179,28 @@ def test_which_placements_share_near_memory_with_the_kv_cache():
         name for name in placements if WeightsConfig.from_dict({"placement": name}).shares_with_kv
     ]
     assert sharing == ["throughput", "auto"]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.NAME)
+def test_every_key_is_described(section):
+    reference = section.reference()
+    names = [f"tiered.{section.NAME}.{name}" for name in section.key_names()]
+    assert [key.name for key in reference] == names
+    for key in reference:
+        assert key.values
+        assert key.meaning.endswith(".")
+        assert key.default == getattr(section(), key.name.rpartition(".")[2])
+
+
+def test_the_description_of_a_key():
+    described = {key.name: key for key in KvConfig.reference()}["tiered.kv.far_gib"]
+    assert described.values == 'a number >= 0, or "auto"'
+    assert described.default == "auto"
+    assert described.meaning.startswith("Hard cap on the far memory")
+
+
+def test_sections_are_the_fields_of_the_configuration():
+    assert [section.NAME for section in SECTIONS] == list(TieredConfig().to_dict())
 
 
 @pytest.mark.parametrize("value", ["", 3, True, ["t.jsonl"]])
@@ -207,15 +229,17 @@ def test_a_section_must_be_a_table(values):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("tiered.json", '{"kv": {"far_gib": 8, "policy": "fifo"}}'),
-        ("tiered.toml", '[kv]\nfar_gib = 8\npolicy = "fifo"\n'),
-        ("tiered.TOML", 'kv = {far_gib = 8.0, policy = "fifo"}'),
+        ("tiered.json", '{"kv": {"far_gib": 8, "policy": "on_demand"}}'),
+        ("tiered.toml", '[kv]\nfar_gib = 8\npolicy = "on_demand"\n'),
+        ("tiered.TOML", 'kv = {far_gib = 8.0, policy = "on_demand"}'),
     ],
 )
 def test_from_file(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    assert TieredConfig.from_file(path) == TieredConfig(kv=KvConfig(far_gib=8.0, policy="fifo"))
+    assert TieredConfig.from_file(path) == TieredConfig(
+        kv=KvConfig(far_gib=8.0, policy="on_demand")
+    )
     assert TieredConfig.from_file(str(path)) == TieredConfig.from_file(path)
 
 
