@@ -16,7 +16,7 @@ TEST_PROCESSES ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test bench lint
+.PHONY: install demo test bench lint docs
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -39,6 +39,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+# A broken link, or a page that is not in the navigation, is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module is needed:" \

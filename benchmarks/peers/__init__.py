@@ -108,7 +108,9 @@ PEERS: Mapping[str, Peer] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRun:
-    """What a contender measured. `prefill_seconds` ends with the first new token;
+    """Figures that a contender measured.
+
+    `prefill_seconds` ends with the first new token;
     `seconds_per_token` has one entry for each token after it. `model_bytes` are its weights as it
     stores them, `resident_bytes` those it keeps in memory on purpose (None: up to the system).
     """
@@ -139,7 +141,7 @@ def available(python: str) -> dict[str, str | None]:
     """
     if not python or not Path(python).is_file():
         where = f"there is no {python}" if python else "no interpreter for the peers is set"
-        lacking = f"{where}; make one with: python -m venv FOLDER (docs/benchmarks.md, Peers)"
+        lacking = f"{where}; make one with: python -m venv FOLDER (docs/benchmarks/index.md, Peers)"
         return dict.fromkeys(PEERS, lacking)
     versions = _installed(python, sorted({name for p in PEERS.values() for name in p.packages}))
     return {name: missing(peer, python, versions) for name, peer in PEERS.items()}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of the CPU machine against what vLLM did there.
 
-The figures are the table of docs/decisions/0001: 36 ShareGPT requests at once, SmolLM2-135M, blocks
-of 32 tokens. The constants of the machine `cpu-2core` marked as calibrated were set by hand to the
-first column (no expansion); the effect of swapping and partial blocks and the preemptions follow.
+The figures are the table of docs/notes/kv-swapping.md: 36 ShareGPT requests at once,
+SmolLM2-135M, blocks of 32 tokens. The constants of the machine `cpu-2core` marked as calibrated
+were set by hand to the first column (no expansion); the effect of swapping and partial blocks and
+the preemptions follow.
 """
 
 from __future__ import annotations

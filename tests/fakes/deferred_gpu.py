@@ -16,7 +16,7 @@ from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.matmul import compute
 from vllm_tiered.ffn.selector import Selector
 from vllm_tiered.kernels.neuron_cache import reference as books_reference
-from vllm_tiered.kernels.neuron_cache.books import no_lists
+from vllm_tiered.kernels.neuron_cache.index import empty_plan
 from vllm_tiered.kernels.select_neurons import reference as ranks_reference
 
 POISON = 0x5A
@@ -68,7 +68,7 @@ class DeferredGpu:
         return reached_N
 
     def _plan(self, books: Any, reached_N: torch.Tensor, *, device_name: str | None) -> Any:
-        lists = no_lists(books)
+        lists = empty_plan(books)
         lists = replace(
             lists,
             **{f.name: self._near(one.shape, one.dtype) for f, one in _tensors(lists)},

@@ -11,7 +11,7 @@ from tests.unit.planner.test_model_shape import LLAMA_3_8B
 from vllm_tiered.cli.main import main
 
 SMALL = ["--model", "Llama3-8B", "--batch", "8", "--context", "2048", "--l2-mib", "8:40:16"]
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "notes"
 
 
 def test_json_has_the_papers_result(capsys):
@@ -85,7 +85,7 @@ def test_a_page_with_pictures(tmp_path, capsys):
 def test_the_committed_page_is_what_the_command_writes(tmp_path):
     assert main(["dse", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "accelerator.md").read_text()
-    assert written.replace(str(tmp_path), "docs") == (DOCS / "accelerator.md").read_text()
+    assert written.replace(str(tmp_path), "docs/notes") == (DOCS / "accelerator.md").read_text()
     pictures = list((DOCS / "accelerator").glob("*.png"))
     assert {path.name for path in pictures} == {
         path.name for path in (tmp_path / "accelerator").iterdir()

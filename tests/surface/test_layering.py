@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point down: the layer table of docs/architecture.md, enforced on the sources.
+"""Imports point down: the layer table of docs/explanation/architecture.md, enforced on the sources.
 
 L4  cli
 L3  adapter --> vllm

@@ -62,7 +62,7 @@ class SparseOnDevice:
         activation: str,
     ) -> None:
         # Without a GPU nothing needs Triton.
-        from vllm_tiered.kernels.neuron_cache import api, books
+        from vllm_tiered.kernels.neuron_cache import api, index
 
         self._plan = api.plan
         self._cache = cache
@@ -73,7 +73,7 @@ class SparseOnDevice:
         self._activation = activation
         self._index = {p: list(Precision).index(p) for p in self._buffers}
         rows = [self._buffers[p].capacity if p in self._buffers else 0 for p in Precision]
-        self._books = books.empty_books(num_neurons, rows, window, mailbox.near)
+        self._books = index.empty_index(num_neurons, rows, window, mailbox.near)
         self._device_name = device_name(next(iter(buffers.values())))
         self.owns_index = False
 
@@ -94,15 +94,15 @@ class SparseOnDevice:
         for precision, index in self._index.items():
             missing = Missing(
                 slab=self._far[precision],
-                neuron_ids=lists.neurons_PN[index],
-                near_ids=lists.near_rows_PN[index],
-                present_slot_ids=lists.present_rows_PC[index],
+                neuron_ids=lists.missing_neurons_PN[index],
+                near_ids=lists.missing_slots_PN[index],
+                present_slot_ids=lists.retained_slots_PC[index],
                 counts=lists.counts_P4[index, :2],
                 scales=self._tables.scales.get(precision),
                 up_bias=self._tables.up_bias,
             )
             fill_and_add(out_BH, x_BH, self._buffers[precision], missing, self._activation)
-        return lists.is_unused_N, lists.counts_P4
+        return lists.skip_in_base_N, lists.counts_P4
 
     def bytes_of(self, counts_P4: torch.Tensor, num_tokens: int) -> tuple[int, int]:
         """What a step read of far memory, and what it multiplied; counts on the host.
@@ -140,7 +140,7 @@ class SparseOnDevice:
 
     def rows(self) -> dict[Precision, Ids]:
         """The neuron in each row, -1 where there is none. Waits for the GPU."""
-        (neuron_at_PC,) = self._fetched(self._books.neuron_at_PC)
+        (neuron_at_PC,) = self._fetched(self._books.neuron_in_slot_PC)
         return {
             p: neuron_at_PC[index, : self._buffers[p].capacity] for p, index in self._index.items()
         }
@@ -151,7 +151,7 @@ class SparseOnDevice:
         Raises:
             IntegrityError: naming the neurons.
         """
-        place_N, neuron_at_PC = self._fetched(self._books.place_N, self._books.neuron_at_PC)
+        place_N, neuron_at_PC = self._fetched(self._books.location_N, self._books.neuron_in_slot_PC)
         expected = np.full_like(place_N, -1)
         num_held = 0
         for index in self._index.values():
@@ -172,14 +172,14 @@ class SparseOnDevice:
             return
         books = self._books
         # All of them are of the last token.
-        books.used_N.zero_()
+        books.last_used_N.zero_()
         books.step.zero_()
         self.owns_index = True
         if not any(self._cache.num_rows.values()):
             books.clear()
             return
         place_N = np.full(books.num_neurons, -1, dtype=np.int32)
-        neuron_at_PC = np.full(books.neuron_at_PC.shape, -1, dtype=np.int32)
+        neuron_at_PC = np.full(books.neuron_in_slot_PC.shape, -1, dtype=np.int32)
         for precision, index in self._index.items():
             cache = self._cache.caches[precision]
             neurons = cache.resident()
@@ -187,8 +187,8 @@ class SparseOnDevice:
             neuron_at_PC[index, : len(neurons)] = neurons
             cache.forget(neurons)
         places, rows = self._mailbox.h2d([place_N, neuron_at_PC])
-        books.place_N.copy_(places)
-        books.neuron_at_PC.copy_(rows)
+        books.location_N.copy_(places)
+        books.neuron_in_slot_PC.copy_(rows)
 
     def _fetched(self, *tensors: torch.Tensor) -> list[Ids]:
         return [one.numpy().astype(np.int64) for one in self._mailbox.d2h(tensors)]

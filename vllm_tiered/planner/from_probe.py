@@ -4,7 +4,7 @@
 A probe sees memory, links and products. What an engine does between them (scheduling, sampling,
 norms, the calls of a layer) it cannot see; that is calls of small operations and Python, whose cost
 it does see: so many of the smallest operation's. How many is an estimate
-(docs/decisions/0003-weights.md), and such a figure says "assumed".
+(docs/notes/weights.md), and such a figure says "assumed".
 """
 
 from __future__ import annotations

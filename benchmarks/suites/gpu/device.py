@@ -24,13 +24,14 @@ def require_gpu(name: str) -> Any:
     if not torch.cuda.is_available():
         raise MeasurementError(
             f"{name} needs a GPU, and torch {torch.__version__} sees none here (built for CUDA"
-            f" {torch.version.cuda or '- not at all'}): run it on a GPU host, see docs/gpu.md"
+            f" {torch.version.cuda or '- not at all'}): run it on a GPU host,"
+            " see docs/guides/gpu.md"
         )
     return torch
 
 
 def gpu_stamp(torch: Any) -> dict[str, Any]:
-    """What was measured on, JSON-safe."""
+    """Return the hardware and versions that were measured on, JSON-safe."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "name": properties.name,

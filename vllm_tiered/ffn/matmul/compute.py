@@ -51,7 +51,7 @@ def activations(
     """
     _check(x_BH, buffer, num_rows, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
-        found: torch.Tensor = kernels.activations(
+        found: torch.Tensor = kernels.compute_activations(
             _in_rows(x_BH), _bundles(buffer), num_rows, activation, device_name=device_name(buffer)
         )
         return found
@@ -72,7 +72,7 @@ def add_down(
     assert a_Bn.shape == (len(out_BH), num_rows) and out_BH.shape[1] == buffer.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
     if (kernels := gpu_kernels(buffer)) is not None:
-        kernels.add_down(
+        kernels.add_down_projection(
             out_BH,
             _in_rows(a_Bn.to(torch.float32)),
             _bundles(buffer),
@@ -111,7 +111,7 @@ def num_fills(buffer: NeuronCacheBuffer, num_tokens: int) -> int:
     """How often :func:`fill_and_add` reads missing neurons that have no row."""
     kernels = gpu_kernels(buffer)
     assert kernels is not None
-    found: int = kernels.num_fills(_bundles(buffer), num_tokens, device_name=device_name(buffer))
+    found: int = kernels.num_passes(_bundles(buffer), num_tokens, device_name=device_name(buffer))
     return found
 
 
@@ -128,13 +128,13 @@ def fill_and_add(
     assert kernels is not None
     from vllm_tiered.kernels.neuron_ffn import bundles
 
-    out_BH += kernels.fill_and_multiply(
+    out_BH += kernels.load_and_compute(
         _in_rows(x_BH),
         _bundles(buffer),
         bundles.Missing(
-            rows=missing.slab,
-            far_ids=missing.neuron_ids,
-            near_ids=missing.near_ids,
+            slab=missing.slab,
+            slab_ids=missing.neuron_ids,
+            slot_ids=missing.near_ids,
             neuron_ids=missing.neuron_ids,
             scales=missing.scales,
             up_bias=missing.up_bias,
@@ -156,7 +156,7 @@ def product(
     """
     _check(x_BH, buffer, num_rows, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
-        found: torch.Tensor = kernels.product(
+        found: torch.Tensor = kernels.compute_ffn(
             _in_rows(x_BH), _bundles(buffer), num_rows, activation, device_name=device_name(buffer)
         )
         return found
@@ -187,7 +187,7 @@ def _bundles(buffer: NeuronCacheBuffer) -> object:
     from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
 
     return Bundles(
-        rows=buffer.rows,
+        slots=buffer.rows,
         scales=buffer.scales,
         up_bias=buffer.up_bias,
         hidden=buffer.shape.hidden,

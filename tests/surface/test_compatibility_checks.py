@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compatibility checks at start: a message names the setting, the reason and what to change."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_tiered.adapter import checks
+from vllm_tiered.adapter.checks import Part
+from vllm_tiered.errors import UnsupportedError
+
+ON: dict[str, Any] = {"tiered": {}}
+
+
+def transfer_config(**fields):
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_role="kv_both", **fields)
+
+
+def encode_only():
+    from vllm.config import ECTransferConfig
+
+    return ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer")
+
+
+# By feature (`:2` for a second test of one): fields of EngineArgs (callables are called for their
+# value), and what the message must hold.
+KV_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "other_kv_connector": (
+        {"kv_transfer_config": lambda: transfer_config(kv_connector="OffloadingConnector")},
+        ["--kv-transfer-config", "kv_connector=OffloadingConnector"],
+    ),
+    "kv_offloading": (
+        {"kv_offloading_size": 4.0},
+        ["--kv-offloading-size 4.0", "--tiered-config.kv.far_gib"],
+    ),
+    "speculative_decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ["--speculative-config", "ngram"],
+    ),
+    "speculative_decoding:2": ({"spec_method": "ngram"}, ["--spec-method ngram"]),
+    "diffusion_decoding": ({"diffusion_config": {"canvas_length": 8}}, ["--diffusion-config"]),
+    "pipeline_parallel": (
+        {"pipeline_parallel_size": 2},
+        ["--pipeline-parallel-size 2", "--tensor-parallel-size"],
+    ),
+    "prefill_context_parallel": (
+        {"prefill_context_parallel_size": 2},
+        ["--prefill-context-parallel-size 2"],
+    ),
+    "decode_context_parallel": (
+        {"decode_context_parallel_size": 2},
+        ["--decode-context-parallel-size 2"],
+    ),
+    "data_parallel": (
+        {"data_parallel_size": 2},
+        ["--data-parallel-size 2", "--tiered-config.kv.far_gib"],
+    ),
+    "elastic_expert_parallel": ({"enable_elastic_ep": True}, ["--enable-elastic-ep"]),
+    "microbatches": ({"enable_dbo": True}, ["--enable-dbo"]),
+    "microbatches:2": ({"ubatch_size": 2}, ["--ubatch-size 2"]),
+    "kv_sharing_fast_prefill": (
+        {"kv_sharing_fast_prefill": True},
+        ["--kv-sharing-fast-prefill"],
+    ),
+    "sleep_mode": ({"enable_sleep_mode": True}, ["--enable-sleep-mode"]),
+    "encode_only": ({"ec_transfer_config": encode_only}, ["--ec-transfer-config", "ec_producer"]),
+}
+
+
+@pytest.mark.parametrize("name", KV_ARGUMENTS)
+def test_arguments_that_kv_refuses_before_vllm_does_anything(make_engine_args, monkeypatch, name):
+    fields, expected = KV_ARGUMENTS[name]
+    fields = {field: value() if callable(value) else value for field, value in fields.items()}
+    engine_args = make_engine_args(additional_config=ON, **fields)
+    monkeypatch.setattr(
+        type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        engine_args.create_engine_config()
+    message = str(refused.value)
+    for part in [*expected, "What to do:", "tiered.kv.enabled to false"]:
+        assert part in message
+
+
+WEIGHTS_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "quantization": ({"quantization": "fp8"}, "--quantization fp8"),
+    "cpu_offload": ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb 1.0"),
+    "cpu_offload:2": ({"offload_group_size": 2}, "--offload-group-size 2"),
+    "weight_transfer": (
+        {"weight_transfer_config": {"backend": "nccl"}},
+        "--weight-transfer-config",
+    ),
+    "lora": ({"enable_lora": True}, "--enable-lora"),
+    "pipeline_parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+    "speculative_decoding": ({"spec_method": "ngram"}, "--spec-method ngram"),
+    "microbatches": ({"ubatch_size": 2}, "--ubatch-size 2"),
+    "sleep_mode": ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS_ARGUMENTS)
+def test_arguments_that_placed_weights_refuse_before_vllm_does_anything(
+    make_engine_args, monkeypatch, name
+):
+    fields, expected = WEIGHTS_ARGUMENTS[name]
+    tiered = {"kv": {"enabled": False}, "weights": {"placement": "helm"}}
+    engine_args = make_engine_args(additional_config={"tiered": tiered}, **fields)
+    monkeypatch.setattr(
+        type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        engine_args.create_engine_config()
+    for part in [expected, "cannot place weights", "tiered.weights.placement to off"]:
+        assert part in str(refused.value)
+
+
+WEIGHTS_MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "quantization": ({"quantization": "gptq"}, "org/model (gptq weights)"),
+    "mixture_of_experts": ({"is_moe": True}, "org/model (mixture of experts)"),
+    "hybrid_attention": ({"is_hybrid": True}, "org/model (attention mixed with Mamba"),
+    "attention_free": ({"is_attention_free": True}, "org/model (attention-free)"),
+    "multi_head_latent_attention": (
+        {"use_mla": True},
+        "org/model (multi-head latent attention)",
+    ),
+    "inductor_freezing": (
+        {"inductor": {"max_autotune": True}},
+        "inductor_compile_config with max_autotune",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS_MODELS)
+def test_models_that_placed_weights_refuse(name):
+    changes, expected = WEIGHTS_MODELS[name]
+    fields = {"quantization": None, "is_moe": False, **changes}
+    inductor = fields.pop("inductor", {})
+    config = config_of(fields)
+    config.compilation_config = SimpleNamespace(inductor_compile_config=inductor)
+    with pytest.raises(UnsupportedError, match=r"tiered\.weights\.placement to off") as refused:
+        checks.check_vllm_config(Part.WEIGHTS, config)
+    assert expected in str(refused.value)
+
+
+def test_a_dense_decoders_weights_are_placed():
+    config = config_of({"quantization": None, "is_moe": False})
+    config.compilation_config = SimpleNamespace(inductor_compile_config={})
+    checks.check_vllm_config(Part.WEIGHTS, config)
+    for device_type in ("cpu", "cuda"):
+        checks.check_device(Part.WEIGHTS, device_type)
+    with pytest.raises(UnsupportedError, match=r'device is "xpu": set tiered\.weights\.placement'):
+        checks.check_device(Part.WEIGHTS, "xpu")
+
+
+FFN_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "quantization": ({"quantization": "fp8"}, ["--quantization fp8", "leave it out"]),
+    "cpu_offload": ({"cpu_offload_gb": 1.0}, ["--cpu-offload-gb 1.0", "one home"]),
+    "cpu_offload:2": ({"offload_group_size": 2}, ["--offload-group-size 2"]),
+    "weight_transfer": (
+        {"weight_transfer_config": {"backend": "nccl"}},
+        ["--weight-transfer-config", "in a file"],
+    ),
+    "lora": ({"enable_lora": True}, ["--enable-lora", "adapters are added"]),
+    "pipeline_parallel": (
+        {"pipeline_parallel_size": 2},
+        ["--pipeline-parallel-size 2", "use --tensor-parallel-size instead"],
+    ),
+    "speculative_decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ["--speculative-config", "ngram", "leave speculative decoding out"],
+    ),
+    "microbatches": ({"ubatch_size": 2}, ["--ubatch-size 2"]),
+    "sleep_mode": ({"enable_sleep_mode": True}, ["--enable-sleep-mode"]),
+}
+
+
+@pytest.mark.parametrize("name", FFN_ARGUMENTS)
+def test_arguments_that_a_neuron_store_refuses_before_vllm_does_anything(
+    make_engine_args, monkeypatch, name
+):
+    fields, expected = FFN_ARGUMENTS[name]
+    tiered = {"ffn": {"store": "/a/store"}}
+    engine_args = make_engine_args(additional_config={"tiered": tiered}, **fields)
+    monkeypatch.setattr(
+        type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        engine_args.create_engine_config()
+    for part in [*expected, "FFN from a neuron store", "or leave tiered.ffn.store out"]:
+        assert part in str(refused.value)
+
+
+FFN_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "quantization": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
+    "mixture_of_experts": ({"is_moe": True}, None, "org/model (mixture of experts)"),
+    "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
+    "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
+}
+
+
+@pytest.mark.parametrize("name", FFN_MODELS)
+def test_models_that_a_neuron_store_refuses(name):
+    changes, speculation, expected = FFN_MODELS[name]
+    config = config_of({"quantization": None, "is_moe": False, **changes}, speculation)
+    with pytest.raises(UnsupportedError, match=r"or leave tiered\.ffn\.store out") as refused:
+        checks.check_vllm_config(Part.FFN, config)
+    assert expected in str(refused.value) and "What to do:" in str(refused.value)
+
+
+def test_a_dense_decoder_is_computed_from_neurons(make_engine_args):
+    checks.check_vllm_config(Part.FFN, config_of({"quantization": None, "is_moe": False}))
+    checks.check_engine_args(Part.FFN, make_engine_args(tensor_parallel_size=2))
+    for device_type in ("cpu", "cuda"):
+        checks.check_device(Part.FFN, device_type)
+    with pytest.raises(UnsupportedError, match=r'device is "xpu": leave tiered\.ffn\.store out'):
+        checks.check_device(Part.FFN, "xpu")
+
+
+def test_nothing_is_checked_with_kv_switched_off(make_engine_args):
+    engine_args = make_engine_args(
+        additional_config={"tiered": {"kv": {"enabled": False}}},
+        kv_transfer_config=transfer_config(kv_connector="ExampleConnector"),
+    )
+    config = engine_args.create_engine_config()
+    assert config.kv_transfer_config.kv_connector == "ExampleConnector"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cpu_offload_gb": 1.0},
+        {"kv_cache_dtype": "fp8"},
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        {"enable_prefix_caching": False},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_arguments_that_are_compatible(make_engine_args, fields):
+    engine_args = make_engine_args(additional_config=ON, **fields)
+    checks.check_engine_args(Part.KV, engine_args)
+
+
+GENERATE = {
+    "runner_type": "generate",
+    "model": "org/model",
+    "is_encoder_decoder": False,
+    "is_attention_free": False,
+    "is_hybrid": False,
+    "use_mla": False,
+}
+
+KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "pooling": ({"runner_type": "pooling"}, None, "runner type 'pooling'"),
+    "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
+    "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
+    "hybrid_attention": ({"is_hybrid": True}, None, "org/model (attention mixed with Mamba"),
+    "multi_head_latent_attention": (
+        {"use_mla": True},
+        None,
+        "org/model (multi-head latent attention)",
+    ),
+    "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
+}
+
+
+def config_of(fields, speculative_config=None):
+    fields = GENERATE | fields
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**fields),
+        speculative_config=speculative_config,
+    )
+
+
+@pytest.mark.parametrize("name", KV_MODELS)
+def test_models_that_kv_refuses(name):
+    fields, speculation, expected = KV_MODELS[name]
+    with pytest.raises(UnsupportedError) as refused:
+        checks.check_vllm_config(Part.KV, config_of(fields, speculation))
+    assert expected in str(refused.value)
+    assert "What to do:" in str(refused.value)
+
+
+def attention(*names):
+    """Layers with backends of vLLM's."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backends = [AttentionBackendEnum[name].get_class() for name in names]
+    return [SimpleNamespace(get_attn_backend=lambda each=each: each) for each in backends]
+
+
+def test_attention_backends_that_kv_refuses():
+    with pytest.raises(UnsupportedError, match="the attention backend FLEX_ATTENTION: its block"):
+        checks.check_attention_backends(attention("CPU_ATTN", "FLEX_ATTENTION"))
+
+
+def test_attention_by_block_table_is_compatible():
+    checks.check_attention_backends(attention("CPU_ATTN", "TRITON_ATTN"))
+
+
+def test_a_plain_decoder_is_compatible():
+    checks.check_vllm_config(Part.KV, config_of({}))
+
+
+TESTED: dict[Part, tuple[dict[str, Any], dict[str, Any]]] = {
+    Part.KV: (KV_ARGUMENTS, KV_MODELS),
+    Part.WEIGHTS: (WEIGHTS_ARGUMENTS, WEIGHTS_MODELS),
+    Part.FFN: (FFN_ARGUMENTS, FFN_MODELS),
+}
+
+
+@pytest.mark.parametrize("part", TESTED, ids=lambda part: part.value)
+def test_every_check_is_tested(part):
+    tables = (checks.ENGINE_ARGS_CHECKS, checks.VLLM_CONFIG_CHECKS)
+    for table, tested in zip(tables, TESTED[part], strict=True):
+        features = {check.feature for check in table if part in check.conflicts}
+        assert {name.partition(":")[0] for name in tested} == features
+
+
+@pytest.mark.parametrize(
+    "check",
+    (*checks.ENGINE_ARGS_CHECKS, *checks.VLLM_CONFIG_CHECKS),
+    ids=lambda check: check.feature,
+)
+def test_every_check_can_be_a_row_of_the_support_matrix(check):
+    assert re.fullmatch(r"[a-z0-9_]+", check.feature)
+    assert check.conflicts
+    for conflict in check.conflicts.values():
+        assert conflict.reason and not conflict.reason.endswith(".")
+        assert conflict.remedy and not conflict.remedy.endswith(".")
+
+
+def test_the_model_fields_are_vllms_own(make_engine_args):
+    model_config = make_engine_args().create_model_config()
+    assert {name: getattr(model_config, name) for name in GENERATE} == GENERATE | {
+        "model": model_config.model
+    }
+
+
+def test_a_pooling_model_is_refused_when_vllm_has_read_it(make_engine_args):
+    engine_args = make_engine_args(additional_config=ON, runner="pooling", convert="embed")
+    with pytest.raises(UnsupportedError, match="runner type 'pooling'"):
+        engine_args.create_engine_config()

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few tokens' FFN over a region's neurons: one pass that reads every byte of a row once.
+
+T tokens, R neurons of a tile, G segments of S codes: a matrix's row. Program p of P has the tiles
+p, p + P, ...; x and the sums of the down product stay in registers from tile to tile:
+
+    tile     R rows    [gate │] up   ─► a_TR ─► down ─► sums_TH        each byte in 16-byte loads
+    after    sums_TH ─► parts_PTH, which a second launch adds up
+
+Without atomics the sums' order is fixed by P and the number of rows: two runs are equal bit by bit.
+The parts are P x T x H floats, 2 MB where P = 128, H = 4096 and T = 1; they stay in the L2 cache,
+beside some 37 MB of 3,000 gated neurons in 8 bit.
+
+Rows of the next tiles come to shared memory while one is multiplied (cp.async, on sm_80 and later),
+16 bytes at a time, as words of 4 bytes: x is arranged so that what the codes in one place of all
+words are multiplied with lies together. Everything then has one layout in registers.
+
+Where neurons are missing (FILLS), they are the first in line: their bundles are read from
+pinned far memory, stored to their rows, and multiplied, by the programs that meet them, while
+the others are at the present rows. One for which there is no row is multiplied only. How many there
+are is read on the device. What is behind a bundle in its row is not copied.
+
+Expected, by reasoning and not measured. Bytes of a gated neuron of 4096 features: 24,576 in 16 bit,
+12,294 in 8, 6,528 in 4 with groups of 64. 48 KB come ahead to each SM of an H200, where 25 cover
+700 ns of 4.8 TB/s. One token's weight takes 5.2 instructions in 16 bit, 5.7 in 8 and 6.7 in 4 (the
+loop's, counted in sm_90's code), while 12.3, 6.2 and 3.1 can be issued for the bytes of one. So 16
+bit should reach 80 % of the bandwidth or more, 8 bit is at the balance, and 4 bit at most 46 %:
+its time is 8 bit's. Fewer instructions there are worth more than anything else.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_tiered.kernels.neuron_ffn.codecs import activate, decode, decoded_unit, reduce_kernel
+from vllm_tiered.kernels.variants import Variant
+
+
+@triton.jit
+def _dot(words, scales, x, place, is_high, CODEC: tl.constexpr):
+    """Of rows with tokens, [T, R, 1, 1, 1, 1]."""
+    found = tl.sum(decode(words, place, is_high, CODEC) * x, axis=3, keep_dims=True)
+    found = scales * tl.sum(found, axis=5, keep_dims=True)
+    return tl.sum(tl.sum(found, axis=2, keep_dims=True), axis=4, keep_dims=True)
+
+
+@triton.jit
+def _matrix(
+    begin,
+    into,
+    scales,
+    first_scale,
+    into_scales,
+    matrix,
+    word,
+    feature,
+    mask,
+    is_kept,
+    HIDDEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    FILLS: tl.constexpr,
+):
+    """One matrix of some rows: words, and scales, 1 where there are none. Those to keep are stored
+    as they are.
+
+    Args:
+        feature: that a segment begins with.
+    """
+    words = tl.load(begin + matrix * WORDS + word, mask=mask, other=0)
+    if FILLS:
+        tl.store(into + matrix * WORDS + word, words, mask=mask & is_kept)
+    found = 1.0
+    if NUM_GROUPS:
+        GROUP: tl.constexpr = HIDDEN // NUM_GROUPS
+        number = matrix * NUM_GROUPS + feature // GROUP
+        # Two at a time, so that they come ahead as rows do: two bytes are too few for cp.async. A
+        # word that begins in the table ends in its page.
+        pairs = scales.to(tl.pointer_type(tl.int32))
+        pair = tl.load(pairs + (first_scale + number) // 2, mask=mask, other=0)
+        halves = (pair >> (first_scale + number) % 2 * 16).to(tl.int16).to(tl.float16, bitcast=True)
+        if FILLS:
+            is_first = feature % GROUP == 0
+            tl.store(into_scales + number, halves, mask=mask & is_kept & is_first)
+        found = halves.to(tl.float32)
+    return words, found
+
+
+@triton.jit
+def few_tokens_kernel(
+    x_BHPW,
+    rows,
+    scales_nMG,
+    up_bias_n,
+    a_Bn,
+    parts_PBHPW,
+    far,
+    slab_ids,
+    slot_ids,
+    neuron_ids,
+    present_slot_ids,
+    counts,
+    table_NMG,
+    table_bias_N,
+    num_rows,
+    num_tokens,
+    is_filled,
+    row_stride,
+    far_stride,
+    a_stride,
+    HIDDEN: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GATED: tl.constexpr,
+    CODEC: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ACTIVATES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+    FILLS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HALVES: tl.constexpr,
+    PLACES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """ACTIVATES: a from x, else a_Bn is read. MULTIPLIES: the down product, else a_Bn is written.
+
+    Row strides are in words. ``is_filled`` is 1 for later tokens of a batch, which find near what
+    the first ones brought. ``slot_ids`` has -1 where there is no row. ``counts`` has the numbers of
+    missing and of present rows. A matrix's row has segments of SEGMENT words, in one group of
+    scales each; SEGMENTS is their number, or the next power of two.
+    """
+    WORDS: tl.constexpr = HIDDEN // HALVES // PLACES
+    NUM_MATRICES: tl.constexpr = 3 if GATED else 2
+    # All tiles have these axes, so that all have the layout of the rows' words in registers.
+    token = tl.arange(0, TOKENS)[:, None, None, None, None, None]
+    in_tile = tl.arange(0, ROWS)[None, :, None, None, None, None]
+    half = tl.arange(0, HALVES)[None, None, :, None, None, None]
+    place = tl.arange(0, PLACES)[None, None, None, :, None, None]
+    segment = tl.arange(0, SEGMENTS)[None, None, None, None, :, None]
+    word = segment * SEGMENT + tl.arange(0, SEGMENT)[None, None, None, None, None, :]
+    is_word = segment < WORDS // SEGMENT
+    is_token = token < num_tokens
+    feature = (half * WORDS + segment * SEGMENT) * PLACES
+    in_x = ((token * HALVES + half) * PLACES + place) * WORDS + word
+    if ACTIVATES:
+        x = tl.load(x_BHPW + in_x, mask=is_token & is_word, other=0.0) * decoded_unit(
+            place, half, CODEC
+        )
+    if MULTIPLIES:
+        sums = tl.zeros((TOKENS, 1, HALVES, PLACES, SEGMENTS, SEGMENT), tl.float32)
+    num_missing = 0
+    if FILLS:
+        num_missing = tl.load(counts)
+        num_rows = num_missing + tl.load(counts + 1)
+    first, last, step = tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)
+    for tile in tl.range(first, last, step, num_stages=STAGES):
+        position = tile * ROWS + in_tile
+        is_row = position < num_rows
+        row = position.to(tl.int64)
+        is_kept = None
+        if FILLS:
+            is_listed = position < num_missing
+            is_present = is_row & (position >= num_missing)
+            near = tl.load(slot_ids + position, mask=is_listed, other=0)
+            present = tl.load(present_slot_ids + position - num_missing, mask=is_present, other=0)
+            row = tl.where(is_listed, near, present)
+            is_new = position < num_missing * (1 - is_filled)
+            is_missing = is_listed & (is_new | (near < 0))
+            is_kept = is_missing & (near >= 0)
+            # Of all that are listed: these loads need not wait for the rows.
+            far_row = tl.load(slab_ids + position, mask=is_listed, other=0)
+            neuron = tl.load(neuron_ids + position, mask=is_listed, other=0)
+        # A region has more codes than 32 bits count.
+        into = rows + row * row_stride
+        begin = into
+        scales = scales_nMG
+        first_scale = row * (NUM_MATRICES * NUM_GROUPS)
+        into_scales = None
+        if FILLS:
+            begin = tl.where(is_missing, far + far_row * far_stride, into)
+            if ALIGNED:
+                # Triton does not see through the choice.
+                begin = tl.multiple_of(begin, [16, 16, 16, 16, 16, 16])
+            if NUM_GROUPS:
+                into_scales = scales_nMG + first_scale
+                scales = tl.where(is_missing, table_NMG, scales_nMG)
+                first_scale = tl.where(is_missing, neuron, row) * (NUM_MATRICES * NUM_GROUPS)
+        is_read = is_row & is_word
+        if not ACTIVATES:
+            a = tl.load(
+                a_Bn + token.to(tl.int64) * a_stride + position, mask=is_token & is_row, other=0.0
+            )
+            is_read &= tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
+        # All of a row before any of it is used, down too: nearly all rows' is needed, and it need
+        # not wait for the activations.
+        if MULTIPLIES:
+            down, down_scales = _matrix(
+                begin, into, scales, first_scale, into_scales, NUM_MATRICES - 1, word, feature,
+                is_read, is_kept, HIDDEN, WORDS, NUM_GROUPS, FILLS,
+            )  # fmt: skip
+        if ACTIVATES:
+            up, up_scales = _matrix(
+                begin, into, scales, first_scale, into_scales, NUM_MATRICES - 2, word, feature,
+                is_read, is_kept, HIDDEN, WORDS, NUM_GROUPS, FILLS,
+            )  # fmt: skip
+            if GATED:
+                gate, gate_scales = _matrix(
+                    begin, into, scales, first_scale, into_scales, 0, word, feature, is_read,
+                    is_kept, HIDDEN, WORDS, NUM_GROUPS, FILLS,
+                )  # fmt: skip
+                a = activate(_dot(gate, gate_scales, x, place, half, CODEC), ACTIVATION)
+                a *= _dot(up, up_scales, x, place, half, CODEC)
+            else:
+                a = _dot(up, up_scales, x, place, half, CODEC)
+                if HAS_BIAS:
+                    bias = up_bias_n + row
+                    if FILLS:
+                        bias = tl.where(is_missing, table_bias_N + neuron, bias)
+                    biases = tl.load(bias, mask=is_row, other=0.0)
+                    if FILLS:
+                        tl.store(up_bias_n + row, biases, mask=is_kept)
+                    a += biases
+                a = activate(a, ACTIVATION)
+        if MULTIPLIES:
+            # Rows that add nothing may hold anything.
+            adds = tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
+            weights = decode(down, place, half, CODEC)
+            if not NUM_GROUPS:  # codes that have a scale are numbers
+                weights = tl.where(adds, weights, 0.0)
+            scaled = tl.where(adds, a * down_scales, 0.0)
+            sums += tl.sum(scaled * weights, axis=1, keep_dims=True)
+        else:
+            into_a = a_Bn + token.to(tl.int64) * a_stride + position
+            tl.store(into_a, a, mask=is_token & is_row)
+    if MULTIPLIES:
+        parts = parts_PBHPW + tl.program_id(0).to(tl.int64) * num_tokens * HIDDEN
+        tl.store(parts + in_x, sums * decoded_unit(place, half, CODEC), mask=is_token & is_word)
+
+
+def _variant(
+    name: str,
+    codec: str,
+    *,
+    gated: bool = True,
+    tokens: int = 1,
+    rows: int = 1,
+    stages: int,
+    num_warps: int = 8,
+    activates: bool = True,
+    multiplies: bool = True,
+    fills: bool = False,
+) -> Variant:
+    """A launch for 4096 features, as ``api.py`` makes it; 4 bit in groups of 64."""
+    groups = {"int8": 1, "int4": 64}.get(codec, 0)
+    pointers: dict[str, str | None] = {
+        "x_BHPW": "*fp32" if activates else None,
+        "rows": "*i32",
+        "scales_nMG": "*fp16" if groups else None,
+        "up_bias_n": None if gated else "*fp32",
+        "a_Bn": None if activates and multiplies else "*fp32",
+        "parts_PBHPW": "*fp32" if multiplies else None,
+        "far": "*i32" if fills else None,
+        **dict.fromkeys(
+            ("slab_ids", "slot_ids", "neuron_ids", "present_slot_ids"), "*i64" if fills else None
+        ),
+        "counts": "*i32" if fills else None,
+        "table_NMG": "*fp16" if fills and groups else None,
+        "table_bias_N": "*fp32" if fills and not gated else None,
+    }
+    numbers = ("num_rows", "num_tokens", "is_filled", "row_stride", "far_stride", "a_stride")
+    signature = {name: kind for name, kind in pointers.items() if kind is not None}
+    places = {"bfloat16": 2, "int8": 4, "int4": 4}[codec]
+    halves = 2 if codec == "int4" else 1
+    return Variant(
+        name=f"neuron_ffn.{name}",
+        kernel=few_tokens_kernel,
+        signature=signature | dict.fromkeys(numbers, "i32"),
+        constants=dict.fromkeys(pointers.keys() - signature.keys())
+        | {
+            "HIDDEN": 4096,
+            "NUM_GROUPS": groups,
+            "GATED": gated,
+            "CODEC": codec,
+            "HAS_BIAS": not gated,
+            "ACTIVATION": "silu" if gated and activates else "relu",
+            "ACTIVATES": activates,
+            "MULTIPLIES": multiplies,
+            "FILLS": fills,
+            "TOKENS": tokens,
+            "ROWS": rows,
+            "STAGES": stages,
+            "ALIGNED": True,
+            "HALVES": halves,
+            "PLACES": places,
+            "SEGMENT": 64 // places,
+            "SEGMENTS": 64 // halves,
+        },
+        aligned=(*signature, "row_stride", "far_stride"),
+        num_warps=num_warps,
+        num_stages=1,
+    )
+
+
+def _reduce(name: str, *, halves: int, places: int, adds: bool = False) -> Variant:
+    """A launch for 4096 features, as ``few_tokens.py`` makes it."""
+    return Variant(
+        name=f"neuron_ffn.reduce.{name}",
+        kernel=reduce_kernel,
+        signature={
+            "parts_PBHPW": "*fp32",
+            "out_BH": "*fp32",
+            **dict.fromkeys(("num_parts", "num_tokens", "out_stride"), "i32"),
+        },
+        constants={
+            "HALVES": halves,
+            "PLACES": places,
+            "WORDS": 4096 // halves // places,
+            "ADDS": adds,
+            "PARTS": 64,
+            "BLOCK": 32,
+        },
+        aligned=("parts_PBHPW", "out_BH", "out_stride"),
+    )
+
+
+VARIANTS = (
+    _variant("few_tokens.bf16", "bfloat16", stages=3),
+    _variant("few_tokens.bf16.4tokens", "bfloat16", stages=3, tokens=4),
+    _variant("few_tokens.bf16.plain", "bfloat16", stages=4, gated=False),
+    _variant("few_tokens.bf16.plain.4tokens", "bfloat16", stages=4, gated=False, tokens=4),
+    _variant("few_tokens.int8", "int8", rows=2, stages=3),
+    _variant("few_tokens.int8.4tokens", "int8", stages=5, tokens=4),
+    _variant("few_tokens.int8.plain", "int8", rows=2, stages=4, gated=False),
+    _variant("few_tokens.int8.plain.4tokens", "int8", stages=7, gated=False, tokens=4),
+    _variant("few_tokens.bf16.fills", "bfloat16", stages=3, fills=True),
+    _variant("few_tokens.bf16.fills.4tokens", "bfloat16", stages=3, tokens=4, fills=True),
+    _variant("few_tokens.bf16.plain.fills", "bfloat16", stages=4, gated=False, fills=True),
+    _variant(
+        "few_tokens.bf16.plain.fills.4tokens",
+        "bfloat16",
+        stages=4,
+        gated=False,
+        tokens=4,
+        fills=True,
+    ),
+    _variant("few_tokens.int8.fills", "int8", rows=2, stages=3, fills=True),
+    _variant("few_tokens.int8.fills.4tokens", "int8", stages=5, tokens=4, fills=True),
+    _variant("few_tokens.int8.plain.fills", "int8", rows=2, stages=4, gated=False, fills=True),
+    _variant(
+        "few_tokens.int8.plain.fills.4tokens",
+        "int8",
+        stages=7,
+        gated=False,
+        tokens=4,
+        fills=True,
+    ),
+    _variant("few_tokens.int4", "int4", stages=8, num_warps=4),
+    _variant("few_tokens.int4.2tokens", "int4", stages=8, num_warps=4, tokens=2),
+    _variant("few_tokens.int4.plain", "int4", stages=8, num_warps=4, gated=False),
+    _variant("few_tokens.int4.plain.2tokens", "int4", stages=8, num_warps=4, gated=False, tokens=2),
+    _variant("few_tokens.int4.fills", "int4", stages=7, num_warps=4, fills=True),
+    _variant("few_tokens.int4.fills.2tokens", "int4", stages=7, num_warps=4, tokens=2, fills=True),
+    _variant("few_tokens.int4.plain.fills", "int4", stages=7, num_warps=4, gated=False, fills=True),
+    _variant(
+        "few_tokens.int4.plain.fills.2tokens",
+        "int4",
+        stages=7,
+        num_warps=4,
+        gated=False,
+        tokens=2,
+        fills=True,
+    ),
+    _variant("few_tokens.int4.activations", "int4", stages=8, num_warps=4, multiplies=False),
+    _variant("few_tokens.int4.down", "int4", stages=8, num_warps=4, activates=False),
+    _reduce("bf16", halves=1, places=2),
+    _reduce("int8", halves=1, places=4),
+    _reduce("int4", halves=2, places=4),
+    _reduce("int4.adds", halves=2, places=4, adds=True),
+    _reduce("batch", halves=1, places=1),
+)

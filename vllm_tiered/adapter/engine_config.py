@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook that switches the plugin on, while vLLM makes an engine's configuration.
+
+Every engine (`LLM`, `vllm serve`, `vllm bench`) gets its configuration from
+`EngineArgs.create_engine_config`. Any of these switches the plugin on there:
+
+    1. --plugin tiered, --tiered-config ...      (cli_args.py puts both into additional_config)
+    2. additional_config["tiered"], a table, possibly empty
+    3. VLLM_PLUGINS naming "tiered"
+
+Key by key, 1 wins over 2, 2 over the file that VLLM_TIERED_CONFIG names, and the file over the
+defaults. The file configures the plugin and does not switch it on. If nothing switches the plugin
+on, vLLM's own function gets the same arguments and its result is returned unchanged.
+
+Incompatible combinations are refused here: those of arguments before vLLM does anything with them,
+those with the model as soon as vLLM has read its configuration, and all before an engine process, a
+weight or a cache exists.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered.adapter import checks
+from vllm_tiered.adapter.checks import Part
+from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
+from vllm_tiered.adapter.ffn.graphs import split_at_ffn
+from vllm_tiered.adapter.kv import full_graphs
+from vllm_tiered.adapter.telemetry import endpoint
+from vllm_tiered.adapter.weights import graphs as weights_graphs
+from vllm_tiered.adapter.weights import kv_sharing
+from vllm_tiered.config import ROOT_KEY, TieredConfig
+from vllm_tiered.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.tiered")  # inside the hierarchy that vLLM configures
+
+CONFIG_FILE_VARIABLE = "VLLM_TIERED_CONFIG"
+CONNECTOR = "TieredConnector"
+CONNECTOR_MODULE = "vllm_tiered.adapter.kv.connector"
+
+
+def install() -> None:
+    """Wrap `EngineArgs.create_engine_config`, so that it configures the plugin too."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    wrap_once(EngineArgs, "create_engine_config", _create_engine_config)
+
+
+def merge_sections(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge tables `{section: {key: value}}`; later layers win key by key."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            below = merged.get(section)
+            if isinstance(values, Mapping) and isinstance(below, Mapping):
+                values = {**below, **values}
+            merged[section] = values
+    return merged
+
+
+def chosen_config(
+    additional_config: object, *, plugins: list[str] | None, config_file: str | None
+) -> TieredConfig | None:
+    """Return the configuration that the user asked for, or None if the plugin stays off.
+
+    Args:
+        additional_config: the engine argument.
+        plugins: VLLM_PLUGINS as vLLM reads it; None if it is not set.
+        config_file: VLLM_TIERED_CONFIG.
+
+    Raises:
+        ConfigError: a bad key or value; the message names the file if it comes from there.
+    """
+    tables: Mapping[str, Any] = additional_config if isinstance(additional_config, Mapping) else {}
+    if ROOT_KEY not in tables and ROOT_KEY not in (plugins or ()):
+        return None
+    given = tables.get(ROOT_KEY, {})
+    config = TieredConfig.from_dict(given)
+    if config_file is not None:
+        config = TieredConfig.from_dict(merge_sections(_file_sections(config_file), given))
+    config.check()  # the whole: a file may say what the command line leaves out
+    return config
+
+
+def _file_sections(config_file: str) -> dict[str, Any]:
+    if not config_file:
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE} is empty: give it a .json or .toml file")
+    return TieredConfig.from_file(config_file).to_dict()
+
+
+def _create_engine_config(
+    original: Any, engine_args: "EngineArgs", *args: Any, **kwargs: Any
+) -> "VllmConfig":
+    import vllm.envs as envs
+
+    config_file = os.environ.get(CONFIG_FILE_VARIABLE)
+    config = chosen_config(
+        engine_args.additional_config, plugins=envs.VLLM_PLUGINS, config_file=config_file
+    )
+    with _variable_known_to_vllm(config_file is not None):
+        if config is None:
+            _warn_if_only_configured(config_file)
+            return original(engine_args, *args, **kwargs)
+        check_extension_points()
+        endpoint.announce()
+        _check_engine_args(config, engine_args)
+        fields: dict[str, Any] = {"additional_config": _with_config(engine_args, config)}
+        if config.kv.enabled:
+            keeps_full_graphs = full_graphs.keeps_full_graphs(config, engine_args)
+            fields["kv_transfer_config"] = _connector_config(keeps_full_graphs=keeps_full_graphs)
+        else:
+            logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
+        with _replaced(engine_args, **fields):
+            vllm_config = original(engine_args, *args, **kwargs)
+        _check_vllm_config(config, vllm_config)
+        _adjust_vllm_config(config, vllm_config)
+        if config.kv.enabled:
+            _undo_consumer_side_effects(engine_args, vllm_config)
+        return vllm_config
+
+
+def _check_engine_args(config: TieredConfig, engine_args: "EngineArgs") -> None:
+    """Raise UnsupportedError if an argument or the device rules a configured part out."""
+    if config.weights.places:
+        checks.check_engine_args(Part.WEIGHTS, engine_args)
+        if config.weights.shares_with_kv:
+            kv_sharing.check_args(engine_args, os.environ)
+        checks.check_device(Part.WEIGHTS, device_type())
+    if config.ffn.is_used:
+        checks.check_engine_args(Part.FFN, engine_args)
+        checks.check_device(Part.FFN, device_type())
+    if config.kv.enabled:
+        checks.check_engine_args(Part.KV, engine_args)
+
+
+def _check_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
+    """Raise UnsupportedError if the model rules a configured part out."""
+    if config.kv.enabled:
+        checks.check_vllm_config(Part.KV, vllm_config)
+    if config.weights.places:
+        checks.check_vllm_config(Part.WEIGHTS, vllm_config)
+    if config.ffn.is_used:
+        checks.check_vllm_config(Part.FFN, vllm_config)
+    if config.l2.prefetch == "on":
+        checks.check_l2(vllm_config, device_type())
+
+
+def _adjust_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
+    """Adjust `vllm_config` to what the configured parts need."""
+    if config.weights.places and device_type() == "cuda":
+        weights_graphs.partition_graphs(config.weights, vllm_config)
+    if config.ffn.is_used:
+        split_at_ffn(vllm_config)
+    if config.weights.shares_with_kv:
+        kv_sharing.reserve_kv_memory(config.weights, vllm_config)
+    _use_cpu_ray_executor(vllm_config)
+
+
+def _use_cpu_ray_executor(vllm_config: "VllmConfig") -> None:
+    """Replace vLLM's Ray executor by ours on the CPU backend, which vLLM's refuses."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "ray" and device_type() == "cpu":
+        from vllm_tiered.adapter.cpu_ray_executor import CpuRayExecutor
+
+        parallel.distributed_executor_backend = CpuRayExecutor
+
+
+def _warn_if_only_configured(config_file: str | None) -> None:
+    if config_file is not None:
+        logger.warning(
+            "%s=%s is set, but vllm-tiered is not switched on: add --plugin tiered, or "
+            "VLLM_PLUGINS=tiered, or additional_config={'tiered': {}}",
+            CONFIG_FILE_VARIABLE,
+            config_file,
+        )
+
+
+def _with_config(engine_args: "EngineArgs", config: TieredConfig) -> dict[str, Any]:
+    additional: Any = engine_args.additional_config
+    if additional is not None and not isinstance(additional, Mapping):
+        raise UnsupportedError(
+            f"additional_config is a {type(additional).__name__}: vllm-tiered keeps its "
+            "configuration there and needs a dict"
+        )
+    return {**(additional or {}), ROOT_KEY: config.to_dict()}
+
+
+def _connector_config(*, keeps_full_graphs: bool) -> "KVTransferConfig":
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={full_graphs.KEPT: keeps_full_graphs},
+    )
+
+
+@contextmanager
+def _replaced(engine_args: "EngineArgs", **fields: Any) -> Iterator[None]:
+    """Set `fields` of `engine_args` while vLLM reads them, and restore the caller's object."""
+    before = {name: getattr(engine_args, name) for name in fields}
+    for name, value in fields.items():
+        setattr(engine_args, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(engine_args, name, value)
+
+
+@contextmanager
+def _variable_known_to_vllm(is_set: bool) -> Iterator[None]:
+    """Make VLLM_TIERED_CONFIG pass vLLM's check that every VLLM_* variable is one of its own.
+
+    Only while the configuration is made: vLLM's table of variables is also hashed into the key of
+    the compile cache.
+    """
+    if not is_set:
+        yield
+        return
+    from vllm.envs import environment_variables
+
+    environment_variables[CONFIG_FILE_VARIABLE] = lambda: os.environ.get(CONFIG_FILE_VARIABLE)
+    try:
+        yield
+    finally:
+        del environment_variables[CONFIG_FILE_VARIABLE]
+
+
+def _undo_consumer_side_effects(engine_args: "EngineArgs", vllm_config: "VllmConfig") -> None:
+    """Restore the checks of a multimodal model's inputs that vLLM drops for a KV consumer.
+
+    vLLM takes any KV consumer for the decode side of a disaggregated pair, which gets embeddings
+    from the other side. So it lets clients send embeddings or leave them out. We are no such pair.
+    """
+    model_config = vllm_config.model_config
+    multimodal = model_config.multimodal_config if model_config is not None else None
+    if multimodal is None:
+        return
+    transfer = vllm_config.ec_transfer_config
+    if transfer is None or not transfer.is_ec_consumer:
+        multimodal.allow_missing_mm_embeddings = False
+        multimodal.enable_mm_embeds = engine_args.enable_mm_embeds
