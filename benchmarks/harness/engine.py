@@ -24,9 +24,9 @@ from benchmarks.harness.summary import COPIED_BYTES
 from benchmarks.inputs.workload import Request
 
 _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
-_GRANTED_GAUGE = "vllm:tiered_kv_blocks_released"
+_RELEASED_GAUGE = "vllm:tiered_kv_blocks_released"
 _EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
-_TAILS_GAUGE = "vllm:tiered_kv_partial_blocks_far"
+_PARTIAL_BLOCKS_GAUGE = "vllm:tiered_kv_partial_blocks_far"
 _EXTRA_METRICS = ("vllm:num_preemptions",)
 _TIERED_PREFIX = "vllm:tiered_"
 
@@ -105,7 +105,7 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         num_output_tokens=sum(len(track.token_ids) for track in clock.tracks.values()),
         num_steps=clock.num_steps,
         # vLLM alone has no such gauge, and a plugin that stepped aside leaves it at 0.
-        num_blocks=int(gauges.get(_GRANTED_GAUGE, 0)) or num_blocks,
+        num_blocks=int(gauges.get(_RELEASED_GAUGE, 0)) or num_blocks,
         peak_blocks=clock.peak_blocks,
         peak_in_flight=clock.peak_in_flight,
         rss_bytes=psutil.Process().memory_info().rss,
@@ -200,7 +200,7 @@ class _Clock:
         """Run the loop; return the seconds from the first arrival to the last token."""
         from prometheus_client import REGISTRY
 
-        gauges = REGISTRY.restricted_registry([_USAGE_GAUGE, _EXPANSION_GAUGE, _TAILS_GAUGE])
+        gauges = REGISTRY.restricted_registry([_USAGE_GAUGE, _EXPANSION_GAUGE, _PARTIAL_BLOCKS_GAUGE])
         start = time.perf_counter()
         while self._waiting or engine.has_unfinished_requests():
             self._add_due(engine, time.perf_counter() - start)
@@ -268,7 +268,7 @@ class _Clock:
         expansion = values.get(_EXPANSION_GAUGE)
         if not expansion:
             return
-        tails_far = values.get(_TAILS_GAUGE, 0.0) > 0
+        tails_far = values.get(_PARTIAL_BLOCKS_GAUGE, 0.0) > 0
         last = self.expansions[-1] if self.expansions else None
         if last is None or (last.expansion, last.tails_far) != (expansion, tails_far):
             self.expansions.append(

@@ -10,7 +10,7 @@ from vllm_tiered.devices.cpu import CpuDevice
 
 
 def make_device() -> Device:
-    """The device of vLLM's platform. Tests replace this function."""
+    """Return the device of vLLM's platform. Tests replace this function."""
     # torch first: it is imported already, and vLLM's platforms take a second.
     if torch.cuda.is_available():
         from vllm.platforms import current_platform
@@ -21,7 +21,7 @@ def make_device() -> Device:
 
 
 def cuda_device(index: int | None = None) -> Device:
-    """A GPU's, with our kernels and what was measured for it.
+    """Return a GPU's device, with our kernels and the settings measured for it.
 
     Args:
         index: the GPU's; the current one if None, which is the worker's own.
@@ -42,7 +42,7 @@ def cuda_device(index: int | None = None) -> Device:
 
 
 def process_cpus() -> set[int]:
-    """The CPUs that this process was given, before vLLM bound its threads to single cores.
+    """Return the CPUs that this process was given, before vLLM bound its threads to single cores.
 
     Its other threads' masks still tell: any thread that was not bound has them all.
     """

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
 
 
 def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
-    """The matrices of one layer's sublayers; all layers are alike."""
+    """Return the matrices of one layer's sublayers; all layers are alike."""
     from vllm_tiered.probe.run import Matrices
 
     return [
