@@ -199,3 +199,13 @@ def _vllm_tokens(model: str, prompts: tuple[tuple[int, ...], ...], max_tokens: i
 def vllm_tokens(model: str, prompts: Sequence[Sequence[int]], max_tokens: int = 40) -> Tokens:
     """What vLLM alone generates in float32 with ample memory; one engine per distinct call."""
     return _vllm_tokens(model, tuple(map(tuple, prompts)), max_tokens)
+
+
+def layers(count=2, transposed=False):
+    for _ in range(count):
+        layer = torch.nn.Module()
+        layer.fc1 = torch.nn.Linear(64, 64)
+        layer.fc2 = torch.nn.Linear(64, 64)
+        if transposed:
+            layer.fc2.weight.data = layer.fc2.weight.data.t()
+        yield layer

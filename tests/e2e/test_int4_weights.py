@@ -17,12 +17,12 @@ from tests.e2e.harness import (
     PATHS,
     engine,
     generate,
+    layers,
     model_path,
     random_prompts,
     run,
     vllm_tokens,
 )
-from tests.e2e.test_weights import layers
 from tests.fakes.devices import DelayedDevice
 from tests.fixtures.rounding import rounded
 from vllm_tiered.adapter.telemetry import manifest

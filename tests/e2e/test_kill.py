@@ -3,55 +3,13 @@
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.harness import model_path
-from tests.e2e.script_start import FORK
-
-ROOT = Path(__file__).parents[2]
-OWN_PROCESSES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-    **FORK,
-}
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(expansion: str, arguments: str, **variables: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.endless_script", model_path("deep"),
-             str(tmp_path), expansion, arguments],
-            cwd=ROOT, env={**os.environ, **variables}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def wait_for(process: subprocess.Popen[str], *words: str) -> None:
-    """Read lines until one has all of ``words``."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if all(word in line for word in words):
-            return
-    assert process.stderr is not None
-    pytest.fail(process.stderr.read()[-3000:])
-
+from tests.e2e.processes import OWN_PROCESSES, wait_for
+from tests.e2e.processes import start as start
 
 MOMENTS = {"growing": ("level 0", "aims at 2"), "shrinking": ("level 2", "aims at 0")}
 WORKERS = '{"distributed_executor_backend": "mp"}'

@@ -1,35 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unchanged scripts in processes of their own: engine and workers elsewhere, plugin by variable."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-from tests.e2e.harness import model_path, prepared, random_prompts, vllm_tokens
-
-PROMPTS = random_prompts(8, seed=40)
-SCRIPT = Path(__file__).with_name("unchanged_script.py")
-NEAR = 48 << 20
-OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-
-def run_script(
-    variables: dict[str, str], model: str = "deep", **llm_arguments: Any
-) -> dict[str, Any]:
-    environment = {**os.environ, **variables}
-    arguments = {"kv_cache_memory_bytes": NEAR, **llm_arguments}
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPT), model_path(model), json.dumps(PROMPTS),
-         json.dumps(arguments)],
-        env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    # vLLM writes to stdout too, before the outputs and, when a process ends late, after them.
-    (outputs,) = [line for line in finished.stdout.splitlines() if line.startswith('{"tokens"')]
-    return json.loads(outputs)  # type: ignore[no-any-return]
+from tests.e2e.harness import model_path, prepared, vllm_tokens
+from tests.e2e.processes import OWN_PROCESS, PROMPTS, run_script
 
 
 def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:

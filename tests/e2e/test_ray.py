@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from tests.e2e.harness import model_path, prepared, vllm_tokens
-from tests.e2e.test_kill import OWN_PROCESSES, wait_for
-from tests.e2e.test_kill import start as start  # the fixture
-from tests.e2e.test_processes import OWN_PROCESS, PROMPTS, run_script
+from tests.e2e.processes import OWN_PROCESS, OWN_PROCESSES, PROMPTS, run_script, wait_for
+from tests.e2e.processes import start as start  # the fixture
 
 
 @pytest.mark.ranks

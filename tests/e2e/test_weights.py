@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.model_executor.offloader import get_offloader
 
-from tests.e2e.harness import engine, generate, model_path, random_prompts, run, vllm_tokens
+from tests.e2e.harness import engine, generate, layers, model_path, random_prompts, run, vllm_tokens
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.adapter.weights import offloader
@@ -249,16 +249,6 @@ def test_models_whose_layers_vllm_does_not_build_are_refused(monkeypatch) -> Non
         engine("qwen2", KV_OFF, weights={"placement": "helm"}, model_impl="transformers"),
     ):
         pass
-
-
-def layers(count=2, transposed=False):
-    for _ in range(count):
-        layer = torch.nn.Module()
-        layer.fc1 = torch.nn.Linear(64, 64)
-        layer.fc2 = torch.nn.Linear(64, 64)
-        if transposed:
-            layer.fc2.weight.data = layer.fc2.weight.data.t()
-        yield layer
 
 
 def given(*modules):

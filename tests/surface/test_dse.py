@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.planner.test_model_shape import LLAMA_3_8B
+from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.cli.main import main
 
 SMALL = ["--model", "Llama3-8B", "--batch", "8", "--context", "2048", "--l2-mib", "8:40:16"]

@@ -3,8 +3,8 @@
 
 import pytest
 
+from tests.fakes.power import Clock, meter_of
 from tests.fixtures.powercap import SERVER, Powercap
-from tests.unit.energy.test_power import Clock, meter_of
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.telemetry import energy
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy

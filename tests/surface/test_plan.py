@@ -7,7 +7,7 @@ import os
 import pytest
 import scipy.optimize
 
-from tests.unit.planner.test_model_shape import LLAMA_3_8B
+from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.cli.main import main
 from vllm_tiered.planner import placement_milp as near_program
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from tests.fixtures.model_configs import LLAMA_3_8B
 from tests.fixtures.probes import TINY, sample_probe
-from tests.unit.planner.test_model_shape import LLAMA_3_8B
 from vllm_tiered.cli import probe
 from vllm_tiered.cli.main import main
 

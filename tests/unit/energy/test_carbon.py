@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.unit.planner.test_model_shape import LLAMA_3_8B
+from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.energy.carbon import (
     CARBON_INTENSITY,
     DRAM_WATTS_PER_GB,

@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.power import DRAM, GB, Clock, meter_of
+from tests.fakes.power import clock as clock
 from tests.fixtures.powercap import SERVER, Powercap
 from vllm_tiered.energy.power import IDLE_SECONDS, Constant, Known, Nvml, PowerMeter, open_meter
-
-DRAM = 26 / 256
-GB = 10**9
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 class DescribedNvml:
@@ -49,24 +40,8 @@ class DescribedNvml:
 
 
 @pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
 def host(tmp_path):
     return Powercap(tmp_path, SERVER)
-
-
-def meter_of(clock, powercap, *, ssd=2.0, held=64 * GB, **arguments):
-    return open_meter(
-        dram_watts_per_gb=DRAM,
-        ssd_watts=lambda: ssd,
-        powercap=powercap,
-        resident_bytes=lambda: held,
-        clock=clock,
-        **arguments,
-    )
 
 
 def step(meter, clock, seconds):

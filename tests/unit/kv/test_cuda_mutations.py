@@ -9,9 +9,9 @@ import pytest
 
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
+from tests.fakes.kv.late_setups import SETUPS as LATE_SETUPS
+from tests.fakes.kv.mutations import Mutation, mutation_id
 from tests.fakes.kv.worker_model import WorkerModel, WrongKv
-from tests.unit.kv.test_late_compute import SETUPS as LATE_SETUPS
-from tests.unit.kv.test_mutations import Mutation, mutation_id
 from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.cuda.bounce_copy import BounceCopyWorker
 from vllm_tiered.devices.cuda.device import CudaDevice

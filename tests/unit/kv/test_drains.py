@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.kv.mutations import compute_does_not_wait_for_drains, hand_over_as_if_free
 from tests.fakes.kv.simulated_device import SimulatedDevice
-from tests.unit.kv.test_mutations import compute_does_not_wait_for_drains, hand_over_as_if_free
-from tests.unit.kv.test_swapper import plan_of
+from tests.fakes.kv.step_plans import plan_of
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.kv.far_tier import FarTier

@@ -6,20 +6,11 @@ import random
 import pytest
 
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
+from tests.fakes.kv.late_setups import SETUPS
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import WrongKv
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.kv.swapper import Swapper
-
-SETUPS = (
-    Setup(num_layers=5, num_far=4, sure_blocks=5, spare_pages=2),
-    Setup(num_layers=4, num_far=3, sure_blocks=4, spare_pages=6, ahead=True),
-    Setup(num_layers=6, num_far=4, block_tokens=1, spare_pages=9, ahead=True),
-    Setup(num_layers=6, num_far=5, block_tokens=3, spare_pages=4, offloads_partial_blocks=True),
-    Setup(num_layers=6, num_far=5, block_tokens=3, spare_pages=4, adaptive=True),
-    Setup(num_layers=6, num_far=5, spare_pages=4, adaptive=True, offloads_partial_blocks=True),
-    Setup(num_layers=6, num_far=5, policy="on_demand", spare_pages=2),
-)
 
 
 @pytest.mark.parametrize(

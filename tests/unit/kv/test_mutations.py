@@ -6,15 +6,19 @@ schedules must fail under it, as it must pass without.
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.fakes.devices import DelayedDevice
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
+from tests.fakes.kv.mutations import (
+    Mutation,
+    compute_does_not_wait_for_drains,
+    hand_over_as_if_free,
+    mutation_id,
+)
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import CountedDevice, WrongKv
 from vllm_tiered.devices.base import Direction
@@ -86,20 +90,6 @@ def run_delayed(num_seeds: int, **options: bool) -> None:
             run_schedule(driver, random.Random(seed), num_steps=25)
         finally:
             driver.worker.device.close()
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """``kind`` is what fails; content is wrong where it is :class:`WrongKv`."""
-
-    owner: object
-    name: str
-    broken: Callable[[Any], Any]
-    kind: type[Exception]
-    check_bytes: bool = False
-
-    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(self.owner, self.name, self.broken(getattr(self.owner, self.name)))
 
 
 def wait_layer_does_not_wait(original):
@@ -174,17 +164,6 @@ def free_instead_of_drain(original):
         self.free(pages, owner)
 
     return drain
-
-
-def hand_over_as_if_free(original):
-    def allocate(self, num_pages, owner):
-        return original(self, num_pages, owner)[0], ()
-
-    return allocate
-
-
-def compute_does_not_wait_for_drains(original):
-    return lambda self, num_pages, owner: (self._pool.allocate(num_pages, owner)[0], 0.0)
 
 
 def settle_without_looking(original):
@@ -360,10 +339,6 @@ MUTATIONS = (
     ),
     Mutation(ElasticBlocks, "blocks_to_reserve", reserve_one_too_few, IntegrityError),
 )
-
-
-def mutation_id(mutation):
-    return mutation.broken.__name__
 
 
 def test_unbroken_passes():

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the swapper submits, and when. That the pages hold the right KV is test_machine.py's."""
 
-import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.fakes.kv.simulated_device import PreparedCopy, SimulatedDevice
+from tests.fakes.kv.step_plans import plan_of
 from vllm_tiered.devices.base import Copy, Direction, Event
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import POLICIES
-from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
 
 
@@ -73,11 +71,6 @@ def make_swapper(*, num_far=3, policy="interleave", near_pages=60, num_blocks=9,
         **options,
     )
     return swapper, device
-
-
-def plan_of(**classes):
-    arrays: dict[str, Any] = {name: np.array(ids, dtype=np.int64) for name, ids in classes.items()}
-    return dataclasses.replace(StepPlan(), **arrays)
 
 
 def compute(swapper):

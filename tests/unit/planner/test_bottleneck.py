@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from tests.unit.planner.test_model_shape import LLAMA_3_8B
+from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.planner.bottleneck import find_bottlenecks
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import MemoryBudget, baseline, split_with

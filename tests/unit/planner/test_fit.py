@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.unit.planner.test_model_shape import LLAMA_3_8B, OPT_175B
+from tests.fixtures.model_configs import LLAMA_3_8B, OPT_175B
 from vllm_tiered.planner.fit import (
     Fit,
     NoFit,

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from tests.fixtures.model_configs import LLAMA_3_8B
 from tests.fixtures.probes import sample_probe
-from tests.unit.planner.test_model_shape import LLAMA_3_8B
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.planner.from_probe import (
     LAYER_CALLS,

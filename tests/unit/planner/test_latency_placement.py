@@ -5,8 +5,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.fixtures.placement_instances import LINK, PAGE, STORAGE, by_kind, small_model
-from tests.unit.weights.test_placement import model, opt_layer
+from tests.fixtures.placement_instances import (
+    LINK,
+    PAGE,
+    STORAGE,
+    by_kind,
+    model,
+    opt_layer,
+    small_model,
+)
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.planner.latency_placement import SearchEffort, place_for_latency
 from vllm_tiered.planner.pipeline_time import Link, Slowdown, pipeline_step_time, transfer_seconds

@@ -3,29 +3,11 @@
 
 import pytest
 
+from tests.fixtures.model_configs import LLAMA_3_8B, OPT_175B
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.model_shape import bytes_by_class, model_shape
 from vllm_tiered.weights.layout import Role
 
-OPT_175B = {
-    "model_type": "opt",
-    "hidden_size": 12288,
-    "num_hidden_layers": 96,
-    "ffn_dim": 49152,
-    "num_attention_heads": 96,
-    "max_position_embeddings": 2048,
-    "vocab_size": 50272,
-}
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
 QWEN2_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,

@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
+from tests.fixtures.model_configs import LLAMA_3_8B, OPT_175B
 from tests.fixtures.placement_instances import PAGE, every_placement, small_model
-from tests.unit.planner.test_model_shape import LLAMA_3_8B, OPT_175B
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.planner import throughput_split
 from vllm_tiered.planner.machine import Machine, load_profile

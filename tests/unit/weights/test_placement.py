@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from tests.fixtures.placement_instances import model, opt_layer
 from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.weights.layout import (
     BUFFER_ALIGNMENT,
@@ -19,30 +20,6 @@ from vllm_tiered.weights.layout import (
     sublayers_of,
 )
 from vllm_tiered.weights.placement import Placement, place, spill_to_storage
-
-H = 1024
-
-
-def opt_layer(hidden=H):
-    """A layer of OPT as vLLM has it, in 16 bit."""
-    return {
-        "self_attn.qkv_proj.weight": 6 * hidden * hidden,
-        "self_attn.qkv_proj.bias": 6 * hidden,
-        "self_attn.out_proj.weight": 2 * hidden * hidden,
-        "self_attn.out_proj.bias": 2 * hidden,
-        "self_attn_layer_norm.weight": 2 * hidden,
-        "self_attn_layer_norm.bias": 2 * hidden,
-        "fc1.weight": 8 * hidden * hidden,
-        "fc1.bias": 8 * hidden,
-        "fc2.weight": 8 * hidden * hidden,
-        "fc2.bias": 2 * hidden,
-        "final_layer_norm.weight": 2 * hidden,
-        "final_layer_norm.bias": 2 * hidden,
-    }
-
-
-def model(layer, num_layers=4):
-    return [part for index in range(num_layers) for part in sublayers_of(index, layer)]
 
 
 def far_share(placement, kind):
