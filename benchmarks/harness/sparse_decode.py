@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _prompt(num_tokens: int, llm: Any) -> list[int]:
-    """The contenders' prompt, within the vocabulary."""
+    """Return the contenders' prompt, within the vocabulary."""
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     return [3 + token % (vocab_size - 3) for token in prompt_ids(num_tokens)]
 
