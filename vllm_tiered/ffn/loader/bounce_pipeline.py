@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the store to a GPU: a disk writes to pinned host memory, copies go on from there.
 
-    store ─── SlotFile ──► room 0 │ room 1 │ ... ─── Device.copy ──► rows of a region, or staging
+    store ── ScatterReader ──► room 0 │ room 1 │ ... ── Device.copy ──► rows of a region or staging
                            read, then copied, then free again
 
 A room is read to again only when its last copy is done.
@@ -16,7 +16,7 @@ from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.slot_read import SlotRead
+from vllm_tiered.storage.reader import PendingRead
 
 
 class BouncePipeline:
@@ -67,7 +67,7 @@ class BounceLoad(Arrival):
         step = pipeline.buffer_neurons
         firsts = range(0, len(neurons), step)
         self._left = deque((neurons[n : n + step], rows[n : n + step]) for n in firsts)
-        self._reads: deque[tuple[int, SlotRead, PageIds]] = deque()
+        self._reads: deque[tuple[int, PendingRead, PageIds]] = deque()
         self._copies: list[Event] = []
         self._error: Exception | None = None
         self.standstill_seconds = 0.0
