@@ -102,7 +102,7 @@ def test_a_page_does_not_move_before_they_are_removed(broken, whole, monkeypatch
     monkeypatch.setattr(*BROKEN[broken])
     with (
         engine("deep", {}, **TIGHT) as llm,
-        pytest.raises(IntegrityError, match="were not taken from the model runner"),
+        pytest.raises(IntegrityError, match="were not removed from the model runner"),
     ):
         generate(llm, MANY)
     assert whole.count("FULL", as_vllm=True) > 0

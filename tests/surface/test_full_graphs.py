@@ -196,7 +196,7 @@ def test_without_being_watched_whole_steps_go_on(runner):
     graphs = watched(runner)
     full_graphs.unwatch(runner.vllm_config)
     assert step(runner, FAR) == FULL
-    with pytest.raises(IntegrityError, match="were not taken from the model runner"):
+    with pytest.raises(IntegrityError, match="were not removed from the model runner"):
         graphs.check_removed()
 
 
