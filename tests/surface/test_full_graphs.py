@@ -240,7 +240,7 @@ def test_a_runner_that_keeps_graphs_elsewhere_is_refused(runner):
         runner.cudagraph_dispatcher = SimpleNamespace()
     else:
         runner.cudagraph_manager = SimpleNamespace(graphs=[])
-    with pytest.raises(VersionError, match=r"has to remove .* from (First|Second)Runner\.cudagraph"):
+    with pytest.raises(VersionError, match=r"to remove .* from (First|Second)Runner\.cudagraph"):
         step(runner, NEAR)
 
 
