@@ -200,7 +200,9 @@ class _Clock:
         """Run the loop; return the seconds from the first arrival to the last token."""
         from prometheus_client import REGISTRY
 
-        gauges = REGISTRY.restricted_registry([_USAGE_GAUGE, _EXPANSION_GAUGE, _PARTIAL_BLOCKS_GAUGE])
+        gauges = REGISTRY.restricted_registry(
+            [_USAGE_GAUGE, _EXPANSION_GAUGE, _PARTIAL_BLOCKS_GAUGE]
+        )
         start = time.perf_counter()
         while self._waiting or engine.has_unfinished_requests():
             self._add_due(engine, time.perf_counter() - start)
