@@ -234,7 +234,7 @@ class FfnConfig(_Section):
     bit, most important ones first; the rest are left out. "auto" takes what `prepare` found.
     `exact` computes every neuron in full precision instead.
     `cache` says which neurons stay near: "atu" those of the last token, "window" those of the last
-    `window` tokens, "lru" the most recently used; "none" reads all again, to compare.
+    `window` tokens. "none" loads all again for each token, to measure what caching gains.
     `near_gib` is what a rank's near neurons may take, "auto" what the mix needs. `far_gib` of its
     neurons are kept in far memory, from the first layers on; the others are read from the store
     whenever they are needed. "auto" is all of them, or half of the host memory that is available.
@@ -248,8 +248,8 @@ class FfnConfig(_Section):
     mix: tuple[float, ...] | Literal["auto"] = field(default="auto", metadata={_RULE: as_mix})
     window: int = field(default=4, metadata={_RULE: as_count})
     exact: bool = field(default=False, metadata={_RULE: as_bool})
-    cache: Literal["atu", "window", "lru", "none"] = field(
-        default="atu", metadata={_RULE: OneOf(words=("atu", "window", "lru", "none"))}
+    cache: Literal["atu", "window", "none"] = field(
+        default="atu", metadata={_RULE: OneOf(words=("atu", "window", "none"))}
     )
     preload: Literal["auto", "on", "off"] = field(
         default="auto", metadata={_RULE: OneOf(words=("auto", "on", "off"))}
