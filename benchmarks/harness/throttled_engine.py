@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.jobs import EngineSpec, RoundResult
-from vllm_tiered.planner.curves import Curves, ProductCurve
-from vllm_tiered.weights.placement import Kind, Sublayer, sublayers_of
+from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
+from vllm_tiered.weights.layout import Kind, Sublayer, sublayers_of
 
 COMPUTE_SECONDS: Mapping[Kind, str] = {kind: f"benchmarks:{kind.value}_seconds" for kind in Kind}
 """Counters of a round: the median time of a sublayer's compute, without waiting for weights."""
@@ -46,8 +46,7 @@ class Slowed:
     def prepare(self) -> None:
         """Before the engine starts: its device gets the link, its measurements the rate."""
         from vllm_tiered.adapter import device
-        from vllm_tiered.adapter.weights import offloader
-        from vllm_tiered.adapter.weights import plan as weights_plan
+        from vllm_tiered.adapter.weights import kv_sharing, offloader
         from vllm_tiered.devices.base import Direction
         from vllm_tiered.devices.cpu import CpuDevice
 
@@ -55,7 +54,7 @@ class Slowed:
             throttles = {Direction.READ: self._throttle}
             return CpuDevice(cpus=device.process_cpus(), throttles=throttles)
 
-        measure, measure_machine = offloader.measure, weights_plan.measure_machine
+        measure, measure_machine = offloader.measure_sublayers, kv_sharing.measure_machine
 
         def held(device: Any, layers: Any, sublayers: Any, *args: Any, **kwargs: Any) -> Any:
             measured = measure(device, layers, sublayers, *args, **kwargs)
@@ -76,8 +75,8 @@ class Slowed:
             return replace(machine, curves=held_curves(machine.curves, width * self._rate))
 
         offloader.make_device = make_device
-        offloader.measure = held
-        weights_plan.measure_machine = held_machine
+        offloader.measure_sublayers = held
+        kv_sharing.measure_machine = held_machine
 
     def watch(self, llm: Any) -> None:
         """When the engine is up: time, and hold, the products of its layers."""
@@ -182,14 +181,14 @@ class SublayerClock:
         self._kind = None
 
 
-def held_curves(curves: Curves, bytes_per_s: float) -> Curves:
+def held_curves(curves: MeasuredCurves, bytes_per_s: float) -> MeasuredCurves:
     """Products that last at least as long as their weights take at this rate.
 
     What copies take of the memory meanwhile fits into that time: neither slows the other.
     """
 
-    def held(curve: ProductCurve) -> ProductCurve:
-        return ProductCurve.of(
+    def held(curve: GemmCurve) -> GemmCurve:
+        return GemmCurve.of(
             {
                 (rows, size): max(seconds, size / bytes_per_s)
                 for (rows, size), seconds in curve.points.items()

@@ -18,7 +18,7 @@ from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
 from vllm_tiered.kv.layout import num_far_for_expansion
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 
 MEASURED_TOKENS_PER_S: Mapping[int, Mapping[float, float]] = {
     25: {1: 151, 1.25: 169, 1.5: 180, 2: 212, 2.5: 212, 3: 247},
@@ -42,7 +42,7 @@ def calibration_case(near_blocks: int) -> Case:
         for request in requests
     ]
     return Case(
-        machine=machine("cpu-2core"),
+        machine=load_profile("cpu-2core"),
         model=model,
         trace=Trace(arrivals=arrivals, horizon_s=1e6),
         near_bytes=near_blocks * model.num_layers * model.page_bytes(32),

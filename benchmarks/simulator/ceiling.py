@@ -18,7 +18,7 @@ from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case, Run, simulate
 from benchmarks.simulator.trace import LENGTHS, Trace
 from vllm_tiered.kv.layout import expansion_of
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 
 NUM_REQUESTS = 64  # on the GPUs: 12.9 GB of KV for OPT-13B, as at the end of Pie's figure 7
 
@@ -62,7 +62,7 @@ def _saturated(machine_name: str, model: str) -> Case:
     rng = random.Random("half demand")
     arrivals = [LENGTHS["sharegpt"].draw(rng, 0.0) for _ in range(NUM_REQUESTS)]
     return Case(
-        machine=machine(machine_name),
+        machine=load_profile(machine_name),
         model=MODELS[model],
         trace=Trace(arrivals=arrivals, horizon_s=1e6),
         near_bytes=0.0,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.simulator.models import MODELS
 from benchmarks.simulator.simulation import Case
 from benchmarks.simulator.trace import LENGTHS, Contention, Trace, poisson
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Scenario:
         """The scenario stretched to `seconds`."""
         phases = [(share * seconds, rate) for share, rate in self.phases]
         return Case(
-            machine=machine(self.machine),
+            machine=load_profile(self.machine),
             model=MODELS[self.model],
             trace=Trace(
                 arrivals=poisson(LENGTHS[self.lengths], phases, seed=seed),

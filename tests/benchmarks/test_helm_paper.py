@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.suites.papers import helm_figures, helm_paper
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_44_requests_run_with_all_weights_far_only(result):
 
 def test_the_machine_is_the_one_that_plans_are_made_for(monkeypatch):
     """One profile: with another one table IV would not come out."""
-    assert machine("a100-optane") == helm_paper.MACHINE
+    assert load_profile("a100-optane") == helm_paper.MACHINE
     assert helm_figures.LINK_GB_PER_S["nvdram"] == helm_paper.MACHINE.read_gb_per_s
     slower = dataclasses.replace(helm_paper.MACHINE, tflops=100.0)
     monkeypatch.setattr(helm_paper, "MACHINE", slower)

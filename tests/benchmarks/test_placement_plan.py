@@ -7,9 +7,9 @@ from hypothesis import given
 
 from benchmarks.suites.papers.helm_figures import FLEXGEN_PERCENTS, LINK_GB_PER_S, decode_ratios
 from benchmarks.suites.weights import placement_plan as plan
-from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.planner.pipeline import Link
+from vllm_tiered.planner.pipeline_time import Link
 from vllm_tiered.weights.placement import place
 
 SHAPE = model_shape(plan.opt_config(24))
@@ -71,7 +71,7 @@ def test_the_card_has_room_that_helms_placement_leaves_idle(layers):
     """38 GiB less 1.20 of embeddings, 0.65 of KV and 0.63 of slots, for 91.2 GiB of layers."""
     shape = model_shape(plan.opt_config(layers))
     helm = place("helm", shape.sublayers)
-    card_share = (plan.card_near_bytes(shape) - helm.ring_bytes) / shape.layer_bytes
+    card_share = (plan.card_near_bytes(shape) - helm.buffer_bytes) / shape.layer_bytes
     assert card_share == pytest.approx(35.5 / 91.2, abs=0.002)
     assert helm.resident_bytes / shape.layer_bytes == pytest.approx(1 / 3, abs=0.002)
 

@@ -12,7 +12,7 @@ from benchmarks.suites.weights import planner_accuracy
 from tests.fakes.benchmark_engines import FakeEngines
 from tests.fixtures.probes import TINY, sample_probe
 from tests.fixtures.rounds import make_round
-from vllm_tiered.planner.from_probe import machine_of
+from vllm_tiered.planner.from_probe import machine_from_probe
 
 SETTINGS = planner_accuracy.Settings(
     placements=("off", "all_far", "latency"),
@@ -63,7 +63,7 @@ def test_engines_have_made_up_weights_and_the_placement(fakes):
 
 
 def test_errors_are_of_the_prediction_over_the_measurement(fakes):
-    machine, _ = machine_of(sample_probe())
+    machine, _ = machine_from_probe(sample_probe())
     predicted = planner_accuracy.predict("opt", "off", 1, 32, machine, 0.6)
     result = planner_accuracy.run(SETTINGS, lambda _: None)
     row = result["by_configuration"][0]
@@ -86,7 +86,7 @@ def test_engines_times_have_no_influence_on_predictions(fakes, monkeypatch):
 
 
 def test_far_weights_are_predicted_to_cost():
-    machine, _ = machine_of(sample_probe())
+    machine, _ = machine_from_probe(sample_probe())
     off, helm, all_far = (
         planner_accuracy.predict("llama", name, 1, 32, machine, 0.6)
         for name in ("off", "helm", "all_far")

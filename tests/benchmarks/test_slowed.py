@@ -13,15 +13,14 @@ from benchmarks.harness import throttled_engine as slowed
 from benchmarks.harness.jobs import EngineSpec
 from benchmarks.harness.throttled_engine import Slowed, SublayerClock
 from tests.fixtures.rounds import make_round
-from vllm_tiered.adapter.weights import offloader
-from vllm_tiered.adapter.weights import plan as weights_plan
-from vllm_tiered.adapter.weights.times import Measured
+from vllm_tiered.adapter.weights import kv_sharing, offloader
+from vllm_tiered.adapter.weights.measurements import MeasuredSublayers
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import Pages
-from vllm_tiered.planner.curves import Curves, ProductCurve
-from vllm_tiered.planner.machine import machine
-from vllm_tiered.planner.pipeline import Link, StepTimes
-from vllm_tiered.weights.placement import Kind, sublayers_of
+from vllm_tiered.planner.machine import load_profile
+from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
+from vllm_tiered.planner.pipeline_time import ComputeTimes, Link
+from vllm_tiered.weights.layout import Kind, sublayers_of
 
 WAIT = 0.02
 HOLD = 0.03
@@ -114,9 +113,9 @@ def test_rounds_do_not_share_times():
 
 def test_the_engines_device_has_the_link(monkeypatch):
     # Put back after the test.
-    for name in ("make_device", "measure"):
+    for name in ("make_device", "measure_sublayers"):
         monkeypatch.setattr(offloader, name, getattr(offloader, name))
-    monkeypatch.setattr(weights_plan, "measure_machine", weights_plan.measure_machine)
+    monkeypatch.setattr(kv_sharing, "measure_machine", kv_sharing.measure_machine)
     slow = Slowed(SPEC)
     slow.prepare()
     device = offloader.make_device()
@@ -139,12 +138,14 @@ def test_the_engines_device_has_the_link(monkeypatch):
 def test_the_engines_own_measurement_sees_the_rate(monkeypatch):
     names = {f"{path}.weight": 200 for path in ("attn.qkv", "attn.out", "fc1", "fc2")}
     sublayers = sublayers_of(0, names)
-    measured = Measured(times=StepTimes(compute=(0.001, 0.5)), link=Link(bytes_per_s=1e9))
+    measured = MeasuredSublayers(
+        times=ComputeTimes(compute=(0.001, 0.5)), link=Link(bytes_per_s=1e9)
+    )
     monkeypatch.setattr(offloader, "make_device", offloader.make_device)
-    monkeypatch.setattr(offloader, "measure", lambda *_: measured)
-    monkeypatch.setattr(weights_plan, "measure_machine", weights_plan.measure_machine)
+    monkeypatch.setattr(offloader, "measure_sublayers", lambda *_: measured)
+    monkeypatch.setattr(kv_sharing, "measure_machine", kv_sharing.measure_machine)
     Slowed(SPEC).prepare()
-    measure: Any = offloader.measure
+    measure: Any = offloader.measure_sublayers
     held = measure(None, [Layer()], sublayers, None)
     assert held.times.compute == pytest.approx((2 * HOLD, 0.5))
     assert held.link == measured.link
@@ -153,16 +154,16 @@ def test_the_engines_own_measurement_sees_the_rate(monkeypatch):
 def test_so_does_the_machine_that_it_plans_from(monkeypatch):
     """float32: a product of 100 weights has 400 bytes; one that takes longer stays as it is."""
     rows = {(1, 400): HOLD / 2, (4, 400): 2 * HOLD, (1, 800): HOLD, (4, 800): HOLD}
-    curve = ProductCurve.of(rows)
-    curves = Curves(
+    curve = GemmCurve.of(rows)
+    curves = MeasuredCurves(
         near=curve, far=curve, compute_slowdown=1.5, link_slowdown=2.0, layer_overhead_us=0.0
     )
-    found = replace(machine("cpu-2core"), curves=curves)
+    found = replace(load_profile("cpu-2core"), curves=curves)
     monkeypatch.setattr(offloader, "make_device", offloader.make_device)
-    monkeypatch.setattr(offloader, "measure", offloader.measure)
-    monkeypatch.setattr(weights_plan, "measure_machine", lambda *_: found)
+    monkeypatch.setattr(offloader, "measure_sublayers", offloader.measure_sublayers)
+    monkeypatch.setattr(kv_sharing, "measure_machine", lambda *_: found)
     Slowed(SPEC).prepare()
-    measure_machine: Any = weights_plan.measure_machine
+    measure_machine: Any = kv_sharing.measure_machine
     layer = torch.nn.Linear(10, 10)
     held = measure_machine(None, [layer])
     assert held.read_gb_per_s == found.read_gb_per_s

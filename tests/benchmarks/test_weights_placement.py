@@ -20,7 +20,7 @@ from tests.fakes.benchmark_engines import FakeEngine, FakeEngines
 from tests.fixtures.rounds import make_round
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.weights.placement import Kind
+from vllm_tiered.weights.layout import Kind
 
 SETTINGS = weights_placement.Settings(
     layers=6, links=("nvdram", "dram", "cxl_fpga"), gaps=2, rounds=2, throughput_rounds=1

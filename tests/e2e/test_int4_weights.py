@@ -31,8 +31,8 @@ from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.errors import BudgetError, UnsupportedError
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.weights import int4
-from vllm_tiered.weights.int4_layout import can_compress
+from vllm_tiered.weights.int4 import cpu as int4
+from vllm_tiered.weights.int4.layout import can_compress
 from vllm_tiered.weights.placement import place
 
 PROMPTS = random_prompts(6, seed=8)
@@ -207,7 +207,7 @@ def test_late_and_poisoned_copies(plain, monkeypatch) -> None:
     expected = vllm_tokens(plain("llama3"), PROMPTS)
     with engine("llama3", KV_OFF, weights=ALL_FAR) as llm:
         assert generate(llm, PROMPTS) == expected
-        assert get_offloader().ring.stall_seconds > 0
+        assert get_offloader().buffer_pool.stall_seconds > 0
 
 
 def test_compiled(plain) -> None:
@@ -215,7 +215,7 @@ def test_compiled(plain) -> None:
     expected = vllm_tokens(plain("falcon"), PROMPTS)
     with engine("falcon", KV_OFF, weights=ALL_FAR, enforce_eager=False) as llm:
         assert generate(llm, PROMPTS) == expected
-        assert get_offloader().ring.num_misses < 10, "the order of the layers is kept"
+        assert get_offloader().buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
 @pytest.mark.ranks

@@ -26,8 +26,8 @@ from vllm_tiered.adapter.weights import offloader
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage import immutable_file as published
-from vllm_tiered.weights import store as weight_store
-from vllm_tiered.weights.placement import SLOT_ALIGNMENT, place
+from vllm_tiered.weights.layout import BUFFER_ALIGNMENT
+from vllm_tiered.weights.placement import place
 
 PROMPTS = random_prompts(6, seed=6)
 KV_OFF = {"enabled": False}
@@ -63,28 +63,17 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 
-def test_a_file_that_says_nothing_of_slots_has_two(tmp_path, monkeypatch) -> None:
-    """As files did while one sublayer at a time was on its way."""
-    weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
-    homes = weight_store._homes
-    monkeypatch.setattr(
-        weight_store, "_homes", lambda p: {k: v for k, v in homes(p).items() if k != "ahead"}
-    )
-    first = run("opt", PROMPTS, KV_OFF, weights=weights)
-    monkeypatch.undo()
-    written = the_file(tmp_path).stat()
-    second = run("opt", PROMPTS, KV_OFF, weights=weights)
-    assert first.manifest["weights"] == second.manifest["weights"]
-    assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
-
-
 def test_a_later_start_has_as_many_slots(tmp_path, monkeypatch) -> None:
     weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
-    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=2))
+    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), prefetch_depth=2))
     first = run("opt", PROMPTS, KV_OFF, weights=weights)
     monkeypatch.setattr(offloader, "place", lambda *args: pytest.fail("the file says"))
     second = run("opt", PROMPTS, KV_OFF, weights=weights)
-    assert first.manifest["weights"]["ahead"] == second.manifest["weights"]["ahead"] == 2
+    assert (
+        first.manifest["weights"]["prefetch_depth"]
+        == second.manifest["weights"]["prefetch_depth"]
+        == 2
+    )
     assert first.tokens == second.tokens == vllm_tokens("opt", PROMPTS)
 
 
@@ -110,7 +99,7 @@ def test_what_is_planned_with_the_kv_cache_is_stored_too(
     stated = first.manifest["weights"]
     assert second.manifest["weights"] == stated and stated["placement"] == planned
     assert stated["storage_bytes"] > 0 and stated["far_bytes"] <= 0.002 * 2**30
-    rest = int(0.008 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    rest = int(0.008 * 2**30) - stated["near_bytes"] - stated["buffer_bytes"]
     assert first.num_blocks == second.num_blocks == rest // (4 * 2 * 4 * 64 * 32 * 4)
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
@@ -258,7 +247,7 @@ def test_a_file_that_is_cut_off(tmp_path) -> None:
 def test_a_damaged_page_stops_the_engine_with_the_layer_named(tmp_path, caplog_vllm) -> None:
     run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
     with the_file(tmp_path).open("r+b") as file:
-        file.seek(SLOT_ALIGNMENT // 2)
+        file.seek(BUFFER_ALIGNMENT // 2)
         file.write(b"\xff" * 8)
     with (
         engine("opt", KV_OFF, weights=stored(tmp_path)) as llm,
@@ -318,7 +307,7 @@ def test_what_is_stored_takes_no_memory(tmp_path) -> None:
 
 def resident_pages(path: Path) -> int:
     """Of the data, in the page cache."""
-    num_bytes = path.stat().st_size // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+    num_bytes = path.stat().st_size // BUFFER_ALIGNMENT * BUFFER_ALIGNMENT
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), num_bytes, mmap.MAP_PRIVATE)
     view = (ctypes.c_char * num_bytes).from_buffer(memory)

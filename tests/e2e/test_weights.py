@@ -40,7 +40,7 @@ def test_tokens_equal(model, weights) -> None:
     stated = result.manifest["weights"]
     assert stated["placement"] == weights["placement"]
     if "near_gib" in weights:
-        assert stated["near_bytes"] + stated["ring_bytes"] <= weights["near_gib"] * 2**30
+        assert stated["near_bytes"] + stated["buffer_bytes"] <= weights["near_gib"] * 2**30
     else:
         assert stated["far_bytes"] > stated["near_bytes"] * (0.2 if "percents" in weights else 1)
 
@@ -80,7 +80,7 @@ def test_near_memory_is_shared_with_the_kv_cache(model, near_gib, placement) -> 
     assert result.tokens == vllm_tokens(model, PROMPTS)
     stated = result.manifest["weights"]
     assert stated["placement"] == "throughput"  # 16 requests may run at a time
-    rest = int(near_gib * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    rest = int(near_gib * 2**30) - stated["near_bytes"] - stated["buffer_bytes"]
     assert result.num_blocks == rest // BLOCK_BYTES[model]
     assert result.num_blocks > 512 // 32, "a request of the longest length fits"
 
@@ -103,7 +103,7 @@ def test_shared_near_memory_with_swapped_kv() -> None:
     result = run("demo", PROMPTS, {"expansion": 2.0}, weights=weights, kv_cache_memory_bytes=None)
     assert result.tokens == vllm_tokens("demo", PROMPTS)
     stated = result.manifest["weights"]
-    rest = int(0.2 * 2**30) - stated["near_bytes"] - stated["ring_bytes"]
+    rest = int(0.2 * 2**30) - stated["near_bytes"] - stated["buffer_bytes"]
     block_bytes = 30 * 2 * 3 * 64 * 32 * 4
     assert result.manifest["kv"]["near_bytes"] == rest // block_bytes * block_bytes
     assert result.num_blocks > 1.5 * (rest // block_bytes)
@@ -127,18 +127,20 @@ def delayed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "ahead"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
+    ("model", "prefetch_depth"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
 )
-def test_late_and_poisoned_copies(model, ahead, delayed, monkeypatch) -> None:
+def test_late_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
-    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), ahead=ahead))
+    monkeypatch.setattr(
+        offloader, "place", lambda *args: replace(place(*args), prefetch_depth=prefetch_depth)
+    )
     with engine(model, KV_OFF, weights={"placement": "all_far"}) as llm:
-        assert (manifest.current() or {})["weights"]["ahead"] == ahead
+        assert (manifest.current() or {})["weights"]["prefetch_depth"] == prefetch_depth
         assert generate(llm, PROMPTS) == expected
-        ring = get_offloader().ring
-        assert ring.stall_seconds > 0 and ring.num_misses == 0
-        assert ahead < len(ring._slots) < len(ring._slot_of)
-        ring.check_integrity()
+        buffer_pool = get_offloader().buffer_pool
+        assert buffer_pool.stall_seconds > 0 and buffer_pool.num_misses == 0
+        assert prefetch_depth < len(buffer_pool._buffers) < len(buffer_pool._buffer_of)
+        buffer_pool.check_integrity()
 
 
 def test_it_fails_without_the_wait(delayed, monkeypatch) -> None:
@@ -156,8 +158,8 @@ def test_compiled(tmp_path) -> None:
     expected = vllm_tokens("falcon", PROMPTS)
     with engine("falcon", KV_OFF, weights={"placement": "all_far"}, enforce_eager=False) as llm:
         assert generate(llm, PROMPTS) == expected
-        ring = get_offloader().ring
-        assert ring.num_misses < 10, "the order of the layers is kept"
+        buffer_pool = get_offloader().buffer_pool
+        assert buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
 def test_compiled_beside_an_engine_that_places_nothing() -> None:
@@ -170,9 +172,9 @@ def test_compiled_beside_an_engine_that_places_nothing() -> None:
     ):
         for llm in (placed, plain, placed, plain):
             assert generate(llm, PROMPTS) == expected
-        ring = get_offloader().ring
-        assert ring.num_misses < 10, "the order of the layers is kept"
-        ring.check_integrity()
+        buffer_pool = get_offloader().buffer_pool
+        assert buffer_pool.num_misses < 10, "the order of the layers is kept"
+        buffer_pool.check_integrity()
 
 
 def test_the_next_engine_has_its_weights_near() -> None:
@@ -187,7 +189,11 @@ def test_the_next_engine_has_its_weights_near() -> None:
 def test_far_memory_is_given_back_with_the_engine() -> None:
     run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
     gc.collect()
-    assert not [ring for ring in gc.get_objects() if type(ring).__name__ == "WeightRing"]
+    assert not [
+        buffer_pool
+        for buffer_pool in gc.get_objects()
+        if type(buffer_pool).__name__ == "WeightRing"
+    ]
 
 
 # Refused --------------------------------------------------------------------------------

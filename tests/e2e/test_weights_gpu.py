@@ -71,6 +71,6 @@ def check_on_gpu(tiered: Any) -> None:
     """Slots and near weights on the GPU, and what passed through came from host memory."""
     for _, _, parameter in tiered._far:
         assert parameter.device.type == "cuda"
-    assert tiered._is_on_gpu and tiered.ring.num_misses < 10
+    assert tiered._is_on_gpu and tiered.buffer_pool.num_misses < 10
     assert tiered.take_use()["weights_read_bytes"] > tiered.placement.far_bytes
-    tiered.ring.check_integrity()
+    tiered.buffer_pool.check_integrity()

@@ -19,15 +19,15 @@ from tests.e2e.harness import engine, generate, random_prompts, run, vllm_tokens
 from tests.fakes.cuda import SimulatedCudaDevice
 from vllm_tiered.adapter import config as engine_config
 from vllm_tiered.adapter.weights import graphs as weights_graphs
-from vllm_tiered.adapter.weights import int4_layers, offloader
-from vllm_tiered.adapter.weights import times as weights_times
+from vllm_tiered.adapter.weights import int4_layers, measurements, offloader
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kernels.dequant_linear import reference
 from vllm_tiered.probe.links import published_read
-from vllm_tiered.weights import far_weights, packing
+from vllm_tiered.weights import offloaded_weights
+from vllm_tiered.weights.int4 import packing
 
 PROMPTS = random_prompts(4, seed=6, longest=40)
 MAX_TOKENS = 12
@@ -64,9 +64,9 @@ def test_tokens_equal(model, placement, on_double) -> None:
         assert generate(llm, PROMPTS, MAX_TOKENS) == expected
         tiered = get_offloader()
         assert isinstance(tiered._device, CudaDevice)
-        assert tiered.ring.num_misses == 0
+        assert tiered.buffer_pool.num_misses == 0
         assert tiered._device.use(Direction.READ).num_bytes > 10 * tiered.placement.far_bytes
-        tiered.ring.check_integrity()
+        tiered.buffer_pool.check_integrity()
 
 
 def test_it_fails_without_the_wait(monkeypatch) -> None:
@@ -98,7 +98,7 @@ def test_four_bit_as_the_kernel_wants_it(on_double, monkeypatch) -> None:
         return reference.linear(x, compressed, rows, bias_N)
 
     as_on_gpu = packing.ON_GPU._replace(linear=product)
-    for module in (far_weights, int4_layers, offloader):
+    for module in (offloaded_weights, int4_layers, offloader):
         monkeypatch.setattr(module, "packing_for", lambda device: as_on_gpu)
     found = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS)
     assert found.tokens == expected
@@ -128,7 +128,7 @@ def test_memory_is_where_it_belongs_while_torch_builds_on_the_gpu(monkeypatch, t
     monkeypatch.setattr(
         offloader, "make_device", lambda: SimulatedCudaDevice(random.Random(1), haste=1.0)
     )
-    monkeypatch.setattr(weights_times, "published_read", partial(published_read, num_bytes=1 << 20))
+    monkeypatch.setattr(measurements, "published_read", partial(published_read, num_bytes=1 << 20))
     built = [torch.nn.Module() for _ in range(4)]
     for layer in built:
         layer.fc1, layer.fc2 = torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)
@@ -147,10 +147,10 @@ def test_memory_is_where_it_belongs_while_torch_builds_on_the_gpu(monkeypatch, t
             for parameter, value in zip(parameters, expected, strict=True):
                 parameter.copy_(value)
         tiered.post_init()
-        assert tiered.ring is not None
-    for position in range(len(tiered.ring._slot_of)):
-        tiered.ring.enter(position)
-        tiered.ring.leave(position)
+        assert tiered.buffer_pool is not None
+    for position in range(len(tiered.buffer_pool._buffer_of)):
+        tiered.buffer_pool.acquire(position)
+        tiered.buffer_pool.release(position)
     tiered.close()
 
 
@@ -199,7 +199,7 @@ def captured_pieces(monkeypatch, tmp_path):
         compilation.splitting_ops = None
         compilation.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
         compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-        weights_graphs.cut_graphs(config.weights, vllm_config)
+        weights_graphs.partition_graphs(config.weights, vllm_config)
         assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
 
     monkeypatch.setattr(engine_config, "_check_weights", as_on_a_gpu)
@@ -216,7 +216,7 @@ def test_no_piece_that_is_captured_waits_for_weights(compress, captured_pieces) 
     with engine("opt", KV_OFF, weights=weights, enforce_eager=False) as llm:
         get_offloader()._is_on_gpu = True
         assert generate(llm, PROMPTS, MAX_TOKENS) == expected
-        assert get_offloader().ring.num_misses < 10
+        assert get_offloader().buffer_pool.num_misses < 10
 
 
 def test_a_piece_that_waits_is_an_error(captured_pieces, monkeypatch) -> None:

@@ -6,8 +6,8 @@ import torch
 
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.dequant_linear import api, reference
-from vllm_tiered.weights import int4
-from vllm_tiered.weights.int4_layout import compressed_bytes
+from vllm_tiered.weights.int4 import cpu as int4
+from vllm_tiered.weights.int4.layout import compressed_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [(576, 7, 1), (2560, 1, 3), (64, 130, 4), (192, 130, 17), (576, 7, 70)]
@@ -62,10 +62,10 @@ def test_packing_is_that_of_the_cpu_in_another_order(dtype):
     assert packed.numel() == compressed_bytes(128, 192, dtype.itemsize)
     unpacked = reference.unpack(packed, 128, dtype)
     on_cpu = int4.compress(weight_NK)
-    _, figures_GN2 = int4.parts(on_cpu, 128, dtype)
+    _, scales_and_zeros_GN2 = int4.parts(on_cpu, 128, dtype)
     _, scale_NG, zero_NG = reference.parts(packed, 128, dtype)
-    assert torch.equal(scale_NG.T, figures_GN2[..., 0])
-    assert torch.equal(zero_NG.T, figures_GN2[..., 1])
+    assert torch.equal(scale_NG.T, scales_and_zeros_GN2[..., 0])
+    assert torch.equal(zero_NG.T, scales_and_zeros_GN2[..., 1])
     expanded = int4.linear(torch.eye(192, dtype=dtype), on_cpu, 128).T.float()
     # Scale and zero are added in another order there.
     atol = 4 * torch.finfo(torch.float32).eps * float(unpacked.abs().max())

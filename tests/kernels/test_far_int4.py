@@ -6,8 +6,8 @@ import torch
 
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.dequant_linear import reference
-from vllm_tiered.weights import packing
-from vllm_tiered.weights.placement import PARAMETER_ALIGNMENT
+from vllm_tiered.weights.int4 import packing
+from vllm_tiered.weights.layout import PARAMETER_ALIGNMENT
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -63,8 +63,9 @@ SHARED_PAGES = {"vllm_tiered.devices.pages"}
 
 SHARED_LAYOUTS = {
     "vllm_tiered.kv.layout",
+    "vllm_tiered.weights.layout",
     "vllm_tiered.weights.placement",
-    "vllm_tiered.weights.int4_layout",
+    "vllm_tiered.weights.int4.layout",
     "vllm_tiered.ffn.layout",
 }
 """What the planner asks for sizes and placements: the engine's own functions, free of torch."""

@@ -40,7 +40,7 @@ def test_json_has_every_figure_with_its_kind(model, capsys):
     assert answer["machine"]["figures"]["read_gb_per_s"]["kind"] == "assumed"
     by_name = {entry["placement"]: entry for entry in answer["placements"]}
     assert by_name["latency"]["tokens_per_s"] > 0
-    assert by_name["all_far"]["ahead"] == 1 <= by_name["latency"]["ahead"]
+    assert by_name["all_far"]["prefetch_depth"] == 1 <= by_name["latency"]["prefetch_depth"]
     assert "reason" in by_name["all near"]
 
 

@@ -13,7 +13,8 @@ from vllm.config import set_current_vllm_config as current
 from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.weights.placement import place, sublayers_of
+from vllm_tiered.weights.layout import sublayers_of
+from vllm_tiered.weights.placement import place
 
 FAR = WeightsConfig(placement="all_far")
 STORED = WeightsConfig(placement="all_far", storage_path="/ssd")
@@ -37,13 +38,13 @@ def test_graphs_are_cut_at_the_waits(mode, caplog):
     config = compiled(cudagraph_mode=CUDAGraphMode[mode])
     attention = list(config.compilation_config.splitting_ops)
     with caplog.at_level(logging.INFO, "vllm.tiered"):
-        weights_graphs.cut_graphs(FAR, config)
+        weights_graphs.partition_graphs(FAR, config)
     compilation = config.compilation_config
     assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
     assert compilation.splitting_ops == [*attention, "vllm::wait_prefetch", "vllm::start_prefetch"]
     assert compilation.cudagraph_capture_sizes == [1, 2, 4]
     assert f"PIECEWISE ({mode} without far weights)" in caplog.text
-    weights_graphs.cut_graphs(FAR, config)
+    weights_graphs.partition_graphs(FAR, config)
     assert len(compilation.splitting_ops) == len(attention) + 2
 
 
@@ -59,7 +60,7 @@ NONE: dict[str, tuple[WeightsConfig, dict[str, Any], str]] = {
 def test_what_cannot_be_cut_is_not_captured(case, caplog):
     weights, changes, why = NONE[case]
     config = compiled(**changes)
-    weights_graphs.cut_graphs(weights, config)
+    weights_graphs.partition_graphs(weights, config)
     compilation = config.compilation_config
     assert compilation.cudagraph_mode == CUDAGraphMode.NONE
     assert not compilation.cudagraph_capture_sizes and not compilation.max_cudagraph_capture_size
@@ -69,7 +70,7 @@ def test_what_cannot_be_cut_is_not_captured(case, caplog):
 def test_breakable_graphs_are_not_captured(monkeypatch, caplog):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     config = compiled()
-    weights_graphs.cut_graphs(FAR, config)
+    weights_graphs.partition_graphs(FAR, config)
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert "VLLM_USE_BREAKABLE_CUDAGRAPH" in caplog.text
 
@@ -77,7 +78,7 @@ def test_breakable_graphs_are_not_captured(monkeypatch, caplog):
 def test_without_graphs_nothing_changes():
     config = compiled(cudagraph_mode=CUDAGraphMode.NONE)
     attention = list(config.compilation_config.splitting_ops)
-    weights_graphs.cut_graphs(FAR, config)
+    weights_graphs.partition_graphs(FAR, config)
     assert config.compilation_config.splitting_ops == attention
 
 

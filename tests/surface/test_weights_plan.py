@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_tiered.adapter.weights import plan as weights_plan
-from vllm_tiered.adapter.weights.plan import load_of, target_of
-from vllm_tiered.adapter.weights.times import ROWS, measure_machine
+from vllm_tiered.adapter.weights import kv_sharing
+from vllm_tiered.adapter.weights.kv_sharing import target_of, workload_of
+from vllm_tiered.adapter.weights.measurements import ROWS, measure_machine
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.planner.curves import Curves, ProductCurve
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
+from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.planner.step_time import far_link, storage_link
-from vllm_tiered.weights.placement import sublayers_of
+from vllm_tiered.weights.layout import sublayers_of
 
 WEIGHTS = {"placement": "throughput", "near_gib": 0.25}
 TIERED = {"tiered": {"kv": {"enabled": False}, "weights": WEIGHTS}}
@@ -91,7 +91,7 @@ def test_vllm_knows_these_modes():
 
 @pytest.mark.parametrize("longest", [1, 2, 999, 1000])
 def test_the_load_is_of_the_longest_requests(longest):
-    load = load_of(vllm_config(max_model_len=longest))
+    load = workload_of(vllm_config(max_model_len=longest))
     assert load.prompt_tokens + load.output_tokens == max(2, longest)
     assert load.block_tokens == 32 and load.max_requests == 16
 
@@ -190,10 +190,10 @@ def two_ranks(monkeypatch):
     return other
 
 
-@pytest.mark.parametrize("compressed", [None, ProductCurve.of({(1, 100): 0.5, (4, 100): 0.5})])
+@pytest.mark.parametrize("compressed", [None, GemmCurve.of({(1, 100): 0.5, (4, 100): 0.5})])
 def test_ranks_take_the_slowest_figures(two_ranks, compressed):
-    near, far = (ProductCurve.of({(1, 100): at, (4, 100): 2 * at}) for at in (1.0, 2.0))
-    curves = Curves(
+    near, far = (GemmCurve.of({(1, 100): at, (4, 100): 2 * at}) for at in (1.0, 2.0))
+    curves = MeasuredCurves(
         near=near,
         far=far,
         compute_slowdown=1.5,
@@ -201,28 +201,28 @@ def test_ranks_take_the_slowest_figures(two_ranks, compressed):
         layer_overhead_us=0.0,
         compressed=compressed,
     )
-    here = replace(machine("cpu-2core"), curves=curves, storage_read_gb_per_s=2.0)
+    here = replace(load_profile("cpu-2core"), curves=curves, storage_read_gb_per_s=2.0)
     # Its link reads 5 GB/s, its disk 4, it has 700 bytes of far memory, and one product is slow.
     two_ranks += [1 / 5, 1 / 100, 1 / 0.25, 10.0, 1 / 4, 1.2, 1.3, -700.0]
     two_ranks += [9.0, 0.0, 0.0, 0.0, 0.0, 0.75]
-    found, far_bytes = weights_plan._of_all_ranks(here, 1000)
+    found, far_bytes = kv_sharing._of_all_ranks(here, 1000)
     assert far_bytes == 700
     assert (found.read_gb_per_s, found.near_gb_per_s) == (5.0, here.near_gb_per_s)
     assert (found.tflops, found.storage_read_gb_per_s) == (0.25, 2.0)
     assert found.far_layer_overhead_us == here.far_layer_overhead_us
     agreed = curves_of(found)
     assert (agreed.compute_slowdown, agreed.link_slowdown) == (1.5, 1.3)
-    assert agreed.near == ProductCurve.of({(1, 100): 9.0, (4, 100): 2.0})
+    assert agreed.near == GemmCurve.of({(1, 100): 9.0, (4, 100): 2.0})
     assert agreed.far == far
-    slowest = ProductCurve.of({(1, 100): 0.5, (4, 100): 0.75})
+    slowest = GemmCurve.of({(1, 100): 0.5, (4, 100): 0.75})
     assert agreed.compressed == (slowest if compressed else None)
 
 
 @pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True)])
 def test_what_one_rank_lacks_none_has(two_ranks, here, there):
     two_ranks.append(0.0 if there else 1.0)
-    assert weights_plan.have_all_ranks(here) == (here and there)
+    assert kv_sharing.all_ranks_have(here) == (here and there)
 
 
 def test_the_budget_is_in_whole_bytes():
-    assert weights_plan._near_bytes(WeightsConfig(placement="auto", near_gib=0.1)) == 107374182
+    assert kv_sharing._near_bytes(WeightsConfig(placement="auto", near_gib=0.1)) == 107374182

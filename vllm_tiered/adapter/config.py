@@ -29,7 +29,7 @@ from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
 from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.adapter.weights import graphs as weights_graphs
-from vllm_tiered.adapter.weights import plan as weights_plan
+from vllm_tiered.adapter.weights import kv_sharing
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
@@ -106,7 +106,7 @@ def _create_engine_config(
         if config.weights.places:
             refusals.check_weights_args(engine_args)
             if config.weights.shares_with_kv:
-                weights_plan.check_args(engine_args, os.environ)
+                kv_sharing.check_args(engine_args, os.environ)
             refusals.check_weights_device(device_type())
         if config.ffn.is_used:
             refusals.check_ffn_args(engine_args, device_type())
@@ -137,14 +137,14 @@ def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     if config.weights.places:
         refusals.check_weights_config(vllm_config)
         if device_type() == "cuda":
-            weights_graphs.cut_graphs(config.weights, vllm_config)
+            weights_graphs.partition_graphs(config.weights, vllm_config)
     if config.ffn.is_used:
         refusals.check_ffn_config(vllm_config)
         split_at_ffn(vllm_config)
     if config.l2.prefetch == "on":
         refusals.check_l2_config(vllm_config, device_type())
     if config.weights.shares_with_kv:
-        weights_plan.reserve(config.weights, vllm_config)
+        kv_sharing.reserve_kv_memory(config.weights, vllm_config)
 
 
 def _place_ranks(vllm_config: "VllmConfig") -> None:

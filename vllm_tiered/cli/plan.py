@@ -17,15 +17,21 @@ from rich.console import Console
 from vllm_tiered.cli import plan_tables
 from vllm_tiered.energy.carbon import CARBON_INTENSITY, grams_co2e
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.planner.bottleneck import Reason, explain
-from vllm_tiered.planner.fit import Fit, NoFit, chosen, fits, with_more_far
-from vllm_tiered.planner.from_probe import known_machine
-from vllm_tiered.planner.machine import Figures, Machine, machine_names
+from vllm_tiered.planner.bottleneck import Bottleneck, find_bottlenecks
+from vllm_tiered.planner.fit import (
+    Fit,
+    NoFit,
+    chosen_placement,
+    evaluate_placements,
+    plan_with_unbounded_far,
+)
+from vllm_tiered.planner.from_probe import load_machine
+from vllm_tiered.planner.machine import Figures, Machine, profile_names
 from vllm_tiered.planner.memory_split import TARGETS, Target, target_for
 from vllm_tiered.planner.model_shape import DTYPE_BYTES, ModelShape, bytes_by_class, model_shape
-from vllm_tiered.planner.serving import Load, Served
+from vllm_tiered.planner.serving import ServingEstimate, Workload
 from vllm_tiered.units import gib_to_bytes
-from vllm_tiered.weights.int4_layout import COMPRESS
+from vllm_tiered.weights.int4.layout import COMPRESS
 
 DOES_NOT_FIT = 3
 
@@ -51,7 +57,7 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         required=True,
         type=_machine,
         help="whose links and compute to take: a file that `vllm-tiered probe --out` wrote, or "
-        f"one of {', '.join(machine_names())}",
+        f"one of {', '.join(profile_names())}",
     )
     parser.add_argument("--prompt-tokens", type=_count, default=512, help="of a request (512)")
     parser.add_argument("--output-tokens", type=_count, default=128, help="of a request (128)")
@@ -79,10 +85,10 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _machine(text: str) -> str:
-    if text not in machine_names() and not Path(text).exists():
+    if text not in profile_names() and not Path(text).exists():
         raise argparse.ArgumentTypeError(
             f"{text!r}: give a file that `vllm-tiered probe --out` wrote, or one of "
-            f"{', '.join(machine_names())}"
+            f"{', '.join(profile_names())}"
         )
     return text
 
@@ -118,7 +124,7 @@ class _Plan:
     shape: ModelShape
     machine: Machine
     figures: Figures
-    load: Load
+    load: Workload
     near_bytes: int
     far_bytes: int
     target: Target
@@ -126,12 +132,12 @@ class _Plan:
 
     @property
     def chosen(self) -> Fit | None:
-        name = chosen(self.target, self.results)
+        name = chosen_placement(self.target, self.results)
         fits_by_name = {fit.placement: fit for fit in self.results if isinstance(fit, Fit)}
         return fits_by_name.get(name) if name else None
 
-    def reasons(self, fit: Fit) -> list[Reason]:
-        return explain(self.shape, self.machine, self.load, fit.split, self.far_bytes)
+    def reasons(self, fit: Fit) -> list[Bottleneck]:
+        return find_bottlenecks(self.shape, self.machine, self.load, fit.split, self.far_bytes)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,12 +157,12 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         tensor_parallel=args.tensor_parallel_size,
         compress=args.compress,
     )
-    load = Load(
+    load = Workload(
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
         max_requests=args.max_num_seqs,
     )
-    on, figures = known_machine(args.machine)
+    on, figures = load_machine(args.machine)
     near_bytes, far_bytes = gib_to_bytes(args.near_gib), gib_to_bytes(args.far_gib)
     return _Plan(
         shape=shape,
@@ -166,7 +172,9 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         target=args.target or target_for(load.max_requests),
-        results=list(fits(shape, on, load, near_bytes, far_bytes, has_storage=args.storage)),
+        results=list(
+            evaluate_placements(shape, on, load, near_bytes, far_bytes, has_storage=args.storage)
+        ),
     )
 
 
@@ -219,17 +227,17 @@ def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
 def _result(result: Fit | NoFit, carbon_intensity: float) -> dict[str, Any]:
     if isinstance(result, NoFit):
         return asdict(result)
-    sizes = ("near", "ring", "far", "storage", "other", "kv")
+    sizes = ("near", "buffer", "far", "storage", "other", "kv")
     return {
         "placement": result.placement,
         **{f"{name}_bytes": getattr(result, f"{name}_bytes") for name in sizes},
-        "ahead": result.split.placement.ahead,
+        "prefetch_depth": result.split.placement.prefetch_depth,
         **_served(result.split.served, carbon_intensity),
         "batches": [_served(served, carbon_intensity) for served in result.batches],
     }
 
 
-def _served(served: Served, carbon_intensity: float) -> dict[str, Any]:
+def _served(served: ServingEstimate, carbon_intensity: float) -> dict[str, Any]:
     joules = served.joules_per_token
     grams = None if joules is None else grams_co2e(joules, carbon_intensity)
     return {**asdict(served), "gco2e_per_token": grams}
@@ -270,6 +278,6 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best:
     console.print()
     console.print(plan_tables.sublayers_table(plan.reasons(best), why=args.why))
     if args.why:
-        better = with_more_far(plan.shape, plan.machine, plan.load, best)
+        better = plan_with_unbounded_far(plan.shape, plan.machine, plan.load, best)
         console.print(plan_tables.far_line(better))
     console.print()

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_tiered.energy.carbon import grams_co2e
-from vllm_tiered.planner.bottleneck import Phase, Reason
+from vllm_tiered.planner.bottleneck import Bottleneck, SublayerTimes
 from vllm_tiered.planner.fit import Fit, NoFit
-from vllm_tiered.planner.memory_split import Split
+from vllm_tiered.planner.memory_split import MemorySplit
 from vllm_tiered.planner.model_shape import ModelShape, bytes_by_class
-from vllm_tiered.planner.serving import Load, Served
+from vllm_tiered.planner.serving import ServingEstimate, Workload
 from vllm_tiered.units import GIB, format_bytes
 
 
@@ -24,7 +24,7 @@ def make_console() -> Console:
     return Console(width=None if Console().is_terminal else 160, highlight=False)
 
 
-def model_lines(shape: ModelShape, load: Load) -> list[str]:
+def model_lines(shape: ModelShape, load: Workload) -> list[str]:
     """The model's sizes."""
     lines = []
     if shape.family == "unknown":
@@ -47,14 +47,14 @@ def placements_table(
     with_energy = any(fit.joules_per_token is not None for fit in fitting)
     with_storage = any(fit.storage_bytes for fit in fitting)
     tiers = ("far", "stored") if with_storage else ("far",)
-    table = _table("placement", "near", "slots", *tiers, "KV", "requests")
+    table = _table("placement", "near", "buffers", *tiers, "KV", "requests")
     for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *(_ENERGY if with_energy else ())):
         table.add_column(heading, justify="right")
     for fit in fitting:
         table.add_row(
             fit.placement + (" *" if fit.placement == chosen else ""),
             format_bytes(fit.near_bytes),
-            format_bytes(fit.ring_bytes),
+            format_bytes(fit.buffer_bytes),
             format_bytes(fit.far_bytes),
             *([format_bytes(fit.storage_bytes)] if with_storage else []),
             format_bytes(fit.kv_bytes),
@@ -73,7 +73,7 @@ def batches_table(fit: Fit, carbon_intensity: float) -> Table:
     return table
 
 
-def sublayers_table(reasons: Sequence[Reason], *, why: bool) -> Table:
+def sublayers_table(reasons: Sequence[Bottleneck], *, why: bool) -> Table:
     """The chosen placement's sublayers, those that are alike in one row."""
     with_storage = any(reason.storage_bytes for reason in reasons)
     tiers = ("far", "stored") if with_storage else ("far",)
@@ -88,13 +88,13 @@ def sublayers_table(reasons: Sequence[Reason], *, why: bool) -> Table:
             format_bytes(reason.near_bytes),
             format_bytes(reason.far_bytes),
             *([format_bytes(reason.storage_bytes)] if with_storage else []),
-            _ms(reason.decode.arrives_seconds),
+            _ms(reason.decode.transfer_seconds),
             _ms(reason.decode.compute_seconds),
             _ms(reason.prefill.compute_seconds),
         ]
         if why:
             cells += [
-                _ms(reason.decode.hidden_seconds) if reason.decode.arrives_seconds else "",
+                _ms(reason.decode.hidden_seconds) if reason.decode.transfer_seconds else "",
                 _bound(reason.decode),
                 _bound(reason.prefill),
                 _would_help(reason),
@@ -115,7 +115,7 @@ def machine_lines(name: str, figures: Mapping[str, Mapping[str, object]], power:
 
 def engine_settings(fit: Fit) -> str:
     """What makes the engine do it; a budget is rounded so that it fits."""
-    layers = fit.near_bytes + fit.ring_bytes
+    layers = fit.near_bytes + fit.buffer_bytes
     if fit.placement == "latency":
         return (
             f"in the engine weights.near_gib={math.ceil(layers / GIB * 1e3) / 1e3:g} and "
@@ -125,7 +125,7 @@ def engine_settings(fit: Fit) -> str:
     return f"in the engine weights.near_gib={together:g}"
 
 
-def far_line(better: Split | None) -> str:
+def far_line(better: MemorySplit | None) -> str:
     """Whether the far budget binds the whole."""
     if better is None:
         return "More far memory would not help."
@@ -138,7 +138,7 @@ def far_line(better: Split | None) -> str:
 _ENERGY = ("J/token", "mgCO2e/token")
 
 
-def _served_cells(served: Served, carbon_intensity: float) -> list[str]:
+def _served_cells(served: ServingEstimate, carbon_intensity: float) -> list[str]:
     cells = [
         str(served.requests),
         f"{served.prefill_seconds:.2f}",
@@ -152,14 +152,14 @@ def _served_cells(served: Served, carbon_intensity: float) -> list[str]:
     return cells
 
 
-def _would_help(reason: Reason) -> str:
+def _would_help(reason: Bottleneck) -> str:
     if reason.budget == "none":
         return ""
     return f"{format_bytes(reason.more_bytes)} more {reason.budget} memory each"
 
 
-def _bound(phase: Phase) -> str:
-    return {"near memory": "near bandwidth"}.get(phase.binds, phase.binds)
+def _bound(phase: SublayerTimes) -> str:
+    return {"near memory": "near bandwidth"}.get(phase.bound_by, phase.bound_by)
 
 
 def _ms(seconds: float) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from vllm_tiered.cli.plan import read_config
 from vllm_tiered.cli.report import EXTRA_MODULES
 from vllm_tiered.errors import ConfigError, UnsupportedError
-from vllm_tiered.planner.from_probe import machine_of
+from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
 from vllm_tiered.units import format_bytes
 
@@ -186,7 +186,7 @@ def _print(probe: Mapping[str, Any]) -> None:
             ("ms of a sublayer, tokens:", *map(str, numbers)),
             [(name, *times) for name, times in by_name.items()],
         )
-    _, figures = machine_of(probe)
+    _, figures = machine_from_probe(probe)
     _table(
         console,
         ("figure", "value", "kind", "from"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process may still take on its host, cgroup limits included.
+"""Host memory that this process may still allocate, cgroup limits included.
 
-The kernel's own "available" knows nothing of a container's limit: a far tier sized by it alone gets
-the process killed inside one.
+The kernel's "available" figure ignores a container's limit: inside a container, a far tier sized
+by it alone gets the process killed.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 FAR_SHARE = 0.5
-"""A far tier whose size is "auto" may take this share of the memory that is available at start."""
+"""Share of the memory available at start that a far tier of size "auto" takes."""
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63.
 _NO_LIMIT_BYTES = 1 << 62
@@ -22,8 +22,9 @@ _NO_LIMIT_BYTES = 1 << 62
 class HostMemory:
     """Host memory as this process sees it.
 
-    `limit_bytes` is the cgroup limit with the least room left under it, and `limit_used_bytes`
-    what counts against it now; both are None without a limit.
+    Attributes:
+        limit_bytes: the cgroup limit that leaves the least; None without a limit.
+        limit_used_bytes: what counts against that limit now; None without a limit.
     """
 
     total_bytes: int
@@ -33,7 +34,7 @@ class HostMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """What can still be taken: available on the host, and below the limit."""
+        """Bytes that can still be allocated: available on the host, and below the limit."""
         if self.limit_bytes is None or self.limit_used_bytes is None:
             return self.available_bytes
         return min(self.available_bytes, max(0, self.limit_bytes - self.limit_used_bytes))
@@ -45,7 +46,7 @@ class _Limit:
     used_bytes: int
 
     @property
-    def room_bytes(self) -> int:
+    def left_bytes(self) -> int:
         return self.limit_bytes - self.used_bytes
 
 
@@ -55,7 +56,7 @@ def read_host_memory(
     """Read the host's memory and the limits of every cgroup this process is in (v1 and v2)."""
     memory = psutil.virtual_memory()
     limits = [*_limits_v2(proc, cgroup), *_limits_v1(proc, cgroup)]
-    tightest = min(limits, key=lambda limit: limit.room_bytes, default=None)
+    tightest = min(limits, key=lambda limit: limit.left_bytes, default=None)
     return HostMemory(
         total_bytes=memory.total,
         available_bytes=memory.available,
@@ -86,7 +87,7 @@ def _limits_v1(proc: Path, cgroup: Path) -> Iterator[_Limit]:
 
 
 def _cgroup_path(proc: Path, *, controller: str) -> PurePosixPath:
-    """This process's path in the hierarchy of `controller` ("" is v2), "/" when it is in none."""
+    """Return this process's path in the hierarchy of `controller` ("" is v2), "/" if none."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -99,10 +100,10 @@ def _cgroup_path(proc: Path, *, controller: str) -> PurePosixPath:
 
 
 def _folders(root: Path, path: PurePosixPath) -> Iterator[Path]:
-    """The folder of a cgroup and those of all its ancestors: each one's limit applies.
+    """Yield the folder of a cgroup and those of all its ancestors, whose limits apply as well.
 
-    A container often sees its host's path, of which only the root is mounted inside: folders that
-    are not there are left to the reader to skip.
+    A container often sees its host's path, of which only the root is mounted inside: the reader
+    skips folders that do not exist.
     """
     for ancestor in (path, *path.parents):
         yield root / ancestor.relative_to("/") if ancestor.is_absolute() else root
@@ -113,13 +114,13 @@ def _read_limit(folder: Path, *, limit: str, used: str, reclaimable: str) -> _Li
     used_bytes = _read_int(folder / used)
     if limit_bytes is None or used_bytes is None or limit_bytes >= _NO_LIMIT_BYTES:
         return None
-    # Cached file pages count as used, but the kernel drops them before it kills anything.
+    # Cached file pages count as used, but the kernel drops them before it kills a process.
     cached_bytes = _read_stat(folder / "memory.stat", reclaimable)
     return _Limit(limit_bytes=limit_bytes, used_bytes=max(0, used_bytes - cached_bytes))
 
 
 def _read_int(path: Path) -> int | None:
-    """The number in a file, None if there is no file or it says "max"."""
+    """Read the number in a file; None if there is no file or it says "max"."""
     try:
         text = path.read_text().strip()
     except OSError:

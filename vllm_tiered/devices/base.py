@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a device: page buffers, and asynchronous copies ordered by events.
+"""Contract of a device: asynchronous copies of pages, ordered by events.
 
-A copy that fails makes all later copies of its direction fail with its error. A read that cannot
-bring some of its pages, as their bytes are damaged or the disk does not answer, has not failed: it
-names those pages (:meth:`Device.failed_pages`), and all others are good.
+If a copy fails, all later copies of its direction fail with its error. A read that loses some of
+its pages, because their bytes are damaged or the disk does not answer, does not fail: it names the
+lost pages (:meth:`Device.failed_pages`), and all others are intact.
 
-A device has two copy queues, one per direction, and the *compute* order in which the engine
-submits its kernels. Within a queue, copies run in the order of submission. Across queues and
-against compute nothing is ordered except through events:
+A device has two copy queues, one per direction, and a *compute* queue, to which the engine submits
+its kernels. Copies of one queue run in the order of submission. Copies of different queues, and
+copies and compute, are ordered by events alone:
 
-    submit(copy, after=(e1, e2))   runs when e1 and e2 are done
-    wait(e)                        compute submitted later runs when e is done
-    compute_event()                is done when the compute submitted so far is done
-    deferred events(n), reach(e)        the same, for copies that are queued before that compute
+    submit(copy, after=(e1, e2))     the copy runs when e1 and e2 are done
+    wait(e)                          compute submitted later runs when e is done
+    compute_event()                  is done when the compute submitted so far is done
+    deferred_events(n), signal(e)    the same, for copies that are submitted before that compute
 """
 
 from abc import ABC, abstractmethod
@@ -28,35 +28,35 @@ from vllm_tiered.errors import UnsupportedError
 
 
 class Direction(Enum):
-    """A link's direction, seen from the near tier."""
+    """Direction of a link, seen from the near tier."""
 
     READ = "read"  # far to near
     WRITE = "write"  # near to far
 
 
 class Event(Protocol):
-    """Something that will have happened."""
+    """Completion of a copy or of compute."""
 
     def done(self) -> bool:
-        """Whether it has; never blocks. Raises the copy's error if it failed."""
+        """Return whether it is complete; never blocks. Raises the copy's error if it failed."""
 
     def wait(self) -> None:
-        """Block the calling thread until it has. Raises the copy's error if it failed."""
+        """Block the calling thread until it is complete. Raises the copy's error if it failed."""
 
 
 class LinkUse(NamedTuple):
-    """What one direction has carried since the start: bytes, and seconds it was busy."""
+    """Bytes that one direction has transferred since the start, and the seconds it was busy."""
 
     num_bytes: int = 0
     busy_seconds: float = 0.0
 
 
 class Copy(Protocol):
-    """A prepared copy; what is in it is the device's affair."""
+    """A prepared copy, opaque to the caller."""
 
 
 class Device(ABC):
-    """Copies pages between a near and a far tier behind the computation.
+    """Copy engine between a near and a far tier, which works while the model computes.
 
     Attributes:
         has_device_memory: near memory is an accelerator's own: the host reaches it through copies
@@ -66,23 +66,23 @@ class Device(ABC):
     has_device_memory: ClassVar[bool] = False
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Host memory, uint8, to and from which near tensors are copied without holding the host.
+        """Allocate host memory, uint8, that near tensors are copied to and from asynchronously.
 
         Raises:
-            BudgetError: the system does not have it.
+            BudgetError: the system lacks the memory.
         """
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     @abstractmethod
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        """Far-tier memory of exactly that size.
+        """Allocate far-tier pages, of exactly that size.
 
         Args:
-            verify: "off", or a checksum a page, looked at in all reads ("full") or in each page's
-                every 16th ("sample").
+            verify: "off"; or a checksum for each page, checked at every read ("full") or at every
+                16th read of a page ("sample").
 
         Raises:
-            BudgetError: the tier does not have it.
+            BudgetError: the tier lacks the memory.
         """
 
     def storage_buffer(
@@ -93,15 +93,16 @@ class Device(ABC):
         *,
         deadline_seconds: float = 10.0,
     ) -> PageBuffer:
-        """Pages in a file without a name in folder ``path``, which goes away with the device.
+        """Allocate pages in a temporary file without a name (O_TMPFILE) in folder ``path``.
 
         Args:
-            deadline_seconds: a copy gives up what is still on its way when the storage has been
-                silent for this long; for some seconds later ones much sooner, unless it answers.
+            deadline_seconds: a copy gives up its outstanding requests when the storage has not
+                answered for this long. Copies of the next seconds give up much sooner, unless the
+                storage answers.
 
         Raises:
             ConfigError: no file can be made there.
-            BudgetError: the file system does not have the space.
+            BudgetError: the file system lacks the space.
             UnsupportedError: this device has no storage tier.
         """
         raise UnsupportedError(f"{type(self).__name__} has no storage tier: set kv.tier=far")
@@ -115,10 +116,10 @@ class Device(ABC):
         dst: PageBuffer,
         dst_pages: Pages,
     ) -> "Copy":
-        """A copy of ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
+        """Prepare a copy of ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
 
-        Preparing a step's copies together, before the model runs, is cheaper than doing it
-        between two layers, when the caches are full of the model.
+        Preparing a step's copies together, before the model runs, is cheaper than preparing them
+        between two layers, when the CPU's caches hold the model's data.
 
         Raises:
             IntegrityError: a page id is out of range, or the lists differ in length.
@@ -126,15 +127,15 @@ class Device(ABC):
 
     @abstractmethod
     def submit(self, copy: "Copy", after: tuple[Event, ...] = ()) -> Event:
-        """Queue a prepared copy to run when ``after`` is done. It may be queued again later.
+        """Queue a prepared copy to run when ``after`` is done; it may be queued again later.
 
-        The caller leaves source and target pages alone until the event is done.
+        The caller must not touch source and target pages until the returned event is done.
         """
 
     def submit_together(self, copies: Sequence[tuple["Copy", tuple[Event, ...]]]) -> list[Event]:
-        """Queue copies of one direction, in order, each with what it must wait for.
+        """Queue copies of one direction, in order, each with the events it waits for.
 
-        Cheaper than one by one on a device whose copying thread must be woken.
+        Cheaper than one by one where a copying thread has to be woken.
         """
         return [self.submit(copy, after) for copy, after in copies]
 
@@ -151,7 +152,7 @@ class Device(ABC):
         return self.submit(self.prepare(direction, src, src_pages, dst, dst_pages), after)
 
     def failed_pages(self, event: Event) -> PageIds:
-        """Pages of a read that did not arrive intact; their target pages are zero.
+        """Return the pages of a read that did not arrive intact; their target pages are zero.
 
         Valid when ``event`` is done. Empty unless the source has checksums or is a file.
 
@@ -162,40 +163,40 @@ class Device(ABC):
 
     @abstractmethod
     def compute_event(self) -> Event:
-        """An event that is done when all compute submitted so far is done."""
+        """Return an event that is done when all compute submitted so far is done."""
 
     def seconds_between(self, begin: Event, end: Event) -> float | None:
-        """That compute took between two compute events; None if it is not known, or not yet."""
+        """Return the time from one compute event to another; None if it is not known (yet)."""
         return None
 
     @abstractmethod
     def deferred_events(self, count: int) -> Sequence[Event]:
-        """Events that compute is going to reach; copies may wait for them before it has.
+        """Create events for :meth:`signal`; copies may wait for them before they are signalled.
 
-        Each is to be reached, in any order, before the device is closed; else copies that wait
-        for it fail then.
+        Each must be signalled, in any order, before the device is closed. Otherwise the copies
+        that wait for it fail at that time.
         """
 
     @abstractmethod
     def signal(self, deferred_event: Event) -> None:
-        """``deferred event`` is done when all compute submitted so far is done. Once for each."""
+        """Complete an event once all compute submitted so far is done; once for each event."""
 
     @abstractmethod
     def wait(self, event: Event) -> float:
         """Hold compute submitted later until ``event`` is done.
 
         Returns:
-            Seconds for which compute stood still (0.0 if it was done already). Where compute runs
-            after it is submitted this is not known yet: then, for which it stood still in earlier
-            waits of which it has become known since the last call. The sum is the same.
+            Seconds for which compute was stalled (0.0 if the event was done). Where compute runs
+            after its submission, the stall is not known yet: then the stalls of earlier waits that
+            became known since the last call. The sum is the same.
         """
 
     @abstractmethod
     def use(self, direction: Direction) -> LinkUse:
-        """What ``direction`` has carried since the start."""
+        """Return the bytes and busy seconds of ``direction`` since the start."""
 
     def page_errors(self) -> dict[PageError, int]:
-        """Pages lost since the start, by kind."""
+        """Count the pages lost since the start, by kind."""
         return dict.fromkeys(PageError, 0)
 
     @abstractmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU backend's device: a copying thread per direction; far pages in DRAM or in a file."""
+"""CPU backend's device: a copy thread per direction; far pages in DRAM or in a file."""
 
 import logging
 import mmap
@@ -35,12 +35,12 @@ logger = logging.getLogger("vllm.tiered")
 
 
 def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> PageIds:
-    """``dst[dst_pages.ids[i]] = src[src_pages.ids[i]]`` for all i.
+    """Copy ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
 
     Returns:
-        Those of ``src_pages.ids`` that did not arrive intact. Their targets are zero: what is
-        computed from them is dropped, but it stays in pages that other blocks will use, where the
-        kernels multiply also what they mask; a NaN would go on from there.
+        Those of ``src_pages.ids`` that did not arrive intact. Their targets are zeroed: results
+        computed from them are dropped, but their bytes stay in pages that other blocks will use,
+        and kernels also multiply masked values. A NaN would spread from there.
     """
     if src.store is not None:
         ids = src_pages.ids + src.first_page
@@ -60,11 +60,13 @@ _FIRST_WAIT = threading.Lock()
 
 
 class CpuEvent:
-    """Done when the copying thread says so. Dozens are made in a step, and few are waited for: who
-    waits first makes the lock that it takes (cheaper than ``threading.Event``).
+    """Event that a copy thread or compute completes.
+
+    A step makes dozens of events and waits for few: the first waiter creates the lock that it
+    takes (cheaper than ``threading.Event``).
 
     Attributes:
-        began, ended: ``time.perf_counter`` when the copying started and was over; 0.0 before.
+        began, ended: ``time.perf_counter`` when the copy started and ended; 0.0 before.
         failed_pages: source pages that did not arrive intact.
         is_over: it is done, or has failed.
     """
@@ -80,7 +82,7 @@ class CpuEvent:
         self._lock: threading.Lock | None = None
 
     def done(self) -> bool:
-        if not self.is_over:  # first: an error is set before this is
+        if not self.is_over:  # first, as finish() sets the error before it
             return False
         if self._error is not None:
             raise self._error
@@ -89,16 +91,16 @@ class CpuEvent:
     def wait(self) -> None:
         if not self.is_over:
             lock = self._held_until_over()
-            if not self.is_over:  # looked at again: who finished meanwhile may have seen no lock
+            if not self.is_over:  # again: finish() may have run before the lock existed
                 with lock:
                     pass
         if self._error is not None:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called once: by the thread that did the work, or by compute at a deferred event."""
+        """Complete the event, once: by the thread that did the work, or when compute signals it."""
         self._error = error
-        self.is_over = True  # before it looks for a lock, as who waits looks after making one
+        self.is_over = True  # before reading the lock: a waiter rereads it after making one
         if self._lock is not None:
             self._lock.release()
 
@@ -112,7 +114,7 @@ class CpuEvent:
 
 
 class _Now:
-    """Compute on the CPU backend is over when the call returns."""
+    """Compute event of the CPU backend, where compute is over when its call returns."""
 
     def done(self) -> bool:
         return True
@@ -125,7 +127,7 @@ _NOW = _Now()
 
 
 class CpuCopy:
-    """A prepared copy. Nothing in it changes, so it may be under way more than once."""
+    """Prepared copy; it is immutable, so it may be under way more than once."""
 
     __slots__ = ("dst", "dst_pages", "num_bytes", "src", "src_pages", "thread")
 
@@ -146,7 +148,7 @@ class CpuCopy:
 
 
 class CopyJob(NamedTuple):
-    """A submitted copy."""
+    """Submitted copy."""
 
     copy: CpuCopy
     after: tuple[Event, ...]
@@ -154,7 +156,10 @@ class CopyJob(NamedTuple):
 
 
 class CopyThread:
-    """Runs jobs in order; counts bytes and busy seconds (written by the thread alone)."""
+    """Thread that runs copy jobs in order and counts bytes and busy seconds.
+
+    Only the thread writes the counters.
+    """
 
     def __init__(
         self, name: str, cpus: Iterable[int] | None, throttle: Throttle | None = None
@@ -176,7 +181,7 @@ class CopyThread:
             self._thread.join()
 
     def run(self, job: CopyJob) -> None:
-        """Copy, when the job's dependencies are done."""
+        """Copy once the job's dependencies are done."""
         for event in job.after:
             if not event.done():
                 event.wait()
@@ -200,26 +205,25 @@ class CopyThread:
                         self.run(job)
                     except BaseException as error:
                         failure = error
-                # After a failure nothing of this direction is done: whoever waits for a later
-                # copy relies on the earlier ones too, as they run in order.
+                # After a failure no copy of this direction completes: a waiter for a later copy
+                # relies on the earlier ones too, as they run in order.
                 job.done.finish(failure)
 
     def _unbind(self) -> None:
-        """Leave the CPU of the creating thread, to which the engine has bound it."""
+        """Run on all given CPUs, not only on the one that the engine bound the creator to."""
         if self._cpus:
             try:
                 os.sched_setaffinity(0, self._cpus)
             except OSError as error:
-                logger.warning("tiered: %s stays on its CPU: %s", self.name, error)
+                logger.warning("tiered: %s stays bound to its CPU: %s", self.name, error)
 
 
 class CpuDevice(Device):
-    """Near is DRAM within the configured budget; far is DRAM outside it, or a file.
+    """Device whose near tier is DRAM within a budget and whose far tier is other DRAM, or a file.
 
     Args:
-        cpus: CPUs on which the copying threads may run; None leaves them where the creating
-            thread is bound.
-        throttles: directions to slow down.
+        cpus: CPUs on which the copy threads may run; None keeps the creating thread's binding.
+        throttles: limits by direction.
     """
 
     thread_class: type[CopyThread] = CopyThread
@@ -243,8 +247,8 @@ class CpuDevice(Device):
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         num_bytes = num_pages * page_bytes
         try:
-            # Exactly so much, and the system gives it page by page when it is first written.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages could not be given back
+            # Exact size; the system provides each page at its first write.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages cannot be released
             memory = mmap.mmap(-1, max(1, num_bytes), flags=flags)
         except (OSError, OverflowError) as error:
             raise BudgetError(
@@ -287,7 +291,7 @@ class CpuDevice(Device):
         return self.submit_together(((copy, after),))[0]
 
     def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
-        """One wake-up of the copying thread, which costs as much as all the rest."""
+        """Queue copies with one wake-up of the thread, which costs as much as all the rest."""
         jobs: list[CopyJob] = []
         for copy, after in copies:
             assert isinstance(copy, CpuCopy), "a copy of another device"
@@ -331,7 +335,9 @@ class CpuDevice(Device):
     def close(self) -> None:
         for event in self._deferred_events:
             if not event.is_over:
-                event.finish(IntegrityError("the device was closed before compute came here"))
+                event.finish(
+                    IntegrityError("the device was closed before this event was signalled")
+                )
         for thread in self._threads.values():
             thread.close()
         for store in self._stores:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Return of a process's memory to the system."""
+"""Release of a process's memory to the operating system."""
 
 import ctypes
 import mmap
@@ -12,49 +12,50 @@ from vllm_tiered.units import MIB
 
 
 def release_pages(address: int, num_bytes: int) -> int:
-    """Return memory of this process to the system; its contents are undefined from then on.
+    """Release a range of memory to the system; its contents are undefined afterwards.
 
-    Only whole system pages inside the range are returned: what shares a page with others stays.
+    Only whole system pages inside the range are released: others hold foreign bytes too.
 
     Returns:
-        Bytes given back; 0 if the system does not take them (locked or pinned memory).
+        Bytes released; 0 if the system refuses, as it does for locked and pinned memory.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= begin:
         return 0
-    refused = _libc().madvise(
+    is_refused = _libc().madvise(
         ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED)
     )
-    return 0 if refused else end - begin
+    return 0 if is_refused else end - begin
 
 
 @contextmanager
 def immediate_release() -> Iterator[None]:
-    """Memory of a MiB and more goes back to the system when it is freed, in all of this process.
+    """Make malloc release blocks of 1 MiB and more as soon as the process frees them.
 
-    glibc's malloc keeps what was freed once, up to 32 MiB a piece: a model's parameters that were
-    loaded, packed and dropped would stay beside the packed ones. It costs page faults, so not for
-    long. Afterwards malloc keeps what it kept at most before; it does not adapt by itself any more.
+    glibc's malloc keeps freed blocks of up to 32 MiB: parameters that were loaded, packed and
+    dropped would stay in memory next to the packed ones. Immediate release costs page faults, so
+    it is for short phases. Afterwards malloc keeps at most what it kept before, but its threshold
+    no longer adapts by itself.
     """
     _set_mmap_threshold(MIB)
     try:
         yield
     finally:
-        _set_mmap_threshold(_MOST_KEPT_BYTES)
+        _set_mmap_threshold(_MAX_DEFAULT_THRESHOLD_BYTES)
 
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_MOST_KEPT_BYTES = 32 * MIB
-"""To which malloc raises its threshold by itself."""
+_MAX_DEFAULT_THRESHOLD_BYTES = 32 * MIB
+"""Highest value to which malloc raises its mmap threshold by itself."""
 
 
 def _set_mmap_threshold(num_bytes: int) -> None:
-    mallopt = getattr(_libc(), "mallopt", None)  # glibc's
+    mallopt = getattr(_libc(), "mallopt", None)  # glibc only
     if mallopt is not None:
         mallopt(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(num_bytes))
-        mallopt(ctypes.c_int(_M_TRIM_THRESHOLD), ctypes.c_int(2 * num_bytes))  # malloc's own rule
+        mallopt(ctypes.c_int(_M_TRIM_THRESHOLD), ctypes.c_int(2 * num_bytes))  # malloc's own ratio
 
 
 @cache

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far memory by NUMA node: the other sockets', CXL's, NVM's, in the order of distance (HeLM).
+"""Binding of far memory to NUMA nodes: other sockets, CXL, NVM, in order of distance (HeLM).
 
-vLLM's CPU backend binds a worker's memory strictly to its own node, near weights and KV cache too,
-which come after far memory. So that node is the last one that far memory is bound to; its bandwidth
-is compute's besides.
+vLLM's CPU backend binds a worker's memory strictly to its own node, including near weights and the
+KV cache, which are allocated after far memory. So far memory uses that node last; compute needs its
+bandwidth as well.
 """
 
 import ctypes
@@ -20,18 +20,18 @@ logger = logging.getLogger("vllm.tiered")
 
 _SYSFS = Path("/sys/devices/system/node")
 _STATUS = Path("/proc/self/status")
-_KEPT_BYTES = 512 * MIB
-"""Of a node that far memory leaves to others."""
+_RESERVED_BYTES = 512 * MIB
+"""Free bytes of each node that far memory does not use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A NUMA node with memory.
+    """NUMA node with memory.
 
     Attributes:
-        cpus: of the node; none for CXL and NVM expanders.
-        free_bytes: that nobody uses, or that hold files which can be read again.
-        distances: to each node, by its number (10 is itself).
+        cpus: CPUs of the node; none for CXL and NVM expanders.
+        free_bytes: unused memory and reclaimable page cache.
+        distances: distance to each node, by its number (10 to itself).
     """
 
     number: int
@@ -41,7 +41,7 @@ class Node:
 
 
 def nodes(sysfs: Path = _SYSFS, status: Path = _STATUS) -> list[Node]:
-    """Those with memory that this process may use; empty where the system does not say."""
+    """List the nodes whose memory this process may use; empty if the system does not tell."""
     found = []
     online = _numbers(_read(sysfs / "has_memory") or _read(sysfs / "online"))
     allowed = _allowed(status)
@@ -61,11 +61,11 @@ def nodes(sysfs: Path = _SYSFS, status: Path = _STATUS) -> list[Node]:
 
 
 def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[tuple[int, int]]:
-    """Nodes for that much memory: the nearest to the CPUs first, their own last.
+    """Divide memory among nodes: the nearest to the CPUs first, the CPUs' own last.
 
     Returns:
-        (node, bytes) in order; empty with one node, or if all together do not have it: then the
-        system decides.
+        (node, bytes) in order; empty with one node, or if all nodes together lack the memory: then
+        the system decides.
     """
     if len(among) < 2:
         return []
@@ -79,10 +79,10 @@ def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[t
 
 
 def spread_near(num_bytes: int, number: int, among: Sequence[Node]) -> list[tuple[int, int]]:
-    """Nodes for memory that a device at node ``number`` reads: that one, then the nearest.
+    """Divide memory that a device at node ``number`` reads: that node first, then the nearest.
 
     Returns:
-        As :func:`spread`; empty also if the node is not among them.
+        As :func:`spread`; also empty if the node is not in ``among``.
     """
     home = next((node for node in among if node.number == number), None)
     if home is None or len(among) < 2:
@@ -95,7 +95,7 @@ def spread_near(num_bytes: int, number: int, among: Sequence[Node]) -> list[tupl
 
 
 def bind(address: int, num_bytes: int, cpus: Iterable[int]) -> list[tuple[int, int]]:
-    """Bind memory that nobody has written to yet, at a page's address.
+    """Bind unwritten memory at a page-aligned address to nodes, as :func:`spread` divides it.
 
     Returns:
         As :func:`spread`; empty if nothing was bound.
@@ -104,7 +104,7 @@ def bind(address: int, num_bytes: int, cpus: Iterable[int]) -> list[tuple[int, i
 
 
 def bind_near(address: int, num_bytes: int, number: int) -> list[tuple[int, int]]:
-    """The same for memory of a device that is attached to node ``number``.
+    """Bind memory of a device that is attached to node ``number``.
 
     Returns:
         As :func:`spread_near`; empty if nothing was bound.
@@ -115,7 +115,7 @@ def bind_near(address: int, num_bytes: int, number: int) -> list[tuple[int, int]
 def _fill(num_bytes: int, in_order: Iterable[Node]) -> list[tuple[int, int]]:
     parts = []
     for node in in_order:
-        part = min(num_bytes, max(0, node.free_bytes - _KEPT_BYTES) // MIB * MIB)
+        part = min(num_bytes, max(0, node.free_bytes - _RESERVED_BYTES) // MIB * MIB)
         if part:
             parts.append((node.number, part))
             num_bytes -= part
@@ -139,7 +139,7 @@ def _bind(address: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @cache
 def _libnuma() -> Any:
-    """None without the library, or where the kernel has no NUMA."""
+    """Load libnuma; None without the library or without NUMA in the kernel."""
     try:
         library = ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -148,7 +148,7 @@ def _libnuma() -> Any:
 
 
 def _allowed(status: Path) -> set[int]:
-    """Nodes of the control group; empty for all."""
+    """Read the nodes that the cgroup allows; empty means all."""
     for line in _read(status).splitlines():
         if line.startswith("Mems_allowed_list:"):
             return _numbers(line.partition(":")[2])
@@ -156,7 +156,7 @@ def _allowed(status: Path) -> set[int]:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of a list like "0-3,8"."""
+    """Parse a list like "0-3,8"."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.strip().partition("-")

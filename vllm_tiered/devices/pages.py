@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages: lists of page ids, buffers of pages of one size, and stores behind a buffer.
+"""Page lists, page buffers, and the contract of a store behind a buffer.
 
-What devices and storage share: it imports neither.
+Devices and storage share this module, which imports neither.
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +22,10 @@ NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
 
 
 class Pages:
-    """A list of page ids, examined once and used by many copies of a step.
+    """List of page ids, analysed once and used by many copies of a step.
 
     Args:
-        ascending: ``ids`` are sorted, which makes this cheaper.
+        ascending: ``ids`` are sorted, which makes the analysis cheaper.
 
     Attributes:
         ids: int64 [n].
@@ -49,7 +49,7 @@ class Pages:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """(position in ``ids``, number, first page id) of each run of consecutive ids."""
+        """Runs of consecutive ids: (position in ``ids``, number of pages, first page id)."""
         if self._runs is None:
             starts = np.flatnonzero(np.diff(self.ids, prepend=self.ids[:1] - 2) != 1).tolist()
             ends = [*starts[1:], len(self.ids)]
@@ -61,9 +61,9 @@ class Pages:
 
 
 class PageError(Enum):
-    """Why a page did not arrive, or was not kept."""
+    """Reason why a page was not read or not stored."""
 
-    CHECKSUM = "checksum"  # its bytes are not those that were written
+    CHECKSUM = "checksum"  # its bytes differ from those that were written
     SHORT = "short"  # the file ends before it
     IO = "io"  # the system reported an error
     LATE = "late"  # the device did not answer in time
@@ -72,10 +72,10 @@ class PageError(Enum):
 
 
 class PageStore(ABC):
-    """Carries far pages for which a copy of memory is not enough: in a file, or with checksums.
+    """Far pages that a plain memory copy cannot transfer: in a file, or with checksums.
 
-    Page ids are the store's own. Reads come from one thread at a time, and so do writes; a page is
-    not read while it is written.
+    Page ids are the store's own. One thread at a time reads, and one thread at a time writes. No
+    page is read while it is written.
 
     Attributes:
         errors: pages lost so far, by kind; every kind is a key.
@@ -86,33 +86,33 @@ class PageStore(ABC):
 
     @abstractmethod
     def read(self, page_ids: PageIds, near: "PageBuffer", near_pages: Pages) -> PageIds:
-        """``near[near_pages.ids[i]] = page_ids[i]`` for all i.
+        """Read page ``page_ids[i]`` into ``near[near_pages.ids[i]]`` for all i.
 
         Returns:
-            Those of ``page_ids`` that did not arrive intact; their near pages hold anything.
+            Those of ``page_ids`` that were not read intact; their near pages are undefined.
         """
 
     @abstractmethod
     def write(self, near: "PageBuffer", near_ids: PageIds, page_ids: PageIds) -> None:
-        """Keep ``near[near_ids[i]]`` as ``page_ids[i]``; what cannot be kept is unwritten."""
+        """Write ``near[near_ids[i]]`` to page ``page_ids[i]``; a failed page becomes unwritten."""
 
     @abstractmethod
     def forget(self, first_page: int, num_pages: int) -> None:
-        """Make a range of pages unwritten."""
+        """Mark a range of pages as unwritten."""
 
     def close(self) -> None:
-        """Release what the store holds beside the memory of its buffer. Idempotent."""
+        """Release all resources but the memory of the buffer. Idempotent."""
         return None
 
 
 class PageBuffer:
-    """Pages of equal size in one tier.
+    """Buffer of pages of equal size in one tier.
 
     Args:
         data: uint8 [num_pages, page_bytes], contiguous; a tensor on torch's "meta" device (a shape
-            without memory) if the pages are kept by ``store`` alone.
-        store: carries the pages, if a copy of ``data`` is not enough.
-        first_page: the store's id of the first page.
+            without memory) if only ``store`` holds the pages.
+        store: reads and writes the pages, if copying ``data`` is not enough.
+        first_page: id of the first page in the store.
 
     Attributes:
         words: the same memory as int64 [num_pages, page_bytes / 8] if the CPU can address it.
@@ -131,18 +131,18 @@ class PageBuffer:
         self.words: Words | None = data.numpy().view(np.int64) if on_cpu else None
 
     def part(self, first_page: int, num_pages: int) -> "PageBuffer":
-        """The same memory, ``num_pages`` pages from ``first_page`` on."""
+        """Return a view of ``num_pages`` pages from ``first_page`` on."""
         data = self.data[first_page : first_page + num_pages]
         return PageBuffer(data, self.store, self.first_page + first_page)
 
     def discard(self, first_page: int, num_pages: int) -> int:
-        """Give the memory of a range back to the system; its contents are undefined from then on.
+        """Release the memory of a range to the system; its contents are undefined afterwards.
 
-        With a store the pages are unwritten from then on. No copy may use them meanwhile.
+        With a store, the pages are unwritten afterwards. No copy may use them meanwhile.
 
         Returns:
-            Bytes given back: whole system pages inside the range. 0 where it is impossible, as for
-            pages in a file, whose space stays reserved, or in memory registered with a GPU.
+            Bytes released: whole system pages inside the range. 0 where it is impossible: for
+            pages in a file, whose space stays reserved, and in memory pinned for a GPU.
 
         Raises:
             IntegrityError: the range is not within the buffer.
@@ -163,13 +163,14 @@ class PageBuffer:
 
 
 def copy_words(src: Words, src_ids: PageIds, dst: Words, dst_pages: Pages) -> None:
-    """``dst[dst_pages.ids[i]] = src[src_ids[i]]`` for all i.
+    """Copy ``src[src_ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
 
-    One ``numpy.take`` for each run of consecutive target pages: it holds no GIL while it copies
-    and reaches the bandwidth of memcpy (10.3 GB/s for 300 pages of 24 KiB, against 4.7 for fancy
-    indexing and 3.9 for ``torch._foreach_copy_``; Xeon, 1 thread, 2026-11-21). Staging areas are
-    one run nearly always. numba would copy scattered pages in one call, but importing it before
-    a second engine starts in the process breaks vLLM 0.32's scan for Triton kernels.
+    This calls ``numpy.take`` once for each run of consecutive target pages. ``take`` releases the
+    GIL while it copies and reaches memcpy's bandwidth (10.3 GB/s for 300 pages of 24 KiB, against
+    4.7 for fancy indexing and 3.9 for ``torch._foreach_copy_``; Xeon, 1 thread, 2026-11-21). A
+    staging buffer is nearly always one run. numba would copy scattered pages in one call, but
+    importing it before a second engine starts in the process breaks vLLM 0.32's scan for Triton
+    kernels.
 
     Args:
         src, dst: int64 [num_pages, page_bytes / 8]; the rows of ``dst`` are contiguous, and so
@@ -182,12 +183,12 @@ def copy_words(src: Words, src_ids: PageIds, dst: Words, dst_pages: Pages) -> No
 
 
 def check_copy(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> None:
-    """Pages of one size, as many to copy as places for them, all inside their buffers.
+    """Check that a copy's page lists match in length and size and lie within their buffers.
 
     Raises:
-        IntegrityError: one of these is not so, with the numbers.
+        IntegrityError: they do not; the message has the numbers.
     """
-    # Dozens of copies are prepared in a step, and all are right: that is seen in one look.
+    # A step prepares dozens of copies, and all are valid: one condition covers them.
     if (
         len(src_pages.ids) == len(dst_pages.ids)
         and src.page_bytes == dst.page_bytes

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link slowed to a given bandwidth and latency, to run another machine's memory on this one.
+"""Throttle that slows a link to a given bandwidth and latency, to emulate another machine's memory.
 
-All transfers of a throttle stand in one line, as on a link. The line moves at the bandwidth, and a
-transfer has arrived ``latency_seconds`` after the line has passed its last byte:
+All transfers of a throttle pass one queue, as on a link. The queue drains at the bandwidth, and a
+transfer arrives ``latency_seconds`` after its last byte has left the queue:
 
-    line      ├─── A ───┤├────── B ──────┤           C admitted later: idle time is lost
-    arrived             └latency┘ A       └latency┘ B
+    queue     ├─── A ───┤├────── B ──────┤           C is admitted later: idle time is lost
+    arrival             └latency┘ A       └latency┘ B
 """
 
 import math
@@ -16,11 +16,10 @@ from vllm_tiered.errors import ConfigError
 
 
 class Throttle:
-    """A bandwidth and a latency, for one user or for several, who then share the bandwidth.
+    """Bandwidth and latency limit of a link, shared by all its users.
 
-    Thread-safe. It slows down and never speeds up: a transfer that takes longer by itself is not
-    held. Latencies of different users overlap; those of one user who waits for each transfer
-    add up.
+    Thread-safe. A transfer that takes longer by itself is not held. Latencies of different users
+    overlap; the latencies of one user that waits for each transfer add up.
 
     Args:
         bytes_per_second: above 0; ``math.inf`` for no limit.
@@ -35,35 +34,35 @@ class Throttle:
         self._changed = threading.Condition()
         self._bytes_per_second = bytes_per_second
         self._latency_seconds = latency_seconds
-        self._since = 0.0  # the line had passed ``_passed_bytes`` at this time
+        self._since = 0.0  # time at which ``_passed_bytes`` had left the queue
         self._passed_bytes = 0.0
         self._admitted_bytes = 0.0
 
     def set(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
-        """Change both from now on; transfers that are under way go on at the new bandwidth.
+        """Change both limits; transfers under way continue at the new bandwidth.
 
         Raises:
             ConfigError: a number is out of range; nothing changes.
         """
         _check(bytes_per_second, latency_seconds)
         with self._changed:
-            self._move(time.perf_counter())
+            self._advance(time.perf_counter())
             self._bytes_per_second = bytes_per_second
             self._latency_seconds = latency_seconds
             self._changed.notify_all()
 
     def off(self) -> None:
-        """No limit from now on; transfers that are being held arrive at once."""
+        """Remove the limits; transfers that are being held arrive at once."""
         self.set(math.inf)
 
     def admit(self, num_bytes: int, now: float) -> float:
-        """Put a transfer in the line at ``now`` (``time.perf_counter``).
+        """Queue a transfer at ``now`` (``time.perf_counter``).
 
         Returns:
-            The ticket to :meth:`hold` with, when the bytes have really been moved.
+            The ticket for :meth:`hold`, to be called when the bytes have been copied.
         """
         with self._changed:
-            self._move(now)
+            self._advance(now)
             self._admitted_bytes += num_bytes
             return self._admitted_bytes
 
@@ -75,8 +74,8 @@ class Throttle:
             while (left := passed + self._latency_seconds - time.perf_counter()) > 0:
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
 
-    def _move(self, now: float) -> None:
-        """Bring the line to ``now``."""
+    def _advance(self, now: float) -> None:
+        """Advance the queue to ``now``."""
         if self._passes_at(self._admitted_bytes) <= now:
             self._passed_bytes = self._admitted_bytes
         elif now > self._since:
@@ -84,7 +83,7 @@ class Throttle:
         self._since = max(self._since, now)
 
     def _passes_at(self, ticket: float) -> float:
-        """When the line passes, or passed, the end of the transfer."""
+        """Return the time at which the end of the transfer leaves, or left, the queue."""
         return self._since + (ticket - self._passed_bytes) / self._bytes_per_second
 
 

@@ -15,10 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.memory_split import Split
+from vllm_tiered.planner.memory_split import MemorySplit
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.pipeline import Link, StepTimes, transfer_seconds, waits_in_step
-from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.pipeline_time import (
+    ComputeTimes,
+    Link,
+    transfer_seconds,
+    waits_by_sublayer,
+)
+from vllm_tiered.planner.serving import Workload
 from vllm_tiered.planner.step_time import (
     Batch,
     compute_times,
@@ -27,16 +32,16 @@ from vllm_tiered.planner.step_time import (
     slowdown,
     storage_link,
 )
-from vllm_tiered.weights.placement import (
+from vllm_tiered.weights.layout import (
     Parameter,
-    Placement,
     Sublayer,
     extent_bytes,
-    extent_of,
-    moves,
+    extent_bytes_of,
+    moved_each_step,
 )
+from vllm_tiered.weights.placement import Placement
 
-Binds = Literal["link", "near memory", "arithmetic"]
+Bound = Literal["link", "near memory", "arithmetic"]
 Budget = Literal["near", "far", "none"]
 
 _MOST_SINGLY = 10
@@ -47,7 +52,7 @@ _DIGITS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
+class SublayerTimes:
     """A sublayer in a step.
 
     Attributes:
@@ -59,13 +64,13 @@ class Phase:
     """
 
     compute_seconds: float
-    arrives_seconds: float
+    transfer_seconds: float
     hidden_seconds: float
-    binds: Binds
+    bound_by: Bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reason:
+class Bottleneck:
     """Sublayers that are alike in everything below.
 
     Attributes:
@@ -83,15 +88,15 @@ class Reason:
     near_bytes: int
     far_bytes: int
     storage_bytes: int
-    decode: Phase
-    prefill: Phase
+    decode: SublayerTimes
+    prefill: SublayerTimes
     budget: Budget
     more_bytes: int
 
 
-def explain(
-    shape: ModelShape, machine: Machine, load: Load, split: Split, far_bytes: int
-) -> list[Reason]:
+def find_bottlenecks(
+    shape: ModelShape, machine: Machine, load: Workload, split: MemorySplit, far_bytes: int
+) -> list[Bottleneck]:
     """What binds the sublayers of a placement, those that are alike together.
 
     Args:
@@ -103,17 +108,17 @@ def explain(
     spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
     spare_far = far_bytes - placement.far_bytes
     # As they are while compute is busy too, where they are not there for good.
-    is_moved = any(moves(len(placement.extents), placement.ahead))
+    is_moved = any(moved_each_step(len(placement.extents), placement.prefetch_depth))
     slower = slowdown(machine).link if is_moved else 1.0
-    link = far_link(machine).slowed(slower)
-    links = (link, (storage_link(machine) or link).slowed(slower))
-    reasons: Counter[Reason] = Counter()
+    link = far_link(machine).slowed_by(slower)
+    links = (link, (storage_link(machine) or link).slowed_by(slower))
+    reasons: Counter[Bottleneck] = Counter()
     for position, (sublayer, (far, stored)) in enumerate(
-        zip(shape.sublayers, placement.staged, strict=True)
+        zip(shape.sublayers, placement.offloaded, strict=True)
     ):
         budget: Budget = "none"
         more = 0
-        if decode[position].binds == "link":
+        if decode[position].bound_by == "link":
             more = _more_near(far, stored, decode[position].hidden_seconds, links)
             budget = "near" if more > spare_near else "none"
         elif requests < load.max_requests and not stored:
@@ -121,7 +126,7 @@ def explain(
             budget = "far" if more > spare_far else "none"
         moved = sum(parameter.num_bytes for parameter in far)
         kept = sum(parameter.num_bytes for parameter in stored)
-        reason = Reason(
+        reason = Bottleneck(
             kind=sublayer.kind.value,
             layers=1,
             near_bytes=sublayer.num_bytes - moved - kept,
@@ -136,46 +141,51 @@ def explain(
     return [replace(reason, layers=count) for reason, count in reasons.items()]
 
 
-def _phases(shape: ModelShape, machine: Machine, placement: Placement, batch: Batch) -> list[Phase]:
+def _phases(
+    shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
+) -> list[SublayerTimes]:
     times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
     far = [position for position, seconds in enumerate(transfers) if seconds]
-    is_moved = dict(zip(far, moves(len(far), placement.ahead), strict=True))
+    is_moved = dict(zip(far, moved_each_step(len(far), placement.prefetch_depth), strict=True))
     waits = [0.0] * len(transfers)
     if any(is_moved.values()):  # while both are busy
         slower = slowdown(machine)
         times = replace(times, compute=tuple(s * slower.compute for s in times.compute))
         transfers = [seconds * slower.link for seconds in transfers]
-        waits = waits_in_step(transfers, times, ahead=placement.ahead)
-    windows = _windows(far, times, placement.ahead)
+        waits = waits_by_sublayer(transfers, times, prefetch_depth=placement.prefetch_depth)
+    windows = _windows(far, times, placement.prefetch_depth)
     phases = []
     for position, (sublayer, seconds) in enumerate(
         zip(shape.sublayers, times.compute, strict=True)
     ):
         arrives = transfers[position] if is_moved.get(position) else 0.0
         hidden = windows[position] if is_moved.get(position) else 0.0
-        if placement.ahead > 1 and waits[position]:
+        if placement.prefetch_depth > 1 and waits[position]:
             hidden = arrives - waits[position]  # the rest of its window is others'
         arithmetic = roofline(sublayer, shape, machine, batch).is_arithmetic
-        binds: Binds = "arithmetic" if arithmetic else "near memory"
-        late = round(waits[position] if placement.ahead > 1 else arrives - hidden, _DIGITS) > 0
+        bound_by: Bound = "arithmetic" if arithmetic else "near memory"
+        late = (
+            round(waits[position] if placement.prefetch_depth > 1 else arrives - hidden, _DIGITS)
+            > 0
+        )
         phases.append(
-            Phase(
+            SublayerTimes(
                 compute_seconds=round(seconds, _DIGITS),
-                arrives_seconds=round(arrives, _DIGITS),
+                transfer_seconds=round(arrives, _DIGITS),
                 hidden_seconds=round(max(0.0, hidden), _DIGITS),
-                binds="link" if late else binds,
+                bound_by="link" if late else bound_by,
             )
         )
     return phases
 
 
-def _windows(far: Sequence[int], times: StepTimes, ahead: int) -> dict[int, float]:
+def _windows(far: Sequence[int], times: ComputeTimes, prefetch_depth: int) -> dict[int, float]:
     """Compute beside which each may arrive: since the far sublayer ``ahead`` before it began. The
     first ones' goes through the step's end."""
     windows = {}
     for index, position in enumerate(far):
-        begin = far[(index - ahead) % len(far)]
+        begin = far[(index - prefetch_depth) % len(far)]
         if begin < position:
             windows[position] = sum(times.compute[begin:position])
         else:
@@ -197,7 +207,7 @@ def _more_near(
 
     def arrives(stays: Collection[Parameter]) -> float:
         return sum(
-            link.seconds(extent_of(p for p in group if p not in stays))
+            link.seconds(extent_bytes_of(p for p in group if p not in stays))
             for link, group in zip(links, (far, stored), strict=True)
         )
 

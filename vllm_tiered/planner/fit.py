@@ -16,19 +16,19 @@ from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import (
     BASELINES,
-    Room,
-    Split,
+    MemoryBudget,
+    MemorySplit,
     Target,
     baseline,
     near_sets,
-    pick,
-    split_beside,
+    pick_split,
     split_for_latency,
+    split_with,
 )
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.serving import Load, Served, serve
+from vllm_tiered.planner.serving import ServingEstimate, Workload, estimate_serving
 from vllm_tiered.planner.step_time import storage_link
-from vllm_tiered.planner.throughput import split_for_throughput
+from vllm_tiered.planner.throughput_split import split_for_throughput
 
 _PLANS = {"latency": split_for_latency, "throughput": split_for_throughput}
 
@@ -47,7 +47,7 @@ class Fit:
 
     placement: str
     near_bytes: int
-    ring_bytes: int
+    buffer_bytes: int
     far_bytes: int
     storage_bytes: int
     other_bytes: int
@@ -58,8 +58,8 @@ class Fit:
     stall_share: float
     tokens_per_s: float
     joules_per_token: float | None
-    batches: tuple[Served, ...]
-    split: Split
+    batches: tuple[ServingEstimate, ...]
+    split: MemorySplit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +77,10 @@ class NoFit:
     short_bytes: int
 
 
-def fits(
+def evaluate_placements(
     shape: ModelShape,
     machine: Machine,
-    load: Load,
+    load: Workload,
     near_bytes: int,
     far_bytes: int,
     *,
@@ -99,7 +99,7 @@ def fits(
             "it is not known how fast this machine reads from storage: measure it with "
             "vllm-tiered probe --path FOLDER, or plan without storage"
         )
-    room = Room(
+    room = MemoryBudget(
         near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes, has_storage=has_storage
     )
     for name in (*BASELINES, *_PLANS):
@@ -113,21 +113,23 @@ def fits(
             yield _fit(name, split, shape, machine, load)
 
 
-def chosen(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
+def chosen_placement(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
     """The plan that ``placement="auto"`` takes; None if neither fits."""
     plans = [fit for fit in results if isinstance(fit, Fit) and fit.placement in _PLANS]
     if not plans:
         return None
-    best = pick(target, [fit.split for fit in plans])
+    best = pick_split(target, [fit.split for fit in plans])
     return next(fit.placement for fit in plans if fit.split is best)
 
 
-def with_more_far(shape: ModelShape, machine: Machine, load: Load, fit: Fit) -> Split | None:
+def plan_with_unbounded_far(
+    shape: ModelShape, machine: Machine, load: Workload, fit: Fit
+) -> MemorySplit | None:
     """The same plan if far memory had no bound; None if that is no better."""
     plan = _PLANS.get(fit.placement)
     if plan is None:
         return None
-    room = Room(near_bytes=fit.kv_bytes + fit.near_bytes + fit.ring_bytes)
+    room = MemoryBudget(near_bytes=fit.kv_bytes + fit.near_bytes + fit.buffer_bytes)
     unbounded = plan(shape, machine, load, room)
     if unbounded.placement.far_bytes <= fit.far_bytes and not fit.storage_bytes:
         return None
@@ -138,20 +140,22 @@ def with_more_far(shape: ModelShape, machine: Machine, load: Load, fit: Fit) -> 
     return unbounded if is_better else None
 
 
-def _split(name: str, shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split | None:
+def _split(
+    name: str, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
+) -> MemorySplit | None:
     if name in _PLANS:
         return _PLANS[name](shape, machine, load, room)
-    return split_beside(baseline(name, shape), shape, machine, load, room)
+    return split_with(baseline(name, shape), shape, machine, load, room)
 
 
-def _fit(name: str, split: Split, shape: ModelShape, machine: Machine, load: Load) -> Fit:
+def _fit(name: str, split: MemorySplit, shape: ModelShape, machine: Machine, load: Workload) -> Fit:
     placement, served = split.placement, split.served
     most = served.requests
     sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
     return Fit(
         placement=name,
         near_bytes=placement.resident_bytes,
-        ring_bytes=placement.ring_bytes,
+        buffer_bytes=placement.buffer_bytes,
         far_bytes=placement.far_bytes,
         storage_bytes=placement.storage_bytes,
         other_bytes=shape.other_bytes,
@@ -162,13 +166,13 @@ def _fit(name: str, split: Split, shape: ModelShape, machine: Machine, load: Loa
         stall_share=served.stall_share,
         tokens_per_s=served.tokens_per_s,
         joules_per_token=served.joules_per_token,
-        batches=tuple(serve(shape, machine, placement, load, size) for size in sizes),
+        batches=tuple(estimate_serving(shape, machine, placement, load, size) for size in sizes),
         split=split,
     )
 
 
 def _why_not(
-    name: str, shape: ModelShape, machine: Machine, load: Load, near_bytes: int, far_bytes: int
+    name: str, shape: ModelShape, machine: Machine, load: Workload, near_bytes: int, far_bytes: int
 ) -> NoFit:
     one = load.kv_bytes(shape)
     fixed = shape.other_bytes + one
@@ -185,14 +189,14 @@ def _why_not(
     if short > 0:
         return NoFit(
             placement=name,
-            reason=f"{_gib(least.near_bytes)} of layers and slots, {_gib(shape.other_bytes)} of "
+            reason=f"{_gib(least.near_bytes)} of layers and buffers, {_gib(shape.other_bytes)} of "
             f"embeddings and head, and {_gib(one)} of KV for one request exceed "
             f"{_gib(near_bytes)} by {_gib(short)}",
             budget="near",
             short_bytes=short,
         )
     if name in _PLANS:
-        room = Room(near_bytes=near_bytes - shape.other_bytes)
+        room = MemoryBudget(near_bytes=near_bytes - shape.other_bytes)
         sets = near_sets(shape, machine, load, room, 1)
         least = min(sets, key=lambda placement: placement.far_bytes, default=least)
     far = least.far_bytes

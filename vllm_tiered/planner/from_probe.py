@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.planner.curves import Curves, ProductCurve
-from vllm_tiered.planner.machine import Figures, Machine, machine, machine_names, provenance
+from vllm_tiered.planner.machine import Figures, Machine, load_profile, profile_names, provenance
+from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 
 FORMAT = "vllm-tiered probe"
 VERSION = 1
@@ -31,18 +31,18 @@ LAYER_CALLS = 200
 _AGAIN = "measure again with vllm-tiered probe"
 
 
-def known_machine(name_or_path: str) -> tuple[Machine, Figures]:
+def load_machine(name_or_path: str) -> tuple[Machine, Figures]:
     """A machine by its name, or from a probe's file, with where each of its figures is from.
 
     Raises:
         ConfigError: as :func:`read_probe`.
     """
-    if name_or_path in machine_names():
-        return machine(name_or_path), provenance(name_or_path)
-    return read_probe(Path(name_or_path))
+    if name_or_path in profile_names():
+        return load_profile(name_or_path), provenance(name_or_path)
+    return read_probe_file(Path(name_or_path))
 
 
-def read_probe(path: Path) -> tuple[Machine, Figures]:
+def read_probe_file(path: Path) -> tuple[Machine, Figures]:
     """The machine that a probe's file describes, and each of its figures with where it is from.
 
     Raises:
@@ -61,13 +61,13 @@ def read_probe(path: Path) -> tuple[Machine, Figures]:
             f"{path}: has version {probe.get('version')!r}, and this reads {VERSION}; {_AGAIN}"
         )
     try:
-        return machine_of(probe)
+        return machine_from_probe(probe)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{path}: is damaged: {what}; {_AGAIN}") from error
 
 
-def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
+def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     """The same from the file's contents.
 
     Raises:
@@ -88,7 +88,7 @@ def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     where = f"vllm-tiered probe of {probe['machine']['name']}, {probe['date']}"
     figures = _Figures(where, call_us)
     measured, assumed = figures.measured, figures.assumed
-    curves = Curves(
+    curves = MeasuredCurves(
         near=near,
         far=far,
         compute_slowdown=max(
@@ -122,7 +122,7 @@ def machine_of(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     return machine, figures.found
 
 
-def median_of(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One probe with the medians of several of the same scope.
 
     A machine that others disturb at times, or that gets slower for a while, is measured better so.
@@ -174,7 +174,7 @@ def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -
     return measured("storage_read_gb_per_s", max(rates), "the fastest sequential reads")
 
 
-def _products(entries: Sequence[Mapping[str, Any]]) -> ProductCurve:
+def _products(entries: Sequence[Mapping[str, Any]]) -> GemmCurve:
     seconds = {
         (int(_positive(entry["rows"], "rows")), int(_positive(entry["num_bytes"], "num_bytes"))): (
             _positive(entry["seconds"], "seconds")
@@ -183,7 +183,7 @@ def _products(entries: Sequence[Mapping[str, Any]]) -> ProductCurve:
     }
     if not seconds:
         raise ValueError("no products")
-    return ProductCurve.of(seconds)
+    return GemmCurve.of(seconds)
 
 
 def _samples(entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:

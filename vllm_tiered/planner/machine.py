@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vllm_tiered.energy.carbon import Power
-from vllm_tiered.planner.curves import Curves
+from vllm_tiered.planner.measured_curves import MeasuredCurves
 
 _PROFILES = Path(__file__).parent / "profiles"
 _MAY_BE_KNOWN = {"storage_read_gb_per_s"}
@@ -50,10 +50,10 @@ class Machine:
     far_layer_overhead_us: float
     storage_read_gb_per_s: float | None = None
     power: Power | None = None
-    curves: Curves | None = None
+    curves: MeasuredCurves | None = None
 
 
-def machine_names() -> list[str]:
+def profile_names() -> list[str]:
     """Return the machines there are files for."""
     return sorted(path.stem for path in _PROFILES.glob("*.toml"))
 
@@ -64,12 +64,12 @@ def provenance(name: str) -> Figures:
     Raises:
         As :func:`machine`.
     """
-    machine(name)  # checked there
+    load_profile(name)  # checked there
     return tomllib.loads((_PROFILES / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @cache
-def machine(name: str) -> Machine:
+def load_profile(name: str) -> Machine:
     """Return a machine by name.
 
     Raises KeyError, naming those there are, for an unknown one, and ValueError for a file with
@@ -77,7 +77,7 @@ def machine(name: str) -> Machine:
     """
     path = _PROFILES / f"{name}.toml"
     if not path.is_file():
-        raise KeyError(f"no machine {name!r}; there are {', '.join(machine_names())}")
+        raise KeyError(f"no machine {name!r}; there are {', '.join(profile_names())}")
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     watts = {field.name for field in fields(Power)}
     expected = {field.name for field in fields(Machine)} - {"power", "curves"} - _MAY_BE_KNOWN

@@ -13,14 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.planner.latency import ALL, ONE_AHEAD, Effort, place_for_latency
+from vllm_tiered.planner.latency_placement import (
+    DEPTH_ONE_EFFORT,
+    FULL_EFFORT,
+    SearchEffort,
+    place_for_latency,
+)
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.pipeline import StepTimes
-from vllm_tiered.planner.serving import Load, Served, serve
+from vllm_tiered.planner.pipeline_time import ComputeTimes
+from vllm_tiered.planner.serving import ServingEstimate, Workload, estimate_serving
 from vllm_tiered.planner.step_time import compute_times, far_link, slowdown, storage_link
 from vllm_tiered.units import format_bytes
-from vllm_tiered.weights.placement import Placement, place, spill
+from vllm_tiered.weights.placement import Placement, place, spill_to_storage
 
 Target = Literal["latency", "throughput"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -36,7 +41,7 @@ BASELINES = ("all near", "flexgen", "helm", "all_far")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class MemoryBudget:
     """What is to be shared.
 
     Attributes:
@@ -51,7 +56,7 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class MemorySplit:
     """A placement, what it leaves to the KV cache, and what the load gets from both.
 
     Attributes:
@@ -62,8 +67,8 @@ class Split:
 
     placement: Placement
     kv_bytes: int
-    served: Served
-    alone: Served
+    served: ServingEstimate
+    alone: ServingEstimate
 
 
 def baseline(name: str, shape: ModelShape) -> Placement:
@@ -74,26 +79,28 @@ def baseline(name: str, shape: ModelShape) -> Placement:
     return place(name, shape.sublayers, FLEXGEN_PERCENTS if name == "flexgen" else None)
 
 
-def split_beside(
-    placement: Placement, shape: ModelShape, machine: Machine, load: Load, room: Room
-) -> Split | None:
+def split_with(
+    placement: Placement, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
+) -> MemorySplit | None:
     """The KV cache gets what the placement leaves; None if that does not hold one request, or if
     the layers do not fit far memory."""
     if room.has_storage and room.far_bytes is not None:
-        placement = spill(placement, room.far_bytes)
+        placement = spill_to_storage(placement, room.far_bytes)
     kv_bytes = room.near_bytes - placement.near_bytes
-    requests = load.requests_in(shape, kv_bytes)
+    requests = load.max_requests_in(shape, kv_bytes)
     if not requests or (room.far_bytes is not None and placement.far_bytes > room.far_bytes):
         return None
-    return Split(
+    return MemorySplit(
         placement=placement,
         kv_bytes=kv_bytes,
-        served=serve(shape, machine, placement, load, requests),
-        alone=serve(shape, machine, placement, load, 1),
+        served=estimate_serving(shape, machine, placement, load, requests),
+        alone=estimate_serving(shape, machine, placement, load, 1),
     )
 
 
-def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split:
+def split_for_latency(
+    shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
+) -> MemorySplit:
     """The split with the shortest predicted decode step of one request.
 
     Raises:
@@ -101,7 +108,7 @@ def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Roo
     """
     candidates = [*(baseline(name, shape) for name in BASELINES)]
     candidates += near_sets(shape, machine, load, room, 1)
-    splits = [split_beside(c, shape, machine, load, room) for c in candidates]
+    splits = [split_with(c, shape, machine, load, room) for c in candidates]
     fitting = [split for split in splits if split]
     if not fitting:
         raise no_room(shape, load, room)
@@ -111,14 +118,14 @@ def split_for_latency(shape: ModelShape, machine: Machine, load: Load, room: Roo
             round(s.alone.decode_seconds, 12),
             s.placement.storage_bytes,
             s.placement.far_bytes,
-            s.placement.ring_bytes,
+            s.placement.buffer_bytes,
         ),
     )
     return replace(best, placement=replace(best.placement, policy="latency"))
 
 
 def near_sets(
-    shape: ModelShape, machine: Machine, load: Load, room: Room, requests: int
+    shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget, requests: int
 ) -> Iterator[Placement]:
     """What the integer program keeps near beside the KV cache of so many requests: for a decode
     step, for a prefill, and with nothing to hide behind.
@@ -128,9 +135,9 @@ def near_sets(
     """
     prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
     for times, effort in (
-        (compute_times(shape, machine, load.decode(requests)), ALL),
-        (compute_times(shape, machine, load.prefill(prompts)), ONE_AHEAD),
-        (StepTimes(compute=(0.0,) * len(shape.sublayers)), ONE_AHEAD),
+        (compute_times(shape, machine, load.decode(requests)), FULL_EFFORT),
+        (compute_times(shape, machine, load.prefill(prompts)), DEPTH_ONE_EFFORT),
+        (ComputeTimes(compute=(0.0,) * len(shape.sublayers)), DEPTH_ONE_EFFORT),
     ):
         kv_bytes = load.kv_bytes(shape, requests)
         placement = near_set(shape, machine, times, room, kv_bytes, effort)
@@ -141,15 +148,15 @@ def near_sets(
 def near_set(
     shape: ModelShape,
     machine: Machine,
-    times: StepTimes,
-    room: Room,
+    times: ComputeTimes,
+    room: MemoryBudget,
     kv_bytes: int,
-    effort: Effort = ALL,
+    effort: SearchEffort = FULL_EFFORT,
 ) -> Placement | None:
     """What the integer program keeps near beside so much KV cache; None if nothing fits.
 
     Args:
-        effort: as for :func:`~vllm_tiered.planner.latency.place_for_latency`.
+        effort: as for :func:`~vllm_tiered.planner.latency_placement.place_for_latency`.
     """
     budget = room.near_bytes - kv_bytes
     link = far_link(machine)
@@ -169,11 +176,11 @@ def near_set(
         return None
 
 
-def pick(target: Target, splits: Sequence[Split]) -> Split:
+def pick_split(target: Target, splits: Sequence[MemorySplit]) -> MemorySplit:
     """The shortest decode step of one request, or the most tokens/s; the target's own plan where
     that is as good as can be told."""
 
-    def cost(split: Split) -> float:
+    def cost(split: MemorySplit) -> float:
         is_latency = target == "latency"
         return split.alone.decode_seconds if is_latency else 1 / split.served.tokens_per_s
 
@@ -187,14 +194,14 @@ def target_for(max_requests: int) -> Target:
     return "latency" if max_requests == 1 else "throughput"
 
 
-def no_room(shape: ModelShape, load: Load, room: Room) -> BudgetError:
+def no_room(shape: ModelShape, load: Workload, room: MemoryBudget) -> BudgetError:
     """The error for a room in which no placement fits."""
     least = baseline("all_far", shape).near_bytes
     one = load.kv_bytes(shape)
     if least + one > room.near_bytes:
         tokens = load.prompt_tokens + load.output_tokens
         return BudgetError(
-            f"the least that layers keep near is {format_bytes(least)}, staging slots included; "
+            f"the least that layers keep near is {format_bytes(least)}, weight buffers included; "
             f"with {format_bytes(one)} of KV cache for one request of {tokens} tokens they exceed "
             f"{format_bytes(room.near_bytes)} by {format_bytes(least + one - room.near_bytes)}: "
             "raise weights.near_gib, or lower --max-model-len"

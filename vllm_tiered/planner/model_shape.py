@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_tiered.errors import ConfigError, UnsupportedError
-from vllm_tiered.weights.int4_layout import COMPRESS, can_compress, compressed_bytes
-from vllm_tiered.weights.placement import Kind, Parameter, Role, Sublayer, sublayers_of
+from vllm_tiered.weights.int4.layout import COMPRESS, can_compress, compressed_bytes
+from vllm_tiered.weights.layout import Kind, Parameter, Role, Sublayer, sublayers_of
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 

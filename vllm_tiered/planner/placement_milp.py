@@ -28,9 +28,16 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from vllm_tiered.planner.pipeline import ALONE, Link, Slowdown, StepTimes, seconds_beside
-from vllm_tiered.planner.quiet_solver import quiet_solver
-from vllm_tiered.weights.placement import Kind, Parameter, Placement, Sublayer, extent_of, slot_of
+from vllm_tiered.planner.pipeline_time import (
+    NO_SLOWDOWN,
+    ComputeTimes,
+    Link,
+    Slowdown,
+    overlapped_seconds,
+)
+from vllm_tiered.planner.solver_output import suppress_solver_output
+from vllm_tiered.weights.layout import Kind, Parameter, Sublayer, buffer_of, extent_bytes_of
+from vllm_tiered.weights.placement import Placement
 
 _MOST_MODULES = 8
 _MOST_STORED_MODULES = 4
@@ -49,7 +56,7 @@ class Links(NamedTuple):
 
     far: Link
     storage: Link | None
-    slowdown: Slowdown = ALONE
+    slowdown: Slowdown = NO_SLOWDOWN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +71,7 @@ class _Choice:
     seconds: float  # of the sublayer before, with this one's transfer beside it
 
 
-class Stay(Enum):
+class NearScope(Enum):
     """Which sublayers may be wholly near."""
 
     NONE = "none"
@@ -73,7 +80,7 @@ class Stay(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class PlacementProblem:
     """What is solved for a near budget.
 
     Attributes:
@@ -85,15 +92,17 @@ class Problem:
     """
 
     sublayers: Sequence[Sublayer]
-    times: StepTimes
+    times: ComputeTimes
     links: Links
     far_bytes: int | None
     gap: float = SOLVED
-    stay: Stay
-    ahead: int = 1
+    stay: NearScope
+    prefetch_depth: int = 1
 
 
-def solve(problem: Problem, near_bytes: int, *, is_even: bool = False) -> Placement | None:
+def solve_placement(
+    problem: PlacementProblem, near_bytes: int, *, is_even: bool = False
+) -> Placement | None:
     """The placement with the least sum in a near budget; None if nothing fits.
 
     Args:
@@ -107,7 +116,7 @@ def solve(problem: Problem, near_bytes: int, *, is_even: bool = False) -> Placem
             for choice in _choices(
                 sublayers[positions[0]], _before(times, positions[0]), problem.links
             )
-            if choice.extent or problem.stay is not Stay.NONE
+            if choice.extent or problem.stay is not NearScope.NONE
         ]
         for positions in members
     ]
@@ -117,7 +126,7 @@ def solve(problem: Problem, near_bytes: int, *, is_even: bool = False) -> Placem
         choices=choices,
         sizes=[len(positions) for positions in members],
         slots=[[0, 1] if is_any else [list(Kind).index(kind)] for kind in kinds],
-        kinds=kinds if problem.stay is Stay.LAYERS else (),
+        kinds=kinds if problem.stay is NearScope.LAYERS else (),
         num_slots=num_slots,
         near_bytes=near_bytes,
         far_bytes=problem.far_bytes,
@@ -135,7 +144,7 @@ def solve(problem: Problem, near_bytes: int, *, is_even: bool = False) -> Placem
             option for option, number in zip(options, numbers, strict=True) for _ in range(number)
         ]
         in_order = _spread(chosen)
-        if problem.stay is Stay.LAYERS and kind is Kind.FFN:
+        if problem.stay is NearScope.LAYERS and kind is Kind.FFN:
             in_order = _with_attention(
                 in_order, [sublayers[at].layer in near_layers for at in positions]
             )
@@ -150,23 +159,23 @@ def solve(problem: Problem, near_bytes: int, *, is_even: bool = False) -> Placem
         sublayers=tuple(sublayers),
         far=tuple(far),
         stored=tuple(stored) if any(stored) else (),
-        ahead=problem.ahead,
+        prefetch_depth=problem.prefetch_depth,
     )
 
 
-def _slots(problem: Problem) -> tuple[bool, tuple[float, float]]:
+def _slots(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
     """Whether any slot may have to hold attention and FFN, and how many there are of each.
 
     Where nothing may stay it is known which sublayer passes through which slot; else a last round
     may be longer, and have more.
     """
-    if problem.stay is not Stay.NONE:
-        each = (problem.ahead + 1) / 2
-        return problem.stay is Stay.ANY or problem.ahead % 2 == 0, (each, each)
+    if problem.stay is not NearScope.NONE:
+        each = (problem.prefetch_depth + 1) / 2
+        return problem.stay is NearScope.ANY or problem.prefetch_depth % 2 == 0, (each, each)
     order = list(Kind)
     holds: dict[int, set[int]] = {}
     for position, sublayer in enumerate(problem.sublayers):
-        slot = slot_of(position, len(problem.sublayers), problem.ahead)
+        slot = buffer_of(position, len(problem.sublayers), problem.prefetch_depth)
         holds.setdefault(slot, set()).add(order.index(sublayer.kind))
     if any(len(kinds) > 1 for kinds in holds.values()):
         return True, (len(holds) / 2, len(holds) / 2)
@@ -174,7 +183,7 @@ def _slots(problem: Problem) -> tuple[bool, tuple[float, float]]:
     return False, (num_attention, len(holds) - num_attention)
 
 
-def _classes(sublayers: Sequence[Sublayer], times: StepTimes) -> list[list[int]]:
+def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[int]]:
     """Positions of sublayers that are alike."""
     classes: dict[object, list[int]] = {}
     for position, sublayer in enumerate(sublayers):
@@ -184,7 +193,7 @@ def _classes(sublayers: Sequence[Sublayer], times: StepTimes) -> list[list[int]]
     return list(classes.values())
 
 
-def _before(times: StepTimes, position: int) -> float:
+def _before(times: ComputeTimes, position: int) -> float:
     """Seconds beside which the sublayer arrives; the first one has the rest of the step too."""
     return times.compute[position - 1] + (0.0 if position else times.rest)
 
@@ -213,7 +222,7 @@ def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterato
             for tier in ("far", "stored")
         )
         far_extent, stored_extent = (
-            extent_of(sublayer.parameters[index] for index in sorted(chosen))
+            extent_bytes_of(sublayer.parameters[index] for index in sorted(chosen))
             for chosen in (far, stored)
         )
         seconds = links.far.seconds(far_extent)
@@ -226,7 +235,7 @@ def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterato
             - sum(sublayer.parameters[index].num_bytes for index in far | stored),
             far_extent=far_extent,
             extent=far_extent + stored_extent,
-            seconds=seconds_beside(compute_before, seconds, links.slowdown),
+            seconds=overlapped_seconds(compute_before, seconds, links.slowdown),
         )
 
 
@@ -310,7 +319,7 @@ def _counts(
         [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_sizes + 1, np.inf)]
     )
     integrality = np.concatenate([np.ones(2 * num_choices), np.zeros(num_sizes), [is_even]])
-    with quiet_solver():
+    with suppress_solver_output():
         solution = milp(
             cost,
             constraints=LinearConstraint(np.array(rows), low, high),

@@ -12,7 +12,7 @@ from vllm_tiered.weights.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class Workload:
     """Requests of one length.
 
     Attributes:
@@ -32,7 +32,7 @@ class Load:
         """Of requests at their full length, and of the block that vLLM sets aside."""
         return (requests * self._blocks + 1) * self._block_bytes(shape)
 
-    def requests_in(self, shape: ModelShape, kv_bytes: int) -> int:
+    def max_requests_in(self, shape: ModelShape, kv_bytes: int) -> int:
         """Those that run at a time in so much KV cache, ``max_requests`` at most."""
         blocks = kv_bytes // self._block_bytes(shape) - 1
         return max(0, min(self.max_requests, blocks // self._blocks))
@@ -55,7 +55,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
+class ServingEstimate:
     """What so many requests at a time get.
 
     Attributes:
@@ -74,9 +74,9 @@ class Served:
     joules_per_token: float | None
 
 
-def serve(
-    shape: ModelShape, machine: Machine, placement: Placement, load: Load, requests: int
-) -> Served:
+def estimate_serving(
+    shape: ModelShape, machine: Machine, placement: Placement, load: Workload, requests: int
+) -> ServingEstimate:
     """Predict ``requests`` of the load, all the time."""
     decode = predict_step(shape, machine, placement, load.decode(requests))
     alone = predict_step(shape, machine, placement, load.prefill())
@@ -88,7 +88,7 @@ def serve(
     stall = load.output_tokens * decode.stall_seconds + steps * prompts.stall_seconds
     tokens = requests * load.output_tokens
     power = machine.power
-    return Served(
+    return ServingEstimate(
         requests=requests,
         prefill_seconds=alone.seconds,
         decode_seconds=decode.seconds,

@@ -17,18 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_tiered.planner.curves import Curves
 from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.measured_curves import MeasuredCurves
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.pipeline import (
+from vllm_tiered.planner.pipeline_time import (
+    ComputeTimes,
     Link,
     Slowdown,
     StepTime,
-    StepTimes,
-    step_time,
+    pipeline_step_time,
     transfer_seconds,
 )
-from vllm_tiered.weights.placement import Kind, Parameter, Placement, Role, Sublayer
+from vllm_tiered.weights.layout import Kind, Parameter, Role, Sublayer
+from vllm_tiered.weights.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +123,7 @@ def slowdown(machine: Machine) -> Slowdown:
 
 def compute_times(
     shape: ModelShape, machine: Machine, batch: Batch, placement: Placement | None = None
-) -> StepTimes:
+) -> ComputeTimes:
     """Of each sublayer, with no copies beside it.
 
     Args:
@@ -138,8 +139,8 @@ def compute_times(
         rest += curve.seconds(shape.head_bytes, requests)
     else:
         rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
-    staged = placement.staged if placement else [((), ())] * len(shape.sublayers)
-    return StepTimes(
+    staged = placement.offloaded if placement else [((), ())] * len(shape.sublayers)
+    return ComputeTimes(
         compute=tuple(
             roofline(sublayer, shape, machine, batch, (*far, *stored)).seconds
             for sublayer, (far, stored) in zip(shape.sublayers, staged, strict=True)
@@ -154,11 +155,15 @@ def predict_step(
     """A step with the placement's far weights arriving as far ahead as it says."""
     times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
-    return step_time(transfers, times, slowdown(machine), placement.ahead)
+    return pipeline_step_time(transfers, times, slowdown(machine), placement.prefetch_depth)
 
 
 def _measured_seconds(
-    sublayer: Sublayer, shape: ModelShape, far: Sequence[Parameter], curves: Curves, tokens: int
+    sublayer: Sublayer,
+    shape: ModelShape,
+    far: Sequence[Parameter],
+    curves: MeasuredCurves,
+    tokens: int,
 ) -> float:
     """Each product as it was measured, and half of what a layer costs beside its products."""
     names = {parameter.name for parameter in far}

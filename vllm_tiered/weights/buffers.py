@@ -1,104 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging slots through which far sublayers pass, one ahead of compute (FlexGen's overlap), or
-more.
+"""Weight buffers in near memory: offloaded sublayers are prefetched to them (FlexGen's overlap).
 
-enter(k)     compute of sublayer k is next: wait until it has arrived
-             the slot of k - 1 is free when its compute is over: k + ahead is queued for it
-leave(k)     compute submitted so far is all that uses the slot of k
+    acquire(k)    sublayer k computes next: wait until its weights are in its buffer.
+                  The buffer of k - 1 is free once its compute is over: queue k + prefetch_depth.
+    release(k)    only compute submitted so far reads the buffer of k.
 
-Where compute runs after it is submitted, as on a GPU, neither call waits for it: what is queued for
-a slot waits for events of its users, and compute for the event of what it needs.
+On a GPU, where compute runs after it is submitted, neither call blocks the host: a load to a buffer
+waits for events of the compute that reads it, and compute waits for the event of its load.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_tiered.devices.base import Copy, Device, Direction, Event
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.weights.placement import SLOT_ALIGNMENT, slot_bytes, slot_of
+from vllm_tiered.weights.layout import Extent
 
 _MANY_USES = 16
-"""Of a slot that keeps its sublayer for long: those that are over are let go."""
+"""Compute events of one buffer above which those that are done are dropped."""
 
 
-class Extent(NamedTuple):
-    """A sublayer's parameters, in pages of ``SLOT_ALIGNMENT`` bytes.
-
-    Its far pages are in a row, its stored ones too; in the slot the stored come after the far.
-    """
-
-    far_page: int
-    num_far: int
-    stored_page: int
-    num_stored: int
-    slot_page: int
-    slot: int
-
-    @property
-    def num_pages(self) -> int:
-        return self.num_far + self.num_stored
-
-
-def lay_out(sizes: Sequence[tuple[int, int]], ahead: int = 1) -> list[Extent]:
-    """Sublayers one after the other in far memory and in the file; slots one after the other.
-
-    Args:
-        sizes: far and stored bytes of each, multiples of ``SLOT_ALIGNMENT``, in the order of
-            computation.
-        ahead: how many are on their way while one computes.
-    """
-    slots = slot_bytes([far + stored for far, stored in sizes], ahead)
-    slot_pages = [sum(slots[:slot]) // SLOT_ALIGNMENT for slot in range(len(slots))]
-    extents: list[Extent] = []
-    far_page = stored_page = 0
-    for position, size in enumerate(sizes):
-        slot = slot_of(position, len(sizes), ahead)
-        num_far, num_stored = (num_bytes // SLOT_ALIGNMENT for num_bytes in size)
-        extents.append(Extent(far_page, num_far, stored_page, num_stored, slot_pages[slot], slot))
-        far_page += num_far
-        stored_page += num_stored
-    return extents
-
-
-class _Slot:
-    """What is in a slot or on its way, what comes next, and who uses it.
+class _Buffer:
+    """State of one buffer.
 
     Attributes:
-        num_users: modules between ``enter`` and ``leave``.
-        uses: done when compute does not need what is in it; of each module, as they may compute in
-            streams of their own.
+        holds: position of the sublayer whose weights are in the buffer or in transfer to it.
+        next: position of the sublayer to load after that.
+        loaded: event of the transfer.
+        num_users: modules between ``acquire`` and ``release``.
+        uses: compute events of released modules, which may compute in streams of their own; when
+            all are done, the buffer may be overwritten.
     """
 
-    __slots__ = ("arrival", "next", "num_users", "resident", "uses")
+    __slots__ = ("holds", "loaded", "next", "num_users", "uses")
 
     def __init__(self) -> None:
-        self.resident: int | None = None
+        self.holds: int | None = None
         self.next: int | None = None
-        self.arrival: Event | None = None
+        self.loaded: Event | None = None
         self.num_users = 0
         self.uses: list[Event] = []
 
 
-class WeightRing:
-    """Brings each sublayer into its slot before it computes.
+class WeightBufferPool:
+    """Pool of weight buffers that loads each sublayer before it computes.
 
-    Any order of computation gives right weights; the order of ``extents``, again and again, gives
-    them early. A module says when it begins and when it is done, as a compiler may put other work
-    in between.
+    Weights are right in any order of computation. They are early if the sublayers compute in the
+    order of ``extents``, again and again. A module says when it begins and when it is done, because
+    a compiler may put other work in between.
 
     Args:
-        device: copies, and knows what compute has done.
-        far, stored: all sublayers, pages of ``SLOT_ALIGNMENT`` bytes.
-        near: the slots.
-        extents: where each is, from :func:`lay_out`.
-        ahead: what they were laid out for.
+        device: copies, and knows which compute is done.
+        far: all far sublayers, in pages of ``BUFFER_ALIGNMENT`` bytes.
+        near: all buffers, in such pages.
+        extents: position of each sublayer, from :func:`~vllm_tiered.weights.layout.assign_extents`.
+        stored: all stored sublayers, in such pages; None if there are none.
+        prefetch_depth: the depth that the extents were assigned for.
 
     Attributes:
-        stall_seconds: for which compute stood still.
-        num_misses: sublayers that compute came to before they were queued.
+        stall_seconds: time for which compute waited for weights.
+        num_misses: sublayers that compute reached before their load was queued.
     """
 
     def __init__(
@@ -109,103 +72,116 @@ class WeightRing:
         near: PageBuffer,
         extents: Sequence[Extent],
         stored: PageBuffer | None = None,
-        ahead: int = 1,
+        prefetch_depth: int = 1,
     ) -> None:
         self._device = device
-        self._ahead = ahead
-        self._copies = [_prepare(device, far, stored, near, extent) for extent in extents]
-        num_slots = 1 + max((extent.slot for extent in extents), default=-1)
-        self._slots = [_Slot() for _ in range(num_slots)]
-        self._slot_of = [self._slots[extent.slot] for extent in extents]
+        self._prefetch_depth = prefetch_depth
+        self._copies = [_prepare_load(device, far, stored, near, extent) for extent in extents]
+        num_buffers = 1 + max((extent.buffer_idx for extent in extents), default=-1)
+        self._buffers = [_Buffer() for _ in range(num_buffers)]
+        self._buffer_of = [self._buffers[extent.buffer_idx] for extent in extents]
         self.stall_seconds = 0.0
         self.num_misses = 0
 
     def start(self) -> None:
-        """Queue the first sublayers, which the first step would come to in vain.
+        """Queue the first sublayers' loads, so that the first step does not miss them.
 
-        A loader that wrote to the slots did so by compute that was submitted before.
+        A loader may have written to the buffers, by compute that it submitted before this call.
         """
-        for slot in self._slots:
-            slot.uses.append(self._device.compute_event())
-        for position in range(min(self._ahead, len(self._copies))):
-            self._queue(position)
+        for buffer in self._buffers:
+            buffer.uses.append(self._device.compute_event())
+        for position in range(min(self._prefetch_depth, len(self._copies))):
+            self._submit_load(position)
 
-    def enter(self, position: int) -> None:
-        """A module of the sublayer computes next: what it needs is in the slot.
+    def acquire(self, position: int) -> None:
+        """Wait until the sublayer's weights are in its buffer, and queue the next sublayers.
 
         Raises:
-            IntegrityError: a module of another sublayer still uses the slot.
+            IntegrityError: a module of another sublayer still uses the buffer.
             The copy's error, if it failed.
         """
-        slot = self._slot_of[position]
-        if slot.resident != position:
-            if slot.num_users:
+        buffer = self._buffer_of[position]
+        if buffer.holds != position:
+            if buffer.num_users:
                 raise IntegrityError(
-                    f"sublayer {position} computes while sublayer {slot.resident} still uses its "
-                    "slot: this model's layers overlap; set weights.placement=off"
+                    f"sublayer {position} computes while sublayer {buffer.holds} still uses its "
+                    "weight buffer: this model's layers overlap; set weights.placement=off"
                 )
             self.num_misses += 1
-            self._queue(position)
-        slot.num_users += 1
-        assert slot.arrival is not None
-        self.stall_seconds += self._device.wait(slot.arrival)
-        for further in range(1, self._ahead + 1):
-            following = (position + further) % len(self._slot_of)
-            into = self._slot_of[following]
-            if into is not slot and into.resident != following:
-                into.next = following
-                self._fill(into)
+            self._submit_load(position)
+        buffer.num_users += 1
+        assert buffer.loaded is not None
+        self.stall_seconds += self._device.wait(buffer.loaded)
+        for further in range(1, self._prefetch_depth + 1):
+            following = (position + further) % len(self._buffer_of)
+            target = self._buffer_of[following]
+            if target is not buffer and target.holds != following:
+                target.next = following
+                self._load_next(target)
 
-    def leave(self, position: int) -> None:
-        """The module is done: compute that was submitted so far is all that uses the slot."""
-        slot = self._slot_of[position]
-        if slot.resident != position or not slot.num_users:
-            raise IntegrityError(f"sublayer {position} is done, but it was not computing")
-        slot.num_users -= 1
-        if len(slot.uses) >= _MANY_USES:
-            slot.uses = [use for use in slot.uses if not use.done()]
-        slot.uses.append(self._device.compute_event())
-        self._fill(slot)
-
-    def check_integrity(self) -> None:
-        """A slot holds a sublayer that passes through it, or nothing.
+    def release(self, position: int) -> None:
+        """Record that only compute submitted so far reads the sublayer's buffer.
 
         Raises:
-            IntegrityError: with the slot.
+            IntegrityError: the sublayer was not acquired.
         """
-        for index, slot in enumerate(self._slots):
-            if slot.resident is None:
-                if slot.arrival is not None or slot.num_users:
-                    raise IntegrityError(f"slot {index} is empty, but in use")
-            elif self._slot_of[slot.resident] is not slot or slot.arrival is None:
-                raise IntegrityError(f"slot {index} holds sublayer {slot.resident} of another slot")
+        buffer = self._buffer_of[position]
+        if buffer.holds != position or not buffer.num_users:
+            raise IntegrityError(f"sublayer {position} is done, but it was not computing")
+        buffer.num_users -= 1
+        if len(buffer.uses) >= _MANY_USES:
+            buffer.uses = [use for use in buffer.uses if not use.done()]
+        buffer.uses.append(self._device.compute_event())
+        self._load_next(buffer)
 
-    def _fill(self, slot: _Slot) -> None:
-        """Queue what is next for the slot, unless a module still uses what is in it."""
-        if slot.next is not None and not slot.num_users:
-            self._queue(slot.next)
+    def check_integrity(self) -> None:
+        """Check that each buffer is empty or holds a sublayer that is assigned to it.
 
-    def _queue(self, position: int) -> None:
-        slot = self._slot_of[position]
-        after, slot.uses = tuple(slot.uses), []
+        Raises:
+            IntegrityError: one is not, with its index.
+        """
+        for index, buffer in enumerate(self._buffers):
+            if buffer.holds is None:
+                if buffer.loaded is not None or buffer.num_users:
+                    raise IntegrityError(f"weight buffer {index} is empty, but in use")
+            elif self._buffer_of[buffer.holds] is not buffer or buffer.loaded is None:
+                raise IntegrityError(
+                    f"weight buffer {index} holds sublayer {buffer.holds}, which is assigned to "
+                    "another buffer"
+                )
+
+    def _load_next(self, buffer: _Buffer) -> None:
+        """Queue the buffer's next sublayer, unless a module still uses the current one."""
+        if buffer.next is not None and not buffer.num_users:
+            self._submit_load(buffer.next)
+
+    def _submit_load(self, position: int) -> None:
+        buffer = self._buffer_of[position]
+        after, buffer.uses = tuple(buffer.uses), []
         events = self._device.submit_together([(copy, after) for copy in self._copies[position]])
-        slot.arrival = events[-1]  # copies of a direction run in order
-        slot.resident, slot.next = position, None
+        buffer.loaded = events[-1]  # copies of a direction run in order
+        buffer.holds, buffer.next = position, None
 
 
-def _prepare(
+def _prepare_load(
     device: Device, far: PageBuffer, stored: PageBuffer | None, near: PageBuffer, extent: Extent
 ) -> list[Copy]:
+    """Return the copies of one sublayer: its far pages, then its stored pages."""
     sources = (
-        (far, extent.far_page, extent.slot_page, extent.num_far),
-        (stored, extent.stored_page, extent.slot_page + extent.num_far, extent.num_stored),
+        (far, extent.far_page, extent.buffer_page, extent.num_far_pages),
+        (
+            stored,
+            extent.stored_page,
+            extent.buffer_page + extent.num_far_pages,
+            extent.num_stored_pages,
+        ),
     )
     copies = []
-    for source, source_page, slot_page, count in sources:
+    for source, source_page, buffer_page, count in sources:
         if count:
             assert source is not None, "stored weights, and no file"
-            pages, slots = _pages(source_page, count), _pages(slot_page, count)
-            copies.append(device.prepare(Direction.READ, source, pages, near, slots))
+            pages, targets = _pages(source_page, count), _pages(buffer_page, count)
+            copies.append(device.prepare(Direction.READ, source, pages, near, targets))
     return copies
 
 

@@ -16,7 +16,8 @@ from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.storage.immutable_file import Draft, PublishedPages
 from vllm_tiered.units import format_bytes
-from vllm_tiered.weights.placement import SLOT_ALIGNMENT, Placement, Sublayer, extent_of
+from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, Sublayer, extent_bytes_of
+from vllm_tiered.weights.placement import Placement
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -53,7 +54,7 @@ class WeightStore:
         self.path = folder / f"rank{rank}of{num_ranks}.weights"
         self._folder = folder
         self._about = {"model": dict(model), "settings": dict(settings)}
-        self._homes: dict[str, Any] = {}
+        self._tiers: dict[str, Any] = {}
         self._draft: Draft | None = None
         self._pages: PublishedPages | None = None
         self._reason = ""
@@ -74,7 +75,7 @@ class WeightStore:
         """
         if self._pages is None:
             return None
-        recorded = {"ahead": 1, **self._homes}  # files of before more than one was possible
+        recorded = self._tiers
         far, stored = (
             tuple(
                 tuple(p for p in sublayer.parameters if p.name in names)
@@ -91,9 +92,9 @@ class WeightStore:
                 sublayers=tuple(sublayers),
                 far=far,
                 stored=stored,
-                ahead=recorded["ahead"],
+                prefetch_depth=recorded.get("prefetch_depth", 1),
             )
-            if _homes(placement) != recorded:
+            if _tiers(placement) != recorded:
                 reason = "has other parameters"
             elif far_bytes is not None and placement.far_bytes > far_bytes:
                 reason = (
@@ -115,7 +116,7 @@ class WeightStore:
 
     def keep(self, placement: Placement) -> None:
         """The placement that the file is going to say."""
-        self._homes = _homes(placement)
+        self._tiers = _tiers(placement)
 
     def memory(self, num_pages: int) -> torch.Tensor | None:
         """Where to load stored weights to, uint8 [num_pages, SLOT_ALIGNMENT]; None if filled.
@@ -126,7 +127,7 @@ class WeightStore:
         if self._pages is not None:
             return None
         try:
-            self._draft = Draft(self._folder, num_pages, SLOT_ALIGNMENT, knob=KNOB)
+            self._draft = Draft(self._folder, num_pages, BUFFER_ALIGNMENT, knob=KNOB)
         except BudgetError as error:
             if self.path.exists():
                 raise BudgetError(
@@ -144,7 +145,7 @@ class WeightStore:
         """
         if self._pages is None:
             assert self._draft is not None
-            self._draft.publish(self.path, {**self._about, "placement": self._homes})
+            self._draft.publish(self.path, {**self._about, "placement": self._tiers})
             self._draft.close()
             self._draft = None
             self._pages = PublishedPages(self.path, self._where)
@@ -177,7 +178,7 @@ class WeightStore:
                 f"{self.path} holds weights of {_name(other)}, and this model is {_name(mine)}: "
                 f"give another {KNOB}, or remove the file"
             )
-        self._pages, self._homes = pages, found["placement"]
+        self._pages, self._tiers = pages, found["placement"]
         if other["changed"] != mine["changed"]:
             self.discard("is older than the checkpoint's files")
         elif found["settings"] != self._about["settings"]:
@@ -185,21 +186,21 @@ class WeightStore:
 
     def _where(self, page: int) -> str:
         """Whose page it is."""
-        owners = [owner for owner, count in self._homes["pages"] for _ in range(count)]
+        owners = [owner for owner, count in self._tiers["pages"] for _ in range(count)]
         return f"page {page} ({owners[page]})"
 
 
-def _homes(placement: Placement) -> dict[str, Any]:
+def _tiers(placement: Placement) -> dict[str, Any]:
     """What a file says of its placement, JSON-safe."""
     owners = [f"layer {part.layer}, {part.kind.value}" for part in placement.sublayers]
     return {
         "policy": placement.policy,
-        "ahead": placement.ahead,
-        "far": [[p.name for p in far] for far, _ in placement.staged],
-        "stored": [[p.name for p in stored] for _, stored in placement.staged],
+        "prefetch_depth": placement.prefetch_depth,
+        "far": [[p.name for p in far] for far, _ in placement.offloaded],
+        "stored": [[p.name for p in stored] for _, stored in placement.offloaded],
         "pages": [
-            [owner, extent_of(stored) // SLOT_ALIGNMENT]
-            for owner, (_, stored) in zip(owners, placement.staged, strict=True)
+            [owner, extent_bytes_of(stored) // BUFFER_ALIGNMENT]
+            for owner, (_, stored) in zip(owners, placement.offloaded, strict=True)
         ],
     }
 

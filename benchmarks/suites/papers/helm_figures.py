@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 
 LINK_GB_PER_S: Mapping[str, float] = {
-    "nvdram": machine("a100-optane").read_gb_per_s,
+    "nvdram": load_profile("a100-optane").read_gb_per_s,
     "cxl_fpga": 5.12,
     "cxl_asic": 28.0,
     "dram": 22.4,

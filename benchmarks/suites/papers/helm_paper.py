@@ -25,9 +25,14 @@ from benchmarks.suites.papers.helm_figures import (
     TABLE_IV,
     TABLE_IV_LINKS,
 )
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
-from vllm_tiered.planner.pipeline import Link, StepTimes, step_time, transfer_seconds
+from vllm_tiered.planner.pipeline_time import (
+    ComputeTimes,
+    Link,
+    pipeline_step_time,
+    transfer_seconds,
+)
 from vllm_tiered.planner.step_time import Batch, compute_times
 from vllm_tiered.weights.placement import Placement, place
 
@@ -38,7 +43,7 @@ EXPANDED_WEIGHTS_PER_S = 47e9
 """Calibrated on table IV's decode rows (least worst error): what is left of compute there when the
 products' memory traffic is taken off."""
 
-MACHINE = machine("a100-optane")
+MACHINE = load_profile("a100-optane")
 """What `vllm-tiered plan` takes for it too. Links are those of `LINK_GB_PER_S`, each in turn."""
 
 RESULT_KEYS = ("worst_ratio_error", "worst_claim_error", "table_iv", "claims", "runs", "modelled")
@@ -105,7 +110,7 @@ def stage(
     packed = shape.dtype_bytes / COMPRESSED_BYTES_PER_WEIGHT
     loads = transfer_seconds(placement, Link(bytes_per_s=LINK_GB_PER_S[link] * 1e9 * packed))
     return Stage(
-        seconds=step_time(loads, StepTimes(compute=compute, rest=times.rest)).seconds,
+        seconds=pipeline_step_time(loads, ComputeTimes(compute=compute, rest=times.rest)).seconds,
         attention_compute=compute[0],
         ffn_compute=compute[1],
         attention_load=loads[0],

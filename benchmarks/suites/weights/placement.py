@@ -40,10 +40,10 @@ from benchmarks.suites.weights.placement_contenders import (
     planned_batch,
 )
 from benchmarks.suites.weights.placement_summary import DEFINITIONS, TARGETS, summarise, table
-from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
-from vllm_tiered.planner.pipeline import Link
-from vllm_tiered.weights.placement import Kind
+from vllm_tiered.planner.pipeline_time import Link
+from vllm_tiered.weights.layout import Kind
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 

@@ -25,14 +25,20 @@ from benchmarks.suites.papers.helm_figures import (
     PROMPT_TOKENS,
     decode_ratios,
 )
-from vllm_tiered.planner.curves import Curves, ProductCurve
 from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.memory_split import Room, Split
+from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
+from vllm_tiered.planner.memory_split import MemoryBudget, MemorySplit
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
-from vllm_tiered.planner.pipeline import Link, StepTimes, step_time, transfer_seconds
-from vllm_tiered.planner.serving import Load
-from vllm_tiered.planner.throughput import split_for_throughput
-from vllm_tiered.weights.placement import Kind, Placement, place
+from vllm_tiered.planner.pipeline_time import (
+    ComputeTimes,
+    Link,
+    pipeline_step_time,
+    transfer_seconds,
+)
+from vllm_tiered.planner.serving import Workload
+from vllm_tiered.planner.throughput_split import split_for_throughput
+from vllm_tiered.weights.layout import Kind
+from vllm_tiered.weights.placement import Placement, place
 
 _OPT_1_3B_LAYERS = 24
 _OPT_1_3B_VOCABULARY = 50272
@@ -68,10 +74,10 @@ class Compute:
     ffn: float
     rest: float
 
-    def times(self, shape: ModelShape) -> StepTimes:
+    def times(self, shape: ModelShape) -> ComputeTimes:
         """Of all sublayers."""
         by_kind = {Kind.ATTENTION: self.attention, Kind.FFN: self.ffn}
-        return StepTimes(
+        return ComputeTimes(
             compute=tuple(by_kind[sublayer.kind] for sublayer in shape.sublayers), rest=self.rest
         )
 
@@ -101,7 +107,9 @@ def expected_seconds(
 ) -> float:
     """Of a step, from the pipeline's model alone."""
     transfers = transfer_seconds(placement, Link(bytes_per_s=bytes_per_s))
-    return step_time(transfers, compute.times(shape), ahead=placement.ahead).seconds
+    return pipeline_step_time(
+        transfers, compute.times(shape), prefetch_depth=placement.prefetch_depth
+    ).seconds
 
 
 def planned_split(
@@ -111,7 +119,7 @@ def planned_split(
     near_bytes: int,
     most: int,
     block_tokens: int,
-) -> Split:
+) -> MemorySplit:
     """What `throughput` should plan on such a link, products being held.
 
     Args:
@@ -124,7 +132,7 @@ def planned_split(
     layer = [part.num_bytes for part in shape.sublayers[:2]]
     seconds = compute.attention + compute.ffn
     # Held products take time by their weights; any number of rows as long as one.
-    held = ProductCurve.of({(1, sum(layer)): seconds, (most * block_tokens, sum(layer)): seconds})
+    held = GemmCurve.of({(1, sum(layer)): seconds, (most * block_tokens, sum(layer)): seconds})
     machine = Machine(
         read_gb_per_s=bytes_per_s / 1e9,
         write_gb_per_s=bytes_per_s / 1e9,
@@ -134,19 +142,19 @@ def planned_split(
         step_overhead_ms=1e3 * compute.rest,
         request_overhead_us=0.0,
         far_layer_overhead_us=0.0,
-        curves=Curves(
+        curves=MeasuredCurves(
             near=held, far=held, compute_slowdown=1.0, link_slowdown=1.0, layer_overhead_us=0.0
         ),
     )
     prompt = block_tokens // 2  # as the engine takes it, which knows the longest request only
-    load = Load(
+    load = Workload(
         prompt_tokens=prompt,
         output_tokens=block_tokens - prompt,
         max_requests=most,
         block_tokens=block_tokens,
     )
     without_head = replace(shape, head_bytes=0)  # `rest` has it
-    return split_for_throughput(without_head, machine, load, Room(near_bytes=near_bytes))
+    return split_for_throughput(without_head, machine, load, MemoryBudget(near_bytes=near_bytes))
 
 
 def card_near_bytes(shape: ModelShape) -> int:
@@ -155,9 +163,9 @@ def card_near_bytes(shape: ModelShape) -> int:
     embeddings, head and the KV of one request (III-A, III-B)."""
     paper = model_shape(OPT_175B, dtype="float16", compress="int4")
     kv_bytes = (PROMPT_TOKENS + OUTPUT_TOKENS) * paper.kv_bytes_per_token
-    ring_bytes = place("helm", paper.sublayers).ring_bytes
-    share = (CARD_BYTES - paper.other_bytes - kv_bytes - ring_bytes) / paper.layer_bytes
-    return int(share * shape.layer_bytes) + place("helm", shape.sublayers).ring_bytes
+    buffer_bytes = place("helm", paper.sublayers).buffer_bytes
+    share = (CARD_BYTES - paper.other_bytes - kv_bytes - buffer_bytes) / paper.layer_bytes
+    return int(share * shape.layer_bytes) + place("helm", shape.sublayers).buffer_bytes
 
 
 def near_budget(shape: ModelShape, placement: Placement, requests: int, block_tokens: int) -> int:

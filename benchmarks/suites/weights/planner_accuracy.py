@@ -27,8 +27,8 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.shapes import PLANNED_SHAPES, planned_model_dir
 from benchmarks.inputs.workload import Request
 from benchmarks.suites.kv.plan import kv_bytes_per_token
-from vllm_tiered.planner.from_probe import machine_of, median_of
-from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.from_probe import machine_from_probe, median_probe
+from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
 from vllm_tiered.planner.step_time import Batch, compute_times, far_link, predict_step
@@ -121,7 +121,7 @@ def summarise(
     settings: Settings,
 ) -> dict[str, Any]:
     """Return predictions and errors from the probes, and from the rounds by configuration."""
-    machine, figures = machine_of(median_of(probes))
+    machine, figures = machine_from_probe(median_probe(probes))
     rows: list[dict[str, Any]] = []
     for (model, placement, batch, context), rounds in measured.items():
         steps = [gap for one in rounds for gap in _decode_steps(one, batch)]

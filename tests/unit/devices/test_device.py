@@ -145,7 +145,7 @@ def test_close_fails_what_waits_for_compute_that_never_came(device):
     device.deferred_events(3)  # of a later step
     device.close()
     assert done.done() and contents(dst) == [0]
-    with pytest.raises(IntegrityError, match="closed before compute came here"):
+    with pytest.raises(IntegrityError, match="closed before this event was signalled"):
         behind.wait()
 
 

@@ -14,7 +14,7 @@ from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.numa import Node, bind, bind_near, nodes, spread, spread_near
 from vllm_tiered.units import GIB, MIB
 
-KEPT = numa._KEPT_BYTES
+RESERVED = numa._RESERVED_BYTES
 
 
 def node(number, cpus=(), free=0, **distances):
@@ -22,7 +22,7 @@ def node(number, cpus=(), free=0, **distances):
     return Node(
         number=number,
         cpus=frozenset(cpus),
-        free_bytes=free + KEPT,
+        free_bytes=free + RESERVED,
         distances={number: 10} | of_each,
     )
 

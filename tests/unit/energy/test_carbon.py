@@ -13,16 +13,16 @@ from vllm_tiered.energy.carbon import (
     embodied_grams,
     grams_co2e,
 )
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.planner.serving import Load, serve
+from vllm_tiered.planner.serving import Workload, estimate_serving
 from vllm_tiered.planner.step_time import predict_step
 from vllm_tiered.weights.placement import place
 
 POWER = Power(
     near_idle_watts=20.0, near_active_watts=300.0, far_watts_per_gb=0.1, storage_watts=2.0
 )
-RTX = machine("rtx3090-pcie4")
+RTX = load_profile("rtx3090-pcie4")
 LLAMA = model_shape(LLAMA_3_8B)
 
 
@@ -58,9 +58,9 @@ def test_a_run_longer_than_the_hardware_lives_is_refused(seconds, lifetime):
 
 def test_a_token_takes_its_share_of_the_power_over_all_steps():
     """Two requests, 4 decode steps and one prefill of both: everything but the tokens is theirs."""
-    load = Load(prompt_tokens=64, output_tokens=4)
+    load = Workload(prompt_tokens=64, output_tokens=4)
     placement = place("all_far", LLAMA.sublayers)
-    served = serve(LLAMA, RTX, placement, load, 2)
+    served = estimate_serving(LLAMA, RTX, placement, load, 2)
     decode = predict_step(LLAMA, RTX, placement, load.decode(2))
     prefill = predict_step(LLAMA, RTX, placement, load.prefill(2))
     seconds = 4 * decode.seconds + prefill.seconds
@@ -72,13 +72,15 @@ def test_a_token_takes_its_share_of_the_power_over_all_steps():
 
 
 def test_more_requests_share_the_joules():
-    load = Load(prompt_tokens=64, output_tokens=64)
+    load = Workload(prompt_tokens=64, output_tokens=64)
     placement = place("all_far", LLAMA.sublayers)
-    few, many = (serve(LLAMA, RTX, placement, load, n).joules_per_token for n in (1, 16))
+    few, many = (estimate_serving(LLAMA, RTX, placement, load, n).joules_per_token for n in (1, 16))
     assert few is not None and many is not None and many < few / 8
 
 
 def test_unknown_power_is_no_figure():
-    load = Load(prompt_tokens=64, output_tokens=64)
+    load = Workload(prompt_tokens=64, output_tokens=64)
     placement = place("all_far", LLAMA.sublayers)
-    assert serve(LLAMA, machine("gh200"), placement, load, 1).joules_per_token is None
+    assert (
+        estimate_serving(LLAMA, load_profile("gh200"), placement, load, 1).joules_per_token is None
+    )

@@ -12,7 +12,7 @@ from tests.fakes.kv.driver import Driver, Setup, run_schedule
 from tests.fakes.kv.worker_model import WorkerModel, WrongKv
 from tests.unit.kv.test_late_compute import SETUPS as LATE_SETUPS
 from tests.unit.kv.test_mutations import Mutation, mutation_id
-from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.cuda.bounce_copy import BounceCopyWorker
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
@@ -102,18 +102,18 @@ def compute_events_are_not_recorded(original):
 
 
 def ids_where_the_last_ones_are(original):
-    def take(self, length, copy):
+    def reserve(self, length, copy):
         self._entries.clear()
         return original(self, length, copy)
 
-    return take
+    return reserve
 
 
 def take_places_that_are_not_free(original):
-    def room(self, length):
+    def find_free(self, length):
         return self._next if length <= self.num_ids - self._next else 0
 
-    return room
+    return find_free
 
 
 def bounce_without_waiting(original):
@@ -134,8 +134,8 @@ MUTATIONS = (
     ),
     (Mutation(CudaDevice, "wait", compute_does_not_wait, WrongKv),),
     (Mutation(CudaDevice, "compute_event", compute_events_are_not_recorded, WrongKv),),
-    (Mutation(PageIdBuffer, "_take", ids_where_the_last_ones_are, AssertionError),),
-    (Mutation(PageIdBuffer, "_room", take_places_that_are_not_free, AssertionError),),
+    (Mutation(PageIdBuffer, "_reserve", ids_where_the_last_ones_are, AssertionError),),
+    (Mutation(PageIdBuffer, "_find_free", take_places_that_are_not_free, AssertionError),),
 )
 
 
@@ -198,7 +198,7 @@ def run_bounced(num_seeds: int) -> None:
 
 
 def test_unbroken_passes_when_threads_carry_pages(monkeypatch):
-    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 64)
+    monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 64)
     run_bounced(2 * len(SETUPS))
 
 

@@ -6,25 +6,25 @@ import dataclasses
 import pytest
 
 from tests.unit.planner.test_model_shape import LLAMA_3_8B
-from vllm_tiered.planner.bottleneck import explain
-from vllm_tiered.planner.machine import machine
-from vllm_tiered.planner.memory_split import Room, baseline, split_beside
+from vllm_tiered.planner.bottleneck import find_bottlenecks
+from vllm_tiered.planner.machine import load_profile
+from vllm_tiered.planner.memory_split import MemoryBudget, baseline, split_with
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.serving import Workload
 from vllm_tiered.planner.step_time import predict_step
 from vllm_tiered.units import GIB
 from vllm_tiered.weights.placement import Placement
 
 LLAMA = model_shape(LLAMA_3_8B)
-LOAD = Load(prompt_tokens=512, output_tokens=128)
-GH200 = machine("gh200")
+LOAD = Workload(prompt_tokens=512, output_tokens=128)
+GH200 = load_profile("gh200")
 
 
 def reasons(name, near_gib, far_gib=64, on=GH200, load=LOAD):
-    room = Room(near_bytes=int(near_gib * GIB), far_bytes=int(far_gib * GIB))
-    split = split_beside(baseline(name, LLAMA), LLAMA, on, load, room)
+    room = MemoryBudget(near_bytes=int(near_gib * GIB), far_bytes=int(far_gib * GIB))
+    split = split_with(baseline(name, LLAMA), LLAMA, on, load, room)
     assert split is not None
-    return split, explain(LLAMA, on, load, split, int(far_gib * GIB))
+    return split, find_bottlenecks(LLAMA, on, load, split, int(far_gib * GIB))
 
 
 def kinds(found):
@@ -39,16 +39,16 @@ def test_every_sublayer_is_in_one_row():
 
 def test_with_all_near_decoding_is_bound_by_memory_and_prefill_by_arithmetic():
     _, found = reasons("all near", 20)
-    assert {reason.decode.binds for reason in found} == {"near memory"}
-    assert {reason.prefill.binds for reason in found} == {"arithmetic"}
-    assert all(reason.decode.arrives_seconds == 0 for reason in found)
+    assert {reason.decode.bound_by for reason in found} == {"near memory"}
+    assert {reason.prefill.bound_by for reason in found} == {"arithmetic"}
+    assert all(reason.decode.transfer_seconds == 0 for reason in found)
 
 
 def test_a_wait_is_the_links_and_the_near_budgets():
     split, found = reasons("helm", 8)
     ffn = kinds(found)["ffn"]
-    assert ffn.decode.arrives_seconds > ffn.decode.hidden_seconds
-    assert (ffn.decode.binds, ffn.budget) == ("link", "near")
+    assert ffn.decode.transfer_seconds > ffn.decode.hidden_seconds
+    assert (ffn.decode.bound_by, ffn.budget) == ("link", "near")
     assert ffn.more_bytes == 14336 * 4096 * 2  # the second matrix
     spare = split.kv_bytes - LOAD.kv_bytes(LLAMA, split.served.requests)
     assert ffn.more_bytes > spare
@@ -72,7 +72,7 @@ def test_the_near_memory_that_it_names_ends_the_wait():
     before = predict_step(LLAMA, GH200, placement, batch)
     after = predict_step(LLAMA, GH200, nearer, batch)
     wait = kinds(found)["ffn"].decode
-    waits = 31 * (wait.arrives_seconds - wait.hidden_seconds)
+    waits = 31 * (wait.transfer_seconds - wait.hidden_seconds)
     assert before.stall_seconds - after.stall_seconds == pytest.approx(waits, rel=0.25)
     assert after.seconds < before.seconds - 0.75 * waits
 
@@ -83,18 +83,18 @@ def test_more_slots_end_the_wait_that_one_ahead_has():
     on = dataclasses.replace(GH200, read_gb_per_s=link, near_bytes_per_copied_byte=0.0)
     load = dataclasses.replace(LOAD, max_requests=1)
     split, found = reasons("helm", 12, on=on, load=load)
-    assert kinds(found)["ffn"].decode.binds == "link"
-    placement = dataclasses.replace(split.placement, ahead=3)
+    assert kinds(found)["ffn"].decode.bound_by == "link"
+    placement = dataclasses.replace(split.placement, prefetch_depth=3)
     batch = load.decode(1)
     assert predict_step(LLAMA, on, split.placement, batch).stall_seconds > 1e-3
     assert predict_step(LLAMA, on, placement, batch).stall_seconds == pytest.approx(0.0, abs=1e-9)
     deeper = dataclasses.replace(split, placement=placement)
-    found = explain(LLAMA, on, load, deeper, 64 * GIB)
-    assert {reason.decode.binds for reason in found} == {"near memory"}
+    found = find_bottlenecks(LLAMA, on, load, deeper, 64 * GIB)
+    assert {reason.decode.bound_by for reason in found} == {"near memory"}
     slow = dataclasses.replace(on, read_gb_per_s=link / 3)
     assert predict_step(LLAMA, slow, placement, batch).stall_seconds > 1e-3
-    found = explain(LLAMA, slow, load, deeper, 64 * GIB)
-    assert "link" in {reason.decode.binds for reason in found}
+    found = find_bottlenecks(LLAMA, slow, load, deeper, 64 * GIB)
+    assert "link" in {reason.decode.bound_by for reason in found}
     for reason in found:
         assert reason.decode.hidden_seconds >= 0 and reason.more_bytes >= 0
 
@@ -103,7 +103,7 @@ def test_with_memory_to_spare_it_is_the_placement_not_the_budget():
     one = dataclasses.replace(LOAD, max_requests=1)
     _, found = reasons("helm", 20, load=one)
     ffn = kinds(found)["ffn"]
-    assert (ffn.decode.binds, ffn.budget, ffn.more_bytes) == ("link", "none", 0)
+    assert (ffn.decode.bound_by, ffn.budget, ffn.more_bytes) == ("link", "none", 0)
 
 
 def test_a_far_budget_that_keeps_out_what_would_be_hidden():

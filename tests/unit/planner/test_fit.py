@@ -8,21 +8,28 @@ import pytest
 from hypothesis import given, settings
 
 from tests.unit.planner.test_model_shape import LLAMA_3_8B, OPT_175B
-from vllm_tiered.planner.fit import Fit, NoFit, chosen, fits, with_more_far
-from vllm_tiered.planner.machine import machine
+from vllm_tiered.planner.fit import (
+    Fit,
+    NoFit,
+    chosen_placement,
+    evaluate_placements,
+    plan_with_unbounded_far,
+)
+from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.serving import Workload
 from vllm_tiered.planner.step_time import Batch, compute_times, predict_step
 from vllm_tiered.units import GIB
-from vllm_tiered.weights.placement import Kind, place
+from vllm_tiered.weights.layout import Kind
+from vllm_tiered.weights.placement import place
 
-RTX = machine("rtx4090-pcie4")
+RTX = load_profile("rtx4090-pcie4")
 LLAMA = model_shape(LLAMA_3_8B)
-LOAD = Load(prompt_tokens=512, output_tokens=128)
+LOAD = Workload(prompt_tokens=512, output_tokens=128)
 
 
 def by_name(near_gib, far_gib=64, *, shape=LLAMA, load=LOAD, on=RTX):
-    results = fits(shape, on, load, int(near_gib * GIB), int(far_gib * GIB))
+    results = evaluate_placements(shape, on, load, int(near_gib * GIB), int(far_gib * GIB))
     return {result.placement: result for result in results}
 
 
@@ -62,7 +69,9 @@ def test_with_what_is_short_it_fits(name, near_gib, far_gib):
     """Each budget in turn is raised by what is missing; a byte less would not do."""
     near, far = near_gib * GIB, far_gib * GIB
     for _ in range(4):
-        (result,) = (r for r in fits(LLAMA, RTX, LOAD, near, far) if r.placement == name)
+        (result,) = (
+            r for r in evaluate_placements(LLAMA, RTX, LOAD, near, far) if r.placement == name
+        )
         if isinstance(result, Fit):
             break
         assert result.short_bytes > 0
@@ -79,20 +88,20 @@ def test_the_number_of_requests_is_what_tokens_come_from():
 
 
 def test_auto_takes_the_plan_of_the_target():
-    results = list(fits(LLAMA, RTX, LOAD, 8 * GIB, 64 * GIB))
-    assert chosen("latency", results) == "latency"
-    assert chosen("throughput", results) == "throughput"
-    assert chosen("latency", results[:4]) is None
+    results = list(evaluate_placements(LLAMA, RTX, LOAD, 8 * GIB, 64 * GIB))
+    assert chosen_placement("latency", results) == "latency"
+    assert chosen_placement("throughput", results) == "throughput"
+    assert chosen_placement("latency", results[:4]) is None
 
 
 def test_more_far_memory_helps_where_it_binds():
     fit = by_name(12, far_gib=5)["throughput"]
     assert isinstance(fit, Fit)
-    better = with_more_far(LLAMA, RTX, LOAD, fit)
+    better = plan_with_unbounded_far(LLAMA, RTX, LOAD, fit)
     assert better is not None and better.placement.far_bytes > 5 * GIB
     assert better.served.tokens_per_s > fit.tokens_per_s
     ample = by_name(12)["throughput"]
-    assert isinstance(ample, Fit) and with_more_far(LLAMA, RTX, LOAD, ample) is None
+    assert isinstance(ample, Fit) and plan_with_unbounded_far(LLAMA, RTX, LOAD, ample) is None
 
 
 def test_more_near_memory_for_kv_is_more_requests():
@@ -104,11 +113,11 @@ def test_more_near_memory_for_kv_is_more_requests():
 @settings(max_examples=8, deadline=None)
 @given(near=st.floats(3, 30), prompt=st.integers(16, 2000), output=st.integers(1, 500))
 def test_memory_adds_up_to_the_budget(near, prompt, output):
-    load = Load(prompt_tokens=prompt, output_tokens=output)
+    load = Workload(prompt_tokens=prompt, output_tokens=output)
     for result in by_name(near, load=load).values():
         if isinstance(result, NoFit):
             continue
-        used = result.near_bytes + result.ring_bytes + result.other_bytes + result.kv_bytes
+        used = result.near_bytes + result.buffer_bytes + result.other_bytes + result.kv_bytes
         assert used == int(near * GIB)
         assert 0 < load.kv_bytes(LLAMA, result.requests) <= result.kv_bytes
         assert 0 <= result.stall_share < 1
@@ -168,8 +177,8 @@ def test_copies_take_bandwidth_from_compute():
 def test_the_papers_finding_that_the_batch_is_worth_more_than_weights_near():
     """OPT-175B beside 40 GB: a link-bound step takes as long for many requests (HeLM V-C)."""
     shape = model_shape(OPT_175B)
-    load = Load(prompt_tokens=128, output_tokens=21)
-    found = by_name(60, 400, shape=shape, load=load, on=machine("a100-optane"))
+    load = Workload(prompt_tokens=128, output_tokens=21)
+    found = by_name(60, 400, shape=shape, load=load, on=load_profile("a100-optane"))
     few, many = found["flexgen"], found["all_far"]
     assert isinstance(few, Fit) and isinstance(many, Fit)
     assert many.requests > few.requests

@@ -10,17 +10,17 @@ import pytest
 from tests.fixtures.probes import sample_probe
 from tests.unit.planner.test_model_shape import LLAMA_3_8B
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.planner.curves import ProductCurve
 from vllm_tiered.planner.from_probe import (
     LAYER_CALLS,
     STEP_CALLS,
-    known_machine,
-    machine_of,
-    median_of,
-    read_probe,
+    load_machine,
+    machine_from_probe,
+    median_probe,
+    read_probe_file,
 )
+from vllm_tiered.planner.measured_curves import GemmCurve
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.planner.pipeline import Slowdown, StepTimes, step_time
+from vllm_tiered.planner.pipeline_time import ComputeTimes, Slowdown, pipeline_step_time
 from vllm_tiered.planner.step_time import Batch, compute_times, far_link, predict_step, slowdown
 from vllm_tiered.weights.placement import place
 
@@ -29,7 +29,7 @@ DECODE = Batch(requests=1, new_tokens=1, context_tokens=0)
 
 
 def test_figures_are_what_was_measured():
-    machine, figures = machine_of(sample_probe())
+    machine, figures = machine_from_probe(sample_probe())
     assert machine.read_gb_per_s == pytest.approx(5)
     assert machine.near_gb_per_s == pytest.approx(10)
     assert machine.tflops == pytest.approx(4e9 * 64 / 1e12)
@@ -45,15 +45,15 @@ def test_figures_are_what_was_measured():
 
 def test_bytes_that_compute_loses_to_a_copy():
     """At 10/1.25 GB/s it reads 2 less, while copies move 5/1.5: 0.6 for each."""
-    machine, _ = machine_of(sample_probe())
+    machine, _ = machine_from_probe(sample_probe())
     assert machine.near_bytes_per_copied_byte == pytest.approx(0.6)
 
 
 def test_a_file_is_a_machine_and_so_is_a_name(tmp_path):
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(sample_probe()))
-    assert known_machine(str(path)) == machine_of(sample_probe())
-    machine, figures = known_machine("gh200")
+    assert load_machine(str(path)) == machine_from_probe(sample_probe())
+    machine, figures = load_machine("gh200")
     assert machine.curves is None and machine.read_gb_per_s == 419
     assert figures["read_gb_per_s"]["kind"] == "published"
 
@@ -95,23 +95,23 @@ def test_bad_files_are_refused(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        read_probe(path)
+        read_probe_file(path)
 
 
 def test_several_probes_are_as_good_as_their_median():
     slow = copy.deepcopy(sample_probe())
     for entry in slow["products"]["near"]:
         entry["seconds"] *= 10
-    assert machine_of(median_of([sample_probe(), slow, sample_probe()])) == machine_of(
-        sample_probe()
-    )
+    assert machine_from_probe(
+        median_probe([sample_probe(), slow, sample_probe()])
+    ) == machine_from_probe(sample_probe())
 
 
 # Curves ---------------------------------------------------------------------------------
 
 
 def test_a_curve_gives_what_was_measured_and_lines_between():
-    curve = ProductCurve.of({(1, 100): 1.0, (1, 300): 2.0, (5, 100): 3.0, (5, 300): 4.0})
+    curve = GemmCurve.of({(1, 100): 1.0, (1, 300): 2.0, (5, 100): 3.0, (5, 300): 4.0})
     assert curve.seconds(100, 1) == 1.0
     assert curve.seconds(200, 1) == 1.5
     assert curve.seconds(50, 1) == 0.5
@@ -122,7 +122,7 @@ def test_a_curve_gives_what_was_measured_and_lines_between():
 
 
 def test_near_sublayers_take_what_their_products_took():
-    machine, _ = machine_of(sample_probe())
+    machine, _ = machine_from_probe(sample_probe())
     times = compute_times(LLAMA, machine, DECODE)
     ffn = LLAMA.sublayers[1]
     matrices = sum(p.num_bytes for p in ffn.parameters if "norm" not in p.name)
@@ -131,7 +131,7 @@ def test_near_sublayers_take_what_their_products_took():
 
 def test_products_in_4_bit_are_taken_for_those_of_16_bit():
     """They were not probed, and their bytes would make them as short as a smaller matrix's."""
-    machine, _ = machine_of(sample_probe())
+    machine, _ = machine_from_probe(sample_probe())
     small = model_shape(LLAMA_3_8B, compress="int4")
     prefill = Batch(requests=1, new_tokens=64, context_tokens=0)
     for batch in (DECODE, prefill):
@@ -140,9 +140,9 @@ def test_products_in_4_bit_are_taken_for_those_of_16_bit():
 
 def test_products_in_4_bit_where_they_were_measured():
     """Of the matrices that are in 4 bit alone, by the bytes that they have in 16."""
-    machine, _ = machine_of(sample_probe())
+    machine, _ = machine_from_probe(sample_probe())
     assert machine.curves is not None
-    quick = ProductCurve.of({(1, 10**6): 1e-6, (1, 10**7): 1e-5})
+    quick = GemmCurve.of({(1, 10**6): 1e-6, (1, 10**7): 1e-5})
     with_quick = dataclasses.replace(
         machine, curves=dataclasses.replace(machine.curves, compressed=quick)
     )
@@ -154,7 +154,7 @@ def test_products_in_4_bit_where_they_were_measured():
 
 
 def test_far_weights_take_the_other_product():
-    machine, _ = machine_of(sample_probe())
+    machine, _ = machine_from_probe(sample_probe())
     near = compute_times(LLAMA, machine, DECODE)
     far = compute_times(LLAMA, machine, DECODE, place("all_far", LLAMA.sublayers))
     overhead = LAYER_CALLS * 2e-6 / 2
@@ -166,7 +166,7 @@ def test_a_link_bound_step_takes_its_transfers_and_their_slowdown():
     probe = sample_probe()
     for entry in probe["products"]["far"]:
         entry["seconds"] /= 20
-    machine, _ = machine_of(probe)
+    machine, _ = machine_from_probe(probe)
     placement = place("all_far", LLAMA.sublayers)
     rest = compute_times(LLAMA, machine, DECODE, placement).rest
     step = predict_step(LLAMA, machine, placement, DECODE)
@@ -181,16 +181,16 @@ def test_a_link_bound_step_takes_its_transfers_and_their_slowdown():
 
 def test_both_are_slower_only_while_both_run():
     """Four sublayers of 1 s; a transfer of 0.5 s is beside each for 1 s: 0.5 s of its work."""
-    times = StepTimes(compute=(1.0,) * 4)
-    step = step_time([0.5] * 4, times, Slowdown(compute=2.0, link=2.0))
+    times = ComputeTimes(compute=(1.0,) * 4)
+    step = pipeline_step_time([0.5] * 4, times, Slowdown(compute=2.0, link=2.0))
     # 1 s together does half of each; what is left, 0.5 s of compute, is alone.
     assert step.seconds == pytest.approx(4 * 1.5)
     assert step.stall_seconds == pytest.approx(0.0)
 
 
 def test_a_slow_link_is_waited_for_at_its_own_speed():
-    times = StepTimes(compute=(1.0,) * 4)
-    step = step_time([3.0] * 4, times, Slowdown(compute=1.5, link=3.0))
+    times = ComputeTimes(compute=(1.0,) * 4)
+    step = pipeline_step_time([3.0] * 4, times, Slowdown(compute=1.5, link=3.0))
     # 1.5 s together carry 0.5 s of the transfer; 2.5 s of it are left.
     assert step.seconds == pytest.approx(4 * (1.5 + 2.5))
     assert step.stall_seconds == pytest.approx(4 * 2.5)

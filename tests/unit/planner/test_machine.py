@@ -4,11 +4,11 @@
 import pytest
 
 import vllm_tiered.planner.machine as machines
-from vllm_tiered.planner.machine import machine, machine_names
+from vllm_tiered.planner.machine import load_profile, profile_names
 
 
 def test_every_machine_has_its_figures_and_their_sources():
-    assert set(machine_names()) == {
+    assert set(profile_names()) == {
         "a100-optane",
         "cpu-2core",
         "cpu-2core-ssd",
@@ -18,20 +18,20 @@ def test_every_machine_has_its_figures_and_their_sources():
         "rtx3090-pcie4",
         "rtx4090-pcie4",
     }
-    for name in machine_names():
-        assert machine(name).read_gb_per_s < machine(name).near_gb_per_s
+    for name in profile_names():
+        assert load_profile(name).read_gb_per_s < load_profile(name).near_gb_per_s
 
 
 def test_unknown_machines_name_the_known_ones():
     with pytest.raises(
         KeyError, match="no machine 'a100'; there are a100-optane, cpu-2core, cpu-2core-ssd, gh200"
     ):
-        machine("a100")
+        load_profile("a100")
 
 
 def test_what_a_machine_draws_is_known_or_not():
-    for name in machine_names():
-        power = machine(name).power
+    for name in profile_names():
+        power = load_profile(name).power
         assert (power is None) == (name in ("cpu-2core", "cpu-2core-ssd", "gh200"))
         if power is not None:
             assert 0 < power.near_idle_watts < power.near_active_watts
@@ -43,7 +43,7 @@ def test_half_of_the_power_figures_are_no_figures(monkeypatch, tmp_path):
     (tmp_path / "odd.toml").write_text(head + tail[tail.index("[") :], encoding="utf-8")
     monkeypatch.setattr(machines, "_PROFILES", tmp_path)
     with pytest.raises(ValueError, match="figures missing or unknown: near_idle_watts"):
-        machine.__wrapped__("odd")
+        load_profile.__wrapped__("odd")
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_figures_without_provenance_are_refused(monkeypatch, tmp_path, text, mes
     (tmp_path / "odd.toml").write_text(text, encoding="utf-8")
     monkeypatch.setattr(machines, "_PROFILES", tmp_path)
     with pytest.raises(ValueError, match=message):
-        machine.__wrapped__("odd")
+        load_profile.__wrapped__("odd")

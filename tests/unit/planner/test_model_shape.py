@@ -5,7 +5,7 @@ import pytest
 
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.model_shape import bytes_by_class, model_shape
-from vllm_tiered.weights.placement import Role
+from vllm_tiered.weights.layout import Role
 
 OPT_175B = {
     "model_type": "opt",

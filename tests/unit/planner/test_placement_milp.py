@@ -18,13 +18,13 @@ from tests.fixtures.placement_instances import (
     small_model,
 )
 from vllm_tiered.planner import placement_milp as near_program
-from vllm_tiered.planner.latency import place_for_latency
-from vllm_tiered.planner.pipeline import ALONE, Slowdown, transfer_seconds
-from vllm_tiered.planner.placement_milp import Links, Problem, Stay, solve
-from vllm_tiered.weights.placement import slot_bytes
+from vllm_tiered.planner.latency_placement import place_for_latency
+from vllm_tiered.planner.pipeline_time import NO_SLOWDOWN, Slowdown, transfer_seconds
+from vllm_tiered.planner.placement_milp import Links, NearScope, PlacementProblem, solve_placement
+from vllm_tiered.weights.layout import buffer_sizes
 
 
-def balance(placement, times, slower=ALONE):
+def balance(placement, times, slower=NO_SLOWDOWN):
     """The program's objective: each transfer beside the compute before it."""
     transfers = transfer_seconds(placement, LINK, STORAGE)
     total = 0.0
@@ -43,7 +43,7 @@ def balance(placement, times, slower=ALONE):
     budget=st.integers(4, 40),
     far_budget=st.integers(0, 30),
     has_storage=st.booleans(),
-    slower=st.sampled_from([ALONE, Slowdown(1.25, 1.5), Slowdown(2.0, 2.0)]),
+    slower=st.sampled_from([NO_SLOWDOWN, Slowdown(1.25, 1.5), Slowdown(2.0, 2.0)]),
 )
 def test_the_program_finds_what_brute_force_finds(
     attention, ffn, compute, budget, far_budget, has_storage, slower
@@ -55,20 +55,20 @@ def test_the_program_finds_what_brute_force_finds(
     fitting = [
         balance(placement, times, slower)
         for placement in every_placement(sublayers, tiers)
-        if all(far or stored for far, stored in placement.staged)
+        if all(far or stored for far, stored in placement.offloaded)
         and placement.near_bytes <= budget * PAGE
         and placement.far_bytes <= far_budget * PAGE
     ]
     links = Links(LINK, STORAGE if has_storage else None, slower)
     far_bytes = far_budget * PAGE
-    problem = Problem(
-        sublayers=sublayers, times=times, links=links, far_bytes=far_bytes, stay=Stay.NONE
+    problem = PlacementProblem(
+        sublayers=sublayers, times=times, links=links, far_bytes=far_bytes, stay=NearScope.NONE
     )
-    solved = solve(problem, budget * PAGE)
+    solved = solve_placement(problem, budget * PAGE)
     if not fitting:
         assert solved is None
         return
-    assert solved is not None and all(far or stored for far, stored in solved.staged)
+    assert solved is not None and all(far or stored for far, stored in solved.offloaded)
     assert solved.near_bytes <= budget * PAGE
     assert solved.far_bytes <= far_bytes
     assert balance(solved, times, slower) == pytest.approx(min(fitting), rel=2e-4)
@@ -79,35 +79,39 @@ def test_the_program_finds_what_brute_force_finds(
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     compute=st.tuples(st.integers(0, 8), st.integers(0, 8)),
     budget=st.integers(4, 40),
-    stay=st.sampled_from(Stay),
-    ahead=st.integers(1, 3),
+    stay=st.sampled_from(NearScope),
+    prefetch_depth=st.integers(1, 3),
 )
-def test_no_placement_of_its_kind_is_better_than_the_programs(sizes, compute, budget, stay, ahead):
+def test_no_placement_of_its_kind_is_better_than_the_programs(
+    sizes, compute, budget, stay, prefetch_depth
+):
     """By its own sum; longer last rounds may make it exceed the budget, which callers look at."""
     sublayers = small_model(4, sizes[:1], sizes[1:])
     times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
-    problem = Problem(
+    problem = PlacementProblem(
         sublayers=sublayers,
         times=times,
         links=Links(LINK, None),
         far_bytes=None,
         stay=stay,
-        ahead=ahead,
+        prefetch_depth=prefetch_depth,
     )
-    solved = solve(problem, budget * PAGE)
+    solved = solve_placement(problem, budget * PAGE)
     near_attention = [not far for far in (solved.far if solved else ())][::2]
     near_ffn = [not far for far in (solved.far if solved else ())][1::2]
-    if stay is Stay.NONE:
+    if stay is NearScope.NONE:
         assert not any(near_attention + near_ffn)
-    if stay is Stay.LAYERS:
+    if stay is NearScope.LAYERS:
         assert near_attention == near_ffn
     fitting = [
         balance(placement, times)
         for each in every_placement(sublayers, ("near", "far"))
-        if (placement := replace(each, ahead=ahead)).near_bytes <= budget * PAGE
+        if (placement := replace(each, prefetch_depth=prefetch_depth)).near_bytes <= budget * PAGE
         and is_of(placement, stay)
     ]
-    if fitting and (stay is Stay.NONE or ahead == 1):  # else the slots are not known beforehand
+    if fitting and (
+        stay is NearScope.NONE or prefetch_depth == 1
+    ):  # else the slots are not known beforehand
         assert solved is not None
         assert balance(solved, times) <= min(fitting) * (1 + 2e-4) + 1e-9
 
@@ -115,13 +119,13 @@ def test_no_placement_of_its_kind_is_better_than_the_programs(sizes, compute, bu
 def is_of(placement, stay):
     """Of those that the program has; with any it takes slots to hold either kind."""
     stays = [not far for far in placement.far]
-    if stay is Stay.NONE:
+    if stay is NearScope.NONE:
         return not any(stays)
-    if stay is Stay.LAYERS:
+    if stay is NearScope.LAYERS:
         is_whole = stays[::2] == stays[1::2]
         return is_whole and len(placement.extents) % 2 == 0
-    sizes = slot_bytes(placement.extents, placement.ahead)
-    return len(set(sizes)) == 1 and len(sizes) == placement.ahead + 1
+    sizes = buffer_sizes(placement.extents, placement.prefetch_depth)
+    return len(set(sizes)) == 1 and len(sizes) == placement.prefetch_depth + 1
 
 
 def test_the_solver_prints_nothing(monkeypatch, capfd):

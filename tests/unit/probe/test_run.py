@@ -14,7 +14,7 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.planner.from_probe import machine_of
+from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import Pattern, storage_curves
 from vllm_tiered.probe.gemm import far_gemm, near_gemm
@@ -42,7 +42,7 @@ def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
     assert len(probe["storage"]["reads"]) == 2 * 2 * 2
     assert [entry["rows"] for entry in probe["sublayers"]] == [1, 4]
     assert len(told) == 7
-    machine, figures = machine_of(probe)
+    machine, figures = machine_from_probe(probe)
     assert machine.curves is not None
     assert all(math.isfinite(float(str(figure["value"]))) for figure in figures.values())
     assert os.listdir(tmp_path) == []

@@ -15,8 +15,8 @@ from tests.fakes.kv.simulated_device import SimulatedDevice
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.weights.buffers import WeightRing, lay_out
-from vllm_tiered.weights.placement import SLOT_ALIGNMENT, moves
+from vllm_tiered.weights.buffers import WeightBufferPool
+from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, assign_extents, moved_each_step
 
 
 class Model:
@@ -28,46 +28,50 @@ class Model:
         device: which computes late; a simulated one if None.
     """
 
-    def __init__(self, num_pages, *, ahead=1, seed=0, haste=0.5, late_compute=True, device=None):
+    def __init__(
+        self, num_pages, *, prefetch_depth=1, seed=0, haste=0.5, late_compute=True, device=None
+    ):
         self.device = device or SimulatedDevice(
             random.Random(seed), haste=haste, late_compute=late_compute
         )
         pairs = [(count, 0) if isinstance(count, int) else count for count in num_pages]
-        sizes = [(far * SLOT_ALIGNMENT, stored * SLOT_ALIGNMENT) for far, stored in pairs]
-        self.extents = lay_out(sizes, ahead)
+        sizes = [(far * BUFFER_ALIGNMENT, stored * BUFFER_ALIGNMENT) for far, stored in pairs]
+        self.extents = assign_extents(sizes, prefetch_depth)
         far, stored = (
-            PageBuffer(torch.zeros((sum(counts), SLOT_ALIGNMENT), dtype=torch.uint8))
+            PageBuffer(torch.zeros((sum(counts), BUFFER_ALIGNMENT), dtype=torch.uint8))
             for counts in zip(*pairs, strict=True)
         )
-        slot_pages = max(e.slot_page + e.num_pages for e in self.extents)
-        near = PageBuffer(torch.zeros((slot_pages, SLOT_ALIGNMENT), dtype=torch.uint8))
+        slot_pages = max(e.buffer_page + e.num_pages for e in self.extents)
+        near = PageBuffer(torch.zeros((slot_pages, BUFFER_ALIGNMENT), dtype=torch.uint8))
         assert far.words is not None and near.words is not None and stored.words is not None
         for position, extent in enumerate(self.extents):
-            far.words[extent.far_page : extent.far_page + extent.num_far] = position
-            stored.words[extent.stored_page : extent.stored_page + extent.num_stored] = position
+            far.words[extent.far_page : extent.far_page + extent.num_far_pages] = position
+            stored.words[extent.stored_page : extent.stored_page + extent.num_stored_pages] = (
+                position
+            )
         self.slots = near.words
-        self.ring = WeightRing(
+        self.buffer_pool = WeightBufferPool(
             device=self.device,
             far=far,
             stored=stored,
             near=near,
             extents=self.extents,
-            ahead=ahead,
+            prefetch_depth=prefetch_depth,
         )
         self.wrong: list[tuple[int, int]] = []
 
     def module(self, position, *, between=None):
         """One module of a sublayer; ``between`` is what a compiler put into its middle."""
-        self.ring.enter(position)
+        self.buffer_pool.acquire(position)
         if between is not None:
             between()
         self.device.compute(lambda: self.look(position))
-        self.ring.leave(position)
-        self.ring.check_integrity()
+        self.buffer_pool.release(position)
+        self.buffer_pool.check_integrity()
 
     def look(self, position):
         extent = self.extents[position]
-        pages = self.slots[extent.slot_page : extent.slot_page + extent.num_pages]
+        pages = self.slots[extent.buffer_page : extent.buffer_page + extent.num_pages]
         if not (pages == position).all():
             self.wrong.append((position, int(np.unique(pages)[0])))
 
@@ -83,30 +87,34 @@ PAGES = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any)
 @settings(max_examples=60, deadline=None)
 @given(
     num_pages=st.lists(PAGES, min_size=1, max_size=9),
-    ahead=st.integers(1, 4),
+    prefetch_depth=st.integers(1, 4),
     seed=st.integers(0, 10**6),
     haste=st.sampled_from([0.0, 0.3, 0.9]),
     late_compute=st.booleans(),
 )
-def test_each_sublayer_computes_with_its_own_weights(num_pages, ahead, seed, haste, late_compute):
-    model = Model(num_pages, ahead=ahead, seed=seed, haste=haste, late_compute=late_compute)
-    model.ring.start()
+def test_each_sublayer_computes_with_its_own_weights(
+    num_pages, prefetch_depth, seed, haste, late_compute
+):
+    model = Model(
+        num_pages, prefetch_depth=prefetch_depth, seed=seed, haste=haste, late_compute=late_compute
+    )
+    model.buffer_pool.start()
     for _ in range(3):
         model.step()
     model.device.close()
     assert not model.wrong
-    assert model.ring.num_misses == 0, "all were queued before compute came to them"
+    assert model.buffer_pool.num_misses == 0, "all were queued before compute came to them"
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     num_pages=st.lists(PAGES, min_size=1, max_size=8),
-    ahead=st.integers(1, 4),
+    prefetch_depth=st.integers(1, 4),
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_any_order_gives_right_weights(num_pages, ahead, seed, data):
-    model = Model(num_pages, ahead=ahead, seed=seed)
+def test_any_order_gives_right_weights(num_pages, prefetch_depth, seed, data):
+    model = Model(num_pages, prefetch_depth=prefetch_depth, seed=seed)
     order = data.draw(st.lists(st.integers(0, len(num_pages) - 1), max_size=20))
     for position in order:
         model.module(position)
@@ -116,74 +124,80 @@ def test_any_order_gives_right_weights(num_pages, ahead, seed, data):
 
 @pytest.mark.parametrize("haste", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("engine_run_bytes", [1, 1 << 60], ids=["engines", "kernel"])
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_each_sublayer_computes_with_its_own_weights_on_a_gpu(ahead, engine_run_bytes, haste):
+@pytest.mark.parametrize("prefetch_depth", [1, 2, 3])
+def test_each_sublayer_computes_with_its_own_weights_on_a_gpu(
+    prefetch_depth, engine_run_bytes, haste
+):
     for seed in range(5):
         device = SimulatedCudaDevice(
             random.Random(seed), haste=haste, engine_run_bytes=engine_run_bytes, checks_memory=False
         )
-        model = Model([2, (1, 2), 3, (0, 1), 2, 3, 1, (2, 1), 2, 3], ahead=ahead, device=device)
-        model.ring.start()
+        model = Model(
+            [2, (1, 2), 3, (0, 1), 2, 3, 1, (2, 1), 2, 3],
+            prefetch_depth=prefetch_depth,
+            device=device,
+        )
+        model.buffer_pool.start()
         for _ in range(3):
             model.step()
         model.device.close()
-        assert not model.wrong and model.ring.num_misses == 0
+        assert not model.wrong and model.buffer_pool.num_misses == 0
 
 
-@pytest.mark.parametrize(("ahead", "next_pages"), [(1, 2), (2, 2 + 3), (3, 2 + 3 + 2)])
-def test_a_step_moves_each_sublayer_once(ahead, next_pages):
-    model = Model([2, 3] * 4, ahead=ahead)
-    model.ring.start()
+@pytest.mark.parametrize(("prefetch_depth", "next_pages"), [(1, 2), (2, 2 + 3), (3, 2 + 3 + 2)])
+def test_a_step_moves_each_sublayer_once(prefetch_depth, next_pages):
+    model = Model([2, 3] * 4, prefetch_depth=prefetch_depth)
+    model.buffer_pool.start()
     for _ in range(5):
         model.step()
     model.device.close()
     # The next step's first sublayers are on their way when a step ends.
     num_pages = 5 * 20 + next_pages
-    assert model.device.use(Direction.READ).num_bytes == num_pages * SLOT_ALIGNMENT
+    assert model.device.use(Direction.READ).num_bytes == num_pages * BUFFER_ALIGNMENT
 
 
 def test_what_has_a_slot_for_itself_in_a_longer_round_is_moved_once():
-    model = Model([2, 3] * 5, ahead=3)  # rounds of 4 and 6
-    model.ring.start()
+    model = Model([2, 3] * 5, prefetch_depth=3)  # rounds of 4 and 6
+    model.buffer_pool.start()
     for _ in range(5):
         model.step()
     model.device.close()
     num_pages = (2 + 3) + 5 * 20 + (2 + 3 + 2)
-    assert model.device.use(Direction.READ).num_bytes == num_pages * SLOT_ALIGNMENT
-    assert moves(10, 3) == [True] * 8 + [False] * 2
+    assert model.device.use(Direction.READ).num_bytes == num_pages * BUFFER_ALIGNMENT
+    assert moved_each_step(10, 3) == [True] * 8 + [False] * 2
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_so_many_are_on_their_way_while_one_computes(ahead):
-    model = Model([1] * 12, ahead=ahead)
-    model.ring.start()
+@pytest.mark.parametrize("prefetch_depth", [1, 2, 3])
+def test_so_many_are_on_their_way_while_one_computes(prefetch_depth):
+    model = Model([1] * 12, prefetch_depth=prefetch_depth)
+    model.buffer_pool.start()
     for position in range(12):
-        model.ring.enter(position)
-        queued = {slot.resident for slot in model.ring._slots}
-        assert queued == {(position + further) % 12 for further in range(ahead + 1)}
-        model.ring.leave(position)
+        model.buffer_pool.acquire(position)
+        queued = {buffer.holds for buffer in model.buffer_pool._buffers}
+        assert queued == {(position + further) % 12 for further in range(prefetch_depth + 1)}
+        model.buffer_pool.release(position)
     model.device.close()
 
 
 @pytest.mark.parametrize(
-    ("num_pages", "ahead"), [([3], 1), ([3, 2], 1), ([3, 2, 3], 1), ([1, 2, 3, 4], 3)]
+    ("num_pages", "prefetch_depth"), [([3], 1), ([3, 2], 1), ([3, 2, 3], 1), ([1, 2, 3, 4], 3)]
 )
-def test_what_fits_the_slots_is_read_once(num_pages, ahead):
-    model = Model(num_pages, ahead=ahead)
-    model.ring.start()
+def test_what_fits_the_slots_is_read_once(num_pages, prefetch_depth):
+    model = Model(num_pages, prefetch_depth=prefetch_depth)
+    model.buffer_pool.start()
     for _ in range(5):
         model.step()
     model.device.close()
-    assert model.device.use(Direction.READ).num_bytes == sum(num_pages) * SLOT_ALIGNMENT
+    assert model.device.use(Direction.READ).num_bytes == sum(num_pages) * BUFFER_ALIGNMENT
 
 
 def test_a_slot_in_use_is_not_filled_however_a_compiler_orders_modules():
     """The FFN's first module may begin between the beginning and the end of attention's last."""
     for seed in range(30):
         model = Model(
-            [2] * 12, ahead=1 + seed % 3, seed=seed, haste=0.9, late_compute=bool(seed % 2)
+            [2] * 12, prefetch_depth=1 + seed % 3, seed=seed, haste=0.9, late_compute=bool(seed % 2)
         )
-        model.ring.start()
+        model.buffer_pool.start()
         for _ in range(3):
             for position in range(0, 12, 2):
                 model.module(position)
@@ -195,21 +209,21 @@ def test_a_slot_in_use_is_not_filled_however_a_compiler_orders_modules():
 
 def test_overlapping_layers_are_an_error_not_wrong_weights():
     model = Model([2, 2, 2, 2])
-    model.ring.start()
+    model.buffer_pool.start()
     with pytest.raises(IntegrityError, match="this model's layers overlap"):
         model.module(0, between=lambda: model.module(2))
 
 
 def test_leaving_without_entering_is_found():
     model = Model([2, 2])
-    model.ring.start()
+    model.buffer_pool.start()
     with pytest.raises(IntegrityError, match="was not computing"):
-        model.ring.leave(0)
+        model.buffer_pool.release(0)
 
 
 @pytest.mark.parametrize("broken", ["fills a slot in use", "does not wait"])
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_the_model_sees_wrong_weights(ahead, broken, monkeypatch):
+@pytest.mark.parametrize("prefetch_depth", [1, 3])
+def test_the_model_sees_wrong_weights(prefetch_depth, broken, monkeypatch):
     """What the other tests rely on."""
     if broken == "does not wait":
         monkeypatch.setattr(SimulatedDevice, "wait", lambda self, event: 0.0)
@@ -221,8 +235,8 @@ def test_the_model_sees_wrong_weights(ahead, broken, monkeypatch):
         )
     wrong = []
     for seed in range(10):
-        model = Model([2] * 8, ahead=ahead, seed=seed, haste=0.6)
-        model.ring.start()
+        model = Model([2] * 8, prefetch_depth=prefetch_depth, seed=seed, haste=0.6)
+        model.buffer_pool.start()
         for _ in range(3):
             model.step()
         model.device.close()

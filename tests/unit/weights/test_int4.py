@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.fixtures.rounding import rounded
-from vllm_tiered.weights import int4
-from vllm_tiered.weights.int4 import can_compress_matrix, compress, linear
-from vllm_tiered.weights.int4_layout import compressed_bytes
+from vllm_tiered.weights.int4 import cpu as int4
+from vllm_tiered.weights.int4.cpu import can_compress_matrix, compress, linear
+from vllm_tiered.weights.int4.layout import compressed_bytes
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SHAPES = [(64, 64), (192, 128), (256, 512), (1088, 192), (64, 4096)]
@@ -108,7 +108,7 @@ def test_what_the_kernels_do_not_take_stays(shape, dtype, can):
 
 _PRODUCTS = """
 import json, torch
-from vllm_tiered.weights.int4 import compress, layout, linear
+from vllm_tiered.weights.int4.cpu import compress, layout, linear
 generator = torch.Generator().manual_seed(1)
 products = []
 for dtype in (torch.float32, torch.bfloat16):

@@ -6,21 +6,19 @@ import pytest
 from hypothesis import given
 
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.weights.placement import (
+from vllm_tiered.weights.layout import (
+    BUFFER_ALIGNMENT,
     PARAMETER_ALIGNMENT,
-    SLOT_ALIGNMENT,
     Kind,
-    Placement,
     Role,
+    buffer_of,
+    buffer_sizes,
     extent_bytes,
-    extent_of,
-    moves,
-    place,
-    slot_bytes,
-    slot_of,
-    spill,
+    extent_bytes_of,
+    moved_each_step,
     sublayers_of,
 )
+from vllm_tiered.weights.placement import Placement, place, spill_to_storage
 
 H = 1024
 
@@ -158,27 +156,27 @@ def test_attention_comes_first():
 )
 def test_what_far_memory_does_not_hold_is_stored(policy, share, num_layers):
     whole = place(policy, model(opt_layer(), num_layers=num_layers))
-    placement = spill(whole, int(share * whole.far_bytes))
+    placement = spill_to_storage(whole, int(share * whole.far_bytes))
     assert placement.far_bytes <= share * whole.far_bytes
     assert placement.far_bytes + placement.storage_bytes == whole.far_bytes
     assert placement.near_bytes == whole.near_bytes
     # No more than a sublayer beyond what must be, and spread: any run of layers has its share.
     largest = max(whole.extents)
     assert placement.storage_bytes <= max(0.0, (1 - share) * whole.far_bytes) + largest
-    stored = [sum(p.num_bytes for p in parameters) for _, parameters in placement.staged]
+    stored = [sum(p.num_bytes for p in parameters) for _, parameters in placement.offloaded]
     moved = [sum(p.num_bytes for p in parameters) for parameters in whole.far]
     for end in range(len(stored)):
         expected = max(0.0, 1 - share) * sum(moved[: end + 1])
-        assert abs(sum(stored[: end + 1]) - expected) <= largest + SLOT_ALIGNMENT * end
+        assert abs(sum(stored[: end + 1]) - expected) <= largest + BUFFER_ALIGNMENT * end
 
 
 def test_far_and_stored_parameters_of_a_sublayer_share_its_slot():
     placement = place("flexgen", model(opt_layer()), [0, 40, 60])
-    (far, stored) = placement.staged[1]
+    (far, stored) = placement.offloaded[1]
     assert [p.name for p in stored] + [p.name for p in far] == [
         p.name for p in placement.sublayers[1].parameters if p.may_move
     ]
-    assert placement.extents[1] == extent_of(far) + extent_of(stored)
+    assert placement.extents[1] == extent_bytes_of(far) + extent_bytes_of(stored)
 
 
 # Bad input ------------------------------------------------------------------------------
@@ -217,41 +215,43 @@ def test_budgets_are_checked_with_the_numbers():
 
 
 @given(
-    sizes=st.lists(st.integers(1, 20).map(lambda n: n * SLOT_ALIGNMENT), max_size=30),
-    ahead=st.integers(1, 4),
+    sizes=st.lists(st.integers(1, 20).map(lambda n: n * BUFFER_ALIGNMENT), max_size=30),
+    prefetch_depth=st.integers(1, 4),
 )
-def test_a_slot_is_never_that_of_the_sublayers_before(sizes, ahead):
+def test_a_slot_is_never_that_of_the_sublayers_before(sizes, prefetch_depth):
     """In the order of computation, again and again; so the next ones can arrive meanwhile."""
     count = len(sizes)
-    slots = slot_bytes(sizes, ahead)
+    slots = buffer_sizes(sizes, prefetch_depth)
     for position, size in enumerate(sizes):
-        slot = slot_of(position, count, ahead)
+        slot = buffer_of(position, count, prefetch_depth)
         assert slots[slot] >= size
-        for further in range(1, min(ahead, count - 1) + 1):
-            assert slot != slot_of((position + further) % count, count, ahead)
-    moved = moves(count, ahead)
+        for further in range(1, min(prefetch_depth, count - 1) + 1):
+            assert slot != buffer_of((position + further) % count, count, prefetch_depth)
+    moved = moved_each_step(count, prefetch_depth)
     assert any(moved) == (len(slots) < count)
     for position in range(count):
-        others = [slot_of(at, count, ahead) for at in range(count) if at != position]
-        assert moved[position] == (slot_of(position, count, ahead) in others)
-    if count >= (ahead + 1) * ahead * 2:  # enough rounds that none is longer by more than two
-        assert ahead + 1 <= len(slots) <= ahead + 3
+        others = [buffer_of(at, count, prefetch_depth) for at in range(count) if at != position]
+        assert moved[position] == (buffer_of(position, count, prefetch_depth) in others)
+    if (
+        count >= (prefetch_depth + 1) * prefetch_depth * 2
+    ):  # enough rounds that none is longer by more than two
+        assert prefetch_depth + 1 <= len(slots) <= prefetch_depth + 3
     assert sum(slots) <= sum(sizes)
 
 
-@given(num_layers=st.integers(1, 40), ahead=st.sampled_from([1, 3]))
-def test_attention_and_ffn_keep_slots_of_their_own(num_layers, ahead):
+@given(num_layers=st.integers(1, 40), prefetch_depth=st.sampled_from([1, 3]))
+def test_attention_and_ffn_keep_slots_of_their_own(num_layers, prefetch_depth):
     """With an even number of slots: a slot is as large as its kind needs, however many layers."""
-    slots = slot_bytes([SLOT_ALIGNMENT, 9 * SLOT_ALIGNMENT] * num_layers, ahead)
-    assert set(slots) == {SLOT_ALIGNMENT, 9 * SLOT_ALIGNMENT}
-    assert sum(slots) == len(slots) // 2 * 10 * SLOT_ALIGNMENT
+    slots = buffer_sizes([BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT] * num_layers, prefetch_depth)
+    assert set(slots) == {BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT}
+    assert sum(slots) == len(slots) // 2 * 10 * BUFFER_ALIGNMENT
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=8))
 def test_extents_hold_their_parameters(sizes):
     size = extent_bytes(sizes)
-    assert size % SLOT_ALIGNMENT == 0
-    assert sum(sizes) <= size <= sum(sizes) + PARAMETER_ALIGNMENT * len(sizes) + SLOT_ALIGNMENT
+    assert size % BUFFER_ALIGNMENT == 0
+    assert sum(sizes) <= size <= sum(sizes) + PARAMETER_ALIGNMENT * len(sizes) + BUFFER_ALIGNMENT
 
 
 @given(near=st.integers(0, 100), hidden=st.sampled_from([64, 512, 1024]))

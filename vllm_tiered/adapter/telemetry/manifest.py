@@ -113,8 +113,8 @@ class WeightsManifest:
 
     Attributes:
         near_bytes: of parameters that stay near.
-        ring_bytes: of the staging slots, near memory too.
-        ahead: far sublayers on their way there while one computes.
+        buffer_bytes: of the weight buffers, near memory too.
+        prefetch_depth: offloaded sublayers in transfer while one computes.
         far_sublayers: that have parameters elsewhere than near, of ``num_sublayers``.
         far_bytes, storage_bytes: in far memory, and in a file.
         compress: what matrices are kept in: "int4", or "none" for the checkpoint's own dtype.
@@ -124,8 +124,8 @@ class WeightsManifest:
     num_sublayers: int
     far_sublayers: int
     near_bytes: int
-    ring_bytes: int
-    ahead: int
+    buffer_bytes: int
+    prefetch_depth: int
     far_bytes: int
     storage_bytes: int
     compress: str
@@ -137,8 +137,8 @@ class WeightsManifest:
             num_sublayers=len(placement.sublayers),
             far_sublayers=len(placement.extents),
             near_bytes=placement.resident_bytes,
-            ring_bytes=placement.ring_bytes,
-            ahead=placement.ahead,
+            buffer_bytes=placement.buffer_bytes,
+            prefetch_depth=placement.prefetch_depth,
             far_bytes=placement.far_bytes,
             storage_bytes=placement.storage_bytes,
             compress=compress,
@@ -161,7 +161,8 @@ class WeightsManifest:
             f"tiered weights: took over {self.far_sublayers} of {self.num_sublayers} sublayers "
             f"({self.placement}{compressed}): {format_bytes(self.near_bytes)} of the layers stay "
             f"near, {format_bytes(self.far_bytes)} are far{stored} and pass through "
-            f"{format_bytes(self.ring_bytes)} of staging slots, {self.ahead} ahead, per rank"
+            f"{format_bytes(self.buffer_bytes)} of weight buffers, prefetch depth "
+            f"{self.prefetch_depth}, per rank"
         )
 
 

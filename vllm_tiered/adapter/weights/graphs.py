@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.tiered")
 
-CUTS = ("vllm::wait_prefetch", "vllm::start_prefetch")
+SPLITTING_OPS = ("vllm::wait_prefetch", "vllm::start_prefetch")
 """vLLM's ops for offloaders, as its splitting_ops name them."""
 
 PLACEMENT_KEY = "tiered_placement"
 
 
-def cut_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
+def partition_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
     """Let vLLM capture between the waits for weights, or nothing; one log line says which.
 
     Only pieces are captured: no graph of a whole step, as vLLM would have for decode steps.
@@ -48,7 +48,7 @@ def cut_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
         cuda_graphs.leave_out(compilation)
         logger.warning("tiered weights: no CUDA graphs (%s would be captured): %s", before, reason)
         return
-    cuda_graphs.cut_at(CUTS, compilation)
+    cuda_graphs.cut_at(SPLITTING_OPS, compilation)
     logger.info(
         "tiered weights: CUDA graphs are PIECEWISE (%s without far weights), cut where sublayers "
         "wait for their weights",
@@ -85,6 +85,6 @@ def remember_placement(placement: Placement) -> None:
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None or not isinstance(vllm_config.additional_config, dict):
         return
-    names = [[[p.name for p in part] for part in staged] for staged in placement.staged]
+    names = [[[p.name for p in part] for part in staged] for staged in placement.offloaded]
     digest = xxh3_64_hexdigest(json.dumps(names).encode())
     vllm_config.additional_config[PLACEMENT_KEY] = digest

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from vllm.model_executor.offloader.base import BaseOffloader
 
-from vllm_tiered.adapter.weights.layer_weights import stay_unprocessed
+from vllm_tiered.adapter.weights.layer_weights import disable_weight_processing
 
 
-def watch(layer: nn.Module, names: Sequence[str], position: int, offloader: BaseOffloader) -> None:
+def register_hooks(
+    layer: nn.Module, names: Sequence[str], position: int, offloader: BaseOffloader
+) -> None:
     """Let each module that has far parameters itself wait for them.
 
     Args:
@@ -20,7 +22,7 @@ def watch(layer: nn.Module, names: Sequence[str], position: int, offloader: Base
     """
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = layer.get_submodule(path)
-        stay_unprocessed(module)
+        disable_weight_processing(module)
         module.register_forward_pre_hook(_before(position, offloader), with_kwargs=True)
         module.register_forward_hook(_after(position, offloader))
 

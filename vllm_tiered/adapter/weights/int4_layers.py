@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-from vllm_tiered.adapter.weights.layer_weights import movable, stay_unprocessed
+from vllm_tiered.adapter.weights.layer_weights import disable_weight_processing, movable_parameters
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.weights import int4
-from vllm_tiered.weights.int4_layout import BLOCK, GROUP
-from vllm_tiered.weights.packing import packing_for
+from vllm_tiered.weights.int4 import cpu as int4
+from vllm_tiered.weights.int4.layout import BLOCK, GROUP
+from vllm_tiered.weights.int4.packing import packing_for
 
 Apply = Callable[[nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def compressible(layers: Sequence[nn.Module]) -> list[set[str]]:
+def compressible_weights(layers: Sequence[nn.Module]) -> list[set[str]]:
     """Of each layer, the weights of linear layers that can be kept in 4 bit.
 
     Raises:
@@ -39,7 +39,7 @@ def compressible(layers: Sequence[nn.Module]) -> list[set[str]]:
 
 def _compressible(layer: nn.Module) -> set[str]:
     """Not those that vLLM leaves unpacked itself: others read them."""
-    names = movable(layer)
+    names = movable_parameters(layer)
     return {
         f"{path}.weight"
         for path, module in layer.named_modules()
@@ -63,7 +63,7 @@ class CompressedLinear:
         self.weight = module.weight
         self._module = module
         self._rows = len(module.weight)
-        stay_unprocessed(module)
+        disable_weight_processing(module)
 
     def multiply_compressed(self) -> None:
         """From now on; the weight is compressed.

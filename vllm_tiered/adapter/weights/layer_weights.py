@@ -9,7 +9,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.probe.gemm import ROWS_ON_THE_LEFT
-from vllm_tiered.weights.int4_layout import compressed_bytes
+from vllm_tiered.weights.int4.layout import compressed_bytes
 
 
 def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, int]:
@@ -22,7 +22,7 @@ def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, 
     }
 
 
-def movable(layer: nn.Module) -> set[str]:
+def movable_parameters(layer: nn.Module) -> set[str]:
     """Parameters that a linear layer alone multiplies with, or adds within its own call.
 
     Others are read by somebody else, at any time: convolutions of state-space models, biases that
@@ -39,7 +39,7 @@ def movable(layer: nn.Module) -> set[str]:
     return names
 
 
-def leave_near(layer: nn.Module) -> None:
+def move_to_host(layer: nn.Module) -> None:
     """As soon as it is built: a model larger than the near tier can be."""
     for name, parameter in layer.named_parameters():
         if not parameter.is_contiguous():
@@ -50,14 +50,14 @@ def leave_near(layer: nn.Module) -> None:
         parameter.data = parameter.data.to("cpu")
 
 
-def return_near(layer: nn.Module, far_names: Collection[str], near_device: torch.device) -> None:
+def move_to_near(layer: nn.Module, far_names: Collection[str], near_device: torch.device) -> None:
     """What has no home in far memory."""
     for name, parameter in layer.named_parameters():
         if name not in far_names:
             parameter.data = parameter.data.to(near_device)
 
 
-def stay_unprocessed(module: nn.Module) -> None:
+def disable_weight_processing(module: nn.Module) -> None:
     """Let vLLM leave the layer's weight as it was loaded, and where.
 
     Its CPU backend would keep a packed copy near. On a GPU, where an unquantized weight is not

@@ -27,42 +27,44 @@ from xxhash import xxh3_64_hexdigest
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.adapter.weights.graphs import check_not_captured, remember_placement
-from vllm_tiered.adapter.weights.hooks import watch
-from vllm_tiered.adapter.weights.int4_layers import CompressedLinear, compressible
+from vllm_tiered.adapter.weights.hooks import register_hooks
+from vllm_tiered.adapter.weights.int4_layers import CompressedLinear, compressible_weights
+from vllm_tiered.adapter.weights.kv_sharing import (
+    all_ranks_have,
+    give_rest_to_kv,
+    plan_inputs,
+    plan_with_kv,
+)
 from vllm_tiered.adapter.weights.layer_weights import (
     cpu_linear,
-    leave_near,
-    movable,
+    movable_parameters,
+    move_to_host,
+    move_to_near,
     parameter_bytes,
-    return_near,
     skip_loading,
 )
-from vllm_tiered.adapter.weights.plan import (
-    have_all_ranks,
-    leave_rest,
-    plan_with_kv,
-    planned_for,
-)
-from vllm_tiered.adapter.weights.times import measure
+from vllm_tiered.adapter.weights.measurements import measure_sublayers
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.planner.latency import place_for_latency
+from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.units import GIB
-from vllm_tiered.weights.buffers import WeightRing
-from vllm_tiered.weights.far_weights import FarWeights, Group, Staged
-from vllm_tiered.weights.packing import packing_for
-from vllm_tiered.weights.placement import (
+from vllm_tiered.weights.buffers import WeightBufferPool
+from vllm_tiered.weights.int4.packing import packing_for
+from vllm_tiered.weights.layout import (
+    BUFFER_ALIGNMENT,
     PARAMETER_ALIGNMENT,
-    SLOT_ALIGNMENT,
     Parameter,
-    Placement,
     Sublayer,
-    place,
-    spill,
     sublayers_of,
 )
+from vllm_tiered.weights.offloaded_weights import (
+    OffloadedParameter,
+    OffloadedSublayer,
+    OffloadedWeights,
+)
+from vllm_tiered.weights.placement import Placement, place, spill_to_storage
 from vllm_tiered.weights.store import WeightStore
 
 logger = logging.getLogger("vllm.tiered")
@@ -95,12 +97,12 @@ class TieredOffloader(BaseOffloader):
         self._model = model
         self._store: WeightStore | None = None
         self._device = make_device()
-        self._weights: FarWeights | None = None
+        self._weights: OffloadedWeights | None = None
         self._far: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._compressed: list[CompressedLinear] = []
         self._near_device = torch.device("cpu")
         self.placement: Placement | None = None
-        self.ring: WeightRing | None = None
+        self.buffer_pool: WeightBufferPool | None = None
         self._is_on_gpu = False
         self.is_used = False
         self._use_before: dict[str, float] = {}
@@ -132,10 +134,10 @@ class TieredOffloader(BaseOffloader):
         near_device = torch.device("cpu")
         for layer in modules:
             near_device = next((p.device for p in layer.parameters()), near_device)
-            leave_near(layer)
+            move_to_host(layer)
             layers.append(layer)
         is_compressed = self._config.compress == "int4"
-        compressed = compressible(layers) if is_compressed else [set() for _ in layers]
+        compressed = compressible_weights(layers) if is_compressed else [set() for _ in layers]
         self.placement = placement = self._place(layers, compressed, near_device)
         store = self._store if placement.storage_bytes else None
         if store is not None:
@@ -155,19 +157,24 @@ class TieredOffloader(BaseOffloader):
     ) -> None:
         moved = [
             (sublayer.layer, far, stored)
-            for sublayer, (far, stored) in zip(placement.sublayers, placement.staged, strict=True)
+            for sublayer, (far, stored) in zip(
+                placement.sublayers, placement.offloaded, strict=True
+            )
             if far or stored
         ]
 
-        def staged(index: int, chosen: Iterable[Parameter]) -> list[Staged]:
+        def offloaded(index: int, chosen: Iterable[Parameter]) -> list[OffloadedParameter]:
             return [
-                Staged(
+                OffloadedParameter(
                     layers[index].get_parameter(p.name), p.num_bytes, p.name in compressed[index]
                 )
                 for p in chosen
             ]
 
-        groups = [Group(staged(index, far), staged(index, stored)) for index, far, stored in moved]
+        groups = [
+            OffloadedSublayer(offloaded(index, far), offloaded(index, stored))
+            for index, far, stored in moved
+        ]
         self._far = [
             (layers[index], p.name, one.parameter)
             for (index, far, stored), group in zip(moved, groups, strict=True)
@@ -180,7 +187,9 @@ class TieredOffloader(BaseOffloader):
         ]
         _check_distinct([parameter for *_, parameter in self._far])
         _check_distinct([linear.weight for linear in self._compressed])
-        self._weights = FarWeights(self._device, groups, near_device, store, placement.ahead)
+        self._weights = OffloadedWeights(
+            self._device, groups, near_device, store, placement.prefetch_depth
+        )
         if store is not None and store.is_filled:
             for group in groups:
                 for one in group.stored:
@@ -189,9 +198,9 @@ class TieredOffloader(BaseOffloader):
         for position, (index, far, stored) in enumerate(moved):
             names = [p.name for p in (*far, *stored)]
             stay_away[index].update(names)
-            watch(layers[index], names, position, self)
+            register_hooks(layers[index], names, position, self)
         for layer, away in zip(layers, stay_away, strict=True):
-            return_near(layer, away, near_device)
+            move_to_near(layer, away, near_device)
         self._near_device = near_device
         self._is_on_gpu = near_device.type == "cuda"
 
@@ -209,7 +218,7 @@ class TieredOffloader(BaseOffloader):
         self._device.close()
         if self._store is not None:
             self._store.close()
-        self._weights = self.ring = self._store = None
+        self._weights = self.buffer_pool = self._store = None
         manifest.publish_weights(None)
 
     def post_init(self) -> None:
@@ -218,7 +227,7 @@ class TieredOffloader(BaseOffloader):
         Raises:
             UnsupportedError: a far parameter is not what the layer computes with any more.
         """
-        if self.ring is not None or self._weights is None:
+        if self.buffer_pool is not None or self._weights is None:
             return
         for layer, name, parameter in self._far:
             if dict(layer.named_parameters()).get(name) is not parameter:
@@ -235,18 +244,18 @@ class TieredOffloader(BaseOffloader):
             linear.multiply_compressed()
             if id(linear.weight) not in far:
                 linear.compress(self._near_device)
-        self.ring = self._weights.stage()
+        self.buffer_pool = self._weights.start_streaming()
         self.take_use()  # what was measured before is not the model's
 
     def take_use(self) -> dict[str, float]:
         """Bytes and seconds of the link, and of compute waiting, since the last call."""
-        if self.ring is None:
+        if self.buffer_pool is None:
             return {}
         link = self._device.use(Direction.READ)
         use = {
             "weights_read_bytes": float(link.num_bytes),
             "weights_read_seconds": link.busy_seconds,
-            "weights_stall_seconds": self.ring.stall_seconds,
+            "weights_stall_seconds": self.buffer_pool.stall_seconds,
         }
         before, self._use_before = self._use_before, use
         return {name: value - before.get(name, 0.0) for name, value in use.items()}
@@ -254,16 +263,16 @@ class TieredOffloader(BaseOffloader):
     # Called in the forward pass, by the hooks or by vLLM's custom ops in compiled code.
 
     def _wait_for_layer(self, layer_idx: int) -> None:
-        assert self.ring is not None, "the model runs before its weights are loaded"
+        assert self.buffer_pool is not None, "the model runs before its weights are loaded"
         if self._is_on_gpu:
             check_not_captured()
-        self.ring.enter(layer_idx)
+        self.buffer_pool.acquire(layer_idx)
 
     def _start_prefetch(self, layer_idx: int) -> None:
-        assert self.ring is not None
+        assert self.buffer_pool is not None
         if self._is_on_gpu:
             check_not_captured()
-        self.ring.leave(layer_idx)
+        self.buffer_pool.release(layer_idx)
 
     def _place(
         self,
@@ -274,7 +283,9 @@ class TieredOffloader(BaseOffloader):
         sublayers = [
             sublayer
             for index, (layer, names) in enumerate(zip(layers, compressed, strict=True))
-            for sublayer in sublayers_of(index, parameter_bytes(layer, names), movable(layer))
+            for sublayer in sublayers_of(
+                index, parameter_bytes(layer, names), movable_parameters(layer)
+            )
         ]
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
@@ -295,10 +306,10 @@ class TieredOffloader(BaseOffloader):
                 layers, sublayers, compressed, near_device, near_bytes, far_bytes
             )
             if self._store is not None and far_bytes is not None:
-                placement = spill(placement, far_bytes)
+                placement = spill_to_storage(placement, far_bytes)
         placement.check_budget(near_bytes, far_bytes)
         if config.shares_with_kv:
-            leave_rest(config, placement)
+            give_rest_to_kv(config, placement)
         return placement
 
     def _recorded(
@@ -306,7 +317,7 @@ class TieredOffloader(BaseOffloader):
     ) -> Placement | None:
         """As the file says. What ranks agree on is planned by all of them or by none."""
         recorded = store.placement(sublayers, far_bytes)
-        if not self._config.shares_with_kv or have_all_ranks(recorded is not None):
+        if not self._config.shares_with_kv or all_ranks_have(recorded is not None):
             return recorded
         if recorded is not None:
             store.discard("is of one rank, and another rank's cannot be used")
@@ -337,7 +348,7 @@ class TieredOffloader(BaseOffloader):
             return place(config.placement, sublayers, config.percents)
         assert near_bytes is not None, "checked by the configuration"
         folder = None if config.storage_path is None else Path(config.storage_path)
-        measured = measure(
+        measured = measure_sublayers(
             self._device,
             layers,
             sublayers,
@@ -364,10 +375,10 @@ class TieredOffloader(BaseOffloader):
             "percents": None if config.percents is None else list(config.percents),
             "near_gib": config.near_gib,
             "far_gib": config.far_gib,
-            "alignment": [SLOT_ALIGNMENT, PARAMETER_ALIGNMENT],
+            "alignment": [BUFFER_ALIGNMENT, PARAMETER_ALIGNMENT],
             "compress": packing_for(near_device).layout() if is_compressed else config.compress,
             "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
-            **(planned_for() if config.shares_with_kv else {}),
+            **(plan_inputs() if config.shares_with_kv else {}),
         }
         return WeightStore(
             Path(folder),

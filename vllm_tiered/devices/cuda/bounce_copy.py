@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's copies from and to a page store: a file, or memory with checksums.
+"""Bounce copies: copies between a GPU and a page store (a file, or memory with checksums).
 
-A thread for each direction carries them through pinned memory, piece by piece, as the CPU has
-to read the file or to make the checksums:
+The CPU has to read the file or compute the checksums, so a worker thread for each direction copies
+the pages through pinned bounce buffers, piece by piece:
 
-    read    thread: store ─► bounce 0          thread: store ─► bounce 1        …
-            GPU:                      bounce 0 ─► near            bounce 1 ─► near
-    write   GPU: near ─► bounce 0     thread: bounce 0 ─► store
+    read    thread: store ─► buffer 0          thread: store ─► buffer 1        …
+            GPU:                      buffer 0 ─► near            buffer 1 ─► near
+    write   GPU: near ─► buffer 0     thread: buffer 0 ─► store
 
-Until the thread is done with a copy, those behind it in its direction are held back, and compute
-that comes to wait for it holds the host: a GPU cannot wait for a disk.
+Until the worker has finished a copy, later copies of its direction are held back, and compute that
+waits for one of them blocks the host: a GPU cannot wait for a disk.
 """
 
 import threading
@@ -21,21 +21,20 @@ import torch
 
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import copy_pages
-from vllm_tiered.devices.cuda.copy import CudaCopy
+from vllm_tiered.devices.cuda.copy import BounceCopy, CopyJob, CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
-from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.runtime import Runtime, Stream
 from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages
 from vllm_tiered.units import MIB
 
 BOUNCE_BYTES = 8 * MIB
-"""Of each of a direction's two pieces of pinned memory; assumed, not measured. Pages that lie
-together in a file come in requests of 1 MiB, 32 of which keep the readers busy."""
+"""Size of each of a direction's two bounce buffers; assumed, not measured. Pages that are adjacent
+in a file are read in requests of 1 MiB, 32 of which keep the readers busy."""
 
 
-class _Bounce:
-    """A piece of pinned memory; ``copied`` is done when the GPU has read it."""
+class _BounceBuffer:
+    """Bounce buffer; ``copied`` is done when the GPU's copy from or to it is done."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.pages = PageBuffer(data)
@@ -44,12 +43,14 @@ class _Bounce:
 
 
 class BounceCopyWorker:
-    """Carries one copy at a time, in a thread that starts with the first.
+    """Worker thread of one direction, which runs one bounce copy at a time.
+
+    The thread starts with the first copy.
 
     Args:
-        stream: of the direction, as is ``ids``; used under ``changed``.
-        allocate: pinned memory of so many bytes, uint8.
-        finish: called, under ``changed``, with each job and what made it fail.
+        stream: the direction's stream; used with ``changed`` held, as is ``ids``.
+        allocate: returns pinned memory of a number of bytes, uint8.
+        finish: called with each job and its error, if any, with ``changed`` held.
     """
 
     def __init__(
@@ -67,19 +68,19 @@ class BounceCopyWorker:
         self._changed = changed
         self._allocate = allocate
         self._finish = finish
-        self._bounces: dict[int, list[_Bounce]] = {}  # by bytes of a page
+        self._buffers: dict[int, list[_BounceBuffer]] = {}  # by page size
         self._jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, job: CopyJob) -> None:
-        """Carry it; all that it waits for has been recorded."""
+    def submit(self, job: CopyJob) -> None:
+        """Queue a job, all of whose dependencies are recorded."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="tiered-carry", daemon=True)
+            self._thread = threading.Thread(target=self._loop, name="tiered-bounce", daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
     def close(self) -> None:
-        """All jobs are finished."""
+        """Stop the thread; all jobs must be finished."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -99,58 +100,60 @@ class BounceCopyWorker:
         for event in job.after:
             event.wait()
         copy = job.copy
-        assert isinstance(copy, StoredCopy)
-        carry = self._read if copy.direction is Direction.READ else self._write
+        assert isinstance(copy, BounceCopy)
+        move = self._read if copy.direction is Direction.READ else self._write
         with self._changed:
             self._runtime.record(job.begun, self._stream)
-            bounces = self._bounces_for(copy.src.page_bytes)
+            buffers = self._buffers_for(copy.src.page_bytes)
         lost = [NO_PAGES]
-        for number, (src, dst) in enumerate(pieces(copy, bounces[0].pages.num_pages)):
-            lost.append(carry(copy, src, dst, bounces[number % len(bounces)]))
+        for number, (src, dst) in enumerate(split_copy(copy, buffers[0].pages.num_pages)):
+            lost.append(move(copy, src, dst, buffers[number % len(buffers)]))
         job.done.failed_pages = np.concatenate(lost)
 
-    def _read(self, copy: StoredCopy, src: Pages, dst: Pages, bounce: _Bounce) -> PageIds:
-        if bounce.copied is not None:
-            bounce.copied.wait()
-        all_of_it = _first(len(src))
-        lost = copy_pages(copy.src, src, bounce.pages, all_of_it)
-        self._launch(copy, bounce.pages, all_of_it, copy.dst, dst, bounce)
+    def _read(self, copy: BounceCopy, src: Pages, dst: Pages, buffer: _BounceBuffer) -> PageIds:
+        if buffer.copied is not None:
+            buffer.copied.wait()
+        whole = _first(len(src))
+        lost = copy_pages(copy.src, src, buffer.pages, whole)
+        self._launch(copy, buffer.pages, whole, copy.dst, dst, buffer)
         return lost
 
-    def _write(self, copy: StoredCopy, src: Pages, dst: Pages, bounce: _Bounce) -> PageIds:
-        all_of_it = _first(len(src))
-        self._launch(copy, copy.src, src, bounce.pages, all_of_it, bounce).wait()
-        return copy_pages(bounce.pages, all_of_it, copy.dst, dst)
+    def _write(self, copy: BounceCopy, src: Pages, dst: Pages, buffer: _BounceBuffer) -> PageIds:
+        whole = _first(len(src))
+        self._launch(copy, copy.src, src, buffer.pages, whole, buffer).wait()
+        return copy_pages(buffer.pages, whole, copy.dst, dst)
 
     def _launch(
         self,
-        copy: StoredCopy,
+        copy: BounceCopy,
         src: PageBuffer,
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-        bounce: _Bounce,
+        buffer: _BounceBuffer,
     ) -> CudaEvent:
         inner = CudaCopy(
             copy.direction, src, src_pages, dst, dst_pages, engine_run_bytes=copy.engine_run_bytes
         )
         with self._changed:
-            bounce.copied = copied = CudaEvent(self._runtime, self._changed)
+            buffer.copied = copied = CudaEvent(self._runtime, self._changed)
             lists = inner.launch(self._runtime, self._stream, self._ids, copied)
-            bounce.in_use = inner, lists
+            buffer.in_use = inner, lists
             copied.record(self._stream)
         return copied
 
-    def _bounces_for(self, page_bytes: int) -> list[_Bounce]:
-        if page_bytes not in self._bounces:
+    def _buffers_for(self, page_bytes: int) -> list[_BounceBuffer]:
+        if page_bytes not in self._buffers:
             num_pages = max(1, BOUNCE_BYTES // page_bytes)
             memory = [self._allocate(num_pages * page_bytes) for _ in range(2)]
-            self._bounces[page_bytes] = [_Bounce(one.view(num_pages, page_bytes)) for one in memory]
-        return self._bounces[page_bytes]
+            self._buffers[page_bytes] = [
+                _BounceBuffer(one.view(num_pages, page_bytes)) for one in memory
+            ]
+        return self._buffers[page_bytes]
 
 
-def pieces(copy: StoredCopy, num_pages: int) -> Iterator[tuple[Pages, Pages]]:
-    """Source and target pages of at most so many at a time."""
+def split_copy(copy: BounceCopy, num_pages: int) -> Iterator[tuple[Pages, Pages]]:
+    """Yield source and target pages, at most ``num_pages`` at a time."""
     for first in range(0, len(copy.src_pages), num_pages):
         part = slice(first, first + num_pages)
         yield Pages(copy.src_pages.ids[part]), Pages(copy.dst_pages.ids[part])

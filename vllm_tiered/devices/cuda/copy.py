@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prepared copy on a GPU: by a kernel, or by the copy engines.
+"""Copies on a GPU, prepared and submitted: by a kernel, by copy engines, or through bounce buffers.
 
-The kernel copies any pages in one launch, and takes a few multiprocessors from compute while it
-runs. A copy engine takes none, but is given each run of consecutive pages by a call of its own.
+The kernel copies scattered pages in one launch and occupies a few multiprocessors while it runs. A
+copy engine occupies none, but each run of consecutive pages takes a call of its own. A copy from or
+to a page store passes through bounce buffers (``bounce_copy.py``).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,19 +15,20 @@ import torch
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
-from vllm_tiered.devices.cuda.runtime import Runtime, Stream
+from vllm_tiered.devices.cuda.runtime import RawEvent, Runtime, Stream
 from vllm_tiered.devices.pages import PageBuffer, Pages
 
 
 class CudaCopy:
-    """Nothing in it changes, so it may be under way more than once.
+    """Prepared copy between the GPU and pinned memory; immutable, so it may run more than once.
 
     Args:
-        engine_run_bytes: the copy engines take it if its runs have this many bytes on average.
+        engine_run_bytes: copy engines do the copy if its runs have this many bytes on average.
 
     Attributes:
         words: source and target, int32 [pages, words].
-        runs: (first source page, first target page, number) of each run; None for the kernel.
+        runs: (first source page, first target page, number of pages) of each run; None if the
+            kernel does the copy.
     """
 
     __slots__ = ("direction", "dst", "dst_pages", "num_bytes", "runs", "src", "src_pages", "words")
@@ -56,7 +59,7 @@ class CudaCopy:
     def launch(
         self, runtime: Runtime, stream: Stream, ids: PageIdBuffer, done: CudaEvent
     ) -> Sequence[object]:
-        """Submit it; what the GPU uses beside the pages until ``done``."""
+        """Submit it; return the tensors, other than the pages, that the GPU uses until ``done``."""
         if not self.num_bytes:
             return ()
         if self.runs is not None:
@@ -67,13 +70,52 @@ class CudaCopy:
                     self.dst.data[dst_page : dst_page + count],
                 )
             return ()
-        lists = ids.put(self.src_pages.ids, self.dst_pages.ids, done)
+        lists = ids.store(self.src_pages.ids, self.dst_pages.ids, done)
         runtime.copy_pages(stream, self.words[0], lists[0], self.words[1], lists[1])
         return lists
 
 
+class BounceCopy(NamedTuple):
+    """Prepared copy between a page store and the GPU."""
+
+    direction: Direction
+    src: PageBuffer
+    src_pages: Pages
+    dst: PageBuffer
+    dst_pages: Pages
+    engine_run_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.src_pages) * self.src.page_bytes
+
+
+class CopyJob:
+    """Submitted copy, which keeps all tensors that the GPU uses alive until it is done.
+
+    Attributes:
+        begun: is done when the copy begins.
+        in_use: tensors, other than the pages, that the GPU reads or writes.
+    """
+
+    __slots__ = ("after", "begun", "copy", "done", "in_use")
+
+    def __init__(
+        self,
+        copy: CudaCopy | BounceCopy,
+        after: tuple[CudaEvent, ...],
+        done: CudaEvent,
+        begun: RawEvent,
+    ) -> None:
+        self.copy = copy
+        self.after = after
+        self.done = done
+        self.begun = begun
+        self.in_use: Sequence[object] = ()
+
+
 def joint_runs(src_pages: Pages, dst_pages: Pages) -> list[tuple[int, int, int]]:
-    """(first source page, first target page, number) of runs consecutive in both."""
+    """List runs consecutive in both: (first source page, first target page, number of pages)."""
     src, dst = src_pages.ids, dst_pages.ids
     if not len(src):
         return []

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's device: a stream for each direction, and far pages in pinned host memory.
+"""Device of a GPU: a stream for each direction, and far pages in pinned host memory.
 
-    compute  ─── layer 0 ──┬─ m0 ─── layer 1 ──┬─ m1 ─── waits ─┬─ layer 2 ───
-                           │ reach             │ reach          │ wait
+    compute  ─── layer 0 ──┬─ d0 ─── layer 1 ──┬─ d1 ─── waits ─┬─ layer 2 ───
+                           │ signal            │ signal         │ wait
     write    ··············└─► w0 ─┐···········└─► w1           │
     read     ─── r0 ── r1 ─········└─► r2 ──────────────────────┘
 
-No call in a step's path waits for the GPU. What the GPU does not know yet is held back on the host
-(``cuda_queue.py``); how long copies took and compute stood still is asked when it is known.
+No call within a step waits for the GPU. Copies whose dependencies the GPU does not know yet are
+held back on the host (``queue.py``). How long copies took and compute was stalled is read from
+events that are done.
 
-All but the calls of ``CudaRuntime`` runs in the tests without a GPU, on a fake of it. It has not
-run on a GPU yet, and the launch parameters (kernels/kv_pages/tuned) are assumed, not measured.
+All code but the calls of ``CudaRuntime`` runs in the tests without a GPU, on a fake CUDA runtime.
+It has not run on a GPU yet, and the launch parameters (kernels/kv_pages/tuned) are assumed, not
+measured.
 """
 
 import threading
@@ -23,7 +25,7 @@ from typing import ClassVar
 import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
-from vllm_tiered.devices.cuda.copy import CudaCopy
+from vllm_tiered.devices.cuda.copy import BounceCopy, CopyJob, CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.host_memory import (
     PinnedMemory,
@@ -31,7 +33,6 @@ from vllm_tiered.devices.cuda.host_memory import (
     allocate_pinned,
     map_near_gpu,
 )
-from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
 from vllm_tiered.devices.cuda.queue import CopyQueue
 from vllm_tiered.devices.cuda.runtime import RawEvent, Runtime
 from vllm_tiered.devices.pages import (
@@ -47,33 +48,36 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage.checksums import checked
 from vllm_tiered.storage.page_file import PageFile
 
-RING_IDS = 1 << 18
-"""2 MiB for each direction: 2000 copies of 64 pages under way."""
+NUM_PAGE_IDS = 1 << 18
+"""2 MiB for each direction: enough for 2000 copies of 64 pages under way."""
 
 
 class CudaDevice(Device):
-    """Near is the GPU's memory; far is host memory on its NUMA node, or a file.
+    """Device whose near tier is GPU memory and whose far tier is host memory, or a file.
 
-    Any thread may call it. Compute is what the calling thread's current stream is given.
+    Host memory is on the GPU's NUMA node. Any thread may call the device. Compute is the work on
+    the calling thread's current stream.
 
     Args:
         runtime: the GPU.
-        engine_run_bytes: the copy engines take copies whose runs of consecutive pages have this
-            many bytes on average; the kernel takes the others. Assumed until measured: 256 KiB,
-            where a call of a few microseconds carries what takes a link of 50 GB/s five.
-        num_ids: page ids that a direction's ring holds before it has to grow.
+        engine_run_bytes: copy engines do the copies whose runs of consecutive pages have this many
+            bytes on average; the kernel does the others. Assumed until measured: 256 KiB, where a
+            call of a few microseconds copies what takes a link of 50 GB/s five.
+        num_ids: initial capacity of each direction's page id buffer.
     """
 
     has_device_memory: ClassVar[bool] = True
 
-    def __init__(self, runtime: Runtime, *, engine_run_bytes: int, num_ids: int = RING_IDS) -> None:
+    def __init__(
+        self, runtime: Runtime, *, engine_run_bytes: int, num_ids: int = NUM_PAGE_IDS
+    ) -> None:
         self._runtime = runtime
         self._engine_run_bytes = engine_run_bytes
         self._changed = threading.Condition(threading.RLock())
         self._memory: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
         self._queues = {
             direction: CopyQueue(
-                runtime, self._changed, self._registered, self._launch_ready, num_ids
+                runtime, self._changed, self._allocate_pinned, self._launch_ready, num_ids
             )
             for direction in Direction
         }
@@ -83,13 +87,13 @@ class CudaDevice(Device):
         self._is_closed = False
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return self._registered(num_bytes)
+        return self._allocate_pinned(num_bytes)
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        if verify != "off":  # the CPU carries its pages, and looks at them
+        if verify != "off":  # the CPU reads the pages to check them
             _, data = map_near_gpu(self._runtime, num_pages * page_bytes)
             return self._keep(checked(PageBuffer(data.view(num_pages, page_bytes)), verify))
-        data = self._registered(num_pages * page_bytes).view(num_pages, page_bytes)
+        data = self._allocate_pinned(num_pages * page_bytes).view(num_pages, page_bytes)
         if num_pages:
             self._runtime.compile_for(data.view(torch.int32))
         return PinnedPages(data)
@@ -117,10 +121,10 @@ class CudaDevice(Device):
         src_pages: Pages,
         dst: PageBuffer,
         dst_pages: Pages,
-    ) -> CudaCopy | StoredCopy:
+    ) -> CudaCopy | BounceCopy:
         check_copy(src, src_pages, dst, dst_pages)
         if src.store is not None or dst.store is not None:
-            return StoredCopy(direction, src, src_pages, dst, dst_pages, self._engine_run_bytes)
+            return BounceCopy(direction, src, src_pages, dst, dst_pages, self._engine_run_bytes)
         return CudaCopy(
             direction, src, src_pages, dst, dst_pages, engine_run_bytes=self._engine_run_bytes
         )
@@ -134,7 +138,7 @@ class CudaDevice(Device):
                 raise IntegrityError("a copy after the device was closed")
             events: list[Event] = []
             for copy, after in copies:
-                assert isinstance(copy, CudaCopy | StoredCopy), "a copy of another device"
+                assert isinstance(copy, CudaCopy | BounceCopy), "a copy of another device"
                 done = self._new_event()
                 job = CopyJob(copy, _own(after), done, self._runtime.new_event())
                 self._queues[copy.direction].add(job)
@@ -171,35 +175,34 @@ class CudaDevice(Device):
         assert isinstance(deferred_event, CudaEvent), "a deferred event of another device"
         with self._changed:
             if deferred_event.is_recorded:
-                raise IntegrityError("compute came to a deferred event for the second time")
+                raise IntegrityError("a deferred event was signalled twice")
             deferred_event.record(self._runtime.compute_stream())
             self._launch_ready()
 
     def wait(self, event: Event) -> float:
-        """As the contract says; the host is held, too, while a copy comes from a page store, or
-        goes there.
+        """Hold later compute; see the contract. A bounce copy under way also blocks the host.
 
         A thread cannot wait for a copy that is held back by a deferred event it has yet to signal.
 
         Raises:
-            IntegrityError: the event is of a copy that waits for compute which comes after it.
+            IntegrityError: the event's copy waits for compute that comes after it.
         """
         assert isinstance(event, CudaEvent), "an event of another device"
         with self._changed:
-            stood_still = self._take_standstill()
+            stalled = self._collect_stall_seconds()
             if event.done():
-                return stood_still
+                return stalled
             stream = self._runtime.compute_stream()
-            came = self._runtime.new_event()
-            self._runtime.record(came, stream)
-            self._changed.wait_for(lambda: event.is_settled or not self._carries)
+            reached = self._runtime.new_event()
+            self._runtime.record(reached, stream)
+            self._changed.wait_for(lambda: event.is_settled or not self._is_bouncing)
             if event.error is not None:
                 raise event.error
             if not event.is_recorded:
                 raise IntegrityError("compute waits for a copy that waits for later compute")
             self._runtime.stream_wait(stream, event.raw_event)
-            self._waits.append((came, event))
-            return stood_still
+            self._waits.append((reached, event))
+            return stalled
 
     def use(self, direction: Direction) -> LinkUse:
         with self._changed:
@@ -212,16 +215,18 @@ class CudaDevice(Device):
             self._is_closed = True
             for event in self._deferred_events:
                 if not event.is_settled:
-                    event.fail(IntegrityError("the device was closed before compute came here"))
+                    event.fail(
+                        IntegrityError("the device was closed before this event was signalled")
+                    )
             self._launch_ready()
-            self._changed.wait_for(lambda: not self._carries)
+            self._changed.wait_for(lambda: not self._is_bouncing)
         for queue in self._queues.values():
-            queue.end_thread()
+            queue.stop_worker()
         with self._changed:
             try:
                 for queue in self._queues.values():
                     queue.finish()
-                # Kernels read pinned memory too, and nobody has waited for the last of them.
+                # Kernels read pinned memory too, and no event covers the last of them.
                 computed = self._runtime.new_event()
                 self._runtime.record(computed, self._runtime.compute_stream())
                 self._runtime.synchronize(computed)
@@ -229,35 +234,36 @@ class CudaDevice(Device):
                 for store in self._stores:
                     store.close()
                 for memory in list(self._memory):
-                    memory.let_go()
+                    memory.unpin()
 
     @property
-    def _carries(self) -> bool:
-        return any(queue.carries for queue in self._queues.values())
+    def _is_bouncing(self) -> bool:
+        return any(queue.is_bouncing for queue in self._queues.values())
 
     def _launch_ready(self) -> None:
-        """In both directions, until neither has something: each may wait for the other."""
+        """Launch in both directions until neither has a ready copy: each may wait for the other."""
         while any([queue.launch_ready() for queue in self._queues.values()]):
             pass
         self._changed.notify_all()
 
-    def _take_standstill(self) -> float:
-        """Seconds from where compute came to a wait to where the copy was done, of waits that
-        are over. Without what it takes to record: a copy that was done first counts as nothing.
+    def _collect_stall_seconds(self) -> float:
+        """Sum the stalls of waits that are over, from the wait to the end of its copy.
+
+        Recording time is not included: a copy that ended before the wait counts as 0.
         """
         seconds = 0.0
         while self._waits:
-            came, event = self._waits[0]
-            if not (self._runtime.is_done(came) and event.done()):
+            reached, event = self._waits[0]
+            if not (self._runtime.is_done(reached) and event.done()):
                 break
             self._waits.popleft()
-            seconds += max(0.0, self._runtime.seconds_between(came, event.raw_event))
+            seconds += max(0.0, self._runtime.seconds_between(reached, event.raw_event))
         return seconds
 
     def _new_event(self) -> CudaEvent:
         return CudaEvent(self._runtime, self._changed)
 
-    def _registered(self, num_bytes: int) -> torch.Tensor:
+    def _allocate_pinned(self, num_bytes: int) -> torch.Tensor:
         memory, data = allocate_pinned(self._runtime, num_bytes)
         self._memory.add(memory)
         return data

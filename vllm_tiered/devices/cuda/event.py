@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a GPU, and the difference between *not recorded yet* and *not done yet*.
+"""Event of a GPU that distinguishes *not recorded yet* from *not done yet*.
 
-CUDA knows only the second: a stream that waits for an event which nobody has recorded does not
-wait.
+CUDA only knows the second: a stream that waits for an event which is not recorded does not wait.
 """
 
 import threading
@@ -15,11 +14,11 @@ class CudaEvent:
     """Event of a copy or of compute, deferred or not; recorded at most once.
 
     Args:
-        changed: held by whoever records, and notified then.
+        changed: held by the caller that records the event, and notified then.
 
     Attributes:
-        mark: CUDA's event.
-        is_recorded: the GPU has it in one of its streams.
+        raw_event: the CUDA event.
+        is_recorded: it is in one of the GPU's streams.
         failed_pages: source pages that did not arrive intact.
     """
 
@@ -44,12 +43,12 @@ class CudaEvent:
 
     @property
     def is_settled(self) -> bool:
-        """The GPU has it, or never will: whoever is to wait for it on the GPU now can."""
+        """Whether a stream can wait for it: it is recorded, or it failed and never will be."""
         return self.is_recorded or self._error is not None
 
     @property
     def error(self) -> BaseException | None:
-        """Why it will never be done."""
+        """The error because of which it will never be done."""
         return self._error
 
     def done(self) -> bool:
@@ -60,7 +59,7 @@ class CudaEvent:
         return self._is_done
 
     def wait(self) -> None:
-        """Block the calling thread: not for the step's path."""
+        """Block the calling thread until it is done; not for use within a step."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_settled)
         if self._error is not None:
@@ -68,12 +67,12 @@ class CudaEvent:
         self._runtime.synchronize(self.raw_event)
 
     def record(self, stream: Stream) -> None:
-        """It is done when all that the stream was given so far is."""
+        """Record it: it is done when all work submitted to the stream so far is done."""
         self._runtime.record(self.raw_event, stream)
         self.is_recorded = True
         self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """It will never be done."""
+        """Make it fail: it will never be done."""
         self._error = error
         self._changed.notify_all()

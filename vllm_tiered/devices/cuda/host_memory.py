@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a GPU addresses: exactly as much as asked for, on the GPU's NUMA node.
+"""Pinned (page-locked) host memory of a GPU: of exact size, on the GPU's NUMA node.
 
-A mapping of its own, registered with CUDA. Not CUDA's or torch's pinned allocators: those round up
-to powers of two, up to 1.9 times of what far pages need.
+It is a mapping of its own, pinned by ``cudaHostRegister``. The pinned allocators of CUDA and torch
+round sizes up to powers of two: up to 1.9 times the bytes of the far pages.
 """
 
 import logging
@@ -20,49 +20,49 @@ from vllm_tiered.units import format_bytes
 logger = logging.getLogger("vllm.tiered")
 
 _KNOBS = "lower kv.far_gib, kv.expansion or ffn.far_gib, or keep more weights near"
-"""What takes host memory; this knows pages alone."""
+"""Configuration keys that determine how much host memory is used, for messages."""
 
 
 class PinnedMemory(mmap.mmap):
-    """Anonymous memory that is registered for as long as somebody holds a tensor of it.
+    """Anonymous memory that stays pinned while any tensor of it is alive.
 
-    Made by :func:`host_memory_near`. Memory that the system took back while CUDA still has it
-    registered could come again as somebody else's, at the same address.
+    :func:`map_near_gpu` creates it. It is unpinned before it is unmapped: otherwise the system
+    could reuse addresses that CUDA still has as pinned.
     """
 
     _runtime: Runtime | None = None
     _address = 0
 
-    def hold(self, runtime: Runtime, address: int, num_bytes: int) -> None:
-        """Register.
+    def pin(self, runtime: Runtime, address: int, num_bytes: int) -> None:
+        """Pin the memory.
 
         Raises:
-            RuntimeError: CUDA refuses; with its reason.
+            RuntimeError: CUDA refuses; the message has its reason.
         """
         runtime.pin_memory(address, num_bytes)
         self._runtime, self._address = runtime, address
 
-    def let_go(self) -> None:
-        """No copy uses it any more. Idempotent."""
+    def unpin(self) -> None:
+        """Unpin the memory, which no copy may use any more. Idempotent."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.unpin_memory(self._address)
 
     def __del__(self) -> None:
-        self.let_go()
+        self.unpin()
 
 
 def map_near_gpu(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
-    """Memory on the GPU's node, not registered yet; the system gives it when it is first written.
+    """Map memory on the GPU's NUMA node, not pinned yet; its first write allocates each page.
 
     Returns:
         The memory and uint8 [num_bytes].
 
     Raises:
-        BudgetError: the system does not have it.
+        BudgetError: the system lacks the memory.
     """
     try:
-        # Private: shared memory would count against /dev/shm in a container.
+        # Private: shared memory counts against /dev/shm in a container.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = PinnedMemory(-1, max(1, num_bytes), flags=flags)
     except (OSError, OverflowError) as error:
@@ -76,31 +76,31 @@ def map_near_gpu(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.
 
 
 def allocate_pinned(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
-    """Memory for the GPU's loads and stores, and for its copy engines.
+    """Allocate memory for the GPU's loads and stores and for its copy engines.
 
-    Registering gives every page its place: unlike plain memory all of it is taken at once.
+    Pinning allocates every page at once, unlike plain memory.
 
     Returns:
-        The memory, to let go of it, and uint8 [num_bytes].
+        The memory, whose ``unpin`` releases the lock, and uint8 [num_bytes].
 
     Raises:
-        BudgetError: the system does not have it, or does not lock it.
+        BudgetError: the system lacks the memory, or refuses to lock it.
     """
     memory, data = map_near_gpu(runtime, num_bytes)
     if not num_bytes:
         return memory, data
     try:
-        memory.hold(runtime, data.data_ptr(), num_bytes)
+        memory.pin(runtime, data.data_ptr(), num_bytes)
     except RuntimeError as error:
         raise BudgetError(
-            f"CUDA could not register {format_bytes(num_bytes)} of host memory as far tier "
+            f"CUDA could not pin {format_bytes(num_bytes)} of host memory as far tier "
             f"({error}): {_KNOBS}{_locked_limit(num_bytes)}"
         ) from error
     return memory, data
 
 
 def _locked_limit(num_bytes: int) -> str:
-    """What to do about the limit on locked memory, if that may be the reason."""
+    """Advise on the limit on locked memory, if it may be the reason."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= num_bytes:
         return ""
@@ -111,10 +111,10 @@ def _locked_limit(num_bytes: int) -> str:
 
 
 class PinnedPages(PageBuffer):
-    """Pages in pinned memory, which cannot be given back while it is registered.
+    """Pages in pinned memory, which cannot be released to the system.
 
-    The system would take it, and give other memory when it is written next: the CPU would see
-    that, and the GPU still the old one.
+    After a release the CPU would get new memory at the next write, and the GPU would still use the
+    old memory.
     """
 
     __slots__ = ()

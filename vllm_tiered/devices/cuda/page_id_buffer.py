@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the page ids of copies lie while the GPU reads them: pinned memory, used in turn.
+"""Ring buffer of page ids, in pinned memory, from which the GPU reads the ids of copies.
 
 ┌──────┬───────────┬───────────┬─────────┐
-│ free │ copy 7    │ copy 8    │  free   │     an entry is free again when its copy is done,
-└──────┴───────────┴───────────┴─────────┘     in the order of submission, as copies are
+│ free │ copy 7    │ copy 8    │  free   │     an entry is free again when its copy is done, in
+└──────┴───────────┴───────────┴─────────┘     the order of submission, in which copies run
        └ oldest                └ next
 """
 
@@ -16,8 +16,8 @@ import torch
 from vllm_tiered.devices.base import Event
 from vllm_tiered.devices.pages import PageIds
 
-_ALIGNMENT = 2
-"""Ids: 16 bytes, to which Triton compiles the kernel."""
+_ALIGNMENT_IDS = 2
+"""16 bytes: Triton compiles the kernel for ids that are aligned to them."""
 
 
 class _Entry(NamedTuple):
@@ -27,44 +27,49 @@ class _Entry(NamedTuple):
 
 
 class PageIdBuffer:
-    """Ids of one direction's copies.
+    """Ring buffer of the page ids of one direction's copies.
+
+    It grows when copies under way need more ids than it holds; it never waits.
 
     Args:
-        allocate: pinned memory of so many bytes, uint8.
-        num_ids: it holds at first.
+        allocate: returns pinned memory of a number of bytes, uint8.
+        num_ids: initial capacity.
 
     Attributes:
-        num_ids: it holds now: it grows when more are under way than it holds, rather than wait.
+        num_ids: current capacity.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], num_ids: int) -> None:
         self.num_ids = num_ids
         self._allocate = allocate
-        # No memory for a direction that is never used.
+        # A direction that is never used takes no memory.
         self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._values: PageIds = self._ids.numpy()
         self._entries: deque[_Entry] = deque()
         self._next = 0
 
-    def put(
+    def store(
         self, src_ids: PageIds, dst_ids: PageIds, copy: Event
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both lists, int64 [n], as they are until ``copy`` is done.
+        """Store both lists until ``copy`` is done.
 
-        The caller keeps the tensors until then: the ring may have left their memory by growing.
+        The caller keeps the returned tensors until then: a buffer that grew has left their memory.
+
+        Returns:
+            Source and target ids, int64 [n] each, in pinned memory.
         """
         count = len(src_ids)
-        stride = -(-count // _ALIGNMENT) * _ALIGNMENT
-        first = self._take(2 * stride, copy)
+        stride = -(-count // _ALIGNMENT_IDS) * _ALIGNMENT_IDS
+        first = self._reserve(2 * stride, copy)
         second = first + stride
         self._values[first : first + count] = src_ids
         self._values[second : second + count] = dst_ids
         return self._ids[first : first + count], self._ids[second : second + count]
 
-    def _take(self, length: int, copy: Event) -> int:
+    def _reserve(self, length: int, copy: Event) -> int:
         while self._entries and self._entries[0].copy.done():
             self._entries.popleft()
-        begin = self._room(length) if len(self._ids) else None
+        begin = self._find_free(length) if len(self._ids) else None
         if begin is None:
             self._grow(length)
             begin = 0
@@ -72,12 +77,12 @@ class PageIdBuffer:
         self._entries.append(_Entry(begin, self._next, copy))
         return begin
 
-    def _room(self, length: int) -> int | None:
-        """Where so many free places lie side by side."""
+    def _find_free(self, length: int) -> int | None:
+        """Find the index of that many contiguous free places; None if there are none."""
         if not self._entries:
             return 0 if length <= self.num_ids else None
         oldest = self._entries[0].begin
-        if self._next <= oldest:  # the free places are between the newest and the oldest
+        if self._next <= oldest:  # free places lie between the newest and the oldest entry
             return self._next if length <= oldest - self._next else None
         if length <= self.num_ids - self._next:
             return self._next

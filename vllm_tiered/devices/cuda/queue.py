@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One direction's copies: a stream on the GPU, and before it those that it must not have yet.
+"""Copy queue of one direction: its stream on the GPU, and the copies held back on the host.
 
-A copy may wait for a deferred event that is not signalled yet: there is nothing on the GPU to
-wait for. It is held back here, and with it all behind it in its direction, until everything that it
-waits for has been recorded:
+A copy may wait for a deferred event that is not signalled yet: there is nothing on the GPU to wait
+for. The host holds back this copy, and all later copies of its direction, until everything that it
+waits for is recorded:
 
     held back            on the GPU
     ┌────┬────┬────┐     ┌────┬────┬────┐
-    │ r5 │ r4 │ r3 │ ──► │ r2 │ r1 │ r0 │ ──►     r3 waits for a deferred event, or w7, a copy of
-    └────┴────┴────┘     └────┴────┴────┘         the other direction that is itself held back
+    │ r5 │ r4 │ r3 │ ──► │ r2 │ r1 │ r0 │ ──►     r3 waits for a deferred event, or for w7, a copy
+    └────┴────┴────┘     └────┴────┴────┘         of the other direction that is held back itself
 
-Likewise behind a copy of a page store, until its thread is done with it (``cuda_stored.py``).
+Copies behind a bounce copy are held back as well, until its worker has finished
+(``bounce_copy.py``).
 """
 
 import threading
@@ -21,19 +22,21 @@ import torch
 
 from vllm_tiered.devices.base import LinkUse
 from vllm_tiered.devices.cuda.bounce_copy import BounceCopyWorker
-from vllm_tiered.devices.cuda.job import CopyJob, StoredCopy
+from vllm_tiered.devices.cuda.copy import BounceCopy, CopyJob
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.runtime import Runtime
 
 
 class CopyQueue:
-    """Launches a direction's copies in the order of submission. The device's lock is held.
+    """Queue that launches a direction's copies in the order of submission.
+
+    The caller holds the device's lock, unless a method says otherwise.
 
     Args:
         changed: the device's lock.
-        allocate: pinned memory of so many bytes, uint8.
-        on_carried: called when a copy that was carried by a thread is over: others may be ready.
-        num_ids: page ids that its ring holds at first.
+        allocate: returns pinned memory of a number of bytes, uint8.
+        on_bounced: called when a bounce copy has finished: other copies may be ready.
+        num_ids: initial capacity of the page id buffer.
     """
 
     def __init__(
@@ -41,17 +44,17 @@ class CopyQueue:
         runtime: Runtime,
         changed: threading.Condition,
         allocate: Callable[[int], torch.Tensor],
-        on_carried: Callable[[], None],
+        on_bounced: Callable[[], None],
         num_ids: int,
     ) -> None:
         self._runtime = runtime
         self._ids = PageIdBuffer(allocate, num_ids)
         self._stream = runtime.new_stream()
-        self._carrier = BounceCopyWorker(
-            runtime, self._stream, self._ids, changed, allocate, self._finish_carried
+        self._worker = BounceCopyWorker(
+            runtime, self._stream, self._ids, changed, allocate, self._finish_bounced
         )
-        self._carried: CopyJob | None = None
-        self._on_carried = on_carried
+        self._bouncing: CopyJob | None = None
+        self._on_bounced = on_bounced
         self._held: deque[CopyJob] = deque()
         self._under_way: deque[CopyJob] = deque()
         self._failure: BaseException | None = None
@@ -59,32 +62,32 @@ class CopyQueue:
         self._busy_seconds = 0.0
 
     @property
-    def carries(self) -> bool:
-        """Whether its thread is at work."""
-        return self._carried is not None
+    def is_bouncing(self) -> bool:
+        """Whether its worker runs a bounce copy."""
+        return self._bouncing is not None
 
     def add(self, job: CopyJob) -> None:
-        """Behind all others; :meth:`launch_ready` launches it."""
+        """Append a job; :meth:`launch_ready` launches it."""
         self._held.append(job)
 
     def launch_ready(self) -> bool:
-        """Launch what waits for nothing but the GPU; whether there was something."""
+        """Launch the copies that wait for the GPU alone; return whether there were any."""
         num_before = len(self._held)
-        while self._held and not self.carries and self._is_ready(self._held[0]):
+        while self._held and not self.is_bouncing and self._is_ready(self._held[0]):
             self._launch(self._held.popleft())
         return len(self._held) < num_before
 
     def use(self) -> LinkUse:
-        """What it has carried, as far as is known without waiting."""
+        """Return bytes copied and busy seconds, as far as is known without waiting."""
         self._settle()
         return LinkUse(num_bytes=self._num_bytes, busy_seconds=self._busy_seconds)
 
-    def end_thread(self) -> None:
-        """It has nothing to carry any more. Without the lock, which it takes."""
-        self._carrier.close()
+    def stop_worker(self) -> None:
+        """Stop the idle worker. Call it without the lock, which the worker takes."""
+        self._worker.close()
 
     def finish(self) -> None:
-        """Wait for all that was launched, a copy whose launch failed half-way included."""
+        """Wait for all launched copies, including one whose launch failed half-way."""
         if self._under_way:
             last = self._runtime.new_event()
             self._runtime.record(last, self._stream)
@@ -95,8 +98,8 @@ class CopyQueue:
         return self._failure is not None or all(event.is_settled for event in job.after)
 
     def _launch(self, job: CopyJob) -> None:
-        # After a failure nothing of this direction is done: whoever waits for a later copy relies
-        # on the earlier ones too, as they run in order.
+        # After a failure no copy of this direction completes: a waiter for a later copy relies on
+        # the earlier ones too, as they run in order.
         self._failure = self._failure or next(
             (event.error for event in job.after if event.error is not None), None
         )
@@ -113,22 +116,22 @@ class CopyQueue:
             job.done.fail(self._failure)
 
     def _submit(self, job: CopyJob) -> None:
-        if isinstance(job.copy, StoredCopy):
-            self._carried = job
-            self._carrier.put(job)
+        if isinstance(job.copy, BounceCopy):
+            self._bouncing = job
+            self._worker.submit(job)
             return
         runtime, stream = self._runtime, self._stream
         for event in job.after:
             if not event.done():
                 runtime.stream_wait(stream, event.raw_event)
         runtime.record(job.begun, stream)
-        # From here on the GPU may use it, whatever happens: held until the direction is over.
+        # From here on the GPU may use its tensors, whatever happens: keep them.
         self._under_way.append(job)
         job.in_use = job.copy.launch(runtime, stream, self._ids, job.done)
         job.done.record(stream)
 
-    def _finish_carried(self, job: CopyJob, error: BaseException | None) -> None:
-        self._carried = None
+    def _finish_bounced(self, job: CopyJob, error: BaseException | None) -> None:
+        self._bouncing = None
         self._under_way.append(job)
         if error is None:
             try:
@@ -136,13 +139,13 @@ class CopyQueue:
             except BaseException as in_recording:
                 error = in_recording
         if error is not None:
-            # The thread goes on: what waits for this copy, or for the device's end, has to hear it.
+            # The worker goes on: waiters for this copy, and close(), see the error.
             self._failure = error
             job.done.fail(error)
-        self._on_carried()
+        self._on_bounced()
 
     def _settle(self) -> None:
-        """Book the copies that are done, and let go of what they used."""
+        """Count the copies that are done and drop the tensors they used."""
         while self._under_way and not self._under_way[0].done.error:
             job = self._under_way[0]
             if not job.done.done():

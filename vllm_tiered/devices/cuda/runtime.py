@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few CUDA calls that the device for KV pages makes, as thin as they can be.
+"""CUDA calls of the device, as a thin interface.
 
-Everything above this file runs in the tests, without a GPU, on a fake of :class:`Runtime` that
-has CUDA's semantics (tests/fakes/cuda.py). The calls themselves run on a GPU only.
+All code above this file runs in the tests without a GPU, on a fake :class:`Runtime` with CUDA's
+semantics (tests/fakes/cuda.py). The calls themselves run on a GPU only.
 """
 
 from abc import ABC, abstractmethod
@@ -13,16 +13,16 @@ import torch
 
 Stream: TypeAlias = Any
 RawEvent: TypeAlias = Any
-"""A CUDA event. Until it is recorded, it is done, and a stream that waits for it does not wait."""
+"""CUDA event. Until it is recorded it counts as done: streams do not wait for it."""
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class PageKernel(Protocol):
-    """``dst[dst_ids[i]] = src[src_ids[i]]`` for all i, on the current stream.
+    """Kernel that copies ``src[src_ids[i]]`` to ``dst[dst_ids[i]]`` on the current stream.
 
-    int32 [pages, words] and int64 [n]; all on the GPU or in pinned memory. Launched for no i,
-    too.
+    Pages are int32 [pages, words] and ids int64 [n], all on the GPU or in pinned memory; n may
+    be 0.
     """
 
     def __call__(
@@ -35,54 +35,54 @@ class PageKernel(Protocol):
 
 
 class Runtime(ABC):
-    """One GPU. Only :meth:`synchronize` blocks; what CUDA refuses raises RuntimeError."""
+    """One GPU. Only :meth:`synchronize` blocks; calls that CUDA refuses raise RuntimeError."""
 
     @abstractmethod
     def numa_node(self) -> int | None:
-        """To which the GPU is attached; None if the system does not say."""
+        """Return the node to which the GPU is attached; None if the system does not tell."""
 
     @abstractmethod
     def pin_memory(self, address: int, num_bytes: int) -> None:
-        """Lock memory of this process, and let kernels and copy engines use it."""
+        """Pin memory of this process, for use by kernels and copy engines."""
 
     @abstractmethod
     def unpin_memory(self, address: int) -> None:
-        """Nothing on the GPU uses it any more."""
+        """Unpin memory that nothing on the GPU uses any more."""
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """A queue of its own, ordered with nothing else."""
+        """Create a stream, which is ordered with no other."""
 
     @abstractmethod
     def compute_stream(self) -> Stream:
-        """On which the calling thread submits compute now."""
+        """Return the stream to which the calling thread submits compute now."""
 
     @abstractmethod
     def new_event(self) -> RawEvent:
-        """Not recorded yet."""
+        """Create an event, not recorded yet."""
 
     @abstractmethod
     def record(self, raw_event: RawEvent, stream: Stream) -> None:
-        """The mark is done when all that was submitted to the stream so far is."""
+        """Record an event: it is done when all work submitted to the stream so far is done."""
 
     @abstractmethod
     def stream_wait(self, stream: Stream, raw_event: RawEvent) -> None:
-        """What is submitted to the stream later runs when the mark, as recorded last, is done."""
+        """Hold work submitted to the stream later until the event, as recorded last, is done."""
 
     @abstractmethod
     def is_done(self, raw_event: RawEvent) -> bool: ...
 
     @abstractmethod
     def synchronize(self, raw_event: RawEvent) -> None:
-        """Block the calling thread until the mark is done."""
+        """Block the calling thread until the event is done."""
 
     @abstractmethod
     def seconds_between(self, begin: RawEvent, end: RawEvent) -> float:
-        """Of two marks that are done; negative if ``end`` was done first."""
+        """Return the time between two events that are done; negative if ``end`` was first."""
 
     @abstractmethod
     def copy_run(self, stream: Stream, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Contiguous bytes, by a copy engine."""
+        """Copy contiguous bytes with a copy engine."""
 
     @abstractmethod
     def copy_pages(
@@ -93,19 +93,19 @@ class Runtime(ABC):
         dst_PW: torch.Tensor,
         dst_ids: torch.Tensor,
     ) -> None:
-        """Scattered pages, by a :class:`PageKernel`."""
+        """Copy scattered pages with a :class:`PageKernel`."""
 
     @abstractmethod
     def compile_for(self, pages_PW: torch.Tensor) -> None:
-        """Have the kernel ready for such pages: its first launch takes a second, to compile it."""
+        """Compile the kernel for such pages, which takes a second at the first launch."""
 
 
 class CudaRuntime(Runtime):
-    """Through torch.
+    """Runtime that calls CUDA through torch.
 
     Args:
         kernel: copies scattered pages.
-        index: the GPU's; the current one if None.
+        index: index of the GPU; None for the current one.
     """
 
     def __init__(self, kernel: PageKernel, index: int | None = None) -> None:
@@ -128,8 +128,8 @@ class CudaRuntime(Runtime):
         self._cudart.cudaHostUnregister(address)
 
     def new_stream(self) -> Stream:
-        # Above compute: a copying kernel's few programs would otherwise queue behind all of a
-        # layer's. Assumed to be right, not measured yet.
+        # Above compute: a copy kernel's few programs would otherwise queue behind all of a
+        # layer's. This is assumed, not measured yet.
         return torch.cuda.Stream(self._index, priority=-1)  # type: ignore[no-untyped-call]
 
     def compute_stream(self) -> Stream:
@@ -175,7 +175,7 @@ class CudaRuntime(Runtime):
 
 
 def numa_node_of(pci_address: str, devices: Path = _PCI_DEVICES) -> int | None:
-    """To which a PCI device is attached; None if the system does not say, or has one node."""
+    """Return a PCI device's node; None if the system does not tell, or has one node."""
     try:
         node = int((devices / pci_address / "numa_node").read_text())
     except (OSError, ValueError):

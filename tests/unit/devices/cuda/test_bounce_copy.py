@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's pages in a file, or with checksums: carried by threads, in the order of all others."""
+"""A GPU's pages in a file, or with checksums: bounce copies run in order with all others."""
 
 import random
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import ConfigError, IntegrityError
 
@@ -19,7 +19,7 @@ PAGES = Pages(np.arange(20), ascending=True)
 
 @pytest.fixture(params=["kernel", "engines"])
 def device(request, monkeypatch):
-    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 3 * 64)  # three pages, so 7 pieces
+    monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 3 * 64)  # three pages, so 7 pieces
     device = SimulatedCudaDevice(
         random.Random(0),
         haste=0.3,
@@ -67,7 +67,7 @@ def test_lost_pages_are_named_and_zero(device, far):
     assert device.page_errors()[PageError.UNWRITTEN] == len(lost)
 
 
-def test_what_is_carried_waits_and_is_waited_for(device, far):
+def test_a_bounce_copy_waits_and_is_waited_for(device, far):
     """Behind a deferred event; and before copies of plain memory, in both directions."""
     dst, plain = make_buffer(20, value=-1), device.far_buffer(20, 64)
     (deferred_event,) = device.deferred_events(1)
@@ -102,7 +102,7 @@ def test_a_launch_that_fails_in_the_thread(device, far):
 
 
 def test_a_copy_whose_end_cannot_be_recorded(device, far, monkeypatch):
-    """The thread has carried it; whoever waits, and the device's end, learn that it failed."""
+    """The worker has copied it; waiters and close() learn that it failed."""
     record = device.cuda.record
     (deferred_event,) = device.deferred_events(1)
     written = copy(device, WRITE, make_buffer(20), PAGES, far, PAGES, [deferred_event])
@@ -122,7 +122,7 @@ def test_a_copy_whose_end_cannot_be_recorded(device, far, monkeypatch):
     assert not device.cuda.pinned
 
 
-def test_close_finishes_what_is_carried(device, far):
+def test_close_finishes_bounce_copies(device, far):
     near, back = make_buffer(20), make_buffer(20, value=-1)
     written = copy(device, WRITE, near, PAGES, far, PAGES)
     read = copy(device, READ, far, PAGES, back, PAGES, [written])
@@ -130,11 +130,11 @@ def test_close_finishes_what_is_carried(device, far):
     device.close()
     device.close()
     assert written.done() and read.done() and contents(back) == list(range(20))
-    with pytest.raises(IntegrityError, match="closed before compute"):
+    with pytest.raises(IntegrityError, match="closed before this event"):
         never.wait()
 
 
-def test_checked_memory_is_not_registered_and_can_be_given_back(device):
+def test_checked_memory_is_not_pinned_and_can_be_released(device):
     far = device.far_buffer(8, 4096, verify="sample")
     assert not device.cuda.pinned
     far.data.fill_(7)

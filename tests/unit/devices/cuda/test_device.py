@@ -82,7 +82,7 @@ def test_compute_that_would_wait_for_itself_is_refused(device):
     with pytest.raises(IntegrityError, match="waits for later compute"):
         device.wait(read)
     device.signal(deferred_event)
-    with pytest.raises(IntegrityError, match="second time"):
+    with pytest.raises(IntegrityError, match="signalled twice"):
         device.signal(deferred_event)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far memory of a GPU: as much as was asked for, registered for as long as it is used."""
+"""Far memory of a GPU: of exact size, pinned for as long as it is used."""
 
 import gc
 import mmap
@@ -23,7 +23,7 @@ def device():
     device.close()
 
 
-def test_exactly_its_size_is_registered(device):
+def test_exactly_its_size_is_pinned(device):
     far = device.far_buffer(3, 5000)
     assert device.cuda.compiled_for == {1250}, "the first copy of a step would wait for Triton"
     begin = far.data.data_ptr()
@@ -33,7 +33,7 @@ def test_exactly_its_size_is_registered(device):
     assert len(device.cuda.pinned) == 1
 
 
-def test_it_is_let_go_when_nobody_holds_it(device):
+def test_it_is_unpinned_when_no_tensor_is_left(device):
     far = device.far_buffer(3, 4096)
     part = far.part(1, 1)
     del far
@@ -44,7 +44,7 @@ def test_it_is_let_go_when_nobody_holds_it(device):
     assert not device.cuda.pinned
 
 
-def test_a_copy_under_way_holds_it(device):
+def test_a_copy_under_way_keeps_it_pinned(device):
     far, near = device.far_buffer(3, 64), make_buffer(3, value=-1)
     event = copy(device, Direction.READ, far, pages_of(0), near, pages_of(1))
     del far
@@ -53,10 +53,10 @@ def test_a_copy_under_way_holds_it(device):
     assert event.done() and contents(near) == [-1, 0, -1]
     device.use(Direction.READ)  # the copy is seen to be done
     gc.collect()
-    assert len(device.cuda.pinned) == 1, "the ring of page ids, and not the pages"
+    assert len(device.cuda.pinned) == 1, "the page id buffer, and not the pages"
 
 
-def test_close_lets_go_of_all(device):
+def test_close_unpins_all(device):
     far = device.far_buffer(3, 64)
     near = make_buffer(3)
     copy(device, Direction.WRITE, near, pages_of(2), far, pages_of(1))
@@ -65,8 +65,8 @@ def test_close_lets_go_of_all(device):
     assert contents(far) == [0, 2, 0], "its pages are still memory"
 
 
-def test_it_cannot_be_given_back(device):
-    """The CPU would see other memory from then on, and the GPU still the old one."""
+def test_it_cannot_be_released(device):
+    """After a release the CPU would use new memory, and the GPU still the old memory."""
     far = device.far_buffer(8, 4096)
     far.data.fill_(7)
     assert far.discard(0, 8) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page ids that copies under way read stay as they are, however the ring turns and grows."""
+"""Ring buffer of page ids: entries of copies under way stay intact when it wraps and grows."""
 
 from collections import deque
 
@@ -21,7 +21,7 @@ class Copy:
         return self.is_done
 
     def wait(self) -> None:
-        raise AssertionError("the ring grows rather than wait")
+        raise AssertionError("the ring buffer grows and never waits")
 
 
 def allocate(num_bytes):
@@ -44,7 +44,7 @@ def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
         ids = list(range(next_id, next_id + 2 * step))
         next_id += 2 * step
         copy = Copy()
-        lists = ring.put(np.array(ids[:step]), np.array(ids[step:]), copy)
+        lists = ring.store(np.array(ids[:step]), np.array(ids[step:]), copy)
         under_way.append((copy, lists, ids))
         for _, (src_ids, dst_ids), expected in under_way:
             assert src_ids.tolist() + dst_ids.tolist() == expected
@@ -56,12 +56,12 @@ def test_it_grows_only_when_it_must():
     copies = deque[Copy]()
     for _ in range(50):  # three of four places under way, again and again
         copies.append(Copy())
-        ring.put(np.array([1, 2]), np.array([3, 4]), copies[-1])
+        ring.store(np.array([1, 2]), np.array([3, 4]), copies[-1])
         if len(copies) == 3:
             copies.popleft().is_done = True
     assert ring.num_ids == 16
     for _ in range(4):
-        ring.put(np.array([1, 2]), np.array([3, 4]), Copy())
+        ring.store(np.array([1, 2]), np.array([3, 4]), Copy())
     assert 16 < ring.num_ids <= 64
 
 

@@ -12,7 +12,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 @contextlib.contextmanager
-def quiet_solver() -> Iterator[None]:
+def suppress_solver_output() -> Iterator[None]:
     """Without that line, which would be in the midst of ``vllm-tiered plan --json``. What others
     print meanwhile appears afterwards."""
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:

@@ -10,24 +10,24 @@ from hypothesis import example, given, settings
 from tests.fixtures.placement_instances import PAGE, every_placement, small_model
 from tests.unit.planner.test_model_shape import LLAMA_3_8B, OPT_175B
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.planner import throughput
-from vllm_tiered.planner.machine import Machine, machine
+from vllm_tiered.planner import throughput_split
+from vllm_tiered.planner.machine import Machine, load_profile
 from vllm_tiered.planner.memory_split import (
     BASELINES,
-    Room,
+    MemoryBudget,
     baseline,
-    pick,
-    split_beside,
+    pick_split,
     split_for_latency,
+    split_with,
     target_for,
 )
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
-from vllm_tiered.planner.serving import Load, serve
-from vllm_tiered.planner.throughput import split_for, split_for_throughput
+from vllm_tiered.planner.serving import Workload, estimate_serving
+from vllm_tiered.planner.throughput_split import split_for, split_for_throughput
 from vllm_tiered.units import GIB
 
 LLAMA = model_shape(LLAMA_3_8B)
-LOAD = Load(prompt_tokens=512, output_tokens=128)
+LOAD = Workload(prompt_tokens=512, output_tokens=128)
 
 SMALL_SIZES = st.tuples(*[st.integers(1, 6)] * 4)
 
@@ -58,18 +58,20 @@ MACHINES = st.builds(
     disk=st.sampled_from([0.1, 0.5]),
 )
 LOADS = st.builds(
-    Load,
+    Workload,
     prompt_tokens=st.sampled_from([8, 16, 64]),
     output_tokens=st.sampled_from([8, 24, 64]),
     max_requests=st.integers(1, 40),
 )
 ROOMS = st.builds(
-    lambda near, far: Room(near_bytes=near * PAGE, far_bytes=None if far is None else far * PAGE),
+    lambda near, far: MemoryBudget(
+        near_bytes=near * PAGE, far_bytes=None if far is None else far * PAGE
+    ),
     near=st.integers(4, 80),
     far=st.none() | st.integers(1, 60),
 )
 STORED_ROOMS = st.builds(
-    lambda near, far: Room(near_bytes=near * PAGE, far_bytes=far * PAGE, has_storage=True),
+    lambda near, far: MemoryBudget(near_bytes=near * PAGE, far_bytes=far * PAGE, has_storage=True),
     near=st.integers(4, 80),
     far=st.integers(0, 40),
 )
@@ -91,13 +93,15 @@ def all_splits(shape, on, load, room, tiers=("near", "far")):
     """Of every placement, with two to four slots."""
     deep = (
         dataclasses.replace(
-            placement, stored=placement.stored if any(placement.stored) else (), ahead=ahead
+            placement,
+            stored=placement.stored if any(placement.stored) else (),
+            prefetch_depth=prefetch_depth,
         )
         for placement in every_placement(shape.sublayers, tiers)
-        for ahead in (1, 2, 3)
+        for prefetch_depth in (1, 2, 3)
         if room.far_bytes is None or placement.far_bytes <= room.far_bytes
     )
-    splits = [split_beside(placement, shape, on, load, room) for placement in deep]
+    splits = [split_with(placement, shape, on, load, room) for placement in deep]
     return [split for split in splits if split]
 
 
@@ -105,15 +109,15 @@ def all_splits(shape, on, load, room, tiers=("near", "far")):
 @example(
     sizes=(2, 2, 6, 6),
     on=small_machine(3.0, near=1.0, flops=10.0, copied=0.0, step=0.0, request=0.0, disk=0.1),
-    load=Load(prompt_tokens=8, output_tokens=8, max_requests=2),
-    room=Room(near_bytes=26 * PAGE, far_bytes=20 * PAGE),
+    load=Workload(prompt_tokens=8, output_tokens=8, max_requests=2),
+    room=MemoryBudget(near_bytes=26 * PAGE, far_bytes=20 * PAGE),
 )
 # 5 to 16 requests are equally good, 18 are better and 19 worse; 17 and 18 are not tried at first.
 @example(
     sizes=(1, 6, 1, 1),
     on=small_machine(1.0, near=1.0, flops=100.0, copied=0.0, step=0.0, request=0.0, disk=0.1),
-    load=Load(prompt_tokens=8, output_tokens=24, max_requests=19),
-    room=Room(near_bytes=52 * PAGE, far_bytes=None),
+    load=Workload(prompt_tokens=8, output_tokens=24, max_requests=19),
+    room=MemoryBudget(near_bytes=52 * PAGE, far_bytes=None),
 )
 @settings(max_examples=40, deadline=None)
 @given(sizes=SMALL_SIZES, on=MACHINES, load=LOADS, room=ROOMS)
@@ -127,9 +131,9 @@ def test_it_finds_what_brute_force_finds(sizes, on, load, room):
             split_for_throughput(shape, on, load, room)
         return
     found = split_for_throughput(shape, on, load, room).served.tokens_per_s
-    assert found >= 0.97 * pick("throughput", splits).served.tokens_per_s
+    assert found >= 0.97 * pick_split("throughput", splits).served.tokens_per_s
     shortest = split_for_latency(shape, on, load, room).alone.decode_seconds
-    assert shortest <= 1.01 * pick("latency", splits).alone.decode_seconds
+    assert shortest <= 1.01 * pick_split("latency", splits).alone.decode_seconds
 
 
 @settings(max_examples=20, deadline=None)
@@ -146,10 +150,10 @@ def test_it_finds_what_brute_force_finds_with_storage(sizes, on, load, room):
         return
     found = split_for_throughput(shape, on, load, room)
     assert found.placement.far_bytes <= room.far_bytes
-    best = pick("throughput", splits).served.tokens_per_s
+    best = pick_split("throughput", splits).served.tokens_per_s
     assert found.served.tokens_per_s >= 0.9 * best
     shortest = split_for_latency(shape, on, load, room).alone.decode_seconds
-    assert shortest <= 1.05 * pick("latency", splits).alone.decode_seconds
+    assert shortest <= 1.05 * pick_split("latency", splits).alone.decode_seconds
 
 
 @settings(max_examples=40, deadline=None)
@@ -162,7 +166,7 @@ def test_it_finds_what_brute_force_finds_with_storage(sizes, on, load, room):
 )
 def test_never_worse_than_the_others_and_within_every_budget(num_layers, sizes, on, load, room):
     shape = small_shape(num_layers, sizes)
-    others = [split_beside(baseline(name, shape), shape, on, load, room) for name in BASELINES]
+    others = [split_with(baseline(name, shape), shape, on, load, room) for name in BASELINES]
     fitting = [other for other in others if other]
     try:
         plans = {
@@ -178,7 +182,9 @@ def test_never_worse_than_the_others_and_within_every_budget(num_layers, sizes, 
         assert plan.kv_bytes >= load.kv_bytes(shape, plan.served.requests)
         assert 1 <= plan.served.requests <= load.max_requests
         assert room.far_bytes is None or plan.placement.far_bytes <= room.far_bytes
-        assert plan.served == serve(shape, on, plan.placement, load, plan.served.requests)
+        assert plan.served == estimate_serving(
+            shape, on, plan.placement, load, plan.served.requests
+        )
     for other in fitting:
         assert plans["throughput"].served.tokens_per_s >= other.served.tokens_per_s
         assert plans["latency"].alone.decode_seconds <= other.alone.decode_seconds
@@ -209,9 +215,9 @@ def test_auto_is_the_better_plan_at_its_target(sizes, on, load, room):
 )
 def test_of_plans_as_good_the_targets_own_is_taken(target, plan):
     """What was measured differs by more from start to start, and the choice must not."""
-    load = Load(prompt_tokens=512, output_tokens=128, max_requests=72)
-    room = Room(near_bytes=8 * GIB, far_bytes=64 * GIB)
-    own = plan(model_shape(LLAMA_3_8B), machine("rtx4090-pcie4"), load, room)
+    load = Workload(prompt_tokens=512, output_tokens=128, max_requests=72)
+    room = MemoryBudget(near_bytes=8 * GIB, far_bytes=64 * GIB)
+    own = plan(model_shape(LLAMA_3_8B), load_profile("rtx4090-pcie4"), load, room)
 
     def other(cost):
         """Of another plan, in parts of this one's."""
@@ -224,9 +230,9 @@ def test_of_plans_as_good_the_targets_own_is_taken(target, plan):
         )
 
     for nearly in (0.992, 1, 1.5):
-        assert pick(target, [own, other(nearly)]) == own
-        assert pick(target, [other(nearly), own]) == own
-    assert pick(target, [own, other(0.98)]) == other(0.98)
+        assert pick_split(target, [own, other(nearly)]) == own
+        assert pick_split(target, [other(nearly), own]) == own
+    assert pick_split(target, [own, other(0.98)]) == other(0.98)
 
 
 def test_the_target_where_nobody_says():
@@ -235,19 +241,19 @@ def test_the_target_where_nobody_says():
 
 def test_all_cpu_is_one_end():
     """Behind a slow link requests are worth more than weights (HeLM V-C)."""
-    room = Room(near_bytes=6 * GIB)
-    split = split_for_throughput(LLAMA, machine("rtx4090-pcie4"), LOAD, room)
+    room = MemoryBudget(near_bytes=6 * GIB)
+    split = split_for_throughput(LLAMA, load_profile("rtx4090-pcie4"), LOAD, room)
     all_far = baseline("all_far", LLAMA)
     # Less than one request's KV is over, for which a small matrix stays near.
     assert split.placement.near_bytes - all_far.near_bytes < LOAD.kv_bytes(LLAMA)
-    beside = split_beside(all_far, LLAMA, machine("rtx4090-pcie4"), LOAD, room)
+    beside = split_with(all_far, LLAMA, load_profile("rtx4090-pcie4"), LOAD, room)
     assert beside is not None and split.served.requests == beside.served.requests
 
 
 def test_the_other_end_is_the_cache_that_the_load_can_use():
     few = dataclasses.replace(LOAD, max_requests=4)
-    room = Room(near_bytes=10 * GIB)
-    split = split_for_throughput(LLAMA, machine("rtx4090-pcie4"), few, room)
+    room = MemoryBudget(near_bytes=10 * GIB)
+    split = split_for_throughput(LLAMA, load_profile("rtx4090-pcie4"), few, room)
     assert split.served.requests == 4
     needed = few.kv_bytes(LLAMA, 4)
     assert needed <= split.kv_bytes < needed + 128 * 2**20  # less than the next matrix
@@ -255,10 +261,10 @@ def test_the_other_end_is_the_cache_that_the_load_can_use():
 
 def test_in_between_some_weights_make_room_for_requests():
     """Behind a fast link, where all would fit: what hides behind compute goes far."""
-    room = Room(near_bytes=18 * GIB)
-    on = machine("gh200")
+    room = MemoryBudget(near_bytes=18 * GIB)
+    on = load_profile("gh200")
     split = split_for_throughput(LLAMA, on, LOAD, room)
-    ends = [split_beside(baseline(name, LLAMA), LLAMA, on, LOAD, room) for name in BASELINES]
+    ends = [split_with(baseline(name, LLAMA), LLAMA, on, LOAD, room) for name in BASELINES]
     assert 0 < split.placement.far_bytes < baseline("helm", LLAMA).far_bytes
     best = max(end.served.tokens_per_s for end in ends if end)
     assert split.served.tokens_per_s > 1.03 * best
@@ -267,10 +273,10 @@ def test_in_between_some_weights_make_room_for_requests():
 def test_the_papers_machine_and_model():
     """OPT-175B on HeLM's machine, uncompressed: the batch decides, as in figure 12."""
     shape = model_shape(OPT_175B)
-    load = Load(prompt_tokens=128, output_tokens=21)
-    room = Room(near_bytes=38 * GIB, far_bytes=400 * GIB)
-    on = machine("a100-optane")
-    flexgen = split_beside(baseline("flexgen", shape), shape, on, load, room)
+    load = Workload(prompt_tokens=128, output_tokens=21)
+    room = MemoryBudget(near_bytes=38 * GIB, far_bytes=400 * GIB)
+    on = load_profile("a100-optane")
+    flexgen = split_with(baseline("flexgen", shape), shape, on, load, room)
     ours = split_for_throughput(shape, on, load, room)
     assert flexgen is not None
     more_requests = ours.served.requests / flexgen.served.requests
@@ -282,23 +288,23 @@ def test_the_papers_machine_and_model():
 
 
 def test_far_memory_is_a_budget():
-    far = Room(near_bytes=10 * GIB, far_bytes=5 * GIB)
-    split = split_for_throughput(LLAMA, machine("gh200"), LOAD, far)
+    far = MemoryBudget(near_bytes=10 * GIB, far_bytes=5 * GIB)
+    split = split_for_throughput(LLAMA, load_profile("gh200"), LOAD, far)
     assert split.placement.far_bytes <= 5 * GIB
     with pytest.raises(BudgetError, match=r"more than 2.00 GiB of the layers are far: raise"):
         split_for_throughput(
-            LLAMA, machine("gh200"), LOAD, dataclasses.replace(far, far_bytes=2 * GIB)
+            LLAMA, load_profile("gh200"), LOAD, dataclasses.replace(far, far_bytes=2 * GIB)
         )
 
 
 def test_storage_takes_what_far_memory_does_not():
     """Two requests more cost less than what the disk would have to bring with them."""
-    on = dataclasses.replace(machine("gh200"), storage_read_gb_per_s=2.0)
-    room = Room(near_bytes=10 * GIB, far_bytes=2 * GIB, has_storage=True)
+    on = dataclasses.replace(load_profile("gh200"), storage_read_gb_per_s=2.0)
+    room = MemoryBudget(near_bytes=10 * GIB, far_bytes=2 * GIB, has_storage=True)
     split = split_for_throughput(LLAMA, on, LOAD, room)
     assert 1.9 * GIB < split.placement.far_bytes <= 2 * GIB and split.placement.storage_bytes
     assert split.placement.near_bytes + split.kv_bytes == room.near_bytes
-    stored = split_beside(baseline("all_far", LLAMA), LLAMA, on, LOAD, room)
+    stored = split_with(baseline("all_far", LLAMA), LLAMA, on, LOAD, room)
     assert stored is not None and stored.placement.storage_bytes > split.placement.storage_bytes
     assert split.served.tokens_per_s > 1.02 * stored.served.tokens_per_s
     more = split_for_throughput(LLAMA, on, LOAD, dataclasses.replace(room, far_bytes=8 * GIB))
@@ -306,8 +312,8 @@ def test_storage_takes_what_far_memory_does_not():
 
 
 def test_in_4_bit_more_fits_and_is_planned_by_its_bytes():
-    room = Room(near_bytes=8 * GIB)
-    on = machine("rtx4090-pcie4")
+    room = MemoryBudget(near_bytes=8 * GIB)
+    on = load_profile("rtx4090-pcie4")
     small = model_shape(LLAMA_3_8B, compress="int4")
     in_4_bit = split_for_throughput(small, on, LOAD, room)
     in_16_bit = split_for_throughput(LLAMA, on, LOAD, room)
@@ -316,9 +322,9 @@ def test_in_4_bit_more_fits_and_is_planned_by_its_bytes():
 
 
 def test_too_little_near_memory_is_said_with_the_difference():
-    room = Room(near_bytes=GIB // 4)
+    room = MemoryBudget(near_bytes=GIB // 4)
     with pytest.raises(BudgetError, match=r"416\.50 MiB.*82\.00 MiB of KV .* by 242\.50 MiB"):
-        split_for_throughput(LLAMA, machine("gh200"), LOAD, room)
+        split_for_throughput(LLAMA, load_profile("gh200"), LOAD, room)
 
 
 @pytest.mark.parametrize("most", [1, 7, 16, 17, 100, 4096])
@@ -326,7 +332,7 @@ def test_too_little_near_memory_is_said_with_the_difference():
 def test_the_search_comes_to_the_best_number(most, best):
     """Of tokens/s with one hill, in a few dozen tries."""
     score: dict[int, float] = {}
-    for requests in throughput._coarse_to_fine(most, score):
+    for requests in throughput_split._coarse_to_fine(most, score):
         assert 1 <= requests <= most
         score[requests] = -abs(requests - best)
     assert max(score, key=score.__getitem__) == min(best, most)

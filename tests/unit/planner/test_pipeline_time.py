@@ -5,40 +5,40 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from vllm_tiered.planner.pipeline import StepTimes, step_time, waits_in_step
-from vllm_tiered.weights.placement import slot_of
+from vllm_tiered.planner.pipeline_time import ComputeTimes, pipeline_step_time, waits_by_sublayer
+from vllm_tiered.weights.layout import buffer_of
 
 
 def times_of(*compute, rest=0.0):
-    return StepTimes(compute=compute, rest=rest)
+    return ComputeTimes(compute=compute, rest=rest)
 
 
 def test_transfers_hide_behind_the_sublayer_before():
-    result = step_time([1.0, 2.0, 1.0, 2.0], times_of(3.0, 3.0, 3.0, 3.0))
+    result = pipeline_step_time([1.0, 2.0, 1.0, 2.0], times_of(3.0, 3.0, 3.0, 3.0))
     assert result == (12.0, 6.0, 0.0)
 
 
 def test_what_does_not_hide_is_stall():
     """Each transfer of 2 beside a compute of 1: the link is never idle."""
-    result = step_time([2.0] * 4, times_of(1.0, 1.0, 1.0, 1.0))
+    result = pipeline_step_time([2.0] * 4, times_of(1.0, 1.0, 1.0, 1.0))
     assert result.seconds == pytest.approx(8.0)
     assert result.stall_seconds == pytest.approx(4.0)
 
 
 def test_the_unbalanced_pipeline_of_the_paper():
     """Figure 8: attention is short beside the FFN's transfer, the FFN long beside attention's."""
-    result = step_time([1.0, 5.0] * 3, times_of(*(2.0, 3.0) * 3))
+    result = pipeline_step_time([1.0, 5.0] * 3, times_of(*(2.0, 3.0) * 3))
     assert result.seconds == pytest.approx(3 * (5.0 + 3.0))
 
 
 def test_the_rest_of_a_step_hides_the_first_transfer():
-    without = step_time([3.0, 0.0] * 4, times_of(*[1] * 8))
-    with_rest = step_time([3.0, 0.0] * 4, times_of(*[1] * 8, rest=1.0))
+    without = pipeline_step_time([3.0, 0.0] * 4, times_of(*[1] * 8))
+    with_rest = pipeline_step_time([3.0, 0.0] * 4, times_of(*[1] * 8, rest=1.0))
     assert without.seconds == with_rest.seconds == pytest.approx(12.0)
 
 
 @pytest.mark.parametrize(
-    ("transfers", "ahead"),
+    ("transfers", "prefetch_depth"),
     [
         ([0.0] * 4, 1),
         ([5.0, 0.0, 0.0, 0.0], 1),
@@ -47,38 +47,48 @@ def test_the_rest_of_a_step_hides_the_first_transfer():
         ([5.0] * 4, 3),
     ],
 )
-def test_what_has_a_slot_for_itself_is_not_moved_again(transfers, ahead):
-    assert step_time(transfers, times_of(1, 1, 1, 1), ahead=ahead) == (4.0, 0.0, 0.0)
+def test_what_has_a_slot_for_itself_is_not_moved_again(transfers, prefetch_depth):
+    assert pipeline_step_time(transfers, times_of(1, 1, 1, 1), prefetch_depth=prefetch_depth) == (
+        4.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_two_ahead_what_is_unbalanced_hides_too():
     """HeLM's placement on Optane: the FFN's transfer is too long for attention, attention's leaves
     the link idle while the FFN computes. In sum compute is longer."""
     transfers, times = [1.4, 1.4] * 8, times_of(*[1.0, 2.0] * 8)
-    assert step_time(transfers, times).seconds == pytest.approx(8 * (1.4 + 2.0))
-    result = step_time(transfers, times, ahead=2)
+    assert pipeline_step_time(transfers, times).seconds == pytest.approx(8 * (1.4 + 2.0))
+    result = pipeline_step_time(transfers, times, prefetch_depth=2)
     assert result.seconds == pytest.approx(24.0) and result.stall_seconds == 0.0
 
 
 def test_more_slots_do_not_help_a_link_that_is_never_idle():
     transfers, times = [3.0, 3.0] * 6, times_of(*[1.0, 2.0] * 6)
-    for ahead in (1, 2, 3):
-        assert step_time(transfers, times, ahead=ahead).seconds == pytest.approx(36.0)
+    for prefetch_depth in (1, 2, 3):
+        assert pipeline_step_time(
+            transfers, times, prefetch_depth=prefetch_depth
+        ).seconds == pytest.approx(36.0)
 
 
-@example(transfers=[9] * 8, compute=[9] * 7 + [8] + [0] * 8, ahead=3)  # falls behind by a little
-@example(transfers=[3] * 10, compute=[1] * 16, ahead=3)  # a longer round: some are not moved again
+@example(
+    transfers=[9] * 8, compute=[9] * 7 + [8] + [0] * 8, prefetch_depth=3
+)  # falls behind by a little
+@example(
+    transfers=[3] * 10, compute=[1] * 16, prefetch_depth=3
+)  # a longer round: some are not moved again
 @settings(max_examples=60, deadline=None)
 @given(
     transfers=st.lists(st.integers(0, 9), min_size=6, max_size=16),
     compute=st.lists(st.integers(0, 9), min_size=16, max_size=16),
-    ahead=st.integers(1, 4),
+    prefetch_depth=st.integers(1, 4),
 )
-def test_a_step_is_as_long_as_the_rings_events_say(transfers, compute, ahead):
+def test_a_step_is_as_long_as_the_rings_events_say(transfers, compute, prefetch_depth):
     """Another way to compute it: what is in each slot, and when it came, over many steps."""
     compute = compute[: len(transfers)]
     far = [seconds for seconds in transfers if seconds]
-    slots = [slot_of(position, len(far), ahead) for position in range(len(far))]
+    slots = [buffer_of(position, len(far), prefetch_depth) for position in range(len(far))]
     resident: dict[int, int] = {}
     arrived: dict[int, float] = {}
     now = link = 0.0
@@ -89,7 +99,7 @@ def test_a_step_is_as_long_as_the_rings_events_say(transfers, compute, ahead):
             if transfer:
                 now = max(now, arrived.get(slots[index], 0.0))
                 resident[slots[index]] = index
-                for further in range(1, ahead + 1):
+                for further in range(1, prefetch_depth + 1):
                     following = (index + further) % len(far)
                     slot = slots[following]
                     if slot != slots[index] and resident.get(slot) != following:
@@ -99,8 +109,8 @@ def test_a_step_is_as_long_as_the_rings_events_say(transfers, compute, ahead):
             now += seconds
         ends.append(now)
     steady = (ends[-1] - ends[-101]) / 100
-    step = step_time(transfers, times_of(*compute), ahead=ahead)
+    step = pipeline_step_time(transfers, times_of(*compute), prefetch_depth=prefetch_depth)
     assert step.seconds == pytest.approx(steady, rel=0.01)
-    waits = waits_in_step(transfers, times_of(*compute), ahead=ahead)
+    waits = waits_by_sublayer(transfers, times_of(*compute), prefetch_depth=prefetch_depth)
     assert sum(waits) == pytest.approx(step.stall_seconds)
     assert step.stall_seconds == pytest.approx(steady - sum(compute), rel=0.01, abs=0.2)

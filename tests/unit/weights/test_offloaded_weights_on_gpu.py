@@ -14,10 +14,16 @@ from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.kernels.dequant_linear import reference
-from vllm_tiered.weights import far_weights, packing
-from vllm_tiered.weights.far_weights import FarWeights, Group, Staged
-from vllm_tiered.weights.int4_layout import compressed_bytes
-from vllm_tiered.weights.placement import place, spill, sublayers_of
+from vllm_tiered.weights import offloaded_weights
+from vllm_tiered.weights.int4 import packing
+from vllm_tiered.weights.int4.layout import compressed_bytes
+from vllm_tiered.weights.layout import sublayers_of
+from vllm_tiered.weights.offloaded_weights import (
+    OffloadedParameter,
+    OffloadedSublayer,
+    OffloadedWeights,
+)
+from vllm_tiered.weights.placement import place, spill_to_storage
 from vllm_tiered.weights.store import WeightStore
 
 NUM_LAYERS, WIDTH = 3, 192
@@ -58,19 +64,21 @@ class Model:
         sublayers = [one for layer in range(NUM_LAYERS) for one in sublayers_of(layer, sizes)]
         placement = place("all_far", sublayers)
         if store is not None:
-            placement = spill(placement, placement.far_bytes // 2)
+            placement = spill_to_storage(placement, placement.far_bytes // 2)
             assert placement.stored and placement.far_bytes
             store.keep(placement)
         groups = [
-            Group(*([self.staged(one.layer, p.name) for p in part] for part in parts))
-            for one, parts in zip(sublayers, placement.staged, strict=True)
+            OffloadedSublayer(
+                *([self.offloaded(one.layer, p.name) for p in part] for part in parts)
+            )
+            for one, parts in zip(sublayers, placement.offloaded, strict=True)
         ]
         self.sublayers = [
             (one.layer, [p.name for part in parts for p in part])
-            for one, parts in zip(sublayers, placement.staged, strict=True)
+            for one, parts in zip(sublayers, placement.offloaded, strict=True)
         ]
         self.store = store
-        self.far = FarWeights(self.device, groups, torch.device("cpu"), store)
+        self.far = OffloadedWeights(self.device, groups, torch.device("cpu"), store)
 
     def is_packed(self, name):
         return self.compressed and name.endswith("weight")
@@ -79,8 +87,10 @@ class Model:
         shape = SHAPES[name]
         return compressed_bytes(shape[0], shape[-1], 4) if self.is_packed(name) else 4 * prod(shape)
 
-    def staged(self, layer, name):
-        return Staged(self.parameters[layer][name], self.num_bytes(name), self.is_packed(name))
+    def offloaded(self, layer, name):
+        return OffloadedParameter(
+            self.parameters[layer][name], self.num_bytes(name), self.is_packed(name)
+        )
 
     def load(self):
         for parameters, weights in zip(self.parameters, self.weights, strict=True):
@@ -96,15 +106,15 @@ class Model:
         packed = weight if parameters is self.parameters else reference.pack(weight)
         return reference.linear(x_BK, packed, rows, bias)
 
-    def step(self, ring):
+    def step(self, buffer_pool):
         """All layers once; the output is there when compute is over."""
         activations = {"x": self.x_BK}
         for position, (layer, names) in enumerate(self.sublayers):
             for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
-                ring.enter(position)
+                buffer_pool.acquire(position)
                 self.device.compute(self.kernel(layer, module, activations))
-                ring.leave(position)
-                ring.check_integrity()
+                buffer_pool.release(position)
+                buffer_pool.check_integrity()
         return activations
 
     def kernel(self, layer, module, activations):
@@ -118,8 +128,8 @@ class Model:
         return out_BN[:, :WIDTH] if module.endswith("qkv_proj") else out_BN
 
     def run(self, num_steps=3):
-        ring = self.far.stage()
-        outputs = [self.step(ring) for _ in range(num_steps)]
+        buffer_pool = self.far.start_streaming()
+        outputs = [self.step(buffer_pool) for _ in range(num_steps)]
         self.device.cuda.run_all()
         self.device.close()
         if self.store is not None:
@@ -140,7 +150,7 @@ def wrong_steps(model):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    monkeypatch.setattr(far_weights, "packing_for", lambda device: packing.ON_GPU)
+    monkeypatch.setattr(offloaded_weights, "packing_for", lambda device: packing.ON_GPU)
 
 
 @pytest.mark.parametrize("haste", HASTES)
@@ -180,7 +190,7 @@ def test_stored_weights_with_the_first_start_and_the_second(haste, tmp_path, mon
         assert store.is_filled == is_filled
         model = Model(1, haste, store=store)
         if is_filled:  # what is stored is not loaded
-            for (layer, names), group in zip(model.sublayers, model.far._groups, strict=True):
+            for (layer, names), group in zip(model.sublayers, model.far._sublayers, strict=True):
                 for name in names[: len(group.far)]:
                     model.parameters[layer][name].data.copy_(model.weights[layer][name])
         else:
@@ -217,7 +227,7 @@ def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
         model = Model(seed, 0.6)
         model.load()
         cuda, device = model.device.cuda, model.device
-        ring = model.far.stage()
+        buffer_pool = model.far.start_streaming()
         main, aside = cuda.compute_stream(), cuda.new_stream()
         seen: list[bool] = []
 
@@ -228,11 +238,11 @@ def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
             position %= len(model.sublayers)
             for stream, name in ((aside, names[0]), (main, names[-1])):
                 cuda._compute = stream
-                ring.enter(position)
+                buffer_pool.acquire(position)
                 for _ in range(12 if stream is main else 0):  # it is busy with something else
                     device.compute(lambda: None)
                 device.compute(partial(look, layer, name))
-                ring.leave(position)
+                buffer_pool.release(position)
         cuda.run_all()
         device.close()
         assert len(seen) == 4 * len(model.sublayers) and all(seen)

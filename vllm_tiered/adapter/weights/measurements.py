@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from vllm_tiered.devices.base import Device, Direction
-from vllm_tiered.planner.curves import Curves, ProductCurve
 from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.pipeline import Link, StepTimes
+from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
+from vllm_tiered.planner.pipeline_time import ComputeTimes, Link
 from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.gemm import far_gemm, near_gemm
 from vllm_tiered.probe.links import (
@@ -33,8 +33,8 @@ from vllm_tiered.probe.links import (
     synchronizer,
 )
 from vllm_tiered.units import MIB
-from vllm_tiered.weights.packing import packing_for
-from vllm_tiered.weights.placement import Sublayer, extent_bytes
+from vllm_tiered.weights.int4.packing import packing_for
+from vllm_tiered.weights.layout import Sublayer, extent_bytes
 from vllm_tiered.weights.store import KNOB
 
 ROWS = (1, 4, 16, 64, 256)
@@ -50,7 +50,7 @@ _COPY_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredSublayers:
     """What the placement is made from.
 
     Attributes:
@@ -59,7 +59,7 @@ class Measured:
         storage: the same from storage, if there is any.
     """
 
-    times: StepTimes
+    times: ComputeTimes
     link: Link
     storage: Link | None = None
 
@@ -83,7 +83,7 @@ class Matrix(NamedTuple):
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
-def measure(
+def measure_sublayers(
     device: Device,
     layers: Sequence[nn.Module],
     sublayers: Sequence[Sublayer],
@@ -92,7 +92,7 @@ def measure(
     compressed: Sequence[Collection[str]],
     storage_folder: Path | None = None,
     num_tokens: int = 1,
-) -> Measured:
+) -> MeasuredSublayers:
     """A second or two: each link once, and the products of each distinct shape.
 
     Attention itself is not counted: it reads the KV cache, whose length nobody knows yet.
@@ -114,8 +114,8 @@ def measure(
         for sublayer in sublayers
     )
     (sample,) = link_curve(device, Direction.READ, near_device, [_link_bytes(sublayers)])
-    return Measured(
-        times=StepTimes(compute=compute),
+    return MeasuredSublayers(
+        times=ComputeTimes(compute=compute),
         link=link_of(sample),
         storage=_storage(device, storage_folder, near_device),
     )
@@ -141,7 +141,7 @@ def measure_machine(
     packed = _ends(matrix for matrix in all_of if matrix.is_compressed)
     near, far = (_curve(plain, near_device, is_far=is_far) for is_far in (False, True))
     # A far weight is at best the same product: what was measured faster was disturbed less.
-    far = ProductCurve.of({key: max(far.points[key], near.points[key]) for key in near.points})
+    far = GemmCurve.of({key: max(far.points[key], near.points[key]) for key in near.points})
     # A page first: what a transfer takes before any byte comes.
     sizes = [PAGE_BYTES, _link_bytes(sublayers)]
     smallest, sample = link_curve(device, Direction.READ, near_device, sizes)
@@ -153,7 +153,7 @@ def measure_machine(
         largest.dtype,
         seconds=_BESIDE_SECONDS,
     )
-    curves = Curves(
+    curves = MeasuredCurves(
         near=near,
         far=far,
         compute_slowdown=slower.compute_slowdown,
@@ -218,13 +218,13 @@ def _ends(matrices: Iterator[Matrix]) -> list[Matrix]:
 
 def _curve(
     matrices: Sequence[Matrix], near_device: torch.device, *, is_far: bool = False
-) -> ProductCurve:
+) -> GemmCurve:
     """By the bytes that they have before they are compressed."""
     found: dict[tuple[int, int], float] = {}
     for matrix in matrices:
         seconds = _seconds(matrix, ROWS, near_device, is_far=is_far, seconds=_POINT_SECONDS)
         found |= {(rows, matrix.num_bytes): took for rows, took in zip(ROWS, seconds, strict=True)}
-    return ProductCurve.of(found)
+    return GemmCurve.of(found)
 
 
 def _seconds(

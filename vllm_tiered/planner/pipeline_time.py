@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_tiered.weights.placement import Placement, extent_of, moves
+from vllm_tiered.weights.layout import extent_bytes_of, moved_each_step
+from vllm_tiered.weights.placement import Placement
 
 _STEADY = 1e-9
 _MOST_STEPS = 64
@@ -37,13 +38,13 @@ class Link(NamedTuple):
         """Of one transfer; none takes no time."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
-    def slowed(self, times: float) -> Link:
+    def slowed_by(self, times: float) -> Link:
         """One that takes so many times as long."""
         return Link(self.bytes_per_s / times, self.latency_s * times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTimes:
+class ComputeTimes:
     """What a step is made of.
 
     Attributes:
@@ -72,8 +73,9 @@ def transfer_seconds(placement: Placement, link: Link, storage: Link | None = No
     """
     assert storage or not placement.stored, "a placement on storage, and no link from it"
     return [
-        link.seconds(extent_of(far)) + (storage.seconds(extent_of(stored)) if storage else 0.0)
-        for far, stored in placement.staged
+        link.seconds(extent_bytes_of(far))
+        + (storage.seconds(extent_bytes_of(stored)) if storage else 0.0)
+        for far, stored in placement.offloaded
     ]
 
 
@@ -84,12 +86,15 @@ class Slowdown(NamedTuple):
     link: float = 1.0
 
 
-ALONE = Slowdown()
+NO_SLOWDOWN = Slowdown()
 """A link that takes nothing from compute."""
 
 
-def step_time(
-    transfers: Sequence[float], times: StepTimes, slowdown: Slowdown = ALONE, ahead: int = 1
+def pipeline_step_time(
+    transfers: Sequence[float],
+    times: ComputeTimes,
+    slowdown: Slowdown = NO_SLOWDOWN,
+    prefetch_depth: int = 1,
 ) -> StepTime:
     """A step in the steady state: its first far sublayers were queued by the step before.
 
@@ -98,22 +103,25 @@ def step_time(
         slowdown: what the two do to each other.
         ahead: far sublayers on their way while one computes.
     """
-    begin, clock, waits = _steady(transfers, times, slowdown, ahead)
-    return StepTime(clock.now - begin, sum(_moved(transfers, ahead)), sum(waits))
+    begin, clock, waits = _steady(transfers, times, slowdown, prefetch_depth)
+    return StepTime(clock.now - begin, sum(_moved(transfers, prefetch_depth)), sum(waits))
 
 
-def waits_in_step(
-    transfers: Sequence[float], times: StepTimes, slowdown: Slowdown = ALONE, ahead: int = 1
+def waits_by_sublayer(
+    transfers: Sequence[float],
+    times: ComputeTimes,
+    slowdown: Slowdown = NO_SLOWDOWN,
+    prefetch_depth: int = 1,
 ) -> list[float]:
     """Seconds for which each sublayer waits in such a step."""
-    return _steady(transfers, times, slowdown, ahead)[2]
+    return _steady(transfers, times, slowdown, prefetch_depth)[2]
 
 
 def _steady(
-    transfers: Sequence[float], times: StepTimes, slowdown: Slowdown, ahead: int
+    transfers: Sequence[float], times: ComputeTimes, slowdown: Slowdown, prefetch_depth: int
 ) -> tuple[float, _Clock, list[float]]:
     """When the step began, the clock at its end, and what each sublayer waited."""
-    order = _moved(transfers, ahead)
+    order = _moved(transfers, prefetch_depth)
     clock = _Clock(slowdown)
     begin, waits = 0.0, [0.0] * len(transfers)
     # At first all is there that may be on its way; until as much of it is left after a step as was
@@ -123,7 +131,9 @@ def _steady(
         at = 0
         for position, seconds in enumerate(times.compute):
             if transfers[position]:
-                after = [order[(at + further) % len(order)] for further in range(1, ahead + 1)]
+                after = [
+                    order[(at + further) % len(order)] for further in range(1, prefetch_depth + 1)
+                ]
                 waits[position] = clock.drain_to(sum(after[:-1]))
                 clock.on_the_way += after[-1]
                 at += 1
@@ -134,16 +144,16 @@ def _steady(
     return begin, clock, waits
 
 
-def _moved(transfers: Sequence[float], ahead: int) -> list[float]:
+def _moved(transfers: Sequence[float], prefetch_depth: int) -> list[float]:
     """Of the far sublayers, in their order; 0 for one that has a slot for itself."""
     far = [seconds for seconds in transfers if seconds]
     return [
         seconds if is_moved else 0.0
-        for seconds, is_moved in zip(far, moves(len(far), ahead), strict=True)
+        for seconds, is_moved in zip(far, moved_each_step(len(far), prefetch_depth), strict=True)
     ]
 
 
-def seconds_beside(compute: float, transfer: float, slowdown: Slowdown = ALONE) -> float:
+def overlapped_seconds(compute: float, transfer: float, slowdown: Slowdown = NO_SLOWDOWN) -> float:
     """Until both are done, which begin together."""
     clock = _Clock(slowdown)
     clock.on_the_way = transfer

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class ProductCurve:
+class GemmCurve:
     """Seconds of a product by the weight's bytes and the rows that it is multiplied with.
 
     Attributes:
@@ -22,7 +22,7 @@ class ProductCurve:
     by_rows: tuple[tuple[tuple[int, float], ...], ...]
 
     @classmethod
-    def of(cls, seconds: Mapping[tuple[int, int], float]) -> ProductCurve:
+    def of(cls, seconds: Mapping[tuple[int, int], float]) -> GemmCurve:
         """From the seconds by (rows, bytes)."""
         rows = tuple(sorted({rows for rows, _ in seconds}))
         by_rows = tuple(
@@ -59,7 +59,7 @@ def _at(curve: tuple[tuple[int, float], ...], num_bytes: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curves:
+class MeasuredCurves:
     """Measured beside the figures of a machine.
 
     Attributes:
@@ -70,12 +70,12 @@ class Curves:
             they were not measured, and are taken to be as long as in 16 bit.
     """
 
-    near: ProductCurve
-    far: ProductCurve
+    near: GemmCurve
+    far: GemmCurve
     compute_slowdown: float
     link_slowdown: float
     layer_overhead_us: float
-    compressed: ProductCurve | None = None
+    compressed: GemmCurve | None = None
 
     def near_bytes_per_copied_byte(self, near_gb_per_s: float, read_gb_per_s: float) -> float:
         """What compute lacks of near memory's traffic while a byte is copied: what it would have

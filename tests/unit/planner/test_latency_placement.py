@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from tests.fixtures.placement_instances import LINK, PAGE, STORAGE, by_kind, small_model
 from tests.unit.weights.test_placement import model, opt_layer
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.planner.latency import Effort, place_for_latency
-from vllm_tiered.planner.pipeline import Link, Slowdown, step_time, transfer_seconds
-from vllm_tiered.planner.placement_milp import Stay
-from vllm_tiered.weights.placement import place, slot_bytes, spill
+from vllm_tiered.planner.latency_placement import SearchEffort, place_for_latency
+from vllm_tiered.planner.pipeline_time import Link, Slowdown, pipeline_step_time, transfer_seconds
+from vllm_tiered.planner.placement_milp import NearScope
+from vllm_tiered.weights.layout import buffer_sizes
+from vllm_tiered.weights.placement import place, spill_to_storage
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,8 +39,8 @@ def test_never_slower_than_the_others_and_within_the_budget(num_layers, sizes, c
 
 
 def seconds(placement, times):
-    return step_time(
-        transfer_seconds(placement, LINK, STORAGE), times, ahead=placement.ahead
+    return pipeline_step_time(
+        transfer_seconds(placement, LINK, STORAGE), times, prefetch_depth=placement.prefetch_depth
     ).seconds
 
 
@@ -62,7 +63,7 @@ def test_balance_is_what_the_paper_found_and_goes_further():
     chosen = place_for_latency(sublayers, times, LINK, helm.near_bytes)
     # With its memory no other near set is faster one ahead; two or three ahead the link is busy
     # while the FFN computes, too.
-    assert chosen.ahead > 1
+    assert chosen.prefetch_depth > 1
     assert seconds(chosen, times) < 0.93 * seconds(helm, times)
     with_less = place_for_latency(sublayers, times, LINK, flexgen.near_bytes)
     assert seconds(with_less, times) < 0.9 * baseline
@@ -102,7 +103,7 @@ def test_far_memory_bounds_the_choice_where_another_fits():
 def test_storage_takes_what_far_memory_does_not(sizes, compute, near, far):
     sublayers = small_model(4, sizes[:2], sizes[2:])
     times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
-    others = [spill(place(name, sublayers), far * PAGE) for name in ("all_far", "helm")]
+    others = [spill_to_storage(place(name, sublayers), far * PAGE) for name in ("all_far", "helm")]
     fitting = [other for other in others if other.near_bytes <= near * PAGE]
     try:
         chosen = place_for_latency(sublayers, times, LINK, near * PAGE, far * PAGE, STORAGE)
@@ -133,11 +134,11 @@ def test_whole_layers_stay_near_where_that_saves_a_large_slot():
     sublayers = small_model(12, (6,), (1,))
     times = by_kind(sublayers, 1e-3, 1e-3)
     near = 68 * PAGE
-    by_any = Effort(depths=(1,), stays=(Stay.NONE, Stay.ANY), gap=1e-4)
+    by_any = SearchEffort(depths=(1,), stays=(NearScope.NONE, NearScope.ANY), gap=1e-4)
     other = place_for_latency(sublayers, times, LINK, near, effort=by_any)
     chosen = place_for_latency(
-        sublayers, times, LINK, near, effort=by_any._replace(stays=tuple(Stay))
+        sublayers, times, LINK, near, effort=by_any._replace(stays=tuple(NearScope))
     )
     assert other.near_bytes <= near and chosen.near_bytes <= near
-    assert [size // PAGE for size in slot_bytes(chosen.extents)] == [6, 1]
+    assert [size // PAGE for size in buffer_sizes(chosen.extents)] == [6, 1]
     assert seconds(chosen, times) < 0.8 * seconds(other, times)

@@ -22,18 +22,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm_tiered.adapter.weights.times import matrices_of, measure_machine
+from vllm_tiered.adapter.weights.measurements import matrices_of, measure_machine
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Device
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.planner.curves import ProductCurve
 from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.memory_split import Room, Split, Target, target_for
+from vllm_tiered.planner.measured_curves import GemmCurve
+from vllm_tiered.planner.memory_split import MemoryBudget, MemorySplit, Target, target_for
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.serving import Load
-from vllm_tiered.planner.throughput import split_for, split_for_throughput
+from vllm_tiered.planner.serving import Workload
+from vllm_tiered.planner.throughput_split import split_for, split_for_throughput
 from vllm_tiered.units import format_bytes, gib_to_bytes
-from vllm_tiered.weights.placement import Placement, Sublayer
+from vllm_tiered.weights.layout import Sublayer
+from vllm_tiered.weights.placement import Placement
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +72,7 @@ def check_args(engine_args: Any, environment: Any) -> None:
         )
 
 
-def reserve(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
+def reserve_kv_memory(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
     """Before the layers are known the KV cache has all of it; workers allocate nothing yet."""
     vllm_config.cache_config.kv_cache_memory_bytes = _near_bytes(config)
 
@@ -109,8 +110,10 @@ def plan_with_kv(
     )
     machine, far_bytes = _of_all_ranks(here, far_bytes)
     shape = _shape(vllm_config, layers, sublayers, compressed)
-    load, target = load_of(vllm_config), target_of(vllm_config)
-    room = Room(near_bytes=_near_bytes(config), far_bytes=far_bytes, has_storage=folder is not None)
+    load, target = workload_of(vllm_config), target_of(vllm_config)
+    room = MemoryBudget(
+        near_bytes=_near_bytes(config), far_bytes=far_bytes, has_storage=folder is not None
+    )
     if config.placement == "throughput":
         split = split_for_throughput(shape, machine, load, room)
     else:
@@ -120,7 +123,7 @@ def plan_with_kv(
     return split.placement
 
 
-def leave_rest(config: WeightsConfig, placement: Placement) -> None:
+def give_rest_to_kv(config: WeightsConfig, placement: Placement) -> None:
     """vLLM's KV cache of this rank gets what the placement leaves of ``weights.near_gib``."""
     from vllm.config import get_current_vllm_config
 
@@ -128,26 +131,26 @@ def leave_rest(config: WeightsConfig, placement: Placement) -> None:
     get_current_vllm_config().cache_config.kv_cache_memory_bytes = rest
 
 
-def planned_for() -> dict[str, Any]:
+def plan_inputs() -> dict[str, Any]:
     """What a plan depends on beside the weights' settings, JSON-safe: a file of stored weights has
     one placement, and another load would have another."""
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()
-    return {"load": asdict(load_of(vllm_config)), "target": target_of(vllm_config)}
+    return {"load": asdict(workload_of(vllm_config)), "target": target_of(vllm_config)}
 
 
-def have_all_ranks(has: bool) -> bool:
+def all_ranks_have(has: bool) -> bool:
     """Whether all ranks have it, said to each of them."""
     return not any(_worst_of_ranks([0.0 if has else 1.0]))
 
 
-def load_of(vllm_config: "VllmConfig") -> Load:
+def workload_of(vllm_config: "VllmConfig") -> Workload:
     """What is planned for: as many of the longest requests as may run, half of each its prompt."""
     scheduler = vllm_config.scheduler_config
     longest = vllm_config.model_config.max_model_len
     prompt = max(1, longest // 2)
-    return Load(
+    return Workload(
         prompt_tokens=prompt,
         output_tokens=max(1, longest - prompt),
         max_requests=scheduler.max_num_seqs,
@@ -184,7 +187,7 @@ def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int
     read, near, tflops, overhead, storage, compute_slower, link_slower, far = worst[:8]
     rest = iter(worst[8:])
     near_curve, far_curve, *compressed = (
-        ProductCurve.of({key: next(rest) for key in curve.points}) for curve in products
+        GemmCurve.of({key: next(rest) for key in curve.points}) for curve in products
     )
     agreed = replace(
         machine,
@@ -261,8 +264,8 @@ def _announce(
     config: WeightsConfig,
     target: Target,
     machine: Machine,
-    load: Load,
-    split: Split,
+    load: Workload,
+    split: MemorySplit,
     seconds: float,
 ) -> None:
     wanted = f"auto, for {target}: " if config.placement == "auto" else ""

@@ -8,7 +8,7 @@ far. In between a request more costs the bytes of its KV, and so longer transfer
     near memory   │ weights near │ slots │ KV of n requests │        n = 1, 2, ... that fit
     tokens/s      n * output / (output * decode step(n, placement) + prefills(n, placement))
 
-For a number of requests the program of :mod:`vllm_tiered.planner.latency` chooses what stays near,
+For a number of requests :mod:`vllm_tiered.planner.latency_placement` chooses what stays near,
 and the prediction of :mod:`vllm_tiered.planner.serving` says what that gives. Numbers are searched
 coarsely first, then around the best. The placements of the papers are candidates too, so under its
 own model the split is never worse than those.
@@ -19,31 +19,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from vllm_tiered.planner.latency import Effort
+from vllm_tiered.planner.latency_placement import SearchEffort
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import (
     BASELINES,
-    Room,
-    Split,
+    MemoryBudget,
+    MemorySplit,
     Target,
     baseline,
     near_set,
     near_sets,
     no_room,
-    pick,
-    split_beside,
+    pick_split,
     split_for_latency,
+    split_with,
 )
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.placement_milp import Stay
-from vllm_tiered.planner.serving import Load
+from vllm_tiered.planner.placement_milp import NearScope
+from vllm_tiered.planner.serving import Workload
 from vllm_tiered.planner.step_time import compute_times
 from vllm_tiered.weights.placement import Placement
 
 _GRID = 16
 """Numbers of requests tried at a time; one takes 0.08 s for 96 layers (a core of a Xeon)."""
 
-_SEARCH = Effort(depths=(1,), stays=(Stay.NONE, Stay.ANY), gap=3e-3)
+_SEARCH = SearchEffort(depths=(1,), stays=(NearScope.NONE, NearScope.ANY), gap=3e-3)
 """Of each number's near set while numbers are compared; the best number's is solved out. Three
 tiers are searched in half the time, and predictions are off by more than that."""
 
@@ -51,7 +51,9 @@ _SAME = 1e-9
 """By which equal scores may differ, as they are sums."""
 
 
-def split_for(target: Target, shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split:
+def split_for(
+    target: Target, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
+) -> MemorySplit:
     """The better of both plans at the target, its own where they are as good.
 
     Raises:
@@ -61,10 +63,12 @@ def split_for(target: Target, shape: ModelShape, machine: Machine, load: Load, r
         split_for_latency(shape, machine, load, room),
         split_for_throughput(shape, machine, load, room),
     ]
-    return pick(target, plans)
+    return pick_split(target, plans)
 
 
-def split_for_throughput(shape: ModelShape, machine: Machine, load: Load, room: Room) -> Split:
+def split_for_throughput(
+    shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
+) -> MemorySplit:
     """The split with the most predicted output tokens/s.
 
     Raises:
@@ -74,7 +78,7 @@ def split_for_throughput(shape: ModelShape, machine: Machine, load: Load, room: 
     for name in BASELINES:
         search.consider(baseline(name, shape))
     score: dict[int, float] = {}
-    for requests in _coarse_to_fine(load.requests_in(shape, room.near_bytes), score):
+    for requests in _coarse_to_fine(load.max_requests_in(shape, room.near_bytes), score):
         if requests not in score:
             times = compute_times(shape, machine, load.decode(requests))
             kv_bytes = load.kv_bytes(shape, requests)
@@ -93,13 +97,15 @@ def split_for_throughput(shape: ModelShape, machine: Machine, load: Load, room: 
 class _Search:
     """The best split so far."""
 
-    def __init__(self, shape: ModelShape, machine: Machine, load: Load, room: Room) -> None:
+    def __init__(
+        self, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
+    ) -> None:
         self._given = (shape, machine, load, room)
-        self.best: Split | None = None
+        self.best: MemorySplit | None = None
 
     def consider(self, placement: Placement | None) -> float:
         """Its tokens/s; 0 where it does not fit."""
-        split = split_beside(placement, *self._given) if placement else None
+        split = split_with(placement, *self._given) if placement else None
         if split is None:
             return 0.0
         if self.best is None or _rank(split) > _rank(self.best):
@@ -108,7 +114,7 @@ class _Search:
         return split.served.tokens_per_s
 
 
-def _rank(split: Split) -> tuple[float, int]:
+def _rank(split: MemorySplit) -> tuple[float, int]:
     """More tokens/s; of splits as fast the one that leaves more to the KV cache."""
     return split.served.tokens_per_s, split.kv_bytes
 

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from vllm_tiered.weights.int4_layout import BLOCK, GROUP, can_compress, compressed_bytes
+from vllm_tiered.weights.int4.layout import BLOCK, GROUP, can_compress, compressed_bytes
 
 DIRECT_TOKENS = 60
 """Up to so many, torch's product for compressed weights is faster than expanding them first."""
@@ -47,15 +47,15 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
     if out is None:
         num_bytes = compressed_bytes(rows, columns, dtype.itemsize)
         out = torch.empty(num_bytes, dtype=torch.uint8, device=weight_NK.device)
-    codes, figures_GN2 = parts(out, rows, dtype)
+    codes, scales_and_zeros_GN2 = parts(out, rows, dtype)
     # A few rows at a time: rounding takes several times their size in float32.
     step = _chunk_rows(columns)
     for first in range(0, rows, step):
         chosen = slice(first, min(first + step, rows))
-        codes_NK, figures_NG2 = _round(weight_NK[chosen])
+        codes_NK, scales_and_zeros_NG2 = _round(weight_NK[chosen])
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK, 1)
         codes[chosen] = packed.view(-1, columns // 2)
-        figures_GN2[:, chosen] = figures_NG2.transpose(0, 1)
+        scales_and_zeros_GN2[:, chosen] = scales_and_zeros_NG2.transpose(0, 1)
     return out
 
 
@@ -83,14 +83,16 @@ def linear(
     Returns:
         [..., N].
     """
-    codes, figures_GN2 = parts(compressed, rows, x.dtype)
+    codes, scales_and_zeros_GN2 = parts(compressed, rows, x.dtype)
     flat_BK = x.reshape(-1, x.shape[-1]).contiguous()
     # In float32 a row takes torch's product 30 times as long as in bfloat16.
     is_direct = x.dtype != torch.float32 and len(flat_BK) <= DIRECT_TOKENS
     if is_direct or _half_block() is None:
-        out_BN = torch.ops.aten._weight_int4pack_mm_for_cpu(flat_BK, codes, GROUP, figures_GN2)
+        out_BN = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            flat_BK, codes, GROUP, scales_and_zeros_GN2
+        )
     else:
-        out_BN = _expanding_product(flat_BK, codes, figures_GN2)
+        out_BN = _expanding_product(flat_BK, codes, scales_and_zeros_GN2)
     if bias_N is not None:
         out_BN += bias_N
     result: torch.Tensor = out_BN.view(*x.shape[:-1], rows)
@@ -114,18 +116,18 @@ def _round(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     zero_NG1 = (low_NG1 + _MIDDLE * scale_NG1).to(weight_NK.dtype).float()
     codes_NGg = torch.where(scale_NG1 > 0, (groups_NGg - zero_NG1) / scale_NG1, 0)
     codes_NGg = codes_NGg.add_(_MIDDLE).round_().clamp_(0, _LEVELS)
-    figures_NG2 = torch.cat([scale_NG1, zero_NG1], dim=2).to(weight_NK.dtype)
-    return codes_NGg.view(rows, columns).to(torch.int32), figures_NG2
+    scales_and_zeros_NG2 = torch.cat([scale_NG1, zero_NG1], dim=2).to(weight_NK.dtype)
+    return codes_NGg.view(rows, columns).to(torch.int32), scales_and_zeros_NG2
 
 
 def _expanding_product(
-    x_BK: torch.Tensor, codes: torch.Tensor, figures_GN2: torch.Tensor
+    x_BK: torch.Tensor, codes: torch.Tensor, scales_and_zeros_GN2: torch.Tensor
 ) -> torch.Tensor:
     rows, columns = len(codes), x_BK.shape[1]
     step = min(rows, _chunk_rows(columns))
     half = _half_block()
     assert half is not None
-    scale_GN, zero_GN = (figures.contiguous() for figures in figures_GN2.float().unbind(dim=2))
+    scale_GN, zero_GN = (part.contiguous() for part in scales_and_zeros_GN2.float().unbind(dim=2))
     zero_GN.sub_(scale_GN, alpha=_MIDDLE)
     # Made once: memory that comes and goes with every chunk took a quarter of the time.
     nibbles = torch.empty(columns * step // 2, dtype=torch.uint8)

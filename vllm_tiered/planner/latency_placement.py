@@ -20,20 +20,27 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.planner.pipeline import (
-    ALONE,
+from vllm_tiered.planner.pipeline_time import (
+    NO_SLOWDOWN,
+    ComputeTimes,
     Link,
     Slowdown,
-    StepTimes,
-    step_time,
+    pipeline_step_time,
     transfer_seconds,
 )
-from vllm_tiered.planner.placement_milp import SOLVED, Links, Problem, Stay, solve
+from vllm_tiered.planner.placement_milp import (
+    SOLVED,
+    Links,
+    NearScope,
+    PlacementProblem,
+    solve_placement,
+)
 from vllm_tiered.units import format_bytes
-from vllm_tiered.weights.placement import Placement, Sublayer, place, spill
+from vllm_tiered.weights.layout import Sublayer
+from vllm_tiered.weights.placement import Placement, place, spill_to_storage
 
 
-class Effort(NamedTuple):
+class SearchEffort(NamedTuple):
     """How much is tried.
 
     Attributes:
@@ -43,33 +50,33 @@ class Effort(NamedTuple):
     """
 
     depths: tuple[int, ...]
-    stays: tuple[Stay, ...]
+    stays: tuple[NearScope, ...]
     gap: float
 
 
-ALL = Effort(depths=(1, 2, 3), stays=tuple(Stay), gap=SOLVED)
+FULL_EFFORT = SearchEffort(depths=(1, 2, 3), stays=tuple(NearScope), gap=SOLVED)
 """With three ahead attention and FFN take turns in two slots each."""
 
-ONE_AHEAD = ALL._replace(depths=(1,))
+DEPTH_ONE_EFFORT = FULL_EFFORT._replace(depths=(1,))
 """As the papers' pipeline."""
 
 
 def place_for_latency(
     sublayers: Sequence[Sublayer],
-    times: StepTimes,
+    times: ComputeTimes,
     link: Link,
     near_bytes: int,
     far_bytes: int | None = None,
     storage: Link | None = None,
     *,
-    slowdown: Slowdown = ALONE,
-    effort: Effort = ALL,
+    slowdown: Slowdown = NO_SLOWDOWN,
+    effort: SearchEffort = FULL_EFFORT,
 ) -> Placement:
     """The placement with the shortest step that fits near memory, and far memory where it can.
 
     It says how many slots it takes too (``Placement.ahead``).
 
-    Never slower, in the model of :mod:`vllm_tiered.planner.pipeline`, than HeLM's or All-CPU's
+    Never slower, in the model of :mod:`vllm_tiered.planner.pipeline_time`, than HeLM's or All-CPU's
     where those fit, with what exceeds far memory on storage.
 
     Args:
@@ -89,8 +96,12 @@ def place_for_latency(
         Placement(policy="latency", sublayers=tuple(sublayers), far=((),) * len(sublayers))
     ]
     if storage is not None and far_bytes is not None:
-        candidates = [spill(candidate, far_bytes) for candidate in candidates]
-    candidates = [replace(c, ahead=ahead) for c in candidates for ahead in effort.depths]
+        candidates = [spill_to_storage(candidate, far_bytes) for candidate in candidates]
+    candidates = [
+        replace(c, prefetch_depth=prefetch_depth)
+        for c in candidates
+        for prefetch_depth in effort.depths
+    ]
     candidates += _solutions(sublayers, times, links, near_bytes, far_bytes, effort)
     fitting = [candidate for candidate in candidates if candidate.near_bytes <= near_bytes]
     enough = [c for c in fitting if far_bytes is None or c.far_bytes <= far_bytes]
@@ -102,7 +113,7 @@ def place_for_latency(
         least = min(candidate.near_bytes for candidate in candidates)
         raise BudgetError(
             f"no placement fits {format_bytes(near_bytes)} of near memory: the least takes "
-            f"{format_bytes(least)}, which is what always stays and the slots for the largest "
+            f"{format_bytes(least)}, which is what always stays and the buffers of the largest "
             "sublayers; raise weights.near_gib"
         )
     best = min(
@@ -110,14 +121,17 @@ def place_for_latency(
         key=lambda candidate: (
             # Sums of the same numbers differ in the last bits.
             round(
-                step_time(
-                    transfer_seconds(candidate, link, storage), times, slowdown, candidate.ahead
+                pipeline_step_time(
+                    transfer_seconds(candidate, link, storage),
+                    times,
+                    slowdown,
+                    candidate.prefetch_depth,
                 ).seconds,
                 12,
             ),
             candidate.storage_bytes,
             candidate.far_bytes,
-            candidate.ring_bytes,
+            candidate.buffer_bytes,
         ),
     )
     return replace(best, policy="latency")
@@ -125,33 +139,33 @@ def place_for_latency(
 
 def _solutions(
     sublayers: Sequence[Sublayer],
-    times: StepTimes,
+    times: ComputeTimes,
     links: Links,
     near_bytes: int,
     far_bytes: int | None,
-    effort: Effort,
+    effort: SearchEffort,
 ) -> Iterator[Placement]:
     """For each number of slots, and for what may be wholly near."""
-    at_once = StepTimes(compute=(0.0,) * len(sublayers))  # the fewest bytes: nothing hides them
-    for ahead in effort.depths:
+    at_once = ComputeTimes(compute=(0.0,) * len(sublayers))  # the fewest bytes: nothing hides them
+    for prefetch_depth in effort.depths:
         for stay in effort.stays:
-            if stay is Stay.LAYERS and ahead % 2 == 0:
+            if stay is NearScope.LAYERS and prefetch_depth % 2 == 0:
                 continue  # attention and FFN take turns in slots of an even number only
-            problem = Problem(
+            problem = PlacementProblem(
                 sublayers=sublayers,
-                times=times if ahead == 1 else at_once,
+                times=times if prefetch_depth == 1 else at_once,
                 links=links,
                 far_bytes=far_bytes,
                 gap=effort.gap,
                 stay=stay,
-                ahead=ahead,
+                prefetch_depth=prefetch_depth,
             )
             yield from _fitted(problem, near_bytes)
 
 
-def _fitted(problem: Problem, near_bytes: int) -> Iterator[Placement]:
+def _fitted(problem: PlacementProblem, near_bytes: int) -> Iterator[Placement]:
     """Its solution; the slots of a longer last round may make that exceed near memory."""
-    solved = solve(problem, near_bytes)
+    solved = solve_placement(problem, near_bytes)
     if solved is None:
         return
     yield solved
@@ -159,6 +173,6 @@ def _fitted(problem: Problem, near_bytes: int) -> Iterator[Placement]:
     if excess <= 0:
         return
     for budget, is_even in ((near_bytes, True), (near_bytes - excess, False)):
-        other = solve(problem, budget, is_even=is_even)
+        other = solve_placement(problem, budget, is_even=is_even)
         if other is not None:
             yield other

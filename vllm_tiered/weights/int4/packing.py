@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_tiered.weights import int4
-from vllm_tiered.weights.int4_layout import compressed_bytes
+from vllm_tiered.weights.int4 import cpu as int4
+from vllm_tiered.weights.int4.layout import compressed_bytes
 
 _CHUNK_WEIGHTS = 1 << 22  # rounding takes several times their size in float32
 

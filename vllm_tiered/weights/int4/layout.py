@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a matrix in 4 bit: FlexGen's group-wise min/max (FlexGen, section 5).
+
+    codes              rows x columns / 2 bytes    16 values between a group's minimum and maximum
+    scales and zeros   columns / 64 x rows x 2     of each group, in the activations' dtype
+
+A weight takes 0.5625 bytes in a 16-bit model and 0.625 in a 32-bit one. This module is free of
+torch, so that the planner can use it.
+"""
+
+COMPRESS = ("none", "int4")
+"""Values of ``weights.compress``."""
+
+GROUP = 64
+"""Consecutive weights of a row that share a scale and a zero."""
+
+BLOCK = 64
+"""Rows that are expanded together: a multiple of the kernels' block on every processor."""
+
+
+def can_compress(rows: int, columns: int) -> bool:
+    """Return whether a matrix has whole groups and blocks; others stay uncompressed.
+
+    Args:
+        rows, columns: out and in features of one rank.
+    """
+    return rows > 0 and columns > 0 and rows % BLOCK == 0 and columns % GROUP == 0
+
+
+def compressed_bytes(rows: int, columns: int, dtype_bytes: int) -> int:
+    """Return the bytes of a compressed matrix: codes, then scales and zeros.
+
+    Args:
+        rows, columns: of a matrix that :func:`can_compress`.
+        dtype_bytes: bytes of an activation.
+    """
+    num_weights = rows * columns
+    return num_weights // 2 + num_weights // GROUP * 2 * dtype_bytes

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of offloaded parameters: their tier while loading, weight buffers while serving."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_tiered.devices.base import Device
+from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.weights.buffers import WeightBufferPool
+from vllm_tiered.weights.int4.packing import packing_for
+from vllm_tiered.weights.layout import (
+    BUFFER_ALIGNMENT,
+    PARAMETER_ALIGNMENT,
+    align,
+    assign_extents,
+    extent_bytes,
+)
+from vllm_tiered.weights.store import WeightStore
+
+
+class OffloadedParameter(NamedTuple):
+    """A parameter in far memory or on storage.
+
+    Attributes:
+        parameter: of the model.
+        num_bytes: in its tier, and in the weight buffer.
+        is_compressed: it is kept there in 4 bit (:mod:`~vllm_tiered.weights.int4`). Such a
+            parameter is loaded to memory of its own and compressed after loading.
+    """
+
+    parameter: torch.nn.Parameter
+    num_bytes: int
+    is_compressed: bool = False
+
+
+class OffloadedSublayer(NamedTuple):
+    """A sublayer's parameters in far memory and on storage."""
+
+    far: Sequence[OffloadedParameter]
+    stored: Sequence[OffloadedParameter]
+
+
+class _Views(NamedTuple):
+    """Views of an offloaded parameter: in its tier, and in its weight buffer.
+
+    Both are the buffer's where the file of stored weights already has the parameter.
+    """
+
+    offloaded: OffloadedParameter
+    in_tier: torch.Tensor
+    in_buffer: torch.Tensor
+
+
+class OffloadedWeights:
+    """Offloaded parameters of a model, with the memory they use in each tier.
+
+    Far memory has the far parameters only, rounded up to ``BUFFER_ALIGNMENT`` per sublayer. Stored
+    parameters whose file is filled are views of their buffers at once: what a loader writes there
+    is overwritten by the first load.
+
+    Args:
+        device: owner of the far memory.
+        sublayers: those with offloaded parameters, in the order of computation.
+        near_device: torch's device of the weight buffers.
+        store: file of the stored parameters; None if there are none.
+        prefetch_depth: offloaded sublayers in transfer while one computes.
+
+    Attributes:
+        far_bytes: of far memory.
+        buffer_bytes: of all weight buffers.
+
+    Raises:
+        BudgetError: the far tier or the disk lacks the space.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        sublayers: Sequence[OffloadedSublayer],
+        near_device: torch.device,
+        store: WeightStore | None = None,
+        prefetch_depth: int = 1,
+    ) -> None:
+        self._device = device
+        self._prefetch_depth = prefetch_depth
+        self._sublayers = sublayers
+        self._store = store
+        sizes = [(_aligned_bytes(one.far), _aligned_bytes(one.stored)) for one in sublayers]
+        self._extents = assign_extents(sizes, prefetch_depth)
+        self.far_bytes = sum(far for far, _ in sizes)
+        self._far = device.far_buffer(self.far_bytes // BUFFER_ALIGNMENT, BUFFER_ALIGNMENT)
+        buffer_pages = max((e.buffer_page + e.num_pages for e in self._extents), default=0)
+        self.buffer_bytes = buffer_pages * BUFFER_ALIGNMENT
+        self._packing = packing_for(near_device)
+        self._near = PageBuffer(aligned_pages(buffer_pages, BUFFER_ALIGNMENT, near_device))
+        stored_bytes = sum(stored for _, stored in sizes)
+        drafted = store.memory(stored_bytes // BUFFER_ALIGNMENT) if store else None
+        self._views = list(self._assign_views(drafted))
+        self._load_to_tiers()
+
+    def start_streaming(self) -> WeightBufferPool:
+        """Make the parameters views of their weight buffers, and return the pool that loads them.
+
+        Stored parameters are published first. Call it once, when all weights are loaded.
+
+        Raises:
+            BudgetError: the disk is full.
+        """
+        self._move_to_buffers()
+        pool = WeightBufferPool(
+            device=self._device,
+            far=self._far,
+            near=self._near,
+            extents=self._extents,
+            stored=self._store.publish() if self._store else None,
+            prefetch_depth=self._prefetch_depth,
+        )
+        pool.start()
+        return pool
+
+    def _load_to_tiers(self) -> None:
+        """Let the loader write parameters to their tier; compressed ones keep their own memory."""
+        for offloaded, in_tier, in_buffer in self._views:
+            if in_tier is in_buffer or not offloaded.is_compressed:
+                offloaded.parameter.data = in_tier
+
+    def _move_to_buffers(self) -> None:
+        """Compress what is to be compressed, and leave no view of a draft.
+
+        A draft's pages cannot leave memory while a view of them exists.
+        """
+        for (parameter, _, is_compressed), in_tier, in_buffer in self._views:
+            if in_tier is not in_buffer:
+                if is_compressed:
+                    self._packing.compress(parameter.data, in_tier)
+                elif parameter.data_ptr() != in_tier.data_ptr():
+                    in_tier.copy_(parameter.data)  # vLLM moves what it processes after loading
+            parameter.data = in_buffer
+        self._views.clear()
+
+    def _assign_views(self, drafted: torch.Tensor | None) -> Iterator[_Views]:
+        for sublayer, extent in zip(self._sublayers, self._extents, strict=True):
+            stored_in_buffer = extent.buffer_page + extent.num_far_pages
+            parts = (
+                (sublayer.far, self._far.data, extent.far_page, extent.buffer_page),
+                (sublayer.stored, drafted, extent.stored_page, stored_in_buffer),
+            )
+            for parameters, memory, page, buffer_page in parts:
+                in_buffer = _consecutive_views(parameters, self._near.data, buffer_page)
+                in_tier = in_buffer
+                if memory is not None:
+                    in_tier = _consecutive_views(parameters, memory, page)
+                yield from map(_Views, parameters, in_tier, in_buffer)
+
+
+def _aligned_bytes(parameters: Sequence[OffloadedParameter]) -> int:
+    return extent_bytes(offloaded.num_bytes for offloaded in parameters)
+
+
+def _consecutive_views(
+    parameters: Sequence[OffloadedParameter], memory: torch.Tensor, first_page: int
+) -> list[torch.Tensor]:
+    """Return views of the parameters one after the other, from a page on."""
+    flat = memory.view(-1)
+    offset = first_page * BUFFER_ALIGNMENT
+    views = []
+    for parameter, num_bytes, is_compressed in parameters:
+        raw = flat[offset : offset + num_bytes]
+        views.append(raw if is_compressed else raw.view(parameter.dtype).view(parameter.shape))
+        offset += align(num_bytes, PARAMETER_ALIGNMENT)
+    return views
