@@ -12,7 +12,7 @@ import torch
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.deferred_torch import NEAR, DeferredTorch, now
 from tests.fixtures.ffn_models import Ffn
-from tests.unit.ffn.test_runtime import Scripted, close
+from tests.fixtures.ffn_runtimes import Scripted, close
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.runtime import FfnRuntime

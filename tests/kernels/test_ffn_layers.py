@@ -15,7 +15,7 @@ import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.unit.ffn.test_runtime import (
+from tests.fixtures.ffn_runtimes import (
     Scripted,
     base_scores,
     check_bytes,

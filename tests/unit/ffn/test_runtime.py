@@ -11,39 +11,26 @@ import torch
 
 from tests.fakes.devices import DelayedDevice
 from tests.fixtures.ffn_models import Ffn, random_ffn
+from tests.fixtures.ffn_runtimes import (
+    POLICIES,
+    Scripted,
+    base_scores,
+    check_bytes,
+    check_precisions,
+    close,
+    exact,
+    least,
+    mixed,
+)
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.ffn import memory_plan
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
-from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.matmul.quantise import expand
-from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
-from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.memory_plan import plan_exact
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
-from vllm_tiered.ffn.selection import Mix, Selection, select
+from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.strategy.sparse_on_host import SparseOnHost
-
-POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "none")
-
-
-class Scripted(Predictor):
-    """Scores that the test sets before each step."""
-
-    name = "scripted"
-
-    def __init__(self, num_neurons: int) -> None:
-        self._num_neurons = num_neurons
-        self.next_BN = torch.rand(1, num_neurons)
-
-    @property
-    def num_neurons(self) -> int:
-        return self._num_neurons
-
-    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
-        return self.next_BN
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
@@ -79,45 +66,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
             self.staging[chunk.buffer_id].data.fill_(0xFF)
 
     monkeypatch.setattr(stream.NeuronStream, "chunks", poisoning)
-
-
-def exact(ffn: Ffn, *, num_permanent: int, num_far_layers: int) -> FfnPlan:
-    shape = ffn.shape
-    stride = bundle_stride(shape, Precision.FULL)
-    bare = plan_exact(shape, near_bytes=None, far_bytes=0, table_bytes=0)
-    return plan_exact(
-        shape,
-        near_bytes=bare.near_bytes + num_permanent * stride * shape.num_layers,
-        far_bytes=num_far_layers * shape.neurons * stride,
-        table_bytes=0,
-    )
-
-
-def mixed(
-    ffn: Ffn,
-    mix: tuple[float, float, float],
-    *,
-    near_bytes: int | None = None,
-    far_bytes: int = 0,
-    table_bytes: int = 0,
-    has_base: bool = False,
-    prefetches: bool = False,
-) -> FfnPlan:
-    return plan_mixed(
-        ffn.shape,
-        Mix.from_shares(mix),
-        active_share=1.0,
-        streamed=Precision.FULL,
-        near_bytes=near_bytes,
-        far_bytes=far_bytes,
-        table_bytes=table_bytes,
-        has_base=has_base,
-        prefetches=prefetches,
-    )
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -204,29 +152,6 @@ def test_a_mix_so_small_that_no_neuron_is_left(ffn: Ffn) -> None:
     runtime.close()
 
 
-def check_precisions(wanted: Selection, near: dict[Precision, torch.Tensor]) -> None:
-    """All that is wanted is there. Neurons may change places, but not numbers: of each precision,
-    with those better than it, there are as many as are wanted."""
-    asked: set[int] = set()
-    there: set[int] = set()
-    for precision in (p for p in Precision if p in near):
-        there |= set(near[precision].tolist())
-        asked |= set(wanted.neurons_in(precision).tolist())
-        assert len(there) >= len(asked)
-    assert asked <= there
-
-
-def check_bytes(ffn: Ffn, runtime: FfnRuntime, layer: int, precision: Precision) -> None:
-    """Each slot holds its neuron's bundle, bit for bit."""
-    of_layer = runtime.layers[layer]
-    bundles = of_layer.resources.buffers[precision].bundles.cpu().numpy()
-    num_bytes = bundle_bytes(ffn.shape, precision)
-    for slot, neuron in enumerate(of_layer.resident_neurons()[precision].tolist()):
-        assert neuron < 0 or bundles[slot, :num_bytes].tobytes() == ffn.bundle(
-            layer, precision, neuron
-        )
-
-
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0, 0), (0.25, 0.25, 0.5)])
@@ -258,24 +183,6 @@ def test_top_ranks_over_a_base_in_4_bit(
         assert np.isin(np.concatenate((wanted.full, wanted.int8)), better).all()
     assert runtime.stats.sparse_steps == 30
     runtime.close()
-
-
-def base_scores(ffn: Ffn, layer: int, x_BH: torch.Tensor) -> torch.Tensor:
-    codes, scales = ffn.quantised(layer, Precision.INT4)
-    w_NMH = expand(codes, scales, ffn.shape, Precision.INT4, torch.float32)
-    a_BN = x_BH @ w_NMH[:, -2].T
-    if ffn.shape.gated:
-        a_BN = torch.nn.functional.silu(x_BH @ w_NMH[:, 0].T) * a_BN
-    else:
-        bias_N = ffn.up_bias[layer]
-        assert bias_N is not None
-        a_BN = torch.relu(a_BN + bias_N)
-    norms_N: torch.Tensor = ffn.weights[layer][:, -1].norm(dim=1)
-    return a_BN.abs() * norms_N
-
-
-def least(ffn: Ffn) -> float | None:
-    return None if ffn.shape.gated else 1e-38
 
 
 def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,7 @@ from tests.fakes.deferred_rig import (
 )
 from tests.fakes.deferred_torch import NEAR, now
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.fixtures.neuron_stores import flip
-from tests.unit.ffn.test_runtime import (
+from tests.fixtures.ffn_runtimes import (
     base_scores,
     check_bytes,
     check_precisions,
@@ -31,6 +30,7 @@ from tests.unit.ffn.test_runtime import (
     least,
     mixed,
 )
+from tests.fixtures.neuron_stores import flip
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError

@@ -11,7 +11,7 @@ import torch
 
 from tests.fakes.devices import DelayedDevice
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.unit.ffn.test_runtime import (
+from tests.fixtures.ffn_runtimes import (
     POLICIES,
     Scripted,
     check_bytes,

@@ -22,7 +22,7 @@ from tests.fakes.deferred_rig import (
 )
 from tests.fakes.deferred_torch import now
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.unit.ffn.test_runtime import check_bytes, check_precisions, mixed
+from tests.fixtures.ffn_runtimes import check_bytes, check_precisions, mixed
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn import memory_plan, step_clock
 from vllm_tiered.ffn.cache.base import NO_IDS, NeuronCache
