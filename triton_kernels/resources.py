@@ -26,7 +26,7 @@ from vllm_tiered.kernels.kv_pages.kernel import VARIANTS as KV_PAGES
 from vllm_tiered.kernels.l2_prefetch.kernel import VARIANTS as L2_PREFETCH
 from vllm_tiered.kernels.neuron_cache.kernel import VARIANTS as NEURON_CACHE
 from vllm_tiered.kernels.neuron_ffn.batch_kernel import VARIANTS as NEURON_FFN_BATCH
-from vllm_tiered.kernels.neuron_ffn.kernel import VARIANTS as NEURON_FFN
+from vllm_tiered.kernels.neuron_ffn.few_tokens_kernel import VARIANTS as NEURON_FFN
 from vllm_tiered.kernels.select_neurons.kernel import VARIANTS as SELECT_NEURONS
 from vllm_tiered.kernels.variants import Variant
 

@@ -17,8 +17,8 @@ from vllm_tiered.ffn.matmul import compute
 from vllm_tiered.ffn.selector import Selector
 from vllm_tiered.ffn.strategy import sparse_on_device
 from vllm_tiered.ffn.strategy.sparse_on_device import SparseOnDevice
-from vllm_tiered.kernels.neuron_cache import reference as books_reference
-from vllm_tiered.kernels.neuron_cache.books import no_lists
+from vllm_tiered.kernels.neuron_cache import reference as index_reference
+from vllm_tiered.kernels.neuron_cache.index import empty_plan
 from vllm_tiered.kernels.select_neurons import reference as ranks_reference
 
 POISON = 0x5A
@@ -71,20 +71,20 @@ class DeferredGpu:
         self._deferred._submit(run)
         return reached_N
 
-    def _plan(self, books: Any, reached_N: torch.Tensor, *, device_name: str | None) -> Any:
-        lists = no_lists(books)
-        lists = replace(
-            lists,
-            **{f.name: self._near(one.shape, one.dtype) for f, one in _tensors(lists)},
+    def _plan(self, index: Any, reached_N: torch.Tensor, *, device_name: str | None) -> Any:
+        plan = empty_plan(index)
+        plan = replace(
+            plan,
+            **{f.name: self._near(one.shape, one.dtype) for f, one in _tensors(plan)},
         )
 
         def run() -> None:
-            for field, one in _tensors(books_reference.plan(books, reached_N)):
-                getattr(lists, field.name).copy_(one)
+            for field, one in _tensors(index_reference.plan(index, reached_N)):
+                getattr(plan, field.name).copy_(one)
 
         self._deferred._submit(run)
-        self.counts.append(lists.counts_P4)
-        return lists
+        self.counts.append(plan.counts_P4)
+        return plan
 
     def _fill_and_add(
         self,
@@ -97,7 +97,7 @@ class DeferredGpu:
         def run() -> None:
             num_missing, num_present = missing.counts.tolist()
             neurons, slots = missing.neuron_ids[:num_missing], missing.slot_ids[:num_missing]
-            present = missing.present_slot_ids[:num_present]
+            present = missing.retained_slot_ids[:num_present]
             kept = slots >= 0
             buffer.bundles[slots[kept]] = missing.slab[neurons[kept]]
             buffer.fill(slots[kept], neurons[kept], missing.scales, missing.up_bias)

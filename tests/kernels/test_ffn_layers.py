@@ -212,7 +212,7 @@ def test_a_step_that_fails_leaves_nothing_that_the_next_one_takes_for_near(
     steps.compute(0, 1)
     failing = pytest.raises(RuntimeError, match="out of memory")
     with monkeypatch.context() as patched, failing:
-        patched.setattr(api, "fill_and_multiply", out_of_memory)
+        patched.setattr(api, "load_and_compute", out_of_memory)
         steps.scores(0, 1)
         steps.compute(0, 1)
     assert all(len(one) == 0 for one in steps.near(0).values())

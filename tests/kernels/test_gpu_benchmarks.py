@@ -156,7 +156,7 @@ def small(monkeypatch):
     parameters = {
         **tuned.parameters("neuron_ffn"),
         **own,
-        "add_up_block": 4096,
+        "reduce_block": 4096,
     }
     found = tuned.parameters
 
@@ -213,18 +213,18 @@ def one_neuron_less(run):
 
 
 def one_present_less(run):
-    def changed(x_BH, bundles, missing, present_ids, counts, *given, **options):
+    def changed(x_BH, bundles, missing, present_slot_ids, counts, *given, **options):
         counts = torch.stack([counts[0], counts[1] - 1])
-        return run(x_BH, bundles, missing, present_ids, counts, *given, **options)
+        return run(x_BH, bundles, missing, present_slot_ids, counts, *given, **options)
 
     return changed
 
 
 def none_brought(run):
     def changed(x_BH, bundles, missing, *given, **options):
-        before = bundles.rows[missing.near_ids]
+        before = bundles.slots[missing.slot_ids]
         found = run(x_BH, bundles, missing, *given, **options)
-        bundles.rows[missing.near_ids] = before
+        bundles.slots[missing.slot_ids] = before
         return found
 
     return changed
@@ -259,9 +259,9 @@ def one_feature_less(run):
 @pytest.mark.parametrize(
     ("name", "launcher", "change"),
     [
-        ("neuron_ffn", "product", one_neuron_less),
-        ("neuron_ffn", "fill_and_multiply", one_present_less),
-        ("neuron_ffn", "fill_and_multiply", none_brought),
+        ("neuron_ffn", "compute_ffn", one_neuron_less),
+        ("neuron_ffn", "load_and_compute", one_present_less),
+        ("neuron_ffn", "load_and_compute", none_brought),
         ("neuron_cache", "plan", one_row_less),
         ("select_neurons", "select", one_chosen_less),
         ("dequant_linear", "linear", one_feature_less),

@@ -13,7 +13,7 @@ _PROBE = """
 import json, re
 from vllm_tiered.kernels import resources
 from vllm_tiered.kernels.dequant_linear.kernel import VARIANTS as LINEAR
-from vllm_tiered.kernels.neuron_ffn.kernel import VARIANTS as FFN
+from vllm_tiered.kernels.neuron_ffn.few_tokens_kernel import VARIANTS as FFN
 
 found = {}
 for variant in (*FFN, *LINEAR):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Books on the device: the kernel's are the reference's, and keep near what the host's books do."""
+"""The cache index on the device equals the reference's, and keeps what the host's index keeps."""
 
 import dataclasses
 import random
@@ -15,7 +15,7 @@ from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.kernels import tuned
-from vllm_tiered.kernels.neuron_cache import api, books, reference
+from vllm_tiered.kernels.neuron_cache import api, index, reference
 
 BITS = {Precision.FULL: 7, Precision.INT8: 6, Precision.INT4: 4}
 
@@ -29,7 +29,7 @@ def small_parts(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def garbage(monkeypatch):
-    """Lists, and what the kernel has for itself, hold anything."""
+    """CachePlan, and what the kernel has for itself, hold anything."""
     for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
         make = getattr(owner, name)
 
@@ -61,37 +61,37 @@ def schedules(draw):
     return capacities, window, steps
 
 
-def copy_of(one: books.Books) -> books.Books:
+def copy_of(one: index.CacheIndex) -> index.CacheIndex:
     tensors = {
         field.name: value.clone() if isinstance(value, torch.Tensor) else value
         for field in dataclasses.fields(one)
         for value in [getattr(one, field.name)]
     }
-    return books.Books(**tensors)
+    return index.CacheIndex(**tensors)
 
 
-def check_lists(found: books.Lists, expected: books.Lists) -> None:
+def check_lists(found: index.CachePlan, expected: index.CachePlan) -> None:
     assert torch.equal(found.counts_P4, expected.counts_P4)
-    assert torch.equal(found.is_unused_N, expected.is_unused_N)
+    assert torch.equal(found.skip_in_base_N, expected.skip_in_base_N)
     for region, (missing, present, _, _) in enumerate(expected.counts_P4.tolist()):
         for name, count in (
-            ("neurons_PN", missing),
-            ("near_rows_PN", missing),
-            ("present_rows_PC", present),
+            ("missing_neurons_PN", missing),
+            ("missing_slots_PN", missing),
+            ("retained_slots_PC", present),
         ):
             mine, other = getattr(found, name)[region], getattr(expected, name)[region]
             assert torch.equal(mine[:count], other[:count]), name
 
 
-def check_books(found: books.Books, expected: books.Books) -> None:
-    for name in ("place_N", "used_N", "step"):
+def check_index(found: index.CacheIndex, expected: index.CacheIndex) -> None:
+    for name in ("location_N", "last_used_N", "step"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     for region, capacity in enumerate(expected.capacities):
-        mine, other = found.neuron_at_PC[region], expected.neuron_at_PC[region]
+        mine, other = found.neuron_in_slot_PC[region], expected.neuron_in_slot_PC[region]
         assert torch.equal(mine[:capacity], other[:capacity])
 
 
-def on_host(one: books.Lists | books.Books):
+def on_host(one: index.CachePlan | index.CacheIndex):
     return dataclasses.replace(
         one,
         **{
@@ -102,11 +102,11 @@ def on_host(one: books.Lists | books.Books):
     )
 
 
-def residents(one: books.Books) -> dict[Precision, set[int]]:
+def residents(one: index.CacheIndex) -> dict[Precision, set[int]]:
     return {
         precision: set(row[row >= 0].tolist())
         for precision, capacity, rows in zip(
-            Precision, one.capacities, one.neuron_at_PC, strict=True
+            Precision, one.capacities, one.neuron_in_slot_PC, strict=True
         )
         if capacity
         for row in [rows[:capacity]]
@@ -121,12 +121,12 @@ def residents(one: books.Books) -> dict[Precision, set[int]]:
 @given(schedule=schedules())
 def test_the_kernels_books_are_the_references(schedule, device):
     capacities, window, steps = schedule
-    mine = books.empty_books(len(steps[0]), capacities, window, device)
-    other = books.empty_books(len(steps[0]), capacities, window, torch.device("cpu"))
+    mine = index.empty_index(len(steps[0]), capacities, window, device)
+    other = index.empty_index(len(steps[0]), capacities, window, torch.device("cpu"))
     for reached_N in steps:
         found = api.plan(mine, reached_N.to(device))
         check_lists(on_host(found), reference.plan(other, reached_N))
-        check_books(on_host(mine), other)
+        check_index(on_host(mine), other)
 
 
 @settings(
@@ -146,7 +146,7 @@ def test_what_is_near_is_what_the_hosts_books_keep_near(schedule, device):
 
     by_precision = dict(zip(Precision, capacities, strict=True))
     host = LayerCache({p: cache(rows) for p, rows in by_precision.items() if rows})
-    mine = books.empty_books(num_neurons, capacities, window, device)
+    mine = index.empty_index(num_neurons, capacities, window, device)
     for reached_N in steps:
         wanted = {p: np.flatnonzero(reached_N.numpy() == BITS[p]) for p in host.caches}
         if any(len(wanted[p]) > by_precision[p] for p in host.caches):
@@ -161,30 +161,32 @@ def test_what_is_near_is_what_the_hosts_books_keep_near(schedule, device):
         assert sum(missing) == plan.num_loads and sum(wants) - sum(missing) == plan.hits
 
 
-def check_lists_are_sound(lists: books.Lists, one: books.Books, reached_N: torch.Tensor) -> None:
+def check_lists_are_sound(
+    lists: index.CachePlan, one: index.CacheIndex, reached_N: torch.Tensor
+) -> None:
     """A row has one neuron, which is listed once, as brought or present."""
     for region, (missing, present, _, _) in enumerate(lists.counts_P4.tolist()):
-        rows = lists.near_rows_PN[region, :missing].tolist()
+        rows = lists.missing_slots_PN[region, :missing].tolist()
         rows = [row for row in rows if row >= 0]
-        rows += lists.present_rows_PC[region, :present].tolist()
+        rows += lists.retained_slots_PC[region, :present].tolist()
         assert len(set(rows)) == len(rows)
-        held = [row for row, n in enumerate(one.neuron_at_PC[region].tolist()) if n >= 0]
+        held = [row for row, n in enumerate(one.neuron_in_slot_PC[region].tolist()) if n >= 0]
         assert sorted(rows) == held
         for row in rows:
-            neuron = int(one.neuron_at_PC[region, row])
-            assert int(one.place_N[neuron]) == row * 4 + region
-    is_near = one.place_N >= 0
-    assert torch.equal(lists.is_unused_N, is_near | (reached_N != 4))
+            neuron = int(one.neuron_in_slot_PC[region, row])
+            assert int(one.location_N[neuron]) == row * 4 + region
+    is_near = one.location_N >= 0
+    assert torch.equal(lists.skip_in_base_N, is_near | (reached_N != 4))
 
 
 def test_what_has_no_row_is_listed_and_not_near(device):
-    mine = books.empty_books(40, (4, 0, 3), 1, device)
+    mine = index.empty_index(40, (4, 0, 3), 1, device)
     reached_N = torch.zeros(40, dtype=torch.uint8)
     reached_N[:6], reached_N[10:12], reached_N[20:] = 7, 6, 4
     lists = on_host(api.plan(mine, reached_N.to(device)))
     assert lists.counts_P4.tolist() == [[6, 0, 6, 2], [0, 0, 0, 0], [20, 0, 20, 17]]
-    assert lists.near_rows_PN[0, :6].tolist() == [0, 1, 2, 3, -1, -1]
-    assert lists.near_rows_PN[2, :20].tolist() == [0, 1, 2, *[-1] * 17]
+    assert lists.missing_slots_PN[0, :6].tolist() == [0, 1, 2, 3, -1, -1]
+    assert lists.missing_slots_PN[2, :20].tolist() == [0, 1, 2, *[-1] * 17]
     assert residents(on_host(mine)) == {
         Precision.FULL: {0, 1, 2, 3},
         Precision.INT4: {20, 21, 22},
@@ -192,25 +194,25 @@ def test_what_has_no_row_is_listed_and_not_near(device):
     # The next step finds room for others, and these two again have none.
     reached_N[:2] = 0
     lists = on_host(api.plan(mine, reached_N.to(device)))
-    assert lists.neurons_PN[0, :2].tolist() == [4, 5]
-    assert lists.near_rows_PN[0, :2].tolist() == [0, 1]
-    assert lists.present_rows_PC[0, :2].tolist() == [2, 3]
+    assert lists.missing_neurons_PN[0, :2].tolist() == [4, 5]
+    assert lists.missing_slots_PN[0, :2].tolist() == [0, 1]
+    assert lists.retained_slots_PC[0, :2].tolist() == [2, 3]
 
 
 def test_a_large_layer(device):
     rng = random.Random(0)
-    mine = books.empty_books(5000, (1500, 1500, 0), 2, device)
+    mine = index.empty_index(5000, (1500, 1500, 0), 2, device)
     other = copy_of(on_host(mine))
     for _ in range(2):
         drawn = rng.choices([7, 6, 4, 0], [0.2, 0.2, 0.3, 0.3], k=5000)
         reached_N = torch.tensor(drawn, dtype=torch.uint8)
         found = on_host(api.plan(mine, reached_N.to(device)))
         check_lists(found, reference.plan(other, reached_N))
-        check_books(on_host(mine), other)
+        check_index(on_host(mine), other)
 
 
 def test_cleared_books_bring_everything_anew(device):
-    mine = books.empty_books(50, (20, 0, 0), 1, device)
+    mine = index.empty_index(50, (20, 0, 0), 1, device)
     reached_N = torch.zeros(50, dtype=torch.uint8, device=device)
     reached_N[::5] = 7
     for _ in range(2):

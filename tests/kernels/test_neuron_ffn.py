@@ -10,8 +10,8 @@ import torch
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.neuron_ffn import api, reference
 from vllm_tiered.kernels.neuron_ffn.bundles import ACTIVATIONS, Bundles, Missing
-from vllm_tiered.kernels.neuron_ffn.few import Launch
-from vllm_tiered.kernels.neuron_ffn.kernel import VARIANTS
+from vllm_tiered.kernels.neuron_ffn.few_tokens import Launch
+from vllm_tiered.kernels.neuron_ffn.few_tokens_kernel import VARIANTS
 
 EPS = torch.finfo(torch.float32).eps
 PAIR_EPS = 2.0**-16
@@ -51,7 +51,7 @@ def few_programs(monkeypatch):
     """Each with several tiles, of more rows than on a GPU: the interpreter counts calls."""
     own = dict(tuned.parameters("neuron_ffn"))
     own |= {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
-    own["add_up_block"] = 4096
+    own["reduce_block"] = 4096
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
 
 
@@ -90,7 +90,7 @@ def bundles_of(hidden, num_rows, groups, *, gated, codec, device, rows=None):
         up_bias[:num_rows] = torch.randn(num_rows)
         up_bias = up_bias.to(device)
     return Bundles(
-        rows=rows.to(device),
+        slots=rows.to(device),
         scales=scales,
         up_bias=up_bias,
         hidden=hidden,
@@ -115,9 +115,9 @@ def close(found, expected, terms, eps):
 
 def check(bundles, num_rows, x_BH, activation, eps):
     rows = torch.arange(num_rows, device=x_BH.device)
-    a_Bn = api.activations(x_BH, bundles, num_rows, activation)
-    expected = reference.activations(x_BH, bundles, rows, activation, torch.float64)
-    w_nMH = reference.weights(bundles, rows, torch.float64).abs()
+    a_Bn = api.compute_activations(x_BH, bundles, num_rows, activation)
+    expected = reference.compute_activations(x_BH, bundles, rows, activation, torch.float64)
+    w_nMH = reference.dequantize(bundles, rows, torch.float64).abs()
     x = x_BH.double().abs()
     terms = x @ w_nMH[:, -2].T + 10
     if bundles.gated:
@@ -126,13 +126,13 @@ def check(bundles, num_rows, x_BH, activation, eps):
 
     before = torch.randn(x_BH.shape, device=x_BH.device)
     out = before.clone()
-    api.add_down(out, a_Bn, bundles, num_rows)
+    api.add_down_projection(out, a_Bn, bundles, num_rows)
     terms = before.abs() + a_Bn.double().abs() @ w_nMH[:, -1]
-    down = reference.down(a_Bn.double(), bundles, rows, torch.float64)
+    down = reference.down_projection(a_Bn.double(), bundles, rows, torch.float64)
     close(out, before + down, terms, eps)
-    found = api.product(x_BH, bundles, num_rows, activation)
+    found = api.compute_ffn(x_BH, bundles, num_rows, activation)
     close(found, down, terms, eps)
-    assert torch.equal(found, api.product(x_BH, bundles, num_rows, activation))
+    assert torch.equal(found, api.compute_ffn(x_BH, bundles, num_rows, activation))
 
 
 @pytest.mark.parametrize("case", FEW, ids=readable)
@@ -167,9 +167,9 @@ def test_activations_of_large_and_small_sums(activation, num_tokens, device):
     x_BH = torch.zeros(num_tokens, 64)
     x_BH[:, :50] = sums
     x_BH = x_BH.to(device)
-    found = api.activations(x_BH, bundles, 64, activation)
+    found = api.compute_activations(x_BH, bundles, 64, activation)
     rows = torch.arange(64, device=device)
-    expected = reference.activations(x_BH, bundles, rows, activation, torch.float64)
+    expected = reference.compute_activations(x_BH, bundles, rows, activation, torch.float64)
     torch.testing.assert_close(found.double(), expected, atol=4 * EPS, rtol=4 * EPS)
 
 
@@ -181,12 +181,12 @@ def test_rows_without_activation_add_nothing_whatever_they_hold(codec, num_token
     bundles.up_bias[:40:3] = -1e30
     x_BH = inputs(num_tokens, 96, torch.float32, device)
     kept = [row for row in range(40) if row % 3]
-    expected = reference.product(x_BH, bundles, torch.tensor(kept, device=device), "relu")
+    expected = reference.compute_ffn(x_BH, bundles, torch.tensor(kept, device=device), "relu")
     down = slice(matrix_bytes(96, codec), 2 * matrix_bytes(96, codec))
-    bundles.rows[:40:3, down] = 0xFF
+    bundles.slots[:40:3, down] = 0xFF
     if bundles.scales is not None:
         bundles.scales[:40:3, 1] = torch.nan
-    found = api.product(x_BH, bundles, 40, "relu")
+    found = api.compute_ffn(x_BH, bundles, 40, "relu")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -195,15 +195,15 @@ def test_what_is_no_number_stays_none(device):
     bundles = bundles_of(96, 40, 3, gated=False, codec="int8", device=device)
     for num_tokens in (1, 17):
         x_BH = torch.full((num_tokens, 96), torch.nan, device=device)
-        assert api.product(x_BH, bundles, 40, "relu").isnan().all()
+        assert api.compute_ffn(x_BH, bundles, 40, "relu").isnan().all()
 
 
 def test_no_rows_and_no_tokens(device):
     bundles = bundles_of(64, 5, 1, gated=True, codec="int8", device=device)
     x_BH = torch.randn(2, 64, device=device)
-    assert api.activations(x_BH, bundles, 0, "silu").shape == (2, 0)
-    assert torch.equal(api.product(x_BH, bundles, 0, "silu"), torch.zeros_like(x_BH))
-    assert api.product(x_BH[:0], bundles, 5, "silu").shape == (0, 64)
+    assert api.compute_activations(x_BH, bundles, 0, "silu").shape == (2, 0)
+    assert torch.equal(api.compute_ffn(x_BH, bundles, 0, "silu"), torch.zeros_like(x_BH))
+    assert api.compute_ffn(x_BH[:0], bundles, 5, "silu").shape == (0, 64)
 
 
 FILLS = [("int8", 576, 1, True), ("int4", 576, 3, True), ("bfloat16", 96, 1, False)]
@@ -222,63 +222,63 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
     near = bundles_of(hidden, 30, groups, gated=gated, codec=codec, device=device)
     far = bundles_of(hidden, 23, groups, gated=gated, codec=codec, device=torch.device("cpu"))
     order = torch.randperm(30)
-    near_ids, present_ids = order[:7].to(device), order[7:20].to(device)
-    far_rows = far.rows.pin_memory() if device.type == "cuda" else far.rows
+    slot_ids, present_slot_ids = order[:7].to(device), order[7:20].to(device)
+    slab = far.slots.pin_memory() if device.type == "cuda" else far.slots
     missing = Missing(
-        rows=far_rows,
-        far_ids=torch.randperm(23)[:7].to(device),
-        near_ids=near_ids,
+        slab=slab,
+        slab_ids=torch.randperm(23)[:7].to(device),
+        slot_ids=slot_ids,
         neuron_ids=torch.randperm(23)[:7].to(device),
         scales=None if far.scales is None else far.scales.to(device),
         up_bias=None if far.up_bias is None else far.up_bias.to(device),
     )
-    near_ids[3] = -1  # has no row: multiplied, and kept nowhere
+    slot_ids[3] = -1  # has no row: multiplied, and kept nowhere
     x_BH = inputs(num_tokens, hidden, torch.bfloat16, device)
     counts = torch.tensor([5, 11], dtype=torch.int32, device=device)  # the lists have room for more
     brought = dataclasses.replace(
         missing,
-        far_ids=missing.far_ids[:5],
-        near_ids=missing.near_ids[:5],
+        slab_ids=missing.slab_ids[:5],
+        slot_ids=missing.slot_ids[:5],
         neuron_ids=missing.neuron_ids[:5],
     )
     copy = dataclasses.replace(
         near,
-        rows=near.rows.clone(),
+        slots=near.slots.clone(),
         scales=None if near.scales is None else near.scales.clone(),
         up_bias=None if near.up_bias is None else near.up_bias.clone(),
     )
-    reference.fill(copy, brought)
-    found = api.fill_and_multiply(x_BH, near, missing, present_ids, counts, "silu")
-    for name in ("rows", "scales", "up_bias"):
+    reference.load_missing(copy, brought)
+    found = api.load_and_compute(x_BH, near, missing, present_slot_ids, counts, "silu")
+    for name in ("slots", "scales", "up_bias"):
         if (mine := getattr(near, name)) is not None:
             other = getattr(copy, name)
             assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), name
 
     # What the neurons are, in the order of the lists: brought ones as far memory has them.
-    listed = brought_and_present(far, missing, copy, present_ids[:11], num_missing=5)
+    listed = brought_and_present(far, missing, copy, present_slot_ids[:11], num_missing=5)
     everyone = torch.arange(16, device=device)
-    a_Bn = reference.activations(x_BH, listed, everyone, "silu", torch.float64)
-    terms = a_Bn.abs() @ reference.weights(listed, everyone, torch.float64)[:, -1].abs()
-    error = (found - reference.down(a_Bn, listed, everyone, torch.float64)).abs()
+    a_Bn = reference.compute_activations(x_BH, listed, everyone, "silu", torch.float64)
+    terms = a_Bn.abs() @ reference.dequantize(listed, everyone, torch.float64)[:, -1].abs()
+    error = (found - reference.down_projection(a_Bn, listed, everyone, torch.float64)).abs()
     assert (error <= 1e-4 * terms + 1e-4).all()
     # The same neurons in the same order, all of them near: equal bit by bit.
     nobody = torch.tensor([0, 16], dtype=torch.int32, device=device)
-    again = api.fill_and_multiply(x_BH, listed, missing, everyone, nobody, "silu")
+    again = api.load_and_compute(x_BH, listed, missing, everyone, nobody, "silu")
     assert torch.equal(found, again)
 
 
-def brought_and_present(far, missing, near, present_ids, *, num_missing):
+def brought_and_present(far, missing, near, present_slot_ids, *, num_missing):
     """Rows in the order of the lists."""
-    far_ids, neuron_ids = missing.far_ids[:num_missing], missing.neuron_ids[:num_missing]
+    slab_ids, neuron_ids = missing.slab_ids[:num_missing], missing.neuron_ids[:num_missing]
 
     def joined(table, brought, ids):
         if (here := getattr(near, table)) is None:
             return None
-        return torch.cat([brought[ids].to(here.device), here[present_ids]])
+        return torch.cat([brought[ids].to(here.device), here[present_slot_ids]])
 
     return dataclasses.replace(
         near,
-        rows=joined("rows", far.rows, far_ids.cpu()),
+        slots=joined("slots", far.slots, slab_ids.cpu()),
         scales=joined("scales", missing.scales, neuron_ids),
         up_bias=joined("up_bias", missing.up_bias, neuron_ids),
     )
@@ -311,7 +311,12 @@ def test_variants_are_what_is_launched(variant, device):
     if fills:
         ids = torch.zeros(1, dtype=torch.int64, device=device)
         missing = Missing(
-            rows=bundles.rows, far_ids=ids, near_ids=ids, neuron_ids=ids, scales=None, up_bias=None
+            slab=bundles.slots,
+            slab_ids=ids,
+            slot_ids=ids,
+            neuron_ids=ids,
+            scales=None,
+            up_bias=None,
         )
     parameters = tuned.parameters("neuron_ffn")
     launch = Launch(bundles, 1, wanted["TOKENS"], wanted["ACTIVATION"], parameters, missing)

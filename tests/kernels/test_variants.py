@@ -17,7 +17,7 @@ from vllm_tiered.kernels.dequant_linear.reference import GROUP
 from vllm_tiered.kernels.kv_pages import api as kv_pages
 from vllm_tiered.kernels.l2_prefetch import api as l2_prefetch
 from vllm_tiered.kernels.neuron_cache import api as neuron_cache
-from vllm_tiered.kernels.neuron_cache.books import empty_books
+from vllm_tiered.kernels.neuron_cache.index import empty_index
 from vllm_tiered.kernels.neuron_ffn import api as neuron_ffn
 from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing
 from vllm_tiered.kernels.resources import VARIANTS
@@ -109,7 +109,7 @@ def bundles_of(codec: str, *, gated: bool) -> Bundles:
     code_bits = {"bfloat16": 16, "int8": 8, "int4": 4}[codec]
     groups = {"int8": 1, "int4": HIDDEN // 64}.get(codec)
     return Bundles(
-        rows=torch.empty((512, matrices * HIDDEN * code_bits // 8), dtype=torch.uint8),
+        slots=torch.empty((512, matrices * HIDDEN * code_bits // 8), dtype=torch.uint8),
         scales=groups and torch.empty((512, matrices, groups), dtype=torch.float16),
         up_bias=None if gated else torch.empty(512),
         hidden=HIDDEN,
@@ -121,9 +121,9 @@ def bundles_of(codec: str, *, gated: bool) -> Bundles:
 def missing_of(bundles: Bundles) -> Missing:
     ids = torch.empty(16, dtype=torch.int64)
     return Missing(
-        rows=bundles.rows,
-        far_ids=ids,
-        near_ids=ids,
+        slab=bundles.slots,
+        slab_ids=ids,
+        slot_ids=ids,
         neuron_ids=ids,
         scales=bundles.scales,
         up_bias=bundles.up_bias,
@@ -138,7 +138,7 @@ def ffn_calls() -> Iterator[Callable[[], object]]:
             bundles, activation = bundles_of(codec, gated=gated), "silu" if gated else "relu"
             for num_tokens in (1, 2 if codec == "int4" else 4, 64):
                 x_BH = torch.empty((num_tokens, HIDDEN), dtype=torch.bfloat16)
-                yield partial(neuron_ffn.product, x_BH, bundles, 512, activation)
+                yield partial(neuron_ffn.compute_ffn, x_BH, bundles, 512, activation)
     ids, counts = torch.empty(64, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
     for codec in ("bfloat16", "int8", "int4"):
         for gated in (True, False):
@@ -147,11 +147,11 @@ def ffn_calls() -> Iterator[Callable[[], object]]:
             for num_tokens in (1, 2 if codec == "int4" else 4):
                 x_BH = torch.empty((num_tokens, HIDDEN), dtype=torch.bfloat16)
                 given = x_BH, bundles, missing, ids, counts, activation
-                yield partial(neuron_ffn.fill_and_multiply, *given)
+                yield partial(neuron_ffn.load_and_compute, *given)
     x_BH = torch.empty((1, HIDDEN), dtype=torch.bfloat16)
     bundles, a_Bn = bundles_of("int4", gated=True), torch.empty(1, 512)
-    yield partial(neuron_ffn.activations, x_BH, bundles, 512, "silu")
-    yield partial(neuron_ffn.add_down, torch.empty(1, HIDDEN), a_Bn, bundles, 512)
+    yield partial(neuron_ffn.compute_activations, x_BH, bundles, 512, "silu")
+    yield partial(neuron_ffn.add_down_projection, torch.empty(1, HIDDEN), a_Bn, bundles, 512)
 
 
 def linear_calls() -> Iterator[Callable[[], object]]:
@@ -177,7 +177,7 @@ def select_calls() -> Iterator[Callable[[], object]]:
 def books_calls() -> Iterator[Callable[[], object]]:
     reached_N = torch.empty(13824, dtype=torch.uint8)
     for window in (1, 4):
-        books = empty_books(13824, (512, 1024, 2048), window, reached_N.device)
+        books = empty_index(13824, (512, 1024, 2048), window, reached_N.device)
         yield partial(neuron_cache.plan, books, reached_N)
 
 

@@ -21,7 +21,7 @@ there is one operation for 64 of theirs.
 import triton
 import triton.language as tl
 
-from vllm_tiered.kernels.products import add_product
+from vllm_tiered.kernels.matmul import matmul_add
 from vllm_tiered.kernels.variants import Variant
 
 
@@ -119,8 +119,8 @@ def batch_kernel(
         zero = tl.load(zero_NG + row * NUM_GROUPS + group, mask=is_row, other=0.0).to(tl.float32)
         low = _nibbles(pairs.to(tl.int32), 0).to(DOT)
         high = _nibbles(pairs.to(tl.int32), 4).to(DOT)
-        found = add_product(low, low_x.T, tl.zeros_like(total), "ieee")
-        found = add_product(high, high_x.T, found, "ieee")
+        found = matmul_add(low, low_x.T, tl.zeros_like(total), "ieee")
+        found = matmul_add(high, high_x.T, found, "ieee")
         x_sum = tl.sum(low_x.to(tl.float32) + high_x.to(tl.float32), axis=1)
         total += scale[:, None] * found + zero[:, None] * x_sum[None, :]
     if bias_N is not None:

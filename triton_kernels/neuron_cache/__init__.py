@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a layer's cached neurons, on the device (M2Cache, 5.3; LLM in a flash, 3.1)."""
+"""Index of a layer's neuron cache on the device (M2Cache, 5.3; LLM in a flash, 3.1)."""

@@ -1,52 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher: checks shapes and types, then one launch."""
+"""Launcher of the neuron cache's plan: checks shapes and types, then launches one kernel."""
 
 import torch
 
 from vllm_tiered.kernels import tuned
-from vllm_tiered.kernels.neuron_cache.books import Books, Lists, no_lists
+from vllm_tiered.kernels.neuron_cache.index import CacheIndex, CachePlan, empty_plan
 from vllm_tiered.kernels.neuron_cache.kernel import plan_kernel
 
 MOST_NEURONS = 1 << 19
-"""Of a layer: counts of three regions are in one sum."""
+"""Limit of a layer's neurons: one 64-bit sum holds the counts of three buffers."""
 
 
-def plan(books: Books, reached_N: torch.Tensor, *, device_name: str | None = None) -> Lists:
-    """What a step changes in the regions, and what it is to multiply; the books are changed.
+def plan(
+    index: CacheIndex, reached_N: torch.Tensor, *, device_name: str | None = None
+) -> CachePlan:
+    """Plan a step's loads and computation on the device, and update the index.
 
-    After it all that is wanted is near, and what no token of the window wanted is not. A neuron
-    that is near in a better precision than the one wanted stays there, as far as there is room. A
-    neuron for which a region has no row is listed, and not near.
+    Afterwards the index has all wanted neurons, and none that no token of the window wanted. A
+    neuron that is cached in a better precision than the wanted one stays there, as far as there is
+    room. A neuron without a free slot is listed as missing, and does not enter the index.
 
     Args:
         reached_N: uint8, 7 where full precision is wanted, 6 for 8 bit, 4 for 4 bit, else 0: the
-            greatest of what ``select_neurons.rank`` gives a step's tokens.
-        device_name: whose launch parameters to take.
+            maximum over a step's tokens of what ``select_neurons.rank`` returns.
+        device_name: the GPU whose launch parameters are used.
     """
-    num_neurons = books.num_neurons
+    num_neurons = index.num_neurons
     assert reached_N.dtype == torch.uint8 and reached_N.shape == (num_neurons,)
     assert reached_N.is_contiguous() and 0 < num_neurons < MOST_NEURONS
-    assert max(books.capacities) <= num_neurons
+    assert max(index.capacities) <= num_neurons
     parameters = tuned.parameters("neuron_cache", device_name)
-    lists = no_lists(books)
+    result = empty_plan(index)
     plan_kernel[(1,)](
         reached_N,
-        books.place_N,
-        books.neuron_at_PC,
-        books.used_N,
-        books.step,
+        index.location_N,
+        index.neuron_in_slot_PC,
+        index.last_used_N,
+        index.step,
         torch.empty_like(reached_N),
-        torch.empty_like(books.neuron_at_PC),
-        lists.neurons_PN,
-        lists.near_rows_PN,
-        lists.present_rows_PC,
-        lists.counts_P4,
-        lists.is_unused_N.view(torch.uint8),
-        *books.capacities,
+        torch.empty_like(index.neuron_in_slot_PC),
+        result.missing_neurons_PN,
+        result.missing_slots_PN,
+        result.retained_slots_PC,
+        result.counts_P4,
+        result.skip_in_base_N.view(torch.uint8),
+        *index.capacities,
         num_neurons,
-        books.neuron_at_PC.shape[1],
-        WINDOW=books.window,
+        index.neuron_in_slot_PC.shape[1],
+        WINDOW=index.window,
         PART=parameters["part"],
         num_warps=parameters["num_warps"],
     )
-    return lists
+    return result

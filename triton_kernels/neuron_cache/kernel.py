@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's books in one program: what the host's caches do (ffn/cache), where compute is.
+"""Plan of a step in one program: what the host's caches do (ffn/cache), on the GPU.
 
-    1   how many each precision wants, and of how many a better one is near
-    2   those stay where they are, as far as there is room       final_N
-    3   ages: which of the last tokens' neurons have room        cutoffs
-    4   a region's rows: who stays, which are free               present, free_PC, neuron_at_PC
-    5   missing neurons to free rows, in their order             neurons, near_rows, place_N
+    1   count the neurons wanted in each precision, and those cached in a better one
+    2   keep the latter where they are, as far as there is room   final_N
+    3   find up to which age the last tokens' neurons have room   cutoffs
+    4   split a buffer's slots into retained and free ones        retained_slots, free
+    5   assign missing neurons to free slots, in order            missing_neurons, missing_slots
 
-Each is a pass over the layer's neurons or a region's rows, a part at a time; three counts are in
-one sum, as 20 bits hold one. What a pass writes another thread reads in a later one: barriers are
-between them, and one program needs no more.
+Each pass goes over the layer's neurons or a buffer's slots, a part at a time. One 64-bit sum holds
+three counts of 20 bits. Barriers separate the passes, because a pass reads what other threads wrote
+in the one before; one program needs nothing more.
 
-Expected, by reasoning and not measured: 16,384 neurons are eight parts of 2,048 in each pass, and a
-part is a load, a scan and a store, about a microsecond: 20 to 40 us a layer. It replaces a wait for
-the GPU, two transfers, and the host's own books: 50 us for 1,638 neurons of 16,384 in one
-precision, 200 in three, 1,070 for all of 13,824 in three (numpy on an EPYC core, medians of 300,
-2026-11-24).
+Suffixes: P neuron cache buffers (precisions), C slots of the largest one, N neurons of the layer.
+
+Expected by reasoning, not measured: 16,384 neurons are eight parts of 2,048 in each pass. A part is
+a load, a scan and a store, about a microsecond: 20 to 40 us a layer. It replaces a wait for the
+GPU, two transfers, and the host's own index: 50 us for 1,638 neurons of 16,384 in one precision,
+200 in three, 1,070 for all of 13,824 in three (numpy on an EPYC core, medians of 300, 2026-11-24).
 """
 
 import triton
@@ -24,12 +25,12 @@ import triton.language as tl
 from vllm_tiered.kernels.variants import Variant
 
 _NONE = tl.constexpr(3)
-"""The region of what is in none, or wanted in none."""
+"""Buffer number of neurons that are in no buffer, or wanted in none."""
 
 
 @triton.jit
 def _packed(first, second, third):
-    """Three counts in one number."""
+    """Pack three counts into one number."""
     return first.to(tl.int64) | (second.to(tl.int64) << 20) | (third.to(tl.int64) << 40)
 
 
@@ -39,63 +40,67 @@ def _count(packed, index: tl.constexpr):
 
 
 @triton.jit
-def _of_region(packed, region):
-    """The count of each one's own region."""
-    return ((packed >> (20 * tl.where(region == _NONE, 0, region)).to(tl.int64)) & 0xFFFFF).to(
+def _count_of_buffer(packed, buffer):
+    """Return, for each element, the count of its own buffer."""
+    return ((packed >> (20 * tl.where(buffer == _NONE, 0, buffer)).to(tl.int64)) & 0xFFFFF).to(
         tl.int32
     )
 
 
 @triton.jit
 def _ranks(packed, before):
-    """How many there are up to each and with it, and in all so far."""
+    """Return the packed counts up to and with each element, and those of all elements so far."""
     return before + tl.cumsum(packed), before + tl.sum(packed)
 
 
 @triton.jit
-def _asked(reached_N, place_N, neuron, is_neuron, capacity0, capacity1, capacity2):
-    """The region that each neuron is wanted in, and the one that it is in."""
+def _wanted_and_home(reached_N, location_N, neuron, is_neuron, capacity0, capacity1, capacity2):
+    """Return the buffer that wants each neuron, the one that holds it, its location and bits."""
     reached = tl.load(reached_N + neuron, mask=is_neuron, other=0)
     full = (reached == 7) & (capacity0 > 0)
     int8 = (reached == 6) & (capacity1 > 0)
     int4 = (reached == 4) & (capacity2 > 0)
     wanted = tl.where(full, 0, tl.where(int8, 1, tl.where(int4, 2, _NONE)))
-    place = tl.load(place_N + neuron, mask=is_neuron, other=-1)
-    return wanted, tl.where(place >= 0, place & 3, _NONE), place, reached
+    location = tl.load(location_N + neuron, mask=is_neuron, other=-1)
+    return wanted, tl.where(location >= 0, location & 3, _NONE), location, reached
 
 
 @triton.jit
-def _is_recent(used_N, neuron, is_one, cutoff, now, WINDOW: tl.constexpr):
-    """Whether one of the last tokens wanted it, and has room still."""
+def _is_recent(last_used_N, neuron, is_one, cutoff, now, WINDOW: tl.constexpr):
+    """Return whether one of the last tokens wanted the neuron and its age still has room."""
     recent = is_one & False
     if WINDOW > 1:
-        recent = is_one & (now - tl.load(used_N + neuron, mask=is_one, other=0) < cutoff)
+        recent = is_one & (now - tl.load(last_used_N + neuron, mask=is_one, other=0) < cutoff)
     return recent
 
 
 @triton.jit
 def plan_kernel(
     reached_N,
-    place_N,
-    neuron_at_PC,
-    used_N,
+    location_N,
+    neuron_in_slot_PC,
+    last_used_N,
     step,
     final_N,
     free_PC,
-    neurons_PN,
-    near_rows_PN,
-    present_PC,
+    missing_neurons_PN,
+    missing_slots_PN,
+    retained_slots_PC,
     counts_P4,
-    unused_N,
+    skip_in_base_N,
     capacity0,
     capacity1,
     capacity2,
     num_neurons,
-    num_columns,
+    num_slots,
     WINDOW: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """``final_N`` uint8 and ``free_PC`` int32 are scratch; ``unused_N`` uint8."""
+    """Plan one layer's step; one program.
+
+    Shapes and types are those of ``index.CacheIndex`` and ``index.CachePlan``; ``reached_N`` and
+    ``skip_in_base_N`` are uint8. ``final_N`` uint8 and ``free_PC`` int32 are scratch.
+    """
     zero = tl.program_id(0).to(tl.int64)  # 0: there is one program
     now = tl.load(step) + 1
     # 1
@@ -103,8 +108,8 @@ def plan_kernel(
     betters = zero
     for first in range(0, num_neurons, PART):
         neuron = first + tl.arange(0, PART)
-        wanted, home, _, _ = _asked(
-            reached_N, place_N, neuron, neuron < num_neurons, capacity0, capacity1, capacity2
+        wanted, home, _, _ = _wanted_and_home(
+            reached_N, location_N, neuron, neuron < num_neurons, capacity0, capacity1, capacity2
         )
         wants += tl.sum(_packed(wanted == 0, wanted == 1, wanted == 2))
         betters += tl.sum(
@@ -126,8 +131,8 @@ def plan_kernel(
     for first in range(0, num_neurons, PART):
         neuron = first + tl.arange(0, PART)
         is_neuron = neuron < num_neurons
-        wanted, home, _, _ = _asked(
-            reached_N, place_N, neuron, is_neuron, capacity0, capacity1, capacity2
+        wanted, home, _, _ = _wanted_and_home(
+            reached_N, location_N, neuron, is_neuron, capacity0, capacity1, capacity2
         )
         from10 = (wanted == 1) & (home == 0)
         from20 = (wanted == 2) & (home == 0)
@@ -156,11 +161,11 @@ def plan_kernel(
             for first in range(0, num_neurons, PART):
                 neuron = first + tl.arange(0, PART)
                 is_neuron = neuron < num_neurons
-                place = tl.load(place_N + neuron, mask=is_neuron, other=-1)
+                location = tl.load(location_N + neuron, mask=is_neuron, other=-1)
                 final = tl.load(final_N + neuron, mask=is_neuron, other=0)
-                used = tl.load(used_N + neuron, mask=is_neuron, other=0)
-                is_old = is_neuron & (place >= 0) & (final == _NONE) & (now - used == age)
-                home = place & 3
+                used = tl.load(last_used_N + neuron, mask=is_neuron, other=0)
+                is_old = is_neuron & (location >= 0) & (final == _NONE) & (now - used == age)
+                home = location & 3
                 old += tl.sum(
                     _packed(is_old & (home == 0), is_old & (home == 1), is_old & (home == 2))
                 )
@@ -173,36 +178,36 @@ def plan_kernel(
         cutoffs = _packed(cutoff0, cutoff1, cutoff2)
     # 4
     frees = zero
-    for region in tl.static_range(3):
+    for buffer in tl.static_range(3):
         capacity = capacity0
-        if region == 1:
+        if buffer == 1:
             capacity = capacity1
-        if region == 2:
+        if buffer == 2:
             capacity = capacity2
-        begin = region * num_columns
+        begin = buffer * num_slots
         before = zero
         for first in range(0, capacity, PART):
-            row = first + tl.arange(0, PART)
-            is_row = row < capacity
-            neuron = tl.load(neuron_at_PC + begin + row, mask=is_row, other=-1)
-            is_held = is_row & (neuron >= 0)
+            slot = first + tl.arange(0, PART)
+            is_slot = slot < capacity
+            neuron = tl.load(neuron_in_slot_PC + begin + slot, mask=is_slot, other=-1)
+            is_held = is_slot & (neuron >= 0)
             final = tl.load(final_N + neuron, mask=is_held, other=0)
             is_idle = is_held & (final == _NONE)
-            stays = is_held & (final == region)
-            stays |= _is_recent(used_N, neuron, is_idle, _count(cutoffs, region), now, WINDOW)
-            is_free = is_row & (stays == 0)
+            stays = is_held & (final == buffer)
+            stays |= _is_recent(last_used_N, neuron, is_idle, _count(cutoffs, buffer), now, WINDOW)
+            is_free = is_slot & (stays == 0)
             ranks, before = _ranks(_packed(stays, is_free, is_free & False), before)
-            present = begin + _count(ranks, 0) - 1
-            tl.store(present_PC + present, row.to(tl.int64), mask=stays)
-            tl.store(free_PC + begin + _count(ranks, 1) - 1, row, mask=is_free)
-            tl.store(neuron_at_PC + begin + row, -1, mask=is_free)
-        num_missing = _count(wants, region) - _count(hits, region)
-        without_row = tl.maximum(num_missing - _count(before, 1), 0)
-        tl.store(counts_P4 + region * 4, num_missing)
-        tl.store(counts_P4 + region * 4 + 1, _count(before, 0))
-        tl.store(counts_P4 + region * 4 + 2, _count(wants, region))
-        tl.store(counts_P4 + region * 4 + 3, without_row)
-        frees += ((before >> 20) & 0xFFFFF) << 20 * region
+            retained = begin + _count(ranks, 0) - 1
+            tl.store(retained_slots_PC + retained, slot.to(tl.int64), mask=stays)
+            tl.store(free_PC + begin + _count(ranks, 1) - 1, slot, mask=is_free)
+            tl.store(neuron_in_slot_PC + begin + slot, -1, mask=is_free)
+        num_missing = _count(wants, buffer) - _count(hits, buffer)
+        without_slot = tl.maximum(num_missing - _count(before, 1), 0)
+        tl.store(counts_P4 + buffer * 4, num_missing)
+        tl.store(counts_P4 + buffer * 4 + 1, _count(before, 0))
+        tl.store(counts_P4 + buffer * 4 + 2, _count(wants, buffer))
+        tl.store(counts_P4 + buffer * 4 + 3, without_slot)
+        frees += ((before >> 20) & 0xFFFFF) << 20 * buffer
     tl.debug_barrier()
     # 5
     before = zero
@@ -211,29 +216,31 @@ def plan_kernel(
         is_neuron = neuron < num_neurons
         reached = tl.load(reached_N + neuron, mask=is_neuron, other=0)
         final = tl.load(final_N + neuron, mask=is_neuron, other=_NONE).to(tl.int32)
-        place = tl.load(place_N + neuron, mask=is_neuron, other=-1)
-        home = tl.where(place >= 0, place & 3, _NONE)
+        location = tl.load(location_N + neuron, mask=is_neuron, other=-1)
+        home = tl.where(location >= 0, location & 3, _NONE)
         is_missing = is_neuron & (final != _NONE) & (final != home)
         packed = _packed(
             is_missing & (final == 0), is_missing & (final == 1), is_missing & (final == 2)
         )
         ranks, before = _ranks(packed, before)
-        rank = _of_region(ranks, final) - 1
-        has_row = is_missing & (rank < _of_region(frees, final))
-        row = tl.load(free_PC + final * num_columns + rank, mask=has_row, other=-1)
+        rank = _count_of_buffer(ranks, final) - 1
+        has_slot = is_missing & (rank < _count_of_buffer(frees, final))
+        slot = tl.load(free_PC + final * num_slots + rank, mask=has_slot, other=-1)
         listed = final.to(tl.int64) * num_neurons + rank
-        tl.store(neurons_PN + listed, neuron.to(tl.int64), mask=is_missing)
-        tl.store(near_rows_PN + listed, row.to(tl.int64), mask=is_missing)
-        tl.store(neuron_at_PC + final * num_columns + row, neuron, mask=has_row)
-        is_idle = is_neuron & (final == _NONE) & (place >= 0)
+        tl.store(missing_neurons_PN + listed, neuron.to(tl.int64), mask=is_missing)
+        tl.store(missing_slots_PN + listed, slot.to(tl.int64), mask=is_missing)
+        tl.store(neuron_in_slot_PC + final * num_slots + slot, neuron, mask=has_slot)
+        is_idle = is_neuron & (final == _NONE) & (location >= 0)
         stays = is_neuron & (final != _NONE) & (final == home)
-        stays |= _is_recent(used_N, neuron, is_idle, _of_region(cutoffs, home), now, WINDOW)
-        place = tl.where(has_row, row * 4 + final, tl.where(stays, place, -1))
-        tl.store(place_N + neuron, place, mask=is_neuron)
-        tl.store(used_N + neuron, now, mask=is_neuron & (final != _NONE))
-        is_unused = (place >= 0) | (reached != 4)
-        tl.store(unused_N + neuron, is_unused.to(tl.uint8), mask=is_neuron)
-    # Every thread has read it.
+        stays |= _is_recent(
+            last_used_N, neuron, is_idle, _count_of_buffer(cutoffs, home), now, WINDOW
+        )
+        location = tl.where(has_slot, slot * 4 + final, tl.where(stays, location, -1))
+        tl.store(location_N + neuron, location, mask=is_neuron)
+        tl.store(last_used_N + neuron, now, mask=is_neuron & (final != _NONE))
+        is_unused = (location >= 0) | (reached != 4)
+        tl.store(skip_in_base_N + neuron, is_unused.to(tl.uint8), mask=is_neuron)
+    # All threads have read the old value.
     tl.debug_barrier()
     tl.store(step, now)
 
@@ -244,35 +251,35 @@ VARIANTS = tuple(
         kernel=plan_kernel,
         signature={
             "reached_N": "*u8",
-            "place_N": "*i32",
-            "neuron_at_PC": "*i32",
-            "used_N": "*i32",
+            "location_N": "*i32",
+            "neuron_in_slot_PC": "*i32",
+            "last_used_N": "*i32",
             "step": "*i32",
             "final_N": "*u8",
             "free_PC": "*i32",
-            "neurons_PN": "*i64",
-            "near_rows_PN": "*i64",
-            "present_PC": "*i64",
+            "missing_neurons_PN": "*i64",
+            "missing_slots_PN": "*i64",
+            "retained_slots_PC": "*i64",
             "counts_P4": "*i32",
-            "unused_N": "*u8",
+            "skip_in_base_N": "*u8",
             **dict.fromkeys(
-                ("capacity0", "capacity1", "capacity2", "num_neurons", "num_columns"), "i32"
+                ("capacity0", "capacity1", "capacity2", "num_neurons", "num_slots"), "i32"
             ),
         },
         constants={"WINDOW": window, "PART": 2048},
         aligned=(
             "reached_N",
-            "place_N",
-            "neuron_at_PC",
-            "used_N",
+            "location_N",
+            "neuron_in_slot_PC",
+            "last_used_N",
             "step",
             "final_N",
             "free_PC",
-            "neurons_PN",
-            "near_rows_PN",
-            "present_PC",
+            "missing_neurons_PN",
+            "missing_slots_PN",
+            "retained_slots_PC",
             "counts_P4",
-            "unused_N",
+            "skip_in_base_N",
             "num_neurons",
         ),
         num_warps=16,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launchers: check shapes and types, then the launches of one product.
 
-few tokens     x in the words' order ─► few_tokens_kernel ─► add_up_kernel
-more           batch_activations_kernel ─► batch_down_kernel ─► add_up_kernel
+few tokens     x in the words' order ─► few_tokens_kernel ─► reduce_kernel
+more           batch_activations_kernel ─► batch_down_kernel ─► reduce_kernel
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 
 from vllm_tiered.kernels import tuned
-from vllm_tiered.kernels.neuron_ffn import batch, few
+from vllm_tiered.kernels.neuron_ffn import batch, few_tokens
 from vllm_tiered.kernels.neuron_ffn.bundles import ACTIVATIONS, Bundles, Missing
 
 
-def activations(
+def compute_activations(
     x_BH: torch.Tensor,
     bundles: Bundles,
     num_rows: int,
@@ -35,15 +35,15 @@ def activations(
         return a_Bn
     parameters = tuned.parameters("neuron_ffn", device_name)
     if _is_batch(bundles, len(x_BH), parameters):
-        batch.activations(x_BH, bundles, a_Bn, activation, parameters)
+        batch.compute_activations(x_BH, bundles, a_Bn, activation, parameters)
         return a_Bn
-    for tokens in _few(len(x_BH), few.most_tokens(bundles, parameters)):
-        launch = few.Launch(bundles, num_rows, len(a_Bn[tokens]), activation, parameters)
+    for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
+        launch = few_tokens.Launch(bundles, num_rows, len(a_Bn[tokens]), activation, parameters)
         launch.run(x_BH[tokens], a_Bn[tokens], None)
     return a_Bn
 
 
-def add_down(
+def add_down_projection(
     out_BH: torch.Tensor,
     a_Bn: torch.Tensor,
     bundles: Bundles,
@@ -61,19 +61,19 @@ def add_down(
     """
     assert out_BH.dtype == a_Bn.dtype == torch.float32, (out_BH.dtype, a_Bn.dtype)
     assert out_BH.is_contiguous() and out_BH.shape == (len(a_Bn), bundles.hidden)
-    assert a_Bn.shape[1] == num_rows <= len(bundles.rows) and a_Bn.stride(1) == 1
+    assert a_Bn.shape[1] == num_rows <= len(bundles.slots) and a_Bn.stride(1) == 1
     if not a_Bn.numel():
         return
     parameters = tuned.parameters("neuron_ffn", device_name)
     if _is_batch(bundles, len(a_Bn), parameters):
-        batch.add_down(out_BH, a_Bn, bundles, parameters, adds=True)
+        batch.add_down_projection(out_BH, a_Bn, bundles, parameters, adds=True)
         return
-    for tokens in _few(len(a_Bn), few.most_tokens(bundles, parameters)):
-        launch = few.Launch(bundles, num_rows, len(a_Bn[tokens]), "relu", parameters)
+    for tokens in _few(len(a_Bn), few_tokens.most_tokens(bundles, parameters)):
+        launch = few_tokens.Launch(bundles, num_rows, len(a_Bn[tokens]), "relu", parameters)
         launch.multiply(None, a_Bn[tokens], out_BH[tokens], adds=True)
 
 
-def product(
+def compute_ffn(
     x_BH: torch.Tensor,
     bundles: Bundles,
     num_rows: int,
@@ -81,33 +81,33 @@ def product(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """Both at once, float32 [B, H]; arguments as of :func:`activations`."""
+    """Both at once, float32 [B, H]; arguments as of :func:`compute_activations`."""
     _check(x_BH, bundles, num_rows, activation)
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
     if not len(x_BH) or not num_rows:
         return out_BH
     parameters = tuned.parameters("neuron_ffn", device_name)
     if _is_batch(bundles, len(x_BH), parameters):
-        a_Bn = activations(x_BH, bundles, num_rows, activation, device_name=device_name)
-        batch.add_down(out_BH, a_Bn, bundles, parameters, adds=False)
+        a_Bn = compute_activations(x_BH, bundles, num_rows, activation, device_name=device_name)
+        batch.add_down_projection(out_BH, a_Bn, bundles, parameters, adds=False)
         return out_BH
-    for tokens in _few(len(x_BH), few.most_tokens(bundles, parameters)):
-        launch = few.Launch(bundles, num_rows, len(out_BH[tokens]), activation, parameters)
+    for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
+        launch = few_tokens.Launch(bundles, num_rows, len(out_BH[tokens]), activation, parameters)
         launch.multiply(x_BH[tokens], None, out_BH[tokens], adds=False)
     return out_BH
 
 
-def num_fills(bundles: Bundles, num_tokens: int, *, device_name: str | None = None) -> int:
-    """How often :func:`fill_and_multiply` reads what has no row, for so many tokens."""
-    most: int = few.most_tokens(bundles, tuned.parameters("neuron_ffn", device_name))
+def num_passes(bundles: Bundles, num_tokens: int, *, device_name: str | None = None) -> int:
+    """How often :func:`load_and_compute` reads what has no row, for so many tokens."""
+    most: int = few_tokens.most_tokens(bundles, tuned.parameters("neuron_ffn", device_name))
     return -(-num_tokens // most)
 
 
-def fill_and_multiply(
+def load_and_compute(
     x_BH: torch.Tensor,
     bundles: Bundles,
     missing: Missing,
-    present_ids: torch.Tensor,
+    present_slot_ids: torch.Tensor,
     counts: torch.Tensor,
     activation: str,
     *,
@@ -119,10 +119,10 @@ def fill_and_multiply(
 
     Args:
         x_BH: of any float type; rows of contiguous numbers.
-        missing: their near rows are each once among theirs and the present ones, but for -1.
-        present_ids: int64, rows of ``bundles``.
-        counts: int32 [2], how many of ``missing`` and of ``present_ids`` there are, from the first;
-            read on the device.
+        missing: no slot occurs twice among its slots (-1 apart) and the present ones.
+        present_slot_ids: int64, slots of ``bundles``.
+        counts: int32 [2], how many entries of ``missing`` and of ``present_slot_ids`` are valid,
+            from the first; read on the device.
         activation: one of ``ACTIVATIONS``.
 
     Returns:
@@ -130,14 +130,14 @@ def fill_and_multiply(
     """
     _check(x_BH, bundles, 0, activation)
     assert counts.dtype == torch.int32 and counts.shape == (2,) and counts.is_contiguous()
-    assert present_ids.dtype == torch.int64 and present_ids.is_contiguous()
+    assert present_slot_ids.dtype == torch.int64 and present_slot_ids.is_contiguous()
     assert (missing.scales is None) == (bundles.scales is None)
     assert (missing.up_bias is None) == (bundles.up_bias is None)
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
     parameters = tuned.parameters("neuron_ffn", device_name)
-    most_rows = max(1, len(missing.near_ids) + len(present_ids))
-    for tokens in _few(len(x_BH), few.most_tokens(bundles, parameters)):
-        launch = few.Launch(
+    most_rows = max(1, len(missing.slot_ids) + len(present_slot_ids))
+    for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
+        launch = few_tokens.Launch(
             bundles, most_rows, len(out_BH[tokens]), activation, parameters, missing
         )
         launch.multiply(
@@ -146,7 +146,7 @@ def fill_and_multiply(
             out_BH[tokens],
             adds=False,
             is_filled=int(tokens.start > 0),
-            present_ids=present_ids,
+            present_slot_ids=present_slot_ids,
             counts=counts,
         )
     return out_BH
@@ -154,13 +154,13 @@ def fill_and_multiply(
 
 def _check(x_BH: torch.Tensor, bundles: Bundles, num_rows: int, activation: str) -> None:
     assert x_BH.ndim == 2 and x_BH.shape[1] == bundles.hidden and x_BH.stride(1) == 1
-    assert x_BH.is_floating_point() and num_rows <= len(bundles.rows)
+    assert x_BH.is_floating_point() and num_rows <= len(bundles.slots)
     assert activation in ACTIVATIONS, activation
 
 
 def _is_batch(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> bool:
     """Whether tensor cores compute it: they take 16 codes with one scale or more."""
-    most: int = few.most_tokens(bundles, parameters)
+    most: int = few_tokens.most_tokens(bundles, parameters)
     return num_tokens > most and bundles.segment >= 16
 
 

@@ -9,13 +9,13 @@ import triton.language as tl
 
 from vllm_tiered.kernels.neuron_ffn.batch_kernel import batch_activations_kernel, batch_down_kernel
 from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
-from vllm_tiered.kernels.neuron_ffn.few import add_up, power_of_two
+from vllm_tiered.kernels.neuron_ffn.few_tokens import power_of_two, reduce_partial_sums
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def activations(
+def compute_activations(
     x_BH: torch.Tensor,
     bundles: Bundles,
     a_Bn: torch.Tensor,
@@ -46,7 +46,7 @@ def activations(
     )
 
 
-def add_down(
+def add_down_projection(
     out_BH: torch.Tensor,
     a_Bn: torch.Tensor,
     bundles: Bundles,
@@ -79,7 +79,9 @@ def add_down(
         PRECISION="tf32x3" if bundles.codec == "float16" else "ieee",
         **constants,
     )
-    add_up(parts_PBH, out_BH, parameters["add_up_block"], adds=adds, halves=1, places=1)
+    reduce_partial_sums(
+        parts_PBH, out_BH, parameters["reduce_block"], adds=adds, halves=1, places=1
+    )
 
 
 def _constants(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ neurons are 171 a byte, near the balance; 4-bit ones are bound by tensor cores f
 import triton
 import triton.language as tl
 
-from vllm_tiered.kernels.neuron_ffn.codecs import activated, expanded
-from vllm_tiered.kernels.products import add_product
+from vllm_tiered.kernels.matmul import matmul_add
+from vllm_tiered.kernels.neuron_ffn.codecs import activate, decode
 from vllm_tiered.kernels.variants import Variant
 
 
@@ -33,12 +33,12 @@ def _operand(codes, is_high: tl.constexpr, CODEC: tl.constexpr, DOT: tl.constexp
     elif CODEC == "int4":
         found = ((codes >> 4 if is_high else codes & 15).to(tl.float32) - 8).to(DOT)
     else:
-        found = expanded(codes, 0, is_high, CODEC).to(DOT)
+        found = decode(codes, 0, is_high, CODEC).to(DOT)
     return found
 
 
 @triton.jit
-def _add_product(
+def _add_scaled_matmul(
     sums,
     codes,
     x_MK,
@@ -51,15 +51,15 @@ def _add_product(
     NUM_GROUPS: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """Rows as the first operand: their weights come from registers, where they are expanded."""
+    """Rows as the first operand: their weights come from registers, where they are decoded."""
     w_NK = _operand(codes, is_high, CODEC, DOT)
     if NUM_GROUPS > 1:
         group = feature // (HIDDEN // NUM_GROUPS)
         scale_N = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
         zeros = tl.zeros_like(sums)
-        sums += scale_N[:, None] * add_product(w_NK, x_MK.T, zeros, "ieee")
+        sums += scale_N[:, None] * matmul_add(w_NK, x_MK.T, zeros, "ieee")
     else:
-        sums = add_product(w_NK, x_MK.T, sums, "ieee")
+        sums = matmul_add(w_NK, x_MK.T, sums, "ieee")
     return sums
 
 
@@ -110,12 +110,12 @@ def batch_activations_kernel(
         for half in tl.static_range(HIDDEN // WIDTH):
             x_MK = tl.load(in_x + half * WIDTH + first, mask=is_token[:, None], other=0.0).to(DOT)
             feature = half * WIDTH + first
-            up = _add_product(
+            up = _add_scaled_matmul(
                 up, up_codes, x_MK, scales, feature, is_row,
                 half, CODEC, DOT, NUM_GROUPS, HIDDEN,
             )  # fmt: skip
             if GATED:
-                gate = _add_product(
+                gate = _add_scaled_matmul(
                     gate, gate_codes, x_MK, gate_scales, feature, is_row,
                     half, CODEC, DOT, NUM_GROUPS, HIDDEN,
                 )  # fmt: skip
@@ -124,11 +124,11 @@ def batch_activations_kernel(
         if GATED:
             gate *= tl.load(gate_scales, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        a = activated(gate, ACTIVATION) * up
+        a = activate(gate, ACTIVATION) * up
     else:
         if HAS_BIAS:
             up += tl.load(up_bias_n + row, mask=is_row, other=0.0)[:, None]
-        a = activated(up, ACTIVATION)
+        a = activate(up, ACTIVATION)
     tl.store(
         a_Bn + (token * a_stride)[None, :] + row[:, None], a, mask=is_row[:, None] & is_token[None]
     )
@@ -137,12 +137,12 @@ def batch_activations_kernel(
 @triton.jit
 def _add_weighted(sums, a_MN, w_NC, DOT: tl.constexpr, PRECISION: tl.constexpr):
     if tl.float32 == DOT:
-        sums = add_product(a_MN, w_NC, sums, PRECISION)
+        sums = matmul_add(a_MN, w_NC, sums, PRECISION)
     else:
         upper_MN = a_MN.to(DOT)
         lower_MN = (a_MN - upper_MN.to(tl.float32)).to(DOT)
-        sums = add_product(upper_MN, w_NC, sums, PRECISION)
-        sums = add_product(lower_MN, w_NC, sums, PRECISION)
+        sums = matmul_add(upper_MN, w_NC, sums, PRECISION)
+        sums = matmul_add(lower_MN, w_NC, sums, PRECISION)
     return sums
 
 

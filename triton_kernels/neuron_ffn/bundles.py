@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels take of a cache region, and how a row of it is cut.
+"""Bundles in a neuron cache buffer and in a far slab, as the kernels read them.
 
-    row       [gate │] up │ down │ nothing     codes of H weights each
+    slot      [gate │] up │ down │ padding     each matrix: the codes of H weights
     codes     16-bit, float32 or int8: one a weight
-              int4: byte h has weight h in its lower half and weight h + H / 2 in its upper one
+              int4: byte h holds weight h in its lower half and weight h + H / 2 in its upper half
 
-n neurons, M matrices of a neuron, G groups of weights with a scale of their own, H hidden.
+Suffixes: n slots in use, N neurons of the layer, M matrices of a neuron, G groups of weights that
+share a scale, H hidden size, m missing neurons.
 """
 
 import math
@@ -28,18 +29,18 @@ _LONGEST_SEGMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Bundles:
-    """Neurons, one to a row.
+    """One layer's neuron cache buffer in one precision: a bundle in each slot.
 
     Attributes:
-        rows: uint8 [capacity, at least the bundle's bytes], any stride that codes divide.
-        scales: float16 [capacity, M, G], contiguous; None for codecs of floats.
+        slots: uint8 [capacity, at least the bundle's bytes]; a code's size divides the stride.
+        scales: float16 [capacity, M, G], contiguous; None for float codecs.
         up_bias: float32 [capacity]; None if the model has none.
         hidden: H; even.
-        gated: three matrices, else two.
+        gated: whether a neuron has three matrices; otherwise two.
         codec: one of ``CODECS``.
     """
 
-    rows: torch.Tensor
+    slots: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
     hidden: int
@@ -48,13 +49,13 @@ class Bundles:
 
     def __post_init__(self) -> None:
         assert self.codec in CODECS and self.hidden % 2 == 0
-        assert self.rows.dtype == torch.uint8 and self.rows.stride(1) == 1
-        assert self.rows.shape[1] >= self.num_matrices * self.matrix_bytes
+        assert self.slots.dtype == torch.uint8 and self.slots.stride(1) == 1
+        assert self.slots.shape[1] >= self.num_matrices * self.matrix_bytes
         assert (self.scales is None) == (self.codec not in ("int8", "int4"))
         assert self.scales is None or (
             self.scales.dtype == torch.float16
             and self.scales.is_contiguous()
-            and self.scales.shape[:2] == (len(self.rows), self.num_matrices)
+            and self.scales.shape[:2] == (len(self.slots), self.num_matrices)
             and self.hidden % self.scales.shape[2] == 0
         )
         assert self.up_bias is None or (
@@ -63,76 +64,82 @@ class Bundles:
 
     @property
     def num_matrices(self) -> int:
-        """Of a neuron."""
+        """Matrices of a neuron."""
         return 3 if self.gated else 2
 
     @property
     def num_groups(self) -> int:
-        """Of a matrix's row; 0 where there are no scales."""
+        """Scale groups of one matrix of a bundle; 0 without scales."""
         return 0 if self.scales is None else self.scales.shape[2]
 
     @property
     def width(self) -> int:
-        """Codes of a matrix's row."""
+        """Codes of one matrix of a bundle; an int4 code holds two weights."""
         return self.hidden // 2 if self.codec == "int4" else self.hidden
 
     @property
     def matrix_bytes(self) -> int:
-        """Of a matrix's row."""
+        """Bytes of one matrix of a bundle."""
         return self.width * _CODES[self.codec].itemsize
 
     @property
     def codes(self) -> torch.Tensor:
-        """``rows`` as integers of a code's size: [capacity, M * width], a view."""
-        return self.view(self.rows, _CODES[self.codec])
+        """View of the slots as integers of a code's size: [capacity, M * width]."""
+        return self.view(self.slots, _CODES[self.codec])
 
-    def view(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Bundles like these in an integer type, [.., M * words]."""
-        return rows[:, : self.num_matrices * self.matrix_bytes].view(dtype)
+    def view(self, bundles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a view of bundles of this layout as an integer type, [.., M * words]."""
+        return bundles[:, : self.num_matrices * self.matrix_bytes].view(dtype)
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """The integers of a code's size."""
+        """Integer type of a code's size."""
         return _CODES[self.codec]
 
     @property
     def segment(self) -> int:
-        """Codes that the kernels take together: the largest power of two, up to 64, that lies in
-        one group wherever it begins, also in the second half of a row of 4-bit codes."""
+        """Codes that the kernels read together.
+
+        The largest power of two, up to 64, such that a segment lies in one scale group wherever it
+        begins, also in the second half of a matrix of 4-bit codes.
+        """
         group = self.hidden // self.num_groups if self.num_groups else self.width
         common = math.gcd(self.width, group)
         return min(common & -common, _LONGEST_SEGMENT)
 
-    def has_words(self, rows: torch.Tensor) -> bool:
-        """Whether bundles, here or elsewhere, can be read in 4 bytes: those of a model whose hidden
-        size 64 divides always can."""
+    def has_words(self, bundles: torch.Tensor) -> bool:
+        """Return whether bundles of this layout can be read as words of 4 bytes.
+
+        Always true if 64 divides the hidden size.
+        """
         sizes = (self.matrix_bytes, self.segment * self.code_dtype.itemsize)
-        places = (rows.data_ptr(), rows.stride(0))
+        places = (bundles.data_ptr(), bundles.stride(0))
         return all(number % 4 == 0 for number in (*sizes, *places))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Missing:
-    """Neurons to bring from far memory, and what near tables have of every neuron.
+    """Neurons to load from far memory, and the layer's near tables of scales and biases.
 
     Attributes:
-        rows: uint8 [far rows, at least the bundle's bytes], pinned host memory.
-        far_ids, near_ids: int64 [m] each, the rows that bundles come from and go to; to -1: none,
-            the neuron is multiplied and not kept.
-        neuron_ids: int64 [m], their numbers in the tables.
-        scales: float16 [N, M, G], contiguous, near; None for codecs of floats.
+        slab: uint8 [slab entries, at least the bundle's bytes], pinned host memory.
+        slab_ids: int64 [m], the entries of the slab that the bundles are read from.
+        slot_ids: int64 [m], the slots that they are stored to; -1: the neuron is computed, but not
+            kept.
+        neuron_ids: int64 [m], their indices in ``scales`` and ``up_bias``.
+        scales: float16 [N, M, G], contiguous, near; None for float codecs.
         up_bias: float32 [N], near; None if the model has none.
     """
 
-    rows: torch.Tensor
-    far_ids: torch.Tensor
-    near_ids: torch.Tensor
+    slab: torch.Tensor
+    slab_ids: torch.Tensor
+    slot_ids: torch.Tensor
     neuron_ids: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        assert self.rows.dtype == torch.uint8 and self.rows.stride(1) == 1
-        for ids in (self.far_ids, self.near_ids, self.neuron_ids):
+        assert self.slab.dtype == torch.uint8 and self.slab.stride(1) == 1
+        for ids in (self.slab_ids, self.slot_ids, self.neuron_ids):
             assert ids.dtype == torch.int64 and ids.is_contiguous()
-            assert ids.shape == self.far_ids.shape and ids.ndim == 1
+            assert ids.shape == self.slab_ids.shape and ids.ndim == 1

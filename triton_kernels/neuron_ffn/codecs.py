@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def expanded(words, place, is_high, CODEC: tl.constexpr):
+def decode(words, place, is_high, CODEC: tl.constexpr):
     """Weights as float32, exactly; of 4-bit codes in units of :func:`unit`.
 
     Args:
@@ -36,7 +36,7 @@ def expanded(words, place, is_high, CODEC: tl.constexpr):
 
 
 @triton.jit
-def unit(place, is_high, CODEC: tl.constexpr):
+def decoded_unit(place, is_high, CODEC: tl.constexpr):
     """Of expanded weights: a power of two, so that what is multiplied with it stays exact."""
     found = 1.0
     if CODEC == "int4":
@@ -51,7 +51,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     """What is no number stays none."""
     if ACTIVATION == "relu":
         found = tl.where(x < 0, 0.0, x)
@@ -67,7 +67,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def add_up_kernel(
+def reduce_kernel(
     parts_PBHPW,
     out_BH,
     num_parts,

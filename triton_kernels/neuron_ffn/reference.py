@@ -15,7 +15,7 @@ from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def weights(bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[n, M, H] of the rows given, int64 [n]."""
     codes = bundles.codes[rows].view(len(rows), bundles.num_matrices, bundles.width)
     if bundles.codec in _FLOATS:
@@ -30,7 +30,7 @@ def weights(bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype) -> torch.T
     return found
 
 
-def activations(
+def compute_activations(
     x_BH: torch.Tensor,
     bundles: Bundles,
     rows: torch.Tensor,
@@ -38,22 +38,22 @@ def activations(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """[B, n] of the rows given."""
-    w_nMH, x_BH = weights(bundles, rows, dtype), x_BH.to(dtype)
+    w_nMH, x_BH = dequantize(bundles, rows, dtype), x_BH.to(dtype)
     act, up_Bn = _ACTIVATIONS[activation], x_BH @ w_nMH[:, -2].T
     if bundles.gated:
         return act(x_BH @ w_nMH[:, 0].T) * up_Bn
     return act(up_Bn if bundles.up_bias is None else up_Bn + bundles.up_bias[rows].to(dtype))
 
 
-def down(
+def down_projection(
     a_Bn: torch.Tensor, bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """[B, H]. Rows whose activations are all 0 add nothing, whatever they hold."""
     adds = (a_Bn != 0).any(dim=0)
-    return a_Bn[:, adds].to(dtype) @ weights(bundles, rows[adds], dtype)[:, -1]
+    return a_Bn[:, adds].to(dtype) @ dequantize(bundles, rows[adds], dtype)[:, -1]
 
 
-def product(
+def compute_ffn(
     x_BH: torch.Tensor,
     bundles: Bundles,
     rows: torch.Tensor,
@@ -61,16 +61,18 @@ def product(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Both at once, [B, H]."""
-    return down(activations(x_BH, bundles, rows, activation, dtype), bundles, rows, dtype)
+    return down_projection(
+        compute_activations(x_BH, bundles, rows, activation, dtype), bundles, rows, dtype
+    )
 
 
-def fill(bundles: Bundles, missing: Missing) -> None:
+def load_missing(bundles: Bundles, missing: Missing) -> None:
     """Missing neurons come to their rows, if they have one: bundles, and what the tables have
     beside them."""
-    has_row = missing.near_ids >= 0
-    near, neurons = missing.near_ids[has_row], missing.neuron_ids[has_row]
-    far = missing.far_ids[has_row].to(missing.rows.device)
-    brought = bundles.view(missing.rows, bundles.code_dtype)[far]
+    has_row = missing.slot_ids >= 0
+    near, neurons = missing.slot_ids[has_row], missing.neuron_ids[has_row]
+    far = missing.slab_ids[has_row].to(missing.slab.device)
+    brought = bundles.view(missing.slab, bundles.code_dtype)[far]
     bundles.codes[near] = brought.to(near.device)
     if bundles.scales is not None and missing.scales is not None:
         bundles.scales[near] = missing.scales[neurons]

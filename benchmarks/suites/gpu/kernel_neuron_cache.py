@@ -33,11 +33,11 @@ def cases(torch: Any) -> Iterator[Case]:
 
 
 def _case(torch: Any, name: str, num_neurons: int, shares: tuple[float, ...], window: int) -> Case:
-    from vllm_tiered.kernels.neuron_cache import api, books, reference
+    from vllm_tiered.kernels.neuron_cache import api, index, reference
 
     steps = _steps(torch, num_neurons, shares)
     capacities = [min(num_neurons, round(2 * share * num_neurons)) for share in shares]
-    mine = books.empty_books(num_neurons, capacities, window, steps[0].device)
+    mine = index.empty_index(num_neurons, capacities, window, steps[0].device)
     device_name = torch.cuda.get_device_name()
     turns = _turns(steps)
 
@@ -45,14 +45,14 @@ def _case(torch: Any, name: str, num_neurons: int, shares: tuple[float, ...], wi
         return api.plan(mine, next(turns), device_name=device_name)
 
     def is_right() -> bool:
-        one = books.empty_books(num_neurons, capacities, window, steps[0].device)
-        other = books.empty_books(num_neurons, capacities, window, torch.device("cpu"))
+        one = index.empty_index(num_neurons, capacities, window, steps[0].device)
+        other = index.empty_index(num_neurons, capacities, window, torch.device("cpu"))
         for reached_N in steps[:2]:
             found = api.plan(one, reached_N, device_name=device_name)
             expected = reference.plan(other, reached_N.cpu())
             if not torch.equal(found.counts_P4.cpu(), expected.counts_P4):
                 return False
-        return bool(torch.equal(one.place_N.cpu(), other.place_N))
+        return bool(torch.equal(one.location_N.cpu(), other.location_N))
 
     host = _on_host(torch, num_neurons, capacities, window, steps)
     return Case(

@@ -66,14 +66,14 @@ def _bundles(torch: Any, shape: str, codec: str) -> Any:
     if not gated:
         up_bias = torch.full((num_neurons,), 8.0, device="cuda")
     return Bundles(
-        rows=rows, scales=scales, up_bias=up_bias, hidden=hidden, gated=gated, codec=codec
+        slots=rows, scales=scales, up_bias=up_bias, hidden=hidden, gated=gated, codec=codec
     )
 
 
 def _num_bytes(bundles: Any, num_tokens: int) -> int:
     """Neurons and x once, and the sums in float32."""
     tables = [table for table in (bundles.scales, bundles.up_bias) if table is not None]
-    weights = bundles.rows.nbytes + sum(table.nbytes for table in tables)
+    weights = bundles.slots.nbytes + sum(table.nbytes for table in tables)
     return int(weights + num_tokens * bundles.hidden * (2 + 4))
 
 
@@ -84,12 +84,12 @@ def _activation(bundles: Any) -> str:
 def _product(torch: Any, shape: str, bundles: Any, num_tokens: int) -> Case:
     from vllm_tiered.kernels.neuron_ffn import api
 
-    num_neurons = len(bundles.rows)
+    num_neurons = len(bundles.slots)
     x_BH = torch.randn((num_tokens, bundles.hidden), device="cuda").to(torch.bfloat16)
     device_name = torch.cuda.get_device_name()
 
     def run() -> Any:
-        return api.product(
+        return api.compute_ffn(
             x_BH, bundles, num_neurons, _activation(bundles), device_name=device_name
         )
 
@@ -108,12 +108,12 @@ def _in_torch(torch: Any, bundles: Any, x_BH: Any) -> dict[str, Callable[[], obj
     """Dense layers over the same neurons, gathered into matrices, in 16 bit or made so."""
     from vllm_tiered.kernels.neuron_ffn import reference
 
-    rows = torch.arange(len(bundles.rows), device="cuda")
+    rows = torch.arange(len(bundles.slots), device="cuda")
     linear, functional = torch.nn.functional.linear, torch.nn.functional
     bias = None if bundles.up_bias is None else bundles.up_bias.to(torch.bfloat16)
 
     def matrices() -> list[Any]:
-        w_nMH = reference.weights(bundles, rows, torch.bfloat16)
+        w_nMH = reference.dequantize(bundles, rows, torch.bfloat16)
         return [w_nMH[:, i].contiguous() for i in range(bundles.num_matrices)]
 
     def multiplied(gate_up_down: list[Any]) -> Any:
@@ -135,9 +135,9 @@ def _is_right(torch: Any, found: Any, x_BH: Any, bundles: Any) -> bool:
     """Within the rounding of a sum of terms; an absent neuron is more."""
     from vllm_tiered.kernels.neuron_ffn import reference
 
-    rows = torch.arange(len(bundles.rows), device="cuda")
-    a_Bn = reference.activations(x_BH, bundles, rows, _activation(bundles))
-    down_nH = reference.weights(bundles, rows, torch.float32)[:, -1]
+    rows = torch.arange(len(bundles.slots), device="cuda")
+    a_Bn = reference.compute_activations(x_BH, bundles, rows, _activation(bundles))
+    down_nH = reference.dequantize(bundles, rows, torch.float32)[:, -1]
     terms_BH = a_Bn.abs() @ down_nH.abs()
     return bool(((found - a_Bn @ down_nH).abs() <= _TOLERANCE * terms_BH).all())
 
@@ -147,43 +147,43 @@ def _fill(torch: Any, shape: str, bundles: Any) -> Case:
     from vllm_tiered.kernels.neuron_ffn import api
     from vllm_tiered.kernels.neuron_ffn.bundles import Missing
 
-    num_neurons = len(bundles.rows)
+    num_neurons = len(bundles.slots)
     num_missing = num_neurons // _MISSING
     order = torch.randperm(num_neurons, device="cuda")
-    near_ids, present_ids = order[:num_missing], order[num_missing:]
-    far_ids = torch.arange(num_missing, device="cuda")
-    far_rows = bundles.rows[near_ids].cpu().pin_memory()
-    bundles.rows[near_ids] = 0
+    slot_ids, present_slot_ids = order[:num_missing], order[num_missing:]
+    slab_ids = torch.arange(num_missing, device="cuda")
+    far_rows = bundles.slots[slot_ids].cpu().pin_memory()
+    bundles.slots[slot_ids] = 0
     missing = Missing(
-        rows=far_rows,
-        far_ids=far_ids,
-        near_ids=near_ids,
-        neuron_ids=near_ids,
+        slab=far_rows,
+        slab_ids=slab_ids,
+        slot_ids=slot_ids,
+        neuron_ids=slot_ids,
         scales=None if bundles.scales is None else bundles.scales.clone(),
         up_bias=None if bundles.up_bias is None else bundles.up_bias.clone(),
     )
-    counts = torch.tensor([num_missing, len(present_ids)], dtype=torch.int32, device="cuda")
+    counts = torch.tensor([num_missing, len(present_slot_ids)], dtype=torch.int32, device="cuda")
     x_BH = torch.randn((1, bundles.hidden), device="cuda").to(torch.bfloat16)
     device_name = torch.cuda.get_device_name()
 
     def run() -> Any:
-        return api.fill_and_multiply(
+        return api.load_and_compute(
             x_BH,
             bundles,
             missing,
-            present_ids,
+            present_slot_ids,
             counts,
             _activation(bundles),
             device_name=device_name,
         )
 
-    far_mib = num_missing * bundles.rows.shape[1] / 2**20
+    far_mib = num_missing * bundles.slots.shape[1] / 2**20
     return Case(
         name=f"{shape} {bundles.codec}, 1 token, {far_mib:.1f} MiB of it from far memory",
-        num_bytes=_num_bytes(bundles, 1) + num_missing * bundles.rows.shape[1],
+        num_bytes=_num_bytes(bundles, 1) + num_missing * bundles.slots.shape[1],
         run=run,
         is_right=lambda: (
-            bool(torch.equal(bundles.rows[near_ids].cpu(), far_rows))
+            bool(torch.equal(bundles.slots[slot_ids].cpu(), far_rows))
             and _is_right(torch, run(), x_BH, bundles)
         ),
     )

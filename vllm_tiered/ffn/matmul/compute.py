@@ -50,7 +50,7 @@ def activations(
     """
     _check(x_BH, buffer, num_slots, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
-        found: torch.Tensor = kernels.activations(
+        found: torch.Tensor = kernels.compute_activations(
             _in_rows(x_BH), _bundles(buffer), num_slots, activation, device_name=device_name(buffer)
         )
         return found
@@ -71,7 +71,7 @@ def add_down(
     assert a_Bn.shape == (len(out_BH), num_slots) and out_BH.shape[1] == buffer.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
     if (kernels := gpu_kernels(buffer)) is not None:
-        kernels.add_down(
+        kernels.add_down_projection(
             out_BH,
             _in_rows(a_Bn.to(torch.float32)),
             _bundles(buffer),
@@ -92,7 +92,7 @@ class Missing:
         slab: uint8 [N, stride], pinned host memory: all of the layer's bundles.
         neuron_ids, slot_ids: int64 [m], near: the missing neurons, which index the slab, and the
             slot that each comes to; -1: none, it is multiplied and not kept.
-        present_slot_ids: int64, near, the buffer's other slots that are multiplied.
+        retained_slot_ids: int64, near, the buffer's other slots that are multiplied.
         counts: int32 [2], near: how many missing neurons and present slots the lists hold.
         scales, up_bias: of all of the layer's neurons, as a buffer has them.
     """
@@ -100,7 +100,7 @@ class Missing:
     slab: torch.Tensor
     neuron_ids: torch.Tensor
     slot_ids: torch.Tensor
-    present_slot_ids: torch.Tensor
+    retained_slot_ids: torch.Tensor
     counts: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
@@ -110,7 +110,7 @@ def num_fills(buffer: NeuronCacheBuffer, num_tokens: int) -> int:
     """Return how often :func:`fill_and_add` reads missing neurons that have no slot."""
     kernels = gpu_kernels(buffer)
     assert kernels is not None
-    found: int = kernels.num_fills(_bundles(buffer), num_tokens, device_name=device_name(buffer))
+    found: int = kernels.num_passes(_bundles(buffer), num_tokens, device_name=device_name(buffer))
     return found
 
 
@@ -129,18 +129,18 @@ def fill_and_add(
     assert kernels is not None
     from vllm_tiered.kernels.neuron_ffn import bundles
 
-    out_BH += kernels.fill_and_multiply(
+    out_BH += kernels.load_and_compute(
         _in_rows(x_BH),
         _bundles(buffer),
         bundles.Missing(
-            rows=missing.slab,
-            far_ids=missing.neuron_ids,
-            near_ids=missing.slot_ids,
+            slab=missing.slab,
+            slab_ids=missing.neuron_ids,
+            slot_ids=missing.slot_ids,
             neuron_ids=missing.neuron_ids,
             scales=missing.scales,
             up_bias=missing.up_bias,
         ),
-        missing.present_slot_ids,
+        missing.retained_slot_ids,
         missing.counts,
         activation,
         device_name=device_name(buffer),
@@ -157,7 +157,7 @@ def ffn_output(
     """
     _check(x_BH, buffer, num_slots, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
-        found: torch.Tensor = kernels.product(
+        found: torch.Tensor = kernels.compute_ffn(
             _in_rows(x_BH), _bundles(buffer), num_slots, activation, device_name=device_name(buffer)
         )
         return found
@@ -188,7 +188,7 @@ def _bundles(buffer: NeuronCacheBuffer) -> object:
     from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
 
     return Bundles(
-        rows=buffer.bundles,
+        slots=buffer.bundles,
         scales=buffer.scales,
         up_bias=buffer.up_bias,
         hidden=buffer.shape.hidden,

@@ -51,9 +51,9 @@ class SparseStrategy(Strategy):
         self,
         out_BH: torch.Tensor,
         base_BN: torch.Tensor | None,
-        is_unused_N: torch.Tensor | None,
+        skip_in_base_N: torch.Tensor | None,
     ) -> None:
-        """Add the base's activations to ``out_BH``, but for the neurons of ``is_unused_N``."""
-        if self._base is not None and base_BN is not None and is_unused_N is not None:
-            base_BN.masked_fill_(is_unused_N, 0)
+        """Add the base's activations to ``out_BH``, but for the neurons of ``skip_in_base_N``."""
+        if self._base is not None and base_BN is not None and skip_in_base_N is not None:
+            base_BN.masked_fill_(skip_in_base_N, 0)
             add_down(out_BH, base_BN, self._base, self._base.capacity)

@@ -47,7 +47,7 @@ class SparseOnDevice(SparseStrategy):
     ) -> None:
         super().__init__(resources)
         # Without a GPU nothing needs Triton.
-        from vllm_tiered.kernels.neuron_cache import api, books
+        from vllm_tiered.kernels.neuron_cache import api, index
 
         self._plan = api.plan
         self._slabs = slabs
@@ -56,7 +56,7 @@ class SparseOnDevice(SparseStrategy):
         self._precision_ids = {p: list(Precision).index(p) for p in self._buffers}
         capacities = [self._buffers[p].capacity if p in self._buffers else 0 for p in Precision]
         num_neurons = self._rank.store.shape.neurons
-        self._cache_index = books.empty_books(
+        self._cache_index = index.empty_index(
             num_neurons, capacities, window, self._rank.mailbox.near
         )
         self._device_name = device_name(next(iter(self._buffers.values())))
@@ -78,12 +78,12 @@ class SparseOnDevice(SparseStrategy):
         reached_N = self._selector.rank(self._scores(x_BH, base_BN))
         out_BH = empty_output(x_BH)
         try:
-            is_unused_N, counts_P4 = self._multiply(out_BH, x_BH, reached_N)
+            skip_in_base_N, counts_P4 = self._multiply(out_BH, x_BH, reached_N)
         except BaseException:
             # Slots may not hold what the index says.
             self._cache_index.clear()
             raise
-        self._add_base(out_BH, base_BN, is_unused_N)
+        self._add_base(out_BH, base_BN, skip_in_base_N)
         self._resources.stats.sparse_steps += 1
         stats_P4 = rank.mailbox.async_stats(counts_P4)
         rank.clock.measure(
@@ -101,14 +101,14 @@ class SparseOnDevice(SparseStrategy):
         """
         missing = multiplied = 0
         for precision, index in self._precision_ids.items():
-            num_loaded, num_present, _, num_without_slot = counts_P4[index].tolist()
+            num_loaded, num_retained, _, num_without_slot = counts_P4[index].tolist()
             buffer = self._buffers[precision]
             stride = buffer.bundles.shape[1]
             num_again = (
                 num_without_slot * (num_fills(buffer, num_tokens) - 1) if num_without_slot else 0
             )
             missing += (num_loaded + num_again) * stride
-            multiplied += (num_loaded + num_present) * stride
+            multiplied += (num_loaded + num_retained) * stride
         return missing, multiplied
 
     def migrate_to_host(self) -> None:
@@ -130,9 +130,9 @@ class SparseOnDevice(SparseStrategy):
 
     def slots(self) -> dict[Precision, Ids]:
         """Return the neuron in each slot, -1 where there is none. Waits for the GPU."""
-        (neuron_at_PC,) = self._d2h(self._cache_index.neuron_at_PC)
+        (neuron_in_slot_PC,) = self._d2h(self._cache_index.neuron_in_slot_PC)
         return {
-            p: neuron_at_PC[index, : self._buffers[p].capacity]
+            p: neuron_in_slot_PC[index, : self._buffers[p].capacity]
             for p, index in self._precision_ids.items()
         }
 
@@ -144,19 +144,21 @@ class SparseOnDevice(SparseStrategy):
         Raises:
             IntegrityError: naming the neurons.
         """
-        place_N, neuron_at_PC = self._d2h(self._cache_index.place_N, self._cache_index.neuron_at_PC)
-        expected = np.full_like(place_N, -1)
+        location_N, neuron_in_slot_PC = self._d2h(
+            self._cache_index.location_N, self._cache_index.neuron_in_slot_PC
+        )
+        expected = np.full_like(location_N, -1)
         num_held = 0
         for index in self._precision_ids.values():
-            held = (neuron_at_PC[index] >= 0).nonzero()[0]
-            expected[neuron_at_PC[index][held]] = held * 4 + index
+            held = (neuron_in_slot_PC[index] >= 0).nonzero()[0]
+            expected[neuron_in_slot_PC[index][held]] = held * 4 + index
             num_held += len(held)
-        wrong = (expected != place_N).nonzero()[0]
-        if len(wrong) or num_held != np.count_nonzero(place_N >= 0):
+        wrong = (expected != location_N).nonzero()[0]
+        if len(wrong) or num_held != np.count_nonzero(location_N >= 0):
             raise IntegrityError(
                 f"{len(wrong)} neurons are not where the cache index on the GPU says, "
                 f"{wrong[:8].tolist()} among them; {num_held} slots hold "
-                f"{np.count_nonzero(place_N >= 0)} neurons"
+                f"{np.count_nonzero(location_N >= 0)} neurons"
             )
 
     def _multiply(
@@ -172,21 +174,21 @@ class SparseOnDevice(SparseStrategy):
             [P, 4], how many neurons were loaded, stayed, were wanted, and have no slot.
         """
         self._migrate_to_device()
-        lists = self._plan(self._cache_index, reached_N, device_name=self._device_name)
+        plan = self._plan(self._cache_index, reached_N, device_name=self._device_name)
         tables = self._resources.tables
         for precision, index in self._precision_ids.items():
             missing = Missing(
                 slab=self._slabs[precision],
-                neuron_ids=lists.neurons_PN[index],
-                slot_ids=lists.near_rows_PN[index],
-                present_slot_ids=lists.present_rows_PC[index],
-                counts=lists.counts_P4[index, :2],
+                neuron_ids=plan.missing_neurons_PN[index],
+                slot_ids=plan.missing_slots_PN[index],
+                retained_slot_ids=plan.retained_slots_PC[index],
+                counts=plan.counts_P4[index, :2],
                 scales=tables.scales.get(precision),
                 up_bias=tables.up_bias,
             )
             buffer = self._buffers[precision]
             fill_and_add(out_BH, x_BH, buffer, missing, self._rank.store.activation)
-        return lists.is_unused_N, lists.counts_P4
+        return plan.skip_in_base_N, plan.counts_P4
 
     def _add_stats(
         self, stats_P4: torch.Tensor, seconds: float, num_tokens: int, is_warm: bool
@@ -210,23 +212,25 @@ class SparseOnDevice(SparseStrategy):
             return
         index = self._cache_index
         # Every neuron counts as wanted by the last token.
-        index.used_N.zero_()
+        index.last_used_N.zero_()
         index.step.zero_()
         self.owns_index = True
         if not any(self._cache.num_resident.values()):
             index.clear()
             return
-        place_N = np.full(index.num_neurons, -1, dtype=np.int32)
-        neuron_at_PC = np.full(index.neuron_at_PC.shape, -1, dtype=np.int32)
+        location_N = np.full(index.num_neurons, -1, dtype=np.int32)
+        neuron_in_slot_PC = np.full(index.neuron_in_slot_PC.shape, -1, dtype=np.int32)
         for precision, precision_id in self._precision_ids.items():
             cache = self._cache.caches[precision]
             neurons = cache.resident()
-            place_N[neurons] = np.arange(len(neurons)) * 4 + precision_id
-            neuron_at_PC[precision_id, : len(neurons)] = neurons
+            location_N[neurons] = np.arange(len(neurons)) * 4 + precision_id
+            neuron_in_slot_PC[precision_id, : len(neurons)] = neurons
             cache.evict(neurons)
-        near_place_N, near_neuron_at_PC = self._rank.mailbox.h2d([place_N, neuron_at_PC])
-        index.place_N.copy_(near_place_N)
-        index.neuron_at_PC.copy_(near_neuron_at_PC)
+        near_location_N, near_neuron_in_slot_PC = self._rank.mailbox.h2d(
+            [location_N, neuron_in_slot_PC]
+        )
+        index.location_N.copy_(near_location_N)
+        index.neuron_in_slot_PC.copy_(near_neuron_in_slot_PC)
 
     def _d2h(self, *tensors: torch.Tensor) -> list[Ids]:
         return [one.numpy().astype(np.int64) for one in self._rank.mailbox.d2h(tensors)]

@@ -42,8 +42,8 @@ class SparseOnHost(SparseStrategy):
         if rank.cost_model.prefers_dense(index, missing, multiplied, num_tokens):
             return None
         out_BH = empty_output(x_BH)
-        is_unused_N = self._load_and_multiply(out_BH, x_BH, plan, selection, prefetched)
-        self._add_base(out_BH, base_BN, is_unused_N)
+        skip_in_base_N = self._load_and_multiply(out_BH, x_BH, plan, selection, prefetched)
+        self._add_base(out_BH, base_BN, skip_in_base_N)
         rank.clock.measure(
             begin,
             lambda seconds: rank.cost_model.add_sparse(
@@ -113,8 +113,8 @@ class SparseOnHost(SparseStrategy):
         stats.misses += plan.num_loads
         self._cache.commit(plan)
         try:
-            is_unused_N = self._resources.loader.execute(
-                plan, None if self._base is None else self._unused(selection)
+            skip_in_base_N = self._resources.loader.execute(
+                plan, None if self._base is None else self._skip_in_base(selection)
             )
             if self.prefetch_target is not None and prefetched is not None:
                 self.prefetch_target.prefetch(prefetched)
@@ -125,14 +125,14 @@ class SparseOnHost(SparseStrategy):
             # it came, nothing counts as near.
             self._cache.clear()
             raise
-        return is_unused_N
+        return skip_in_base_N
 
-    def _unused(self, selection: Selection) -> npt.NDArray[np.bool_]:
+    def _skip_in_base(self, selection: Selection) -> npt.NDArray[np.bool_]:
         """Return the neurons, bool [N], that are near in a better precision or not selected."""
-        is_unused = np.zeros(self._rank.store.shape.neurons, dtype=np.bool_)
-        if selection.num_neurons < len(is_unused):
-            is_unused[:] = True
-            is_unused[selection.int4] = False
+        skip_in_base = np.zeros(self._rank.store.shape.neurons, dtype=np.bool_)
+        if selection.num_neurons < len(skip_in_base):
+            skip_in_base[:] = True
+            skip_in_base[selection.int4] = False
         for cache in self._cache.caches.values():
-            is_unused[cache.resident()] = True
-        return is_unused
+            skip_in_base[cache.resident()] = True
+        return skip_in_base

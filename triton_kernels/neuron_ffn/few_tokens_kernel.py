@@ -31,14 +31,14 @@ its time is 8 bit's. Fewer instructions there are worth more than anything else.
 import triton
 import triton.language as tl
 
-from vllm_tiered.kernels.neuron_ffn.codecs import activated, add_up_kernel, expanded, unit
+from vllm_tiered.kernels.neuron_ffn.codecs import activate, decode, decoded_unit, reduce_kernel
 from vllm_tiered.kernels.variants import Variant
 
 
 @triton.jit
 def _dot(words, scales, x, place, is_high, CODEC: tl.constexpr):
     """Of rows with tokens, [T, R, 1, 1, 1, 1]."""
-    found = tl.sum(expanded(words, place, is_high, CODEC) * x, axis=3, keep_dims=True)
+    found = tl.sum(decode(words, place, is_high, CODEC) * x, axis=3, keep_dims=True)
     found = scales * tl.sum(found, axis=5, keep_dims=True)
     return tl.sum(tl.sum(found, axis=2, keep_dims=True), axis=4, keep_dims=True)
 
@@ -94,10 +94,10 @@ def few_tokens_kernel(
     a_Bn,
     parts_PBHPW,
     far,
-    far_ids,
-    near_ids,
+    slab_ids,
+    slot_ids,
     neuron_ids,
-    present_ids,
+    present_slot_ids,
     counts,
     table_NMG,
     table_bias_N,
@@ -128,7 +128,7 @@ def few_tokens_kernel(
     """ACTIVATES: a from x, else a_Bn is read. MULTIPLIES: the down product, else a_Bn is written.
 
     Row strides are in words. ``is_filled`` is 1 for later tokens of a batch, which find near what
-    the first ones brought. ``near_ids`` has -1 where there is no row. ``counts`` has the numbers of
+    the first ones brought. ``slot_ids`` has -1 where there is no row. ``counts`` has the numbers of
     missing and of present rows. A matrix's row has segments of SEGMENT words, in one group of
     scales each; SEGMENTS is their number, or the next power of two.
     """
@@ -146,7 +146,9 @@ def few_tokens_kernel(
     feature = (half * WORDS + segment * SEGMENT) * PLACES
     in_x = ((token * HALVES + half) * PLACES + place) * WORDS + word
     if ACTIVATES:
-        x = tl.load(x_BHPW + in_x, mask=is_token & is_word, other=0.0) * unit(place, half, CODEC)
+        x = tl.load(x_BHPW + in_x, mask=is_token & is_word, other=0.0) * decoded_unit(
+            place, half, CODEC
+        )
     if MULTIPLIES:
         sums = tl.zeros((TOKENS, 1, HALVES, PLACES, SEGMENTS, SEGMENT), tl.float32)
     num_missing = 0
@@ -162,14 +164,14 @@ def few_tokens_kernel(
         if FILLS:
             is_listed = position < num_missing
             is_present = is_row & (position >= num_missing)
-            near = tl.load(near_ids + position, mask=is_listed, other=0)
-            present = tl.load(present_ids + position - num_missing, mask=is_present, other=0)
+            near = tl.load(slot_ids + position, mask=is_listed, other=0)
+            present = tl.load(present_slot_ids + position - num_missing, mask=is_present, other=0)
             row = tl.where(is_listed, near, present)
             is_new = position < num_missing * (1 - is_filled)
             is_missing = is_listed & (is_new | (near < 0))
             is_kept = is_missing & (near >= 0)
             # Of all that are listed: these loads need not wait for the rows.
-            far_row = tl.load(far_ids + position, mask=is_listed, other=0)
+            far_row = tl.load(slab_ids + position, mask=is_listed, other=0)
             neuron = tl.load(neuron_ids + position, mask=is_listed, other=0)
         # A region has more codes than 32 bits count.
         into = rows + row * row_stride
@@ -209,7 +211,7 @@ def few_tokens_kernel(
                     begin, into, scales, first_scale, into_scales, 0, word, feature, is_read,
                     is_kept, HIDDEN, WORDS, NUM_GROUPS, FILLS,
                 )  # fmt: skip
-                a = activated(_dot(gate, gate_scales, x, place, half, CODEC), ACTIVATION)
+                a = activate(_dot(gate, gate_scales, x, place, half, CODEC), ACTIVATION)
                 a *= _dot(up, up_scales, x, place, half, CODEC)
             else:
                 a = _dot(up, up_scales, x, place, half, CODEC)
@@ -221,11 +223,11 @@ def few_tokens_kernel(
                     if FILLS:
                         tl.store(up_bias_n + row, biases, mask=is_kept)
                     a += biases
-                a = activated(a, ACTIVATION)
+                a = activate(a, ACTIVATION)
         if MULTIPLIES:
             # Rows that add nothing may hold anything.
             adds = tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
-            weights = expanded(down, place, half, CODEC)
+            weights = decode(down, place, half, CODEC)
             if not NUM_GROUPS:  # codes that have a scale are numbers
                 weights = tl.where(adds, weights, 0.0)
             scaled = tl.where(adds, a * down_scales, 0.0)
@@ -235,7 +237,7 @@ def few_tokens_kernel(
             tl.store(into_a, a, mask=is_token & is_row)
     if MULTIPLIES:
         parts = parts_PBHPW + tl.program_id(0).to(tl.int64) * num_tokens * HIDDEN
-        tl.store(parts + in_x, sums * unit(place, half, CODEC), mask=is_token & is_word)
+        tl.store(parts + in_x, sums * decoded_unit(place, half, CODEC), mask=is_token & is_word)
 
 
 def _variant(
@@ -262,7 +264,7 @@ def _variant(
         "parts_PBHPW": "*fp32" if multiplies else None,
         "far": "*i32" if fills else None,
         **dict.fromkeys(
-            ("far_ids", "near_ids", "neuron_ids", "present_ids"), "*i64" if fills else None
+            ("slab_ids", "slot_ids", "neuron_ids", "present_slot_ids"), "*i64" if fills else None
         ),
         "counts": "*i32" if fills else None,
         "table_NMG": "*fp16" if fills and groups else None,
@@ -302,11 +304,11 @@ def _variant(
     )
 
 
-def _add_up(name: str, *, halves: int, places: int, adds: bool = False) -> Variant:
-    """A launch for 4096 features, as ``few.py`` makes it."""
+def _reduce(name: str, *, halves: int, places: int, adds: bool = False) -> Variant:
+    """A launch for 4096 features, as ``few_tokens.py`` makes it."""
     return Variant(
-        name=f"neuron_ffn.add_up.{name}",
-        kernel=add_up_kernel,
+        name=f"neuron_ffn.reduce.{name}",
+        kernel=reduce_kernel,
         signature={
             "parts_PBHPW": "*fp32",
             "out_BH": "*fp32",
@@ -373,9 +375,9 @@ VARIANTS = (
     ),
     _variant("few_tokens.int4.activations", "int4", stages=8, num_warps=4, multiplies=False),
     _variant("few_tokens.int4.down", "int4", stages=8, num_warps=4, activates=False),
-    _add_up("bf16", halves=1, places=2),
-    _add_up("int8", halves=1, places=4),
-    _add_up("int4", halves=2, places=4),
-    _add_up("int4.adds", halves=2, places=4, adds=True),
-    _add_up("batch", halves=1, places=1),
+    _reduce("bf16", halves=1, places=2),
+    _reduce("int8", halves=1, places=4),
+    _reduce("int4", halves=2, places=4),
+    _reduce("int4.adds", halves=2, places=4, adds=True),
+    _reduce("batch", halves=1, places=1),
 )

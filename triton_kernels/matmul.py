@@ -11,7 +11,7 @@ _IS_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
-def add_product(a, b, sums, PRECISION: tl.constexpr):
+def matmul_add(a, b, sums, PRECISION: tl.constexpr):
     """``sums + a @ b``; PRECISION of float32 operands."""
     if _IS_INTERPRETED:
         a = a.to(tl.float32)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing
-from vllm_tiered.kernels.neuron_ffn.codecs import add_up_kernel
-from vllm_tiered.kernels.neuron_ffn.kernel import few_tokens_kernel
+from vllm_tiered.kernels.neuron_ffn.codecs import reduce_kernel
+from vllm_tiered.kernels.neuron_ffn.few_tokens_kernel import few_tokens_kernel
 
 _NUMBERS = 64
 """Of x in a thread's registers; sums of the down product take as many."""
@@ -51,7 +51,7 @@ class Launch:
         parameters: Mapping[str, int],
         missing: Missing | None = None,
     ) -> None:
-        both = [bundles.rows] if missing is None else [bundles.rows, missing.rows]
+        both = [bundles.slots] if missing is None else [bundles.slots, missing.slab]
         has_words = all(bundles.has_words(rows) for rows in both)
         code_bytes = bundles.code_dtype.itemsize
         self._places = 4 // code_bytes if has_words else 1
@@ -72,8 +72,8 @@ class Launch:
         tile_bytes = rows * bundles.num_matrices * row_bytes
         # Lists take registers, too: with 8 stages two tokens in 4 bit spill on sm_100.
         most_stages = 8 if missing is None else 7
-        num_stages = max(2, min(1 + parameters["ahead_bytes"] // tile_bytes, most_stages))
-        self._add_up_block = parameters["add_up_block"]
+        num_stages = max(2, min(1 + parameters["prefetch_bytes"] // tile_bytes, most_stages))
+        self._reduce_block = parameters["reduce_block"]
         self._bundles = bundles
         self._missing = missing
         self._num_rows = num_rows
@@ -114,8 +114,10 @@ class Launch:
         shape = (self._num_programs, self._num_tokens, self._bundles.hidden)
         parts = out_BH.new_empty(shape, dtype=torch.float32)
         self.run(x_BH, a_Bn, parts, **others)
-        block = self._add_up_block
-        add_up(parts, out_BH, block, adds=adds, halves=self._halves, places=self._places)
+        block = self._reduce_block
+        reduce_partial_sums(
+            parts, out_BH, block, adds=adds, halves=self._halves, places=self._places
+        )
 
     def run(
         self,
@@ -124,13 +126,13 @@ class Launch:
         parts: torch.Tensor | None,
         *,
         is_filled: int = 0,
-        present_ids: torch.Tensor | None = None,
+        present_slot_ids: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
     ) -> None:
         """Without the sum of the parts; ``a_Bn`` is written where there are none."""
         bundles, missing = self._bundles, self._missing
-        words = bundles.view(bundles.rows, self._dtype)
-        far = None if missing is None else bundles.view(missing.rows, self._dtype)
+        words = bundles.view(bundles.slots, self._dtype)
+        far = None if missing is None else bundles.view(missing.slab, self._dtype)
         few_tokens_kernel[(self._num_programs,)](
             None if x_BH is None else self._arranged(x_BH),
             words,
@@ -139,10 +141,10 @@ class Launch:
             a_Bn,
             parts,
             far,
-            None if missing is None else missing.far_ids,
-            None if missing is None else missing.near_ids,
+            None if missing is None else missing.slab_ids,
+            None if missing is None else missing.slot_ids,
             None if missing is None else missing.neuron_ids,
-            present_ids,
+            present_slot_ids,
             counts,
             None if missing is None else missing.scales,
             None if missing is None else missing.up_bias,
@@ -163,12 +165,12 @@ class Launch:
         return x_BHWP.transpose(2, 3).float().contiguous()
 
 
-def add_up(
+def reduce_partial_sums(
     parts: torch.Tensor, out_BH: torch.Tensor, block: int, *, adds: bool, halves: int, places: int
 ) -> None:
     """``out_BH``, or what is added to it, is the sum of the parts, float32 [P, B, H]."""
     hidden = out_BH.shape[1]
-    add_up_kernel[(-(-out_BH.numel() // block),)](
+    reduce_kernel[(-(-out_BH.numel() // block),)](
         parts,
         out_BH,
         len(parts),
