@@ -70,7 +70,7 @@ def test_some_near_some_far_some_stored(near_gib) -> None:
     result = run("opt", PROMPTS, KV_OFF, ffn=ffn)
     assert result.tokens == vllm_tokens("opt", PROMPTS)
     stated = result.manifest["ffn"]
-    assert stated["num_far_layers"] == 2 and stated["near_bytes"] <= near_gib * 2**30
+    assert stated["far_layers"] == 2 and stated["near_bytes"] <= near_gib * 2**30
     assert 0 < stated["cache_rows"]["full"] <= stated["neurons"]
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_bundle_stops_the_engine_with_its_neuron_named(tmp_path, caplo
             generate(llm, PROMPTS)
         said = "layer 2, neuron 300, full is damaged (checksum); reading it"
         assert caplog_vllm.text.count(said) == 1
-        with pytest.raises(IntegrityError, match=r"neuron 300.* start the engine anew"):
+        with pytest.raises(IntegrityError, match=r"neuron 300.* start the engine again"):
             generate(llm, PROMPTS[1:])
 
 
