@@ -122,7 +122,7 @@ def test_chosen_neurons(ffn, num_far_layers, policy, num_tokens, tiers, device) 
         x_BH, found = steps.compute(layer, num_tokens)
         near = steps.near(layer)
         check_precisions(select(scores_BN, Mix.from_shares(MIX)), near)
-        check(found, ffn.product(layer, x_BH, near))
+        check(found, ffn.output_of(layer, x_BH, near))
         assert steps.owns_index(layer) == bool(num_far_layers)
     stats, backend = steps.stats(), steps.runtime.backend.stats
     assert stats.sparse_steps == 6 and stats.misses > 0 and stats.hits > 0
@@ -138,7 +138,7 @@ def test_the_cache_index_migrates(ffn, tiers, device) -> None:
         x_BH, found = steps.compute(0, num_tokens)
         near = steps.near(0)
         check_precisions(select(scores_BN, Mix.from_shares(MIX)), near)
-        check(found, ffn.product(0, x_BH, near))
+        check(found, ffn.output_of(0, x_BH, near))
         assert steps.owns_index(0) == (num_tokens <= MAX_DEVICE_TOKENS)
         before = steps.stats()
         steps.compute(0, num_tokens)  # the same scores
@@ -159,7 +159,7 @@ def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) 
         wanted = torch.from_numpy(select(scores_BN, Mix.from_shares((0.25, 0, 0))).full)
         near = steps.near(0)[Precision.FULL]
         assert len(near) == 12 < len(wanted) and set(near.tolist()) <= set(wanted.tolist())
-        check(found, ffn.product(0, x_BH, {Precision.FULL: wanted}))
+        check(found, ffn.output_of(0, x_BH, {Precision.FULL: wanted}))
     stats = steps.stats()
     assert stats.dense_steps == 0 and stats.sparse_steps == 3
     stride = steps.runtime.layers[0].resources.buffers[Precision.FULL].bundles.shape[1]
@@ -198,7 +198,7 @@ def test_top_ranks_over_a_base(ffn, mix, policy, tiers, device) -> None:
         rest = everyone if is_all else torch.from_numpy(wanted.int4)
         better = torch.cat([*near.values(), torch.empty(0, dtype=torch.int64)])
         chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-        check(found, ffn.product(step % 2, x_BH, chosen))
+        check(found, ffn.output_of(step % 2, x_BH, chosen))
     assert steps.owns_index(0) and steps.owns_index(1)
     assert steps.runtime.stats.sparse_steps == 4
     steps.runtime.close()
@@ -218,7 +218,7 @@ def test_a_step_that_fails_leaves_nothing_that_the_next_one_takes_for_near(
     assert all(len(one) == 0 for one in steps.near(0).values())
     steps.scores(0, 1)
     x_BH, found = steps.compute(0, 1)
-    check(found, ffn.product(0, x_BH, steps.near(0)))
+    check(found, ffn.output_of(0, x_BH, steps.near(0)))
     steps.runtime.close()
 
 

@@ -133,7 +133,7 @@ def test_chosen_neurons_in_their_precision(
         check_precisions(wanted, near)
         for precision in near:
             check_bytes(ffn, runtime, layer, precision)
-        assert close(found, ffn.product(layer, x_BH, near))
+        assert close(found, ffn.output_of(layer, x_BH, near))
     assert sparse >= 20
     if runtime.dynamic is not None:
         assert runtime.dynamic.hits > 0
@@ -178,7 +178,7 @@ def test_top_ranks_over_a_base_in_4_bit(
         better = torch.cat(list(near.values()))
         rest = everyone if sum(mix) == 1 and ffn.shape.gated else torch.from_numpy(wanted.int4)
         chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-        assert close(found, ffn.product(layer, x_BH, chosen))
+        assert close(found, ffn.output_of(layer, x_BH, chosen))
         assert len(cache.caches[Precision.FULL].resident()) >= len(wanted.full)
         assert np.isin(np.concatenate((wanted.full, wanted.int8)), better).all()
     assert runtime.stats.sparse_steps == 30
@@ -207,7 +207,7 @@ def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.Monke
                     runtime.layers[0].compute(x_BH, True)
         found = runtime.layers[0].compute(x_BH, True)
         chosen = select(predictors[0].next_BN, mix).full
-        expected = ffn.product(0, x_BH, {Precision.FULL: torch.from_numpy(chosen)})
+        expected = ffn.output_of(0, x_BH, {Precision.FULL: torch.from_numpy(chosen)})
         assert close(found, expected)
         check_bytes(ffn, runtime, 0, Precision.FULL)
     runtime.close()

@@ -114,7 +114,7 @@ def chosen_neurons(
                     rig.due.append((found, ffn.dense(layer, x_BH)))
                     continue
                 check_precisions(select(scores_BN, Mix.from_shares(mix)), near)
-                rig.due.append((found, ffn.product(layer, x_BH, near)))
+                rig.due.append((found, ffn.output_of(layer, x_BH, near)))
             if rig.rng.random() < 0.2:
                 rig.settle()
         rig.settle()
@@ -156,7 +156,7 @@ def ranks_over_a_base(rig: DeferredRig, mix: tuple[float, float, float], seed: i
                 is_all = sum(mix) == 1 and ffn.shape.gated
                 rest = everyone if is_all else torch.from_numpy(wanted.int4)
                 chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-                rig.due.append((found, ffn.product(layer, x_BH, chosen)))
+                rig.due.append((found, ffn.output_of(layer, x_BH, chosen)))
         rig.settle()
         assert runtime.stats.sparse_steps == 24
         runtime.close()
@@ -189,7 +189,7 @@ def test_a_damaged_bundle_frees_its_bounce_buffer(monkeypatch, tmp_path, haste):
                 continue
             found = runtime.layers[0].compute(rig.near(x_BH), True)
             with now():
-                rig.due.append((found, ffn.product(0, x_BH, resident_neurons(runtime, 0))))
+                rig.due.append((found, ffn.output_of(0, x_BH, resident_neurons(runtime, 0))))
         assert runtime.stats.sparse_steps == 8
         rig.settle()
         runtime.close()

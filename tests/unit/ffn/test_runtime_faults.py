@@ -110,7 +110,7 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
         wanted = select(predictors[0].next_BN, Mix.from_shares(mix))
         check_precisions(wanted, near)
-        assert close(found, ffn.product(0, x_BH, near))
+        assert close(found, ffn.output_of(0, x_BH, near))
     assert failed > 10
     runtime.close()
 
@@ -164,7 +164,7 @@ def test_streamed_in_8_bit(ffn, monkeypatch) -> None:
     everyone = {Precision.INT8: torch.arange(96)}
     for layer in range(5):
         found = runtime.layers[layer].compute(x_BH, False)
-        assert close(found, ffn.product(layer, x_BH, everyone))
+        assert close(found, ffn.output_of(layer, x_BH, everyone))
     runtime.close()
 
 
@@ -174,7 +174,7 @@ def test_a_base_alone(ffn) -> None:
     everyone = {Precision.INT4: torch.arange(96)}
     for layer in range(5):
         found = runtime.layers[layer].compute(x_BH, True)
-        assert close(found, ffn.product(layer, x_BH, everyone))
+        assert close(found, ffn.output_of(layer, x_BH, everyone))
         runtime.layers[layer].check_integrity()
     runtime.close()
 
@@ -222,7 +222,7 @@ def test_what_was_read_ahead_in_vain_may_be_damaged(tmp_path: Path) -> None:
     runtime.backend.prefetch(2, {Precision.FULL: np.array([40, 90, 95])})
     predictors[2].next_BN = scores
     chosen = {Precision.FULL: torch.arange(72, 96)}
-    assert close(runtime.layers[2].compute(x_BH, True), ffn.product(2, x_BH, chosen))
+    assert close(runtime.layers[2].compute(x_BH, True), ffn.output_of(2, x_BH, chosen))
     predictors[2].next_BN = -scores
     runtime.backend.prefetch(2, {Precision.FULL: np.array([0, 40])})
     predictors[2].next_BN = -(scores - 40).abs()

@@ -92,7 +92,7 @@ def steps_without_the_host(
                 with now():
                     near = resident_neurons(runtime, layer)
                     check_precisions(select(scores_BN, Mix.from_shares(mix)), near)
-                    rig.due.append((found, ffn.product(layer, x_BH, near)))
+                    rig.due.append((found, ffn.output_of(layer, x_BH, near)))
             if rig.rng.random() < 0.2:
                 rig.settle()
         rig.settle()
