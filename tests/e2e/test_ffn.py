@@ -23,7 +23,7 @@ from tests.e2e.harness import (
     run,
     vllm_tokens,
 )
-from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.adapter import worker_hooks
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
@@ -225,7 +225,7 @@ def test_an_engine_that_fails_later_leaves_nothing_behind() -> None:
         engine("opt", KV_OFF, ffn=ffn, kv_cache_memory_bytes=1 << 16),
     ):
         pytest.fail("the engine started")
-    assert not threads() and not weights_engine._ffns
+    assert not threads() and not worker_hooks._ffns
     assert run("opt", PROMPTS, KV_OFF, ffn=ffn).tokens == vllm_tokens("opt", PROMPTS)
 
 
@@ -233,13 +233,13 @@ def test_memory_is_freed_with_the_engine() -> None:
     """The KV cache too: vLLM's offloader, which refers to the FFN's engine, outlives it."""
     ffn = {"store": store_of("opt"), "exact": True}
     with engine("opt", KV_OFF, ffn=ffn) as llm:
-        runtime = weakref.ref(weights_engine._ffns[0].runtime)
+        runtime = weakref.ref(worker_hooks._ffns[0].runtime)
         context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         attention = [weakref.ref(module) for name, module in context.items() if "attn" in name]
         assert len(attention) == 4 and threads()
         del llm, context
     gc.collect()
-    assert runtime() is None and not threads() and not weights_engine._ffns
+    assert runtime() is None and not threads() and not worker_hooks._ffns
     assert not [alive for alive in attention if alive() is not None]
 
 
@@ -248,17 +248,17 @@ def test_an_engine_without_neurons_beside_it() -> None:
     ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
     expected = vllm_tokens("opt", PROMPTS)
     with engine("opt", KV_OFF, ffn=ffn) as llm:
-        (ours,) = weights_engine._ffns
+        (ours,) = worker_hooks._ffns
         runtime = ours.runtime
         compilation = SimpleNamespace(static_forward_context={})
         runner = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
         loaded: list[Any] = []
-        weights_engine._load_model(loaded.append, runner)
+        worker_hooks._load_model(loaded.append, runner)
         assert loaded == [runner] and ours.runtime is runtime
-        wrapper = SimpleNamespace(tiered_ffn=weights_engine._ffn_of(runner.vllm_config))
-        weights_engine._shutdown(lambda wrapper: None, wrapper)
-        assert weights_engine._ffns == [ours]
-        assert weights_engine._ffn_of(llm.llm_engine.vllm_config) is ours
+        wrapper = SimpleNamespace(tiered_ffn=worker_hooks._ffn_of(runner.vllm_config))
+        worker_hooks._shutdown(lambda wrapper: None, wrapper)
+        assert worker_hooks._ffns == [ours]
+        assert worker_hooks._ffn_of(llm.llm_engine.vllm_config) is ours
         assert generate(llm, PROMPTS) == expected
 
 

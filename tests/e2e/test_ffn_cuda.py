@@ -23,7 +23,7 @@ from tests.e2e.harness import (
 )
 from tests.fakes.deferred_gpu import DeferredGpu
 from tests.fakes.deferred_torch import DeferredTorch
-from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.adapter import worker_hooks
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.prepare.pipeline import prepare
 
@@ -107,7 +107,7 @@ def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
     expected = vllm_tokens(model, PROMPTS)
     with engine(model, KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
         assert generate(llm, PROMPTS) == expected
-        runtime = weights_engine._ffns[-1].runtime
+        runtime = worker_hooks._ffns[-1].runtime
         assert runtime is not None and runtime.backend.stats.storage_bytes > 0
 
 
@@ -120,7 +120,7 @@ def test_every_neuron_by_the_gpus_cache_index(monkeypatch: pytest.MonkeyPatch, m
     expected = vllm_tokens(model, PROMPTS)
     with engine(model, KV_OFF, ffn=ffn) as llm:
         assert generate(llm, PROMPTS) == expected
-        runtime = weights_engine._ffns[-1].runtime
+        runtime = worker_hooks._ffns[-1].runtime
         assert runtime is not None and runtime.stats.sparse_steps > 0 and runtime.stats.hits > 0
         assert all(layer.on_device is not None for layer in runtime.layers)
 
@@ -141,7 +141,7 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: f
     prompts = [tokenizer.encode("def fibonacci(n):\n")]
     with engine("demo", KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
         found = generate(llm, prompts, 24)[0]
-        runtime = weights_engine._ffns[-1].runtime
+        runtime = worker_hooks._ffns[-1].runtime
         assert runtime is not None and runtime.stats.sparse_steps >= 30 * 23
         assert runtime.predictor == "base4"
         owns_index = [

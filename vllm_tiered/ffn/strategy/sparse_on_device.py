@@ -59,7 +59,7 @@ class SparseOnDevice(SparseStrategy):
         self._cache_index = index.empty_index(
             num_neurons, capacities, window, self._rank.mailbox.near
         )
-        self._device_name = device_name(next(iter(self._buffers.values())))
+        self._device_name = device_name(next(iter(buffers.values())))
         self._multiplied_bytes: dict[int, int] = {}  # of a recent step, by the tokens' bit length
         self.owns_index = False
 

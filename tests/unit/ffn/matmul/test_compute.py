@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products over a region: those of the weights it holds, whatever lies behind its last row."""
+"""GEMM over a cache buffer: that of the weights it holds, whatever lies behind its last slot."""
 
 import functools
 
@@ -22,7 +22,7 @@ TOLERANCE = 8 * torch.finfo(torch.float32).eps
 
 
 def stats(monkeypatch, name):
-    """Have everything computed by a library, or by plain torch."""
+    """Compute everything by one library, or by plain torch."""
     if name == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has no AVX-512")
     if name == "avx2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -70,7 +70,7 @@ def a_buffer(hidden, num_slots, *, gated, precision, dtype, num_groups=1, bias=T
 
 
 def expected_activations(x, buffer, weights, activation):
-    """In float64."""
+    """The expected output in float64."""
     act, weights, x = activation_function(activation), weights.double(), x.double()
     up = x @ weights[:, -2].T
     if buffer.shape.gated:
@@ -167,7 +167,7 @@ def test_an_unknown_activation():
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_many_slots(monkeypatch, precision, num_tokens, num_threads):
-    """More than a thread's or a chunk's share."""
+    """More slots than a thread or a chunk takes."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     buffer, weights = a_buffer(
         320, 3001, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=5
@@ -185,7 +185,7 @@ def test_no_slots_and_no_tokens(precision):
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
-def test_both_at_once_are_the_same(precision):
+def test_one_call_gives_the_same(precision):
     buffer, _ = a_buffer(
         320, 333, gated=True, precision=precision, dtype=torch.bfloat16, num_groups=5
     )
@@ -212,7 +212,7 @@ def test_slots_of_no_activation_are_not_read(monkeypatch, kernels, precision):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_what_is_no_number_stays_none(monkeypatch, kernels):
+def test_nan_stays_nan(monkeypatch, kernels):
     """A broken input must show, also behind ReLU."""
     stats(monkeypatch, kernels)
     buffer, _ = a_buffer(96, 40, gated=False, precision=Precision.FULL, dtype=torch.float32)
@@ -287,7 +287,7 @@ def test_filling_slots_copies_scales_and_biases():
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4], ids=lambda p: p.value)
 def test_every_code_is_expanded(precision):
-    """One weight at a time: which of a byte's two it is, and its sign."""
+    """One weight at a time: its half of the byte, and its sign."""
     buffer, weights = a_buffer(
         64, 4096, gated=False, precision=precision, dtype=torch.float32, bias=False
     )
