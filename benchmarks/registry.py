@@ -15,7 +15,9 @@ from benchmarks.suites.gpu.parts import PARTS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """An entry of the table. `module` offers, by these names:
+    """An entry of the table of benchmarks.
+
+    `module` offers, by these names:
 
     * `PROFILES`: profile name to a frozen dataclass of settings,
     * `RESULT_KEYS`: the keys its result has at least,

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products on tensor cores, as Triton's interpreter gets them right too."""
+"""Matmul on tensor cores that is also right in Triton's interpreter."""
 
 import triton
 import triton.language as tl
 from triton import knobs
 
-# Triton decides at its import, too. The interpreter of 3.9 multiplies bfloat16 numbers' bits, as
-# whole numbers.
+# Read at import, as Triton does. The interpreter of 3.9 multiplies the bits of bfloat16 numbers as
+# integers.
 _IS_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
 def matmul_add(a, b, sums, PRECISION: tl.constexpr):
-    """``sums + a @ b``; PRECISION of float32 operands."""
+    """Return ``sums + a @ b``; PRECISION applies to float32 operands."""
     if _IS_INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

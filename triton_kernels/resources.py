@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kernel takes of a GPU, found without one: ``python -m vllm_tiered.kernels.resources``.
+"""Resources of each kernel, found without a GPU: ``python -m vllm_tiered.kernels.resources``.
 
 Compiles every variant for sm_80, sm_90 and sm_100 and writes registers, spills and shared memory to
 ``resources.json``, which a test holds against what it finds itself.
@@ -50,7 +50,7 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """Of a thread: registers and bytes spilled to local memory. Of a program: shared memory."""
+    """Registers and spilled bytes of a thread, shared memory of a program."""
 
     registers: int
     spilled_bytes: int

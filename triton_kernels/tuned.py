@@ -15,14 +15,14 @@ from vllm_tiered.errors import ConfigError
 
 @cache
 def parameters(kernel: str, device_name: str | None = None) -> Mapping[str, int]:
-    """What a kernel is launched with.
+    """Return a kernel's launch parameters.
 
     Args:
         kernel: its folder's name.
         device_name: ``torch.cuda.get_device_name()``; None for the default.
 
     Raises:
-        ConfigError: a device's file has other keys than the default's.
+        ConfigError: a device's file has other keys than the default file.
     """
     folder = Path(__file__).with_name(kernel) / "tuned"
     default: dict[str, int] = json.loads((folder / "default.json").read_text())

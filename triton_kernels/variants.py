@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is compiled as: the argument types and constants of a launch that matters.
+"""Launches to compile ahead: argument types and constants of each launch that matters.
 
 Triton compiles at the first launch, on the machine with the GPU. A variant states such a launch, so
 that ``resources.py`` can compile it anywhere and a test can watch what it takes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that vllm-tiered raises on purpose.
+"""The errors that vllm-tiered raises on purpose.
 
     Exception
     └── TieredError
@@ -7,14 +7,14 @@
         ├── UnsupportedError  (+ ValueError)    a combination refused at start
         ├── BudgetError       (+ ValueError)    a tier is too small for what it has to hold
         ├── VersionError      (+ RuntimeError)  not the vLLM this adapter was written for
-        └── IntegrityError    (+ RuntimeError)  our own books do not balance: a bug here
+        └── IntegrityError    (+ RuntimeError)  an internal count does not add up: a bug here
 
 A message says what is wrong, with the actual numbers, and which knob to turn.
 """
 
 
 class TieredError(Exception):
-    """Root of the tree: catch this to catch all that vllm-tiered raises on purpose."""
+    """Root of the tree; catching it catches every error that vllm-tiered raises on purpose."""
 
 
 class ConfigError(TieredError, ValueError):
@@ -22,11 +22,11 @@ class ConfigError(TieredError, ValueError):
 
 
 class UnsupportedError(TieredError, ValueError):
-    """The model, the platform or another option does not go together with what was switched on."""
+    """The model, the platform or another option is incompatible with what was switched on."""
 
 
 class BudgetError(TieredError, ValueError):
-    """A tier's byte budget cannot hold what was asked of it."""
+    """A tier's byte budget is too small for what it must hold."""
 
 
 class VersionError(TieredError, RuntimeError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte sizes: binary multiples, as memory is sized and as configuration keys (`*_gib`) name it."""
+"""Byte sizes in binary multiples, as memory and the configuration keys `*_gib` are sized."""
 
 import math
 
@@ -12,9 +12,10 @@ _UNITS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 
 def gib_to_bytes(size_gib: float) -> int:
-    """`size_gib` in whole bytes, rounded down so that a budget is never exceeded.
+    """Return `size_gib` in whole bytes, rounded down so that a budget is never exceeded.
 
-    Raises ValueError for a negative or non-finite size.
+    Raises:
+        ValueError: the size is negative or not finite.
     """
     if not 0 <= size_gib < math.inf:
         raise ValueError(f"a size is a finite number >= 0, not {size_gib} GiB")
@@ -22,7 +23,7 @@ def gib_to_bytes(size_gib: float) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """`size_bytes` for people, in the largest unit that leaves at least 1: `1.50 GiB`, `512 B`."""
+    """Format `size_bytes` in the largest unit that gives at least 1: `1.50 GiB`, `512 B`."""
     for unit_bytes, name in _UNITS:
         if abs(size_bytes) >= unit_bytes:
             return f"{size_bytes / unit_bytes:.2f} {name}"

@@ -109,7 +109,7 @@ def _decode(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, An
     """Seconds of the steps in which all requests decode, and what they used."""
     from vllm import SamplingParams
 
-    from vllm_tiered.adapter import worker_hooks as weights_engine
+    from vllm_tiered.adapter import worker_hooks
 
     engine = llm.llm_engine
     sampling = SamplingParams(
@@ -120,13 +120,13 @@ def _decode(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, An
     started: set[str] = set()
     seconds: list[float] = []
     use: Counter[str] = Counter()
-    weights_engine.take_use()
+    worker_hooks.drain_metrics()
     while engine.has_unfinished_requests():
         all_decode = len(started) == len(prompts)
         begin = time.perf_counter()
         outputs = engine.step()
         end = time.perf_counter()
-        used = weights_engine.take_use()
+        used = worker_hooks.drain_metrics()
         started |= {output.request_id for output in outputs}
         if all_decode and len(outputs) == len(prompts):
             seconds.append(end - begin)

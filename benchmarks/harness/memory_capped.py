@@ -66,7 +66,7 @@ def decode_command(
     tiered: Mapping[str, Any] | None = None,
     *extra: str,
 ) -> list[str]:
-    """The command line of `benchmarks.harness.sparse_decode`."""
+    """Return the command line of `benchmarks.harness.sparse_decode`."""
     command = [
         *(sys.executable, "-m", "benchmarks.harness.sparse_decode", "--model", str(model)),
         *("--kv-bytes", str(kv_bytes)),

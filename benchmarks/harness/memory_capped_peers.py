@@ -40,7 +40,7 @@ class PeerRuns:
     def commands(
         self, names: Sequence[str], limit_bytes: int | None, step: Step
     ) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """The command lines of peers that run here, their files made, and why others do not.
+        """Return command lines of the peers that run here, and why the others do not.
 
         A peer that cannot make its files or does not run within the limit is one of the others.
         """
@@ -97,7 +97,7 @@ class PeerRuns:
     def command(
         self, name: str, share: float, *, new_tokens: int | None = None, prepare: bool = False
     ) -> list[str]:
-        """A peer's command line."""
+        """Return a peer's command line."""
         return peers.command(
             name,
             self.python,

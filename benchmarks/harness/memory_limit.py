@@ -98,7 +98,7 @@ def run_limited(
 
 @contextmanager
 def _group(limit_bytes: int | None) -> Iterator[Path | None]:
-    """A new group with the limit; None if none can be made and no limit is asked for."""
+    """Make a control group with the limit; None if none can be made and none is asked for."""
     is_v2 = "memory" in _read(_ROOT / "cgroup.controllers").split()
     group = (_ROOT if is_v2 else _ROOT / "memory") / f"vllm-tiered-{uuid.uuid4().hex[:8]}"
     try:

@@ -44,10 +44,10 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     import psutil
     from vllm import LLM, SamplingParams
 
-    from vllm_tiered.adapter import worker_hooks as weights_engine
+    from vllm_tiered.adapter import worker_hooks
     from vllm_tiered.adapter.telemetry import manifest
 
-    loading = _timed(weights_engine, "_load_model")
+    loading = _timed(worker_hooks, "_load_model")
     tiered: dict[str, Any] = {"kv": {"enabled": False}}
     if args.store is not None:
         tiered["weights"] = {
@@ -78,11 +78,11 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     engine.add_request("0", prompt, sampling)
     times = [time.perf_counter()]
     stalls = []
-    weights_engine.take_use()
+    worker_hooks.drain_metrics()
     while engine.has_unfinished_requests():
         engine.step()
         times.append(time.perf_counter())
-        stalls.append(weights_engine.take_use().get("weights_stall_seconds", 0.0))
+        stalls.append(worker_hooks.drain_metrics().get("weights_stall_seconds", 0.0))
     steps = [after - before for before, after in itertools.pairwise(times)]
     return {
         "load_seconds": started,

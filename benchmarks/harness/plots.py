@@ -151,7 +151,7 @@ def _rate_curves(key: str, label: str) -> Callable[[Axes, Result], None]:
 
 
 def _adaptive_bars(axes: Axes, result: Result) -> None:
-    """Fixed expansions over the best one, and auto, per workload and budget (figure 9b)."""
+    """Draw fixed expansions and auto over the best one, by workload and budget (figure 9b)."""
     cases = [
         (f"{name}\n{budget}", case)
         for name, entry in result["by_workload"].items()

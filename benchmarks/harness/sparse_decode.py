@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     import psutil
     from vllm import LLM, SamplingParams
 
-    from vllm_tiered.adapter import worker_hooks as weights_engine
+    from vllm_tiered.adapter import worker_hooks
     from vllm_tiered.adapter.telemetry import manifest
 
     longest = args.prompt_tokens + (args.batch - 1) * args.prompt_step
@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     for index in range(args.batch):
         ids = args.prompt or _prompt(args.prompt_tokens + index * args.prompt_step, llm)
         engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
-    weights_engine.take_use()
+    worker_hooks.drain_metrics()
     begin = time.perf_counter()
     prefill_seconds = 0.0
     seconds: list[float] = []
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         step_begin = time.perf_counter()
         outputs = engine.step()
         step_end = time.perf_counter()
-        used = weights_engine.take_use()
+        used = worker_hooks.drain_metrics()
         tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
         # All had their first token before: a step of decoding alone.
         if len(before) == args.batch:
@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _prompt(num_tokens: int, llm: Any) -> list[int]:
-    """The contenders' prompt, within the vocabulary."""
+    """Return the contenders' prompt, within the vocabulary."""
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     return [3 + token % (vocab_size - 3) for token in prompt_ids(num_tokens)]
 

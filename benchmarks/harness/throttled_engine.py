@@ -92,7 +92,7 @@ class Slowed:
         _take_use()
 
     def end_round(self, result: RoundResult) -> RoundResult:
-        """The round's result, with what the clock and the link say."""
+        """Return the round's result with the figures of the clock and the link."""
         use = _take_use()
         counters = {
             **result.counters,
@@ -206,7 +206,10 @@ def held_curves(curves: MeasuredCurves, bytes_per_s: float) -> MeasuredCurves:
 
 
 def decoder_layers(model: Any) -> Any:
-    """The layers of a vLLM model. Raises ValueError if there is not exactly one list of them."""
+    """Return the layers of a vLLM model.
+
+    Raises ValueError if there is not exactly one list of them.
+    """
     found = [module for name, module in model.named_modules() if name.endswith(".layers")]
     if len(found) != 1:
         raise ValueError(f"{type(model).__name__} has {len(found)} lists of layers, expected 1")
@@ -214,7 +217,7 @@ def decoder_layers(model: Any) -> Any:
 
 
 def _products(layer: Any) -> dict[str, int]:
-    """The linear modules of a layer, by path, with the number of their weights.
+    """Return the linear modules of a layer by path, with their numbers of weights.
 
     From their sizes: vLLM packs weights that stay near, and drops the tensor.
     """
@@ -234,6 +237,6 @@ def _num_weights(sublayer: Sublayer, products: Mapping[str, int]) -> int:
 
 
 def _take_use() -> dict[str, float]:
-    from vllm_tiered.adapter.worker_hooks import take_use
+    from vllm_tiered.adapter.worker_hooks import drain_metrics
 
-    return take_use()
+    return drain_metrics()

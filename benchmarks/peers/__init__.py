@@ -108,7 +108,9 @@ PEERS: Mapping[str, Peer] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRun:
-    """What a contender measured. `prefill_seconds` ends with the first new token;
+    """Figures that a contender measured.
+
+    `prefill_seconds` ends with the first new token;
     `seconds_per_token` has one entry for each token after it. `model_bytes` are its weights as it
     stores them, `resident_bytes` those it keeps in memory on purpose (None: up to the system).
     """

@@ -55,8 +55,10 @@ def sublayer_sizes(config: dict[str, Any]) -> list[list[int]]:
 
 
 def resident_bytes(sizes: list[list[int]], percent: int) -> int:
-    """Return what FlexGen keeps in memory at this percentage (its `init_weight_list`: the disk
-    takes the first matrices of each list, memory the last)."""
+    """Return the bytes that FlexGen keeps in memory at this percentage.
+
+    After its `init_weight_list`: the disk takes the first matrices of each list, memory the last.
+    """
     total = 0
     for sublayer in sizes:
         ends = np.cumsum(sublayer)

@@ -70,7 +70,7 @@ def engine(
     # Of each architecture's class vLLM asks a process of its own, which takes 12 s to import it.
     registry._run_in_subprocess = lambda inspect: inspect()
     keep_kernels()
-    manifest.publish(None)
+    manifest.publish_kv(None)
     manifest.publish_weights(None)
     manifest.publish_ffn(None)
     manifest.publish_l2(None)

@@ -112,6 +112,6 @@ def test_prefix_cache_reset_keeps_the_level(monkeypatch) -> None:
         first, _ = drive(llm)
         assert llm.reset_prefix_cache()
         second, _ = drive(llm)
-        granted = metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved")
-        assert granted == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+        total = metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved")
+        assert total == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
     assert first == second == vllm_tokens("deep", PROMPTS)

@@ -21,7 +21,7 @@ from tests.e2e.harness import (
     run,
     vllm_tokens,
 )
-from vllm_tiered.adapter import worker_hooks as weights_engine
+from vllm_tiered.adapter import worker_hooks
 from vllm_tiered.adapter.weights import offloader
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
@@ -142,7 +142,7 @@ def test_a_later_start_does_not_need_the_stored_part_of_the_checkpoint(
 ) -> None:
     store = tmp_path / "store"
     described = {"name": "m", "fingerprint": "1", "changed": "1"}
-    monkeypatch.setattr(weights_engine, "describe_checkpoint", lambda config: described)
+    monkeypatch.setattr(worker_hooks, "describe_checkpoint", lambda config: described)
     expected = run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens
     poison(copied_model, "proj")
     assert run("copied", PROMPTS, KV_OFF, weights=stored(store)).tokens == expected

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, FollowedTable
+from vllm_tiered.adapter.kv.device_translation import DeviceTable, DeviceTranslator
 from vllm_tiered.adapter.kv.translation import Translator
 from vllm_tiered.kernels.kv_pages import reference
 
@@ -166,10 +166,10 @@ class LateDevice:
 
 def test_a_late_table_arrives_as_it_was_when_it_was_sent(monkeypatch):
     source, late = np.zeros(4, dtype=np.int32), LateDevice()
-    table = FollowedTable(source, torch.device("cpu"), late.make_event)
+    table = DeviceTable(source, torch.device("cpu"), late.make_event)
     monkeypatch.setattr(table, "on_device", late)
     for at in range(6):
         source[:] = at
-        table.follow()
+        table.upload()
     late.deliver(6)
     assert late.arrived == list(range(6))

@@ -17,7 +17,7 @@ from vllm.model_executor.offloader import get_offloader
 
 from tests.e2e.harness import engine, generate, random_prompts, run, vllm_tokens
 from tests.fakes.cuda import SimulatedCudaDevice
-from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter import engine_config
 from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.adapter.weights import int4_layers, measurements, offloader
 from vllm_tiered.config import WeightsConfig
@@ -184,10 +184,10 @@ def captured_pieces(monkeypatch, tmp_path):
     from vllm.config import CompilationMode, CUDAGraphMode, PassConfig
     from vllm.platforms import current_platform
 
-    check = engine_config._check_weights
+    adjust = engine_config._adjust_vllm_config
 
     def as_on_a_gpu(config: Any, vllm_config: Any) -> None:
-        check(config, vllm_config)
+        adjust(config, vllm_config)
         if vllm_config.model_config.enforce_eager:
             return
         compilation = vllm_config.compilation_config
@@ -202,7 +202,7 @@ def captured_pieces(monkeypatch, tmp_path):
         weights_graphs.partition_graphs(config.weights, vllm_config)
         assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
 
-    monkeypatch.setattr(engine_config, "_check_weights", as_on_a_gpu)
+    monkeypatch.setattr(engine_config, "_adjust_vllm_config", as_on_a_gpu)
     name = f"{__name__}.CapturedPiece"
     monkeypatch.setattr(type(current_platform), "get_static_graph_wrapper_cls", lambda *_: name)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)

@@ -98,7 +98,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_page_does_not_move_before_they_are_taken(broken, whole, monkeypatch) -> None:
+def test_a_page_does_not_move_before_they_are_removed(broken, whole, monkeypatch) -> None:
     monkeypatch.setattr(*BROKEN[broken])
     with (
         engine("deep", {}, **TIGHT) as llm,
@@ -112,7 +112,7 @@ def test_a_page_does_not_move_before_they_are_taken(broken, whole, monkeypatch) 
 def test_a_whole_step_that_would_not_see_the_translation_is_an_error(whole, monkeypatch) -> None:
     """Nobody looks whether they were taken either."""
     monkeypatch.setattr(FullGraphs, "begin_step", lambda graphs, runner, plan: None)
-    monkeypatch.setattr(FullGraphs, "check_taken", lambda graphs: None)
+    monkeypatch.setattr(FullGraphs, "check_removed", lambda graphs: None)
     with (
         engine("deep", {}, **TIGHT) as llm,
         pytest.raises(IntegrityError, match="whose KV pages moved"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter import engine_config
 from vllm_tiered.adapter.kv.worker import TieredWorker
 
 SIZES = list(range(1, 17))
@@ -49,10 +49,10 @@ class WholeSteps:
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        check, register = engine_config._check_weights, TieredWorker.register_kv_caches
+        adjust, register = engine_config._adjust_vllm_config, TieredWorker.register_kv_caches
 
         def with_graphs(config: Any, vllm_config: Any) -> None:
-            check(config, vllm_config)
+            adjust(config, vllm_config)
             compilation = vllm_config.compilation_config
             compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
             compilation.cudagraph_capture_sizes = list(SIZES)
@@ -64,7 +64,7 @@ class WholeSteps:
             self._views = {name: worker._layers[name].kv_cache for name in kv_caches}
 
         patch = self._patched.setattr
-        patch(engine_config, "_check_weights", with_graphs)
+        patch(engine_config, "_adjust_vllm_config", with_graphs)
         patch(TieredWorker, "register_kv_caches", registered)
         patch(CompilationConfig, "is_attention_compiled_piecewise", lambda config: True)
         patch(

@@ -24,17 +24,17 @@ def host(tmp_path):
 def test_a_kilowatt_hour_is_the_grids_grams(clock, host):
     counted = EngineEnergy(meter_of(clock, host.root, ssd=0.0), 820.0, log=False)
     counted.begin_step()
-    assert counted.take_use() == {}  # no time has passed
+    assert counted.drain_metrics() == {}  # no time has passed
     for _ in range(36):
         host.draw("intel-rapl:0", 100_000)
         clock.now += 1000
-        use = counted.take_use()
+        use = counted.drain_metrics()
     assert use == pytest.approx(
         {"energy_joules": 1e5, "energy_assumed_joules": 0, "co2e_grams": 820 / 36}
     )
     assert use.keys() <= COUNTERS.keys()
-    assert counted.take_for_report() == pytest.approx((3.6e6, 0.0))
-    assert counted.take_for_report() == (0.0, 0.0)
+    assert counted.drain_for_report() == pytest.approx((3.6e6, 0.0))
+    assert counted.drain_for_report() == (0.0, 0.0)
 
 
 def test_ranks_and_steps_add_up():

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_tiered.adapter import config as engine_config
-from vllm_tiered.adapter.config import chosen_config, merge_sections
+from vllm_tiered.adapter import engine_config
+from vllm_tiered.adapter.engine_config import chosen_config, merge_sections
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 

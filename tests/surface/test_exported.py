@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from vllm_tiered.adapter import cli_args, compat, plugin
-from vllm_tiered.adapter import config as engine_config
+from vllm_tiered.adapter import cli_args, compat, engine_config, plugin
 from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.cli.main import main
 

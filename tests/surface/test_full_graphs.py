@@ -12,7 +12,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import dp_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_tiered.adapter.config import _connector_config
+from vllm_tiered.adapter.engine_config import _connector_config
 from vllm_tiered.adapter.kv import full_graphs
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.config import TieredConfig
@@ -165,7 +165,7 @@ def runner(request, monkeypatch):
     monkeypatch.setattr(full_graphs, "_runner_class", lambda vllm_config: cls)
     runner = cls(compiled())
     yield runner
-    full_graphs.forget(runner.vllm_config)
+    full_graphs.unwatch(runner.vllm_config)
 
 
 def watched(runner: Any) -> FullGraphs:
@@ -185,17 +185,17 @@ def test_pieces_from_the_step_whose_plan_makes_a_layer_far(runner, caplog_vllm):
     assert [step(runner, NEAR) for _ in range(3)] == [FULL] * 3
     assert [step(runner, plan) for plan in (FAR, FAR, NEAR)] == [PIECEWISE] * 3
     (line,) = caplog_vllm.messages
-    assert line.startswith("tiered kv: 4 CUDA graphs of whole steps are not used from here on")
+    assert line.startswith("tiered kv: 4 CUDA graphs of whole steps are not used from now on")
 
 
 def test_without_being_watched_whole_steps_go_on(runner):
     """What the test before relies on."""
     assert [step(runner, plan) for plan in (NEAR, FAR, FAR)] == [FULL] * 3
     graphs = watched(runner)
-    full_graphs.forget(runner.vllm_config)
+    full_graphs.unwatch(runner.vllm_config)
     assert step(runner, FAR) == FULL
     with pytest.raises(IntegrityError, match="were not taken from the model runner"):
-        graphs.check_taken()
+        graphs.check_removed()
 
 
 def test_steps_without_requests_change_nothing(runner):
@@ -204,7 +204,7 @@ def test_steps_without_requests_change_nothing(runner):
     assert step(runner, None) == FULL
     step(runner, FAR)
     assert step(runner, None) == PIECEWISE
-    graphs.check_taken()
+    graphs.check_removed()
 
 
 def test_another_engine_keeps_its_own(runner):
@@ -212,7 +212,7 @@ def test_another_engine_keeps_its_own(runner):
     watched(runner), watched(other)
     assert step(runner, FAR) == PIECEWISE
     assert step(other, NEAR) == FULL
-    full_graphs.forget(other.vllm_config)
+    full_graphs.unwatch(other.vllm_config)
 
 
 def test_a_runner_is_wrapped_once(runner):

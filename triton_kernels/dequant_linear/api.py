@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers: check shapes and types, then one launch (and, for few tokens, one to arrange x)."""
+"""Launchers of the 4-bit linear layer: check shapes and types, then launch one kernel."""
 
 import torch
 
@@ -18,14 +18,14 @@ def linear(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """``x @ w.T + bias``, [B, N] in x's dtype; sums are in float32.
+    """Return ``x @ w.T + bias``, [B, N] in x's dtype; sums are in float32.
 
     Args:
         x_BK: float32, bfloat16 or float16; rows of contiguous numbers.
-        packed: of ``reference.pack``, with figures in x's dtype; aligned to 16 bytes.
+        packed: of ``reference.pack``, with scales and zeros in x's dtype; aligned to 16 bytes.
         num_rows: N.
         bias_N: in x's dtype, contiguous.
-        device_name: whose launch parameters to take.
+        device_name: the GPU whose launch parameters are used.
     """
     num_tokens, columns = x_BK.shape
     assert x_BK.dtype in _DTYPES and x_BK.stride(1) == 1 and columns % GROUP == 0
@@ -84,7 +84,7 @@ def linear(
 
 
 def _arranged(x_BK: torch.Tensor) -> torch.Tensor:
-    """float32 [B, 2 halves of a byte, 4 bytes of a word, words of a row]."""
+    """Return x as float32 [B, 2 halves of a byte, 4 bytes of a word, words of a row]."""
     num_tokens, columns = x_BK.shape
     x_BGHWP = x_BK.view(num_tokens, columns // GROUP, 2, GROUP // 8, 4)
     return x_BGHWP.permute(0, 2, 4, 1, 3).float().contiguous()

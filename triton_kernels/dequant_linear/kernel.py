@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with 4-bit weights as they lie; the packing is drawn in ``reference.py``.
+"""Matmuls with packed 4-bit weights; ``reference.py`` draws the packing.
 
     few tokens    a program: R rows of w, all of K in steps of some groups; no sums between programs
     more          a program: N rows, M tokens, a group at a time on tensor cores
@@ -27,7 +27,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _nibbles(words, shift):
-    """Less 8, as float32: 2^23 + nibble has the nibble for its mantissa."""
+    """Return nibbles less 8 as float32: the mantissa of 2^23 + nibble holds the nibble."""
     bits = (words >> shift) & 15 | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - 8388616.0
 
@@ -130,7 +130,7 @@ def batch_kernel(
 
 
 def _variant(name: str, kernel: object, *, tokens: int, bias: bool = False) -> Variant:
-    """A launch for a 4096 x 4096 matrix, as ``api.py`` makes it."""
+    """Return the launch for a 4096 x 4096 matrix that ``api.py`` makes."""
     few = kernel is few_tokens_kernel
     pointers = {
         "x_BHPW" if few else "x_BK": "*fp32" if few else "*bf16",

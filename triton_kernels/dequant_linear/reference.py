@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packing, and the product in plain torch, float32 first: what the kernels are held against.
+"""Reference of the packing and of the linear layer in plain torch, float32 first.
 
     w_NK  is about  (q_NK - 8) * scale_NG + zero_NG,    q from 0 to 15,    G groups of 64 along K
 
@@ -48,16 +48,16 @@ def pack(weight_NK: torch.Tensor) -> torch.Tensor:
 def parts(
     packed: torch.Tensor, num_rows: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views: codes uint8 [N, K / 2], scales and zeros [N, G] in the activations' dtype."""
+    """Return views: codes uint8 [N, K / 2], scales and zeros [N, G] in the activations' dtype."""
     per_group = GROUP // 2 + 2 * dtype.itemsize
     num_groups = packed.numel() // (num_rows * per_group)
     num_code_bytes = num_rows * num_groups * GROUP // 2
-    figures = packed[num_code_bytes:].view(dtype).view(2, num_rows, num_groups)
-    return packed[:num_code_bytes].view(num_rows, -1), figures[0], figures[1]
+    scales_and_zeros = packed[num_code_bytes:].view(dtype).view(2, num_rows, num_groups)
+    return packed[:num_code_bytes].view(num_rows, -1), scales_and_zeros[0], scales_and_zeros[1]
 
 
 def unpack(packed: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [N, K]; ``dtype`` is the activations'."""
+    """Return the weights, float32 [N, K]; ``dtype`` is the activations'."""
     codes, scale_NG, zero_NG = parts(packed, num_rows, dtype)
     bytes_NGb = codes.view(*scale_NG.shape, GROUP // 2)
     q_NGg = torch.cat([bytes_NGb & 15, bytes_NGb >> 4], dim=2).float() - _MIDDLE
@@ -67,7 +67,7 @@ def unpack(packed: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.Ten
 def linear(
     x_BK: torch.Tensor, packed: torch.Tensor, num_rows: int, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ w.T + bias`` in float32, [B, N], rounded once to x's dtype."""
+    """Return ``x @ w.T + bias`` computed in float32, [B, N], rounded once to x's dtype."""
     out_BN = x_BK.float() @ unpack(packed, num_rows, x_BK.dtype).T
     if bias_N is not None:
         out_BN += bias_N.float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same in plain torch: what the kernels are held against."""
+"""Reference of the KV page kernels in plain torch."""
 
 import torch
 

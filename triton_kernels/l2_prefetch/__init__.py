@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory asked for ahead, into the GPU's L2: of tensors, and of KV pages by the block table."""
+"""Prefetch of tensors, and of KV pages by the block table, into the GPU's L2."""

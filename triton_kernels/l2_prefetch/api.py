@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers: check shapes and types, then one launch on the current stream.
+"""Launchers of the L2 prefetch: check shapes and types, then launch on the current stream.
 
 Never run on a GPU (2026-11): compiled for all architectures, and what is asked for is tested in
 Triton's interpreter.
@@ -30,13 +30,13 @@ def prefetch(
     architecture: int,
     device_name: str | None = None,
 ) -> None:
-    """Ask for all of a tensor, if ``switch`` is not 0 when the kernel runs.
+    """Prefetch all of a tensor into the L2, if ``switch`` is not 0 when the kernel runs.
 
     Args:
         tensor: contiguous, or a transposed view of what is.
         switch: int32 [1], on the GPU.
         architecture: compute capability times 10.
-        device_name: whose launch parameters to take.
+        device_name: the GPU whose launch parameters are used.
     """
     _check_switch(switch)
     if not tensor.numel():
@@ -66,7 +66,7 @@ def prefetch_kv(
     architecture: int,
     device_name: str | None = None,
 ) -> None:
-    """Ask for the pages that a step's attention reads, from the first request on.
+    """Prefetch the pages that a step's attention reads, from the first request on.
 
     A page that two requests share is asked for twice, and counts twice.
 
@@ -77,7 +77,7 @@ def prefetch_kv(
         switch: int32 [1], on the GPU.
         max_bytes: pages that exceed it in all are left.
         architecture: compute capability times 10.
-        device_name: whose launch parameters to take.
+        device_name: the GPU whose launch parameters are used.
     """
     _check_switch(switch)
     assert block_table_BM.dtype == seq_lens_B.dtype == torch.int32
@@ -110,7 +110,7 @@ def prefetch_kv(
 
 
 def _way(architecture: int, bulk_bytes: int) -> tuple[int, int]:
-    """The instruction, and the bytes that one asks for."""
+    """Return the instruction to use and the bytes that one of it requests."""
     assert architecture >= MIN_ARCHITECTURE, architecture
     return (BULK, bulk_bytes) if architecture >= _FIRST_WITH_BULK else (LINES, LINE_BYTES)
 
@@ -120,7 +120,7 @@ def _check_switch(switch: torch.Tensor) -> None:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Of the memory that a tensor without gaps takes; a product's weight is often transposed."""
+    """Return the bytes of a tensor without gaps; a matmul's weight is often transposed."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     assert last + 1 == tensor.numel(), ("a tensor with gaps", tensor.shape, tensor.stride())
     return tensor.nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the L2 for memory that will be read soon (PRESERVE, section 3), and brings nothing back.
+"""Prefetch of memory into the L2 before it is read (PRESERVE, section 3), without a result.
 
 A span of memory is cut at multiples of the unit, so that no line is asked for twice:
 
@@ -33,7 +33,7 @@ LINE_BYTES = 128
 
 @triton.jit
 def ask(addresses, sizes, at, asked_A2, is_within, BY: tl.constexpr):
-    """Sizes of 0 and less are asked for by nobody."""
+    """Request ``sizes`` bytes from ``addresses``; sizes of 0 and less request nothing."""
     if BY == 2:
         tl.store(asked_A2 + 2 * at, addresses, mask=is_within)
         tl.store(asked_A2 + 2 * at + 1, tl.maximum(sizes, 0), mask=is_within)
@@ -69,7 +69,7 @@ def ask(addresses, sizes, at, asked_A2, is_within, BY: tl.constexpr):
 
 @triton.jit
 def cut(first, past, unit, UNIT_BYTES: tl.constexpr):
-    """Address and bytes of the span's how-many-th ask; at most 0 bytes past its end.
+    """Return address and bytes of the span's ``unit``-th request; at most 0 bytes past its end.
 
     Widened to multiples of 16 bytes, as bulk prefetches want it: never to another line.
     """
@@ -91,7 +91,7 @@ def prefetch_kernel(
     BLOCK: tl.constexpr,
     BY: tl.constexpr,
 ):
-    """All of ``num_bytes`` (> 0) from ``address`` on; programs take turns of BLOCK asks."""
+    """Prefetch ``num_bytes`` (> 0) from ``address`` on; programs take turns of BLOCK requests."""
     if tl.load(switch) != 0:
         address = address.to(tl.int64)
         past = address + num_bytes
@@ -121,7 +121,7 @@ def prefetch_kv_kernel(
     REQUESTS: tl.constexpr,
     BY: tl.constexpr,
 ):
-    """The pages of this step's requests in their order, ``max_pages`` at most in all.
+    """Prefetch the pages of this step's requests in order, at most ``max_pages`` in all.
 
     Program (b, p) takes every programs-th turn of request b. REQUESTS is a power of two, at least
     ``num_requests``.

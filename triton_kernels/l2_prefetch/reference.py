@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked for, span by span: a prefetch computes nothing that could be compared."""
+"""Reference of the requests that a prefetch makes; it computes nothing to compare."""
 
 import torch
 
 
 def asks_of(address: int, num_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
-    """Address and bytes of each ask for a span of ``num_bytes`` > 0, in order.
+    """Return address and bytes of each request for a span of ``num_bytes`` > 0, in order.
 
     They touch the units that the span touches, each once, widened to 16 bytes at the ends.
     """
@@ -19,7 +19,7 @@ def asks_of(address: int, num_bytes: int, unit_bytes: int) -> list[tuple[int, in
 def kv_pages(
     block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor, block_tokens: int, max_pages: int
 ) -> list[int]:
-    """The pages that are asked for, in order: the requests' own, as far as the budget reaches."""
+    """Return the pages to prefetch, in request order, as far as the budget reaches."""
     pages: list[int] = []
     for row, length in zip(block_table_BM.tolist(), seq_lens_B.tolist(), strict=True):
         pages += row[: -(-length // block_tokens)]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN over cached neurons: products used where the bundles lie, in 16, 8 and 4 bit."""
+"""FFN over cached neurons, computed from their bundles in 16, 8 and 4 bit."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers: check shapes and types, then the launches of one product.
+"""Launchers of the FFN: check shapes and types, then launch its kernels.
 
 few tokens     x in the words' order ─► few_tokens_kernel ─► reduce_kernel
 more           batch_activations_kernel ─► batch_down_kernel ─► reduce_kernel
@@ -22,12 +22,12 @@ def compute_activations(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """Of rows 0 .. num_rows - 1, float32 [B, n].
+    """Compute the activations of slots 0 .. num_rows - 1, float32 [B, n].
 
     Args:
         x_BH: of any float type; rows of contiguous numbers.
         activation: one of ``ACTIVATIONS``.
-        device_name: whose launch parameters to take.
+        device_name: the GPU whose launch parameters are used.
     """
     _check(x_BH, bundles, num_rows, activation)
     a_Bn = x_BH.new_empty((len(x_BH), num_rows), dtype=torch.float32)
@@ -51,10 +51,10 @@ def add_down_projection(
     *,
     device_name: str | None = None,
 ) -> None:
-    """Add the down product of rows 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
+    """Add the down projection of slots 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
 
-    Rows whose activations are all 0 add nothing, whatever they hold; of a few tokens' they are not
-    read.
+    Slots whose activations are all 0 add nothing, whatever they hold; the few-tokens kernel does
+    not read them.
 
     Args:
         a_Bn: float32; rows of contiguous numbers.
@@ -81,7 +81,10 @@ def compute_ffn(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """Both at once, float32 [B, H]; arguments as of :func:`compute_activations`."""
+    """Compute activations and down projection, float32 [B, H].
+
+    Arguments as of :func:`compute_activations`.
+    """
     _check(x_BH, bundles, num_rows, activation)
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
     if not len(x_BH) or not num_rows:
@@ -98,7 +101,7 @@ def compute_ffn(
 
 
 def num_passes(bundles: Bundles, num_tokens: int, *, device_name: str | None = None) -> int:
-    """How often :func:`load_and_compute` reads what has no row, for so many tokens."""
+    """Return how often :func:`load_and_compute` reads neurons without a slot."""
     most: int = few_tokens.most_tokens(bundles, tuned.parameters("neuron_ffn", device_name))
     return -(-num_tokens // most)
 
@@ -113,9 +116,10 @@ def load_and_compute(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """The product over missing and present neurons, while the missing ones come to their rows.
+    """Compute the FFN over missing and present neurons, and store the missing ones to their slots.
 
-    For a few tokens: of more, each few read the present rows again, and what has no row.
+    For a few tokens. More are computed a few at a time: each pass reads the present slots
+    again, and the missing neurons that have no slot.
 
     Args:
         x_BH: of any float type; rows of contiguous numbers.
@@ -159,7 +163,7 @@ def _check(x_BH: torch.Tensor, bundles: Bundles, num_rows: int, activation: str)
 
 
 def _is_batch(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> bool:
-    """Whether tensor cores compute it: they take 16 codes with one scale or more."""
+    """Return whether tensor cores compute it: they take at least 16 codes that share a scale."""
     most: int = few_tokens.most_tokens(bundles, parameters)
     return num_tokens > most and bundles.segment >= 16
 

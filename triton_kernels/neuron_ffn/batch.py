@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches for more tokens than a few."""
+"""Launches of the FFN for a batch of tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +22,11 @@ def compute_activations(
     activation: str,
     parameters: Mapping[str, int],
 ) -> None:
-    """Write ``a_Bn``, of the first n rows. Weights and x are multiplied in x's dtype, which has 8-
-    and 4-bit codes exactly, or in float32."""
+    """Compute the activations of the first n slots into ``a_Bn``.
+
+    Weights and x are multiplied in x's dtype, which represents 8- and 4-bit codes exactly, or in
+    float32.
+    """
     constants = _constants(bundles, len(x_BH), parameters)
     dtype = _FLOATS.get(bundles.codec, x_BH.dtype)
     grid = (-(-a_Bn.shape[1] // constants["ROWS"]), -(-len(x_BH) // constants["TOKENS"]))
@@ -54,7 +57,7 @@ def add_down_projection(
     *,
     adds: bool,
 ) -> None:
-    """``out_BH``, or what is added to it: the down product of the first n rows."""
+    """Write the down projection of the first n slots to ``out_BH``, or add it."""
     constants = _constants(bundles, len(a_Bn), parameters)
     num_blocks = -(-a_Bn.shape[1] // constants["ROWS"])
     num_columns = bundles.width // constants["CODES"]

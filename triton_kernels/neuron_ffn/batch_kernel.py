@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More tokens' FFN over a region's neurons, on tensor cores.
+"""FFN of a batch of tokens over the neurons of a cache buffer, on tensor cores.
 
     batch_activations    a_Bn               a program: N neurons, M tokens; all of gate and up
     batch_down           parts_PBH          a program: C codes of down, M tokens; a P-th of the rows
-    add_up (codecs.py)   out_BH
+    reduce (codecs.py)   out_BH
 
 Codes of 8 and 4 bit are whole numbers that bfloat16 and float16 have exactly: they are multiplied
 as they are, and scales with the sums of a group. Activations are in two bfloat16 numbers, which
@@ -25,7 +25,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _operand(codes, is_high: tl.constexpr, CODEC: tl.constexpr, DOT: tl.constexpr):
-    """Codes as what a product takes."""
+    """Return codes as a matmul's operand."""
     if CODEC == "bfloat16":
         found = codes.to(tl.bfloat16, bitcast=True).to(DOT)
     elif CODEC == "float16":
@@ -51,7 +51,7 @@ def _add_scaled_matmul(
     NUM_GROUPS: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """Rows as the first operand: their weights come from registers, where they are decoded."""
+    """Add a scaled matmul; rows come first, as their weights are decoded in registers."""
     w_NK = _operand(codes, is_high, CODEC, DOT)
     if NUM_GROUPS > 1:
         group = feature // (HIDDEN // NUM_GROUPS)
@@ -189,7 +189,7 @@ def batch_down_kernel(
             mask=is_row[:, None],
             other=0,
         )
-        # Rows that add nothing may hold anything.
+        # Rows whose activations are 0 may hold anything, NaN included.
         adds = tl.max((a != 0).to(tl.int32), axis=0) > 0
         scales = scales_nMG
         if NUM_GROUPS:
@@ -213,7 +213,7 @@ def batch_down_kernel(
 
 
 def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant]:
-    """Launches for 4096 features, as ``batch.py`` makes them; 4 bit in groups of 64."""
+    """Return the launches of ``batch.py`` for 4096 features; 4 bit in groups of 64."""
     groups = {"int8": 1, "int4": 64}.get(codec, 0)
     shape = {
         "HIDDEN": 4096,

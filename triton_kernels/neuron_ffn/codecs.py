@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kernel of the FFN does to codes and sums."""
+"""Device functions of the FFN's kernels: decode codes, apply activations, reduce partial sums."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def decode(words, place, is_high, CODEC: tl.constexpr):
-    """Weights as float32, exactly; of 4-bit codes in units of :func:`unit`.
+    """Weights as float32, exactly; of 4-bit codes in units of :func:`decoded_unit`.
 
     Args:
         words: int32 of as many codes as there are places, or a code each, of its own size.
@@ -37,7 +37,7 @@ def decode(words, place, is_high, CODEC: tl.constexpr):
 
 @triton.jit
 def decoded_unit(place, is_high, CODEC: tl.constexpr):
-    """Of expanded weights: a power of two, so that what is multiplied with it stays exact."""
+    """Return the unit of decoded weights: a power of two, so that multiplying by it is exact."""
     found = 1.0
     if CODEC == "int4":
         found = 1.0 / (1 << ((8 * place + 4 * is_high) % 16)).to(tl.float32)
@@ -52,7 +52,7 @@ def _sigmoid(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """What is no number stays none."""
+    """Apply the activation function; NaN stays NaN."""
     if ACTIVATION == "relu":
         found = tl.where(x < 0, 0.0, x)
     elif ACTIVATION == "silu":
@@ -80,7 +80,7 @@ def reduce_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``out_BH (+)= sum of the parts``, in an order that depends on nothing.
+    """Write the sum of the partial sums to ``out_BH``, or add it, in a fixed order.
 
     Parts are [P, B, HALVES, PLACES, WORDS], and out [B, HALVES, WORDS, PLACES].
     """

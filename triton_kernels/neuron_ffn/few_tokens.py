@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches for a few tokens."""
+"""Launches of the FFN for a few tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _NUMBERS = 64
 
 
 def most_tokens(bundles: Bundles, parameters: Mapping[str, int]) -> int:
-    """Of a launch: more would not fit into registers."""
+    """Return the most tokens of one launch: more would not fit into registers."""
     threads = 32 * _num_warps(bundles, parameters)
     segments = power_of_two(bundles.width // bundles.segment)
     hidden = segments * bundles.segment * (bundles.hidden // bundles.width)
@@ -24,7 +24,7 @@ def most_tokens(bundles: Bundles, parameters: Mapping[str, int]) -> int:
 
 
 def _num_warps(bundles: Bundles, parameters: Mapping[str, int]) -> int:
-    """16 bytes a thread of a row, as far as there are."""
+    """Return the warps of a program: a thread for each 16 bytes of a matrix, up to the limit."""
     segments = power_of_two(bundles.width // bundles.segment)
     row_bytes = segments * bundles.segment * bundles.code_dtype.itemsize
     num_warps: int = max(1, min(parameters["num_warps"], row_bytes // 512))
@@ -32,11 +32,11 @@ def _num_warps(bundles: Bundles, parameters: Mapping[str, int]) -> int:
 
 
 class Launch:
-    """One over at most ``num_rows`` rows.
+    """Launch of the few-tokens kernel over at most ``num_rows`` neurons.
 
     Args:
         parameters: of ``tuned``.
-        missing: neurons to bring; None if all are there.
+        missing: neurons to load; None if all are cached.
 
     Attributes:
         constants: that the kernel is compiled with.
@@ -110,7 +110,7 @@ class Launch:
         adds: bool,
         **others: Any,
     ) -> None:
-        """``out_BH``, or what is added to it; of the activations of x, or of those given."""
+        """Compute the FFN of x, or the down projection of ``a_Bn``, and write or add it."""
         shape = (self._num_programs, self._num_tokens, self._bundles.hidden)
         parts = out_BH.new_empty(shape, dtype=torch.float32)
         self.run(x_BH, a_Bn, parts, **others)
@@ -129,7 +129,7 @@ class Launch:
         present_slot_ids: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
     ) -> None:
-        """Without the sum of the parts; ``a_Bn`` is written where there are none."""
+        """Launch without the reduction; without ``parts`` the kernel writes ``a_Bn``."""
         bundles, missing = self._bundles, self._missing
         words = bundles.view(bundles.slots, self._dtype)
         far = None if missing is None else bundles.view(missing.slab, self._dtype)
@@ -160,7 +160,7 @@ class Launch:
         )
 
     def _arranged(self, x_BH: torch.Tensor) -> torch.Tensor:
-        """float32 [B, halves, places, words]: what a place of all words is multiplied with."""
+        """Return x as float32 [B, halves, places, words], in the order of the codes in words."""
         x_BHWP = x_BH.view(len(x_BH), self._halves, self._words_of_row, self._places)
         return x_BHWP.transpose(2, 3).float().contiguous()
 
@@ -168,7 +168,7 @@ class Launch:
 def reduce_partial_sums(
     parts: torch.Tensor, out_BH: torch.Tensor, block: int, *, adds: bool, halves: int, places: int
 ) -> None:
-    """``out_BH``, or what is added to it, is the sum of the parts, float32 [P, B, H]."""
+    """Write the sum of the partial sums, float32 [P, B, H], to ``out_BH``, or add it."""
     hidden = out_BH.shape[1]
     reduce_kernel[(-(-out_BH.numel() // block),)](
         parts,
@@ -186,5 +186,5 @@ def reduce_partial_sums(
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not below a number."""
+    """Return the least power of two that is not below a number."""
     return 1 << (number - 1).bit_length()

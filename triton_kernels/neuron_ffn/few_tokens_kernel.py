@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few tokens' FFN over a region's neurons: one pass that reads every byte of a row once.
+"""FFN of a few tokens over a cache buffer's neurons: one pass reads each byte of a slot once.
 
 T tokens, R neurons of a tile, G segments of S codes: a matrix's row. Program p of P has the tiles
 p, p + P, ...; x and the sums of the down product stay in registers from tile to tile:
@@ -37,7 +37,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _dot(words, scales, x, place, is_high, CODEC: tl.constexpr):
-    """Of rows with tokens, [T, R, 1, 1, 1, 1]."""
+    """Multiply rows with tokens, [T, R, 1, 1, 1, 1]."""
     found = tl.sum(decode(words, place, is_high, CODEC) * x, axis=3, keep_dims=True)
     found = scales * tl.sum(found, axis=5, keep_dims=True)
     return tl.sum(tl.sum(found, axis=2, keep_dims=True), axis=4, keep_dims=True)
@@ -60,11 +60,12 @@ def _matrix(
     NUM_GROUPS: tl.constexpr,
     FILLS: tl.constexpr,
 ):
-    """One matrix of some rows: words, and scales, 1 where there are none. Those to keep are stored
-    as they are.
+    """Load one matrix of some rows, and store the rows to keep as they are.
+
+    Returns its words, and its scales (1 without scales).
 
     Args:
-        feature: that a segment begins with.
+        feature: the first feature of each segment.
     """
     words = tl.load(begin + matrix * WORDS + word, mask=mask, other=0)
     if FILLS:
@@ -253,7 +254,7 @@ def _variant(
     multiplies: bool = True,
     fills: bool = False,
 ) -> Variant:
-    """A launch for 4096 features, as ``api.py`` makes it; 4 bit in groups of 64."""
+    """Return the launch of ``api.py`` for 4096 features; 4 bit in groups of 64."""
     groups = {"int8": 1, "int4": 64}.get(codec, 0)
     pointers: dict[str, str | None] = {
         "x_BHPW": "*fp32" if activates else None,
@@ -305,7 +306,7 @@ def _variant(
 
 
 def _reduce(name: str, *, halves: int, places: int, adds: bool = False) -> Variant:
-    """A launch for 4096 features, as ``few_tokens.py`` makes it."""
+    """Return the launch of ``few_tokens.py`` for 4096 features."""
     return Variant(
         name=f"neuron_ffn.reduce.{name}",
         kernel=reduce_kernel,

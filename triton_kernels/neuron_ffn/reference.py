@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same in plain torch, in float32 or what is asked for: what the kernels are held against.
+"""Reference of the FFN's kernels in plain torch, in float32 or another dtype.
 
 a_Bn    = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T + bias_n)
 out_BH  = a_Bn down_nH
@@ -16,7 +16,7 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dequantize(bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[n, M, H] of the rows given, int64 [n]."""
+    """Return the weights of the given slots (int64 [n]), [n, M, H]."""
     codes = bundles.codes[rows].view(len(rows), bundles.num_matrices, bundles.width)
     if bundles.codec in _FLOATS:
         numbers: torch.Tensor = codes.view(_FLOATS[bundles.codec]).to(dtype)
@@ -37,7 +37,7 @@ def compute_activations(
     activation: str,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """[B, n] of the rows given."""
+    """Compute the activations of the given slots, [B, n]."""
     w_nMH, x_BH = dequantize(bundles, rows, dtype), x_BH.to(dtype)
     act, up_Bn = _ACTIVATIONS[activation], x_BH @ w_nMH[:, -2].T
     if bundles.gated:
@@ -48,7 +48,7 @@ def compute_activations(
 def down_projection(
     a_Bn: torch.Tensor, bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """[B, H]. Rows whose activations are all 0 add nothing, whatever they hold."""
+    """Compute the down projection, [B, H]; slots whose activations are all 0 add nothing."""
     adds = (a_Bn != 0).any(dim=0)
     return a_Bn[:, adds].to(dtype) @ dequantize(bundles, rows[adds], dtype)[:, -1]
 
@@ -60,15 +60,14 @@ def compute_ffn(
     activation: str,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Both at once, [B, H]."""
+    """Compute the FFN, [B, H]."""
     return down_projection(
         compute_activations(x_BH, bundles, rows, activation, dtype), bundles, rows, dtype
     )
 
 
 def load_missing(bundles: Bundles, missing: Missing) -> None:
-    """Missing neurons come to their rows, if they have one: bundles, and what the tables have
-    beside them."""
+    """Store missing neurons to their slots, if they have one, with their scales and biases."""
     has_row = missing.slot_ids >= 0
     near, neurons = missing.slot_ids[has_row], missing.neuron_ids[has_row]
     far = missing.slab_ids[has_row].to(missing.slab.device)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers: check shapes and types, then one launch to rank and one to collect; where room is
-limited, one for each precision between them."""
+"""Launchers of the selection: check shapes and types, then launch its kernels.
+
+One launch ranks and one collects; with limits, one for each precision demotes between them.
+"""
 
 from collections.abc import Sequence
 
@@ -14,15 +16,15 @@ from vllm_tiered.kernels.select_neurons.kernel import (
 )
 
 MOST_NEURONS = 1 << 19
-"""Of a layer: counts of three cuts are in one sum. Registers hold some 65,000."""
+"""Limit of a layer's neurons: one sum holds three counts. Registers hold some 65,000."""
 
 
 _REACHED = (7, 6, 4, 0)
-"""Bits of what is in full precision, in 8 bit, in 4 bit and left out."""
+"""Bits of neurons in full precision, in 8 bit, in 4 bit and left out."""
 
 
 def edges_of(shares: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Where the precisions' ranks end, float64 [3], from [full, int8, int4]; made once."""
+    """Return where the precisions' ranks end, float64 [3], from [full, int8, int4] shares."""
     edges = [sum(shares[: i + 1]) for i in range(3)]
     return torch.tensor(edges, dtype=torch.float64, device=device)
 
@@ -34,8 +36,9 @@ def rank(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """What each token gives each neuron: uint8 [B, N], bit 0 for full precision, 1 for 8 bit at
-    least, 2 for 4 bit at least.
+    """Return the precisions that each neuron reaches for each token, uint8 [B, N].
+
+    Bit 0: full precision; bit 1: at least 8 bit; bit 2: at least 4 bit.
 
     Args:
         scores_BN: float32, larger = matters more; rows of contiguous numbers.
@@ -73,11 +76,10 @@ def demoted(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """What a step gives each neuron where precisions have no room for more: uint8 [N], bits as of
-    :func:`rank`.
+    """Return the precisions that each neuron reaches within limits, uint8 [N], as :func:`rank`.
 
-    The lowest of what is too much, by their best score in the batch, fall to the next precision,
-    and from the last out.
+    Excess neurons, lowest best score in the batch first, fall to the next precision; from the last
+    one they fall out.
 
     Args:
         reached_BN: of :func:`rank`; at least one token.
@@ -112,13 +114,13 @@ def select(
     limits: Sequence[int] | None = None,
     device_name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step's neurons: the union of what tokens chose, each in the best precision one gave it.
+    """Select a step's neurons: the union over tokens, each in the best precision of any token.
 
     Arguments as of :func:`rank`, and of :func:`demoted`.
 
     Returns:
-        ids int64 [3, N] by precision, ascending, undefined behind so many as counts, int32 [3],
-        says. Both stay on the device, and nothing waits for it.
+        ids int64 [3, N] by precision, ascending, and counts int32 [3]; ids behind a count are
+        undefined. Both stay on the device, and nothing waits for it.
     """
     reached_BN = rank(scores_BN, edges, threshold, device_name=device_name)
     if limits is not None and len(scores_BN):

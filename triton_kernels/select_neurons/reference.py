@@ -38,8 +38,11 @@ def reached(
 def _top(
     scores_N: torch.Tensor, is_nan: torch.Tensor, order: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """The highest scores: down to that of rank ``count`` among numbers and NaN, and as many of its
-    equals as there is room for, NaN not counted."""
+    """Return a mask of the scores down to that of rank ``count``, NaN left out.
+
+    NaN ranks highest and takes ranks, but is not in the mask. At most ``count`` scores are taken,
+    in ``order``.
+    """
     if count >= len(order):
         return ~is_nan
     if is_nan[order[count - 1]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A die of a cluster: rates, and area (PRESERVE, table 2)."""
+"""One accelerator of a cluster: its rates and area (PRESERVE, table 2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_tiered.units import MIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overheads:
-    """What a real device adds to the model; nothing, in the paper's own.
+    """Overheads of a real device; the paper's own model has none.
 
     Attributes:
         layer_s: of each layer and step, whatever is computed.
@@ -29,7 +29,7 @@ class Overheads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:
-    """One accelerator. Defaults are table 2's.
+    """One accelerator; the defaults are table 2's.
 
     Rates are linear: an operation takes its arithmetic over `ops_per_s`, or its bytes over
     `hbm_bytes_per_s` or, prefetched, `l2_bytes_per_s`, whichever is longer.
@@ -56,12 +56,12 @@ class Chip:
 
     @property
     def area_mm2(self) -> float:
-        """Cores and L2, which is all that table 2 gives an area of."""
+        """Area of cores and L2, all that table 2 gives an area of."""
         cores = self.ops_per_s / self.core_ops_per_s
         return cores * self.core_mm2 + self.l2_bytes / MIB * self.l2_mm2_per_mib
 
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:
-        """Of a tensor of `num_bytes`, which every device of a ring has and gets.
+        """Return the time of an all-reduce over a ring of a tensor of `num_bytes`.
 
         A ring passes on 2 (n - 1) / n of the tensor over each link.
         """
@@ -77,5 +77,5 @@ the paper are TPUs, whose numbers its text does not have."""
 
 
 def table_2(l2_mib: int) -> Chip:
-    """The accelerator of section 5 with an L2 of so many MiB."""
+    """Return the accelerator of section 5 with an L2 of so many MiB."""
     return Chip(l2_bytes=l2_mib * MIB)

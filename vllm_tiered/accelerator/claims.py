@@ -13,7 +13,7 @@ from vllm_tiered.accelerator.figures import Bandwidth, Cluster, Cubes
 from vllm_tiered.accelerator.npu import FITTED_ON, Row, mean_error
 
 Kind = Literal["predicted", "reading", "fitted", "given"]
-"""How a figure of ours came about.
+"""Provenance of one of our figures.
 
 predicted  follows from table 2 and the models' sizes
 reading    does too, but the paper can be read in several ways, and figures 5 and 6 chose the way
@@ -24,7 +24,7 @@ given      no other result was possible
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A figure of the paper and ours."""
+    """A figure of the paper beside ours."""
 
     where: str
     what: str
@@ -35,7 +35,7 @@ class Claim:
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error."""
         return self.ours / self.paper - 1
 
 
@@ -118,7 +118,7 @@ ASSUMPTIONS: Sequence[tuple[str, str, str]] = (
         "open",
     ),
 )
-"""What, how it is taken here, and where from."""
+"""Assumptions: the subject, the choice made here, and its source."""
 
 
 def claims(
@@ -127,7 +127,7 @@ def claims(
     by_bandwidth: Sequence[Bandwidth],
     by_cube: Sequence[Cubes],
 ) -> list[Claim]:
-    """Of figures 5 to 9, from the paper's own space."""
+    """Return the claims of figures 5 to 9, from the paper's own design space."""
     best = max(by_cluster, key=lambda cluster: cluster.speedup)
     fastest = [cube.speedups[-1] for cube in by_cube]
     across = max(fastest) / min(fastest)
@@ -174,7 +174,7 @@ def _claim(where: str, what: str, paper: float, ours: float, unit: str, kind: Ki
 
 
 def table_1_errors(unfitted: Sequence[Row], fitted: Sequence[Row]) -> dict[str, float]:
-    """Mean absolute errors of table 1's speedups."""
+    """Return the claims about table 1: the mean absolute errors of its speedups."""
     return {
         "unfitted": mean_error(unfitted),
         "fitted_other_models": mean_error(fitted, without=FITTED_ON),

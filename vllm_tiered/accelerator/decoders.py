@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoders of PRESERVE's section 5, and what of a layer one device of a cluster holds.
+"""The decoders of PRESERVE's section 5, and the share of a layer on one device of a cluster.
 
 Sizes are those of the models' own config.json, all in int8 (a byte an element).
 """
@@ -30,35 +30,35 @@ class Decoder:
     experts_per_token: int = 1
 
     def heads_of(self, num_devices: int) -> int:
-        """Query heads of the device that has most; at least one."""
+        """Return the query heads of the device that has most; at least one."""
         return math.ceil(self.heads / num_devices)
 
     def kv_heads_of(self, num_devices: int) -> int:
-        """KV heads of it: beyond one a device they are repeated, not split (section 4)."""
+        """Return its KV heads: with more devices than heads, heads are repeated (section 4)."""
         return math.ceil(self.kv_heads / num_devices)
 
     def projection_bytes(self, num_devices: int) -> dict[str, float]:
-        """Of attention's matrices on a device: q, k, v and out."""
+        """Return the bytes of attention's matrices on a device: q, k, v and out."""
         query = self.hidden * self.heads_of(num_devices) * self.head_size
         key = self.hidden * self.kv_heads_of(num_devices) * self.head_size
         return {"q": query, "k": key, "v": key, "out": query}
 
     def kv_bytes(self, num_devices: int, num_tokens: float) -> float:
-        """Of a layer's keys and values on a device."""
+        """Return the bytes of a layer's keys and values on a device."""
         return 2.0 * num_tokens * self.kv_heads_of(num_devices) * self.head_size
 
     def ffn_bytes(self, num_devices: int) -> dict[str, float]:
-        """Of gate, up and down on a device, all experts."""
+        """Return the bytes of gate, up and down of all experts on a device."""
         size = self.hidden * self.inner / num_devices * self.num_experts
         return {"gate": size, "up": size, "down": size}
 
     def experts_read(self, num_tokens: int) -> float:
-        """Experts that a step of so many tokens is expected to want, routed evenly."""
+        """Return the expected number of experts that a step uses, with even routing."""
         missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
         return self.num_experts * (1 - missed)
 
     def held_bytes(self, num_devices: int, num_tokens: int) -> float:
-        """Of weights and KV cache on a device: all layers, embeddings and head."""
+        """Return the bytes of weights and KV cache on a device, embeddings and head included."""
         layer = (
             sum(self.projection_bytes(num_devices).values())
             + sum(self.ffn_bytes(num_devices).values())
@@ -68,7 +68,7 @@ class Decoder:
 
 
 def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
-    """The decoder that a Hugging Face config.json describes; its FFNs are taken to be gated.
+    """Return the decoder that a Hugging Face config.json describes, assuming gated FFNs.
 
     Raises:
         ConfigError: a size is missing.

@@ -31,7 +31,7 @@ L2_MIB = tuple(range(8, 200 + 1, 8))
 NUM_DEVICES = 32
 
 PAPERS_PER_OURS = 1.5186
-"""What the paper's densities are to ours: fitted to its figure 6 without prefetch, 11.8.
+"""Ratio of the paper's densities to ours: fitted to its figure 6 without prefetch, 11.8.
 
 Ours are output tokens of the cluster per second over the area of one die. What the paper counts as
 a token, and over how many dies, it does not say. Its 14.8 then follows, as their ratio does alone.
@@ -40,7 +40,7 @@ a token, and over how many dies, it does not say. Its 14.8 then follows, as thei
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How the paper is read where it leaves something open.
+    """Choices where the paper leaves something open.
 
     Attributes:
         phase: what figures 5 and 6 time; only the captions of 7 to 9 name prompts.
@@ -57,8 +57,11 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What is explored. Defaults are the paper's, and `Reading`'s doubt is also one of contexts:
-    "from 2k to 16k with steps that correspond to the powers of 2k" is read as steps of 2k."""
+    """The space to explore; the defaults are the paper's.
+
+    The paper leaves the contexts open too: "from 2k to 16k with steps that correspond to the powers
+    of 2k" is read as steps of 2k.
+    """
 
     decoders: Sequence[Decoder] = tuple(DECODERS.values())
     batches: Sequence[int] = BATCHES
@@ -78,7 +81,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Density:
-    """Times of every point of a space.
+    """The times of every point of a space.
 
     Attributes:
         tokens: [decoder][load] output tokens; NaN where HBM does not hold the load, here and below.
@@ -114,12 +117,12 @@ class Density:
         return normalised
 
     def best_l2_mib(self, *, prefetch: bool) -> int:
-        """The L2 size of the highest density; the smallest of equals."""
+        """Return the L2 size with the highest density; the smallest of equals."""
         densities = self.with_prefetch if prefetch else self.without_prefetch
         return self.space.l2_mib[int(np.argmax(densities))]
 
     def saturated_l2_mib(self) -> list[int]:
-        """[decoder] the L2 size from which on its latency falls no further."""
+        """Return, by decoder, the L2 size from which on its latency falls no further."""
         lowest = self.latencies.min(axis=0)
         reached = self.latencies <= lowest * (1 + 1e-9)
         return [self.space.l2_mib[index] for index in reached.argmax(axis=0)]
@@ -153,7 +156,7 @@ def explore(space: Space) -> Density:
 
 
 def readings(space: Space) -> dict[str, Density]:
-    """What comes of the other readings, one choice changed at a time."""
+    """Return the results of other readings of the paper, one choice changed at a time."""
     reading = space.reading
     powers = [size for size in space.contexts if (size // 2048).bit_count() == 1]
     return {
@@ -184,7 +187,7 @@ def _seconds(chip: Chip, decoder: Decoder, space: Space, load: Load, *, prefetch
 def _with_prefetch(
     chips: Sequence[Chip], decoder: Decoder, space: Space, load: Load
 ) -> list[float]:
-    """Seconds with each chip's L2, which differ only by what is prefetched."""
+    """Return the seconds with each L2 size; they differ only by what is prefetched."""
     attention = attention_operations(decoder, space.num_devices, load, load.mean_context)
     ffn = ffn_operations(decoder, space.num_devices, load)
     seconds: dict[tuple[int, int], float] = {}

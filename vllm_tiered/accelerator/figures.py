@@ -22,19 +22,19 @@ from vllm_tiered.units import MIB
 FIGURE_2_LOAD = Load(batch=8, context_tokens=16384)
 FIGURE_7_MODEL = "Llama3-405B"
 LOAD = Load(batch=16, context_tokens=8192)
-"""Of figures 7, 8 and 9."""
+"""The workload of figures 7, 8 and 9."""
 L2_MIB = 104
 CLUSTER_SIZES = (8, 16, 32, 64, 128)
 FIGURE_8_DEVICES = 128
 BANDWIDTHS_GBIT = (200, 400, 600, 800, 1000)
 TERA_OPS = (100, 200, 400, 800, 1600)
 L2_TB_PER_S = (6, 12, 24)
-"""Of figure 9, whose own values the paper's text does not have: half to double of table 2's."""
+"""Bandwidths for figure 9: half to double of table 2's, as the paper's text names none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Figure 2: what one device holds of one layer."""
+    """One point of figure 2: the bytes of one layer on one device."""
 
     model: str
     num_devices: int
@@ -43,7 +43,7 @@ class Footprint:
 
 
 def footprints(decoders: Sequence[Decoder], cluster_sizes: Sequence[int]) -> list[Footprint]:
-    """Weights and KV cache of a layer's two parts, up to as many devices as there are heads."""
+    """Return figure 2: bytes of a layer's two parts, up to as many devices as heads."""
     load = FIGURE_2_LOAD
     return [
         Footprint(
@@ -64,7 +64,7 @@ def footprints(decoders: Sequence[Decoder], cluster_sizes: Sequence[int]) -> lis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Figure 7: a number of devices; microseconds of a layer's decode step.
+    """One point of figure 7: microseconds of a layer's decode step on so many devices.
 
     Attributes:
         attention_prefetch_us, ffn_prefetch_us: to prefetch all of a segment, as the figure has it.
@@ -87,7 +87,7 @@ def clusters(
     load: Load = LOAD,
     l2_mib: int = L2_MIB,
 ) -> list[Cluster]:
-    """Those whose HBM holds the model."""
+    """Return figure 7, for the numbers of devices whose HBM holds the model."""
     chip = table_2(l2_mib)
     found = []
     for num_devices in cluster_sizes:
@@ -118,7 +118,7 @@ def clusters(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bandwidth:
-    """Figure 8: a link's bandwidth."""
+    """One point of figure 8: speedups at one bandwidth of the link."""
 
     gbit_per_s: int
     by_model: dict[str, float]
@@ -131,7 +131,7 @@ def bandwidths(
     load: Load = LOAD,
     l2_mib: int = L2_MIB,
 ) -> list[Bandwidth]:
-    """Speedups on 128 devices."""
+    """Return figure 8: the speedups on 128 devices."""
     found = []
     for rate in gbit_per_s:
         chip = replace(table_2(l2_mib), link_bytes_per_s=rate * 1e9 / 8)
@@ -143,7 +143,7 @@ def bandwidths(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cubes:
-    """Figure 9: a bandwidth of the L2 bus, and the mean speedup by arithmetic throughput."""
+    """One point of figure 9: a bandwidth of the L2 bus, and mean speedups by throughput."""
 
     l2_tb_per_s: int
     tera_ops: list[int]
@@ -151,7 +151,7 @@ class Cubes:
 
 
 def cubes(decoders: Sequence[Decoder], load: Load = LOAD, l2_mib: int = L2_MIB) -> list[Cubes]:
-    """Mean speedups of the decoders on 32 devices."""
+    """Return figure 9: the mean speedups of the decoders on 32 devices."""
     found = []
     for rate in L2_TB_PER_S:
         speedups = []

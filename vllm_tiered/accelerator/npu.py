@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table 1 on an Ascend 910B: what the model says of a machine that was measured.
+"""Table 1: the model's prediction for an Ascend 910B that was measured.
 
 Two devices: `ASCEND_910B` has the paper's figures and nothing else; `ASCEND_910B_FITTED` adds what
 its kernels cost, fitted to the six times of Llama3-8B in table 1, so that only the other fifteen
@@ -48,7 +48,7 @@ TABLE_1: Mapping[str, Mapping[int, tuple[float, float]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A row of table 1, and what a chip's model says of it; seconds."""
+    """One row of table 1 with the model's prediction; times in seconds."""
 
     model: str
     num_devices: int
@@ -67,12 +67,12 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the speedup, relative."""
+        """Relative error of the speedup."""
         return self.speedup / self.paper_speedup - 1
 
 
 def table_1(chip: Chip) -> list[Row]:
-    """All rows."""
+    """Return all rows of table 1 with predictions."""
     return [
         Row(
             model=name,
@@ -88,13 +88,13 @@ def table_1(chip: Chip) -> list[Row]:
 
 
 def mean_error(rows: Sequence[Row], *, without: str | None = None) -> float:
-    """Mean of the speedups' absolute errors, one model's left out if named."""
+    """Return the mean absolute error of the speedups, one model left out if named."""
     errors = [abs(row.error) for row in rows if row.model != without]
     return sum(errors) / len(errors)
 
 
 def constant_error(rows: Sequence[Row]) -> float:
-    """The mean error of saying the table's mean speedup of every row: what a model has to beat."""
+    """Return the mean error of predicting the mean speedup for every row, which is the baseline."""
     papers = [row.paper_speedup for row in rows]
     mean = sum(papers) / len(papers)
     return sum(abs(mean / paper - 1) for paper in papers) / len(papers)

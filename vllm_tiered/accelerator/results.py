@@ -28,7 +28,7 @@ FOOTPRINT_DEVICES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What to explore; the defaults are the paper's, of which alone its own figures are shown."""
+    """The space to explore; the paper's own figures are shown only for the defaults."""
 
     space: Space = field(default_factory=Space)
     cluster_sizes: Sequence[int] = CLUSTER_SIZES
@@ -39,13 +39,17 @@ class Asked:
 
     @property
     def scaled_out(self) -> Sequence[Decoder]:
-        """Whom figure 7 is drawn for: its own model, if it is among them, else all of them."""
+        """Decoders that figure 7 is drawn for: the paper's if it is among them, else all."""
         found = self.space.decoders
         return [each for each in found if each.name == FIGURE_7_MODEL] or found
 
 
 def design_space(asked: Asked) -> dict[str, Any]:
-    """Everything. Raises BudgetError if the devices' HBM does not hold a model at all."""
+    """Explore the whole space.
+
+    Raises:
+        BudgetError: the devices' HBM does not hold a model at all.
+    """
     decoders = asked.space.decoders
     density = explore(asked.space)
     by_cluster = [
@@ -101,7 +105,10 @@ def design_space(asked: Asked) -> dict[str, Any]:
 
 
 def _side(density: Density, *, prefetch: bool) -> dict[str, Any]:
-    """One curve of figure 6. `throughput_density` counts as the paper does, `output_` as we do."""
+    """Return one curve of figure 6.
+
+    `throughput_density` counts tokens as the paper does, `output_...` as we do.
+    """
     ours = density.with_prefetch if prefetch else density.without_prefetch
     best = density.best_l2_mib(prefetch=prefetch)
     return {

@@ -26,7 +26,7 @@ operation for its own part."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Requests of one length, served as one batch.
+    """A batch of requests of one length.
 
     Attributes:
         context_tokens: prompt and output of a request together; of them a third is output.
@@ -54,7 +54,7 @@ class Load:
 
     @property
     def mean_context(self) -> float:
-        """Tokens in the KV cache, in the middle of the output."""
+        """Tokens in the KV cache in the middle of the output."""
         return self.prompt_tokens + self.output_tokens / 2
 
 
@@ -88,7 +88,7 @@ class Segment:
 def attention_operations(
     decoder: Decoder, num_devices: int, load: Load, context: float
 ) -> list[Operation]:
-    """Of a layer's first segment, in order of computation, with so many tokens in the cache.
+    """Return the operations of a layer's first segment, in order of computation.
 
     A prefetch of the KV cache reads what is there; its place is as large as a request may grow.
     """
@@ -109,7 +109,10 @@ def attention_operations(
 
 
 def ffn_operations(decoder: Decoder, num_devices: int, load: Load) -> list[Operation]:
-    """Of a layer's second segment. Which experts are wanted is known too late for a prefetch."""
+    """Return the operations of a layer's second segment.
+
+    Which experts are used is known too late for a prefetch.
+    """
     share = decoder.experts_read(load.batch) / decoder.num_experts
     routed = load.batch * decoder.experts_per_token / decoder.num_experts
     return [
@@ -135,7 +138,7 @@ def _matrix(name: str, num_bytes: float, batch: int) -> Operation:
 
 
 def num_prefetched(operations: Sequence[Operation], l2_bytes: int) -> int:
-    """Algorithm 1: how many are prefetched, from the first on, while together below the L2 size."""
+    """Return how many operations are prefetched: the first ones that fit the L2 (algorithm 1)."""
     together = 0.0
     for index, operation in enumerate(operations):
         together += operation.held_bytes
@@ -153,7 +156,7 @@ def segment(
     wait: Wait = "segment",
     strided_s: float = 0.0,
 ) -> Segment:
-    """Times of an all-reduce and the `operations` after it.
+    """Return the times of an all-reduce and the `operations` after it.
 
     Args:
         strided_s: what reading the KV cache in strides adds, from HBM.
@@ -179,7 +182,7 @@ def segment(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A decode step of the whole batch: its two segments of a layer, and all of it, in seconds."""
+    """Times of the batch's decode step in seconds: a layer's two segments, and the whole."""
 
     attention: Segment
     ffn: Segment
@@ -196,7 +199,7 @@ def decode_step(
     context: float | None = None,
     wait: Wait = "segment",
 ) -> Step:
-    """A step with `context` tokens of each request in the cache; the mean one if not given.
+    """Return the times of a step with `context` cached tokens a request; by default the mean.
 
     The head is read once a step; it follows no all-reduce, and is never prefetched.
     """
@@ -219,7 +222,7 @@ def decode_step(
 
 
 def prefill_s(chip: Chip, decoder: Decoder, num_devices: int, load: Load) -> float:
-    """Of all prompts together. Arithmetic binds it, so that prefetching changes nothing."""
+    """Return the time of all prompts together: compute-bound, so prefetching changes nothing."""
     tokens = load.batch * load.prompt_tokens
     projections = sum(decoder.projection_bytes(num_devices).values())
     ffn = sum(decoder.ffn_bytes(num_devices).values())
@@ -241,7 +244,7 @@ def request_s(
     prefetch: bool,
     wait: Wait = "segment",
 ) -> float:
-    """Prompts and output, end to end."""
+    """Return the time of prompts and output, end to end."""
     step = decode_step(chip, decoder, num_devices, load, prefetch=prefetch, wait=wait)
     return prefill_s(chip, decoder, num_devices, load) + load.output_tokens * step.seconds
 
@@ -249,12 +252,12 @@ def request_s(
 def speedup(
     chip: Chip, decoder: Decoder, num_devices: int, load: Load, *, wait: Wait = "segment"
 ) -> float:
-    """Of prefetching, end to end."""
+    """Return the speedup by prefetching, end to end."""
     without = request_s(chip, decoder, num_devices, load, prefetch=False, wait=wait)
     return without / request_s(chip, decoder, num_devices, load, prefetch=True, wait=wait)
 
 
 def fits(chip: Chip, decoder: Decoder, num_devices: int, load: Load) -> bool:
-    """Whether each device's HBM holds its weights and KV cache."""
+    """Return whether each device's HBM holds its weights and KV cache."""
     held = decoder.held_bytes(num_devices, load.batch * load.context_tokens)
     return held <= chip.hbm_bytes

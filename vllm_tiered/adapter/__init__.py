@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only package that imports vLLM, and the only one that knows its versions."""
+"""The only package that imports vLLM and knows its versions."""

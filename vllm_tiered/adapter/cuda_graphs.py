@@ -1,45 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs where the host has a part in a layer: cut there, as vLLM cuts at attention, or none.
+"""How CUDA graphs are split where the host takes part in a layer, or disabled.
 
-A captured graph repeats what the GPU was given, and no Python.
+A captured graph replays what the GPU was given, and no Python. So graphs are split at the ops in
+which the host takes part, as vLLM splits them at attention.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 
-def why_uncut(compilation: Any) -> str | None:
-    """Why vLLM cannot cut its graphs at ops, and what would change that; None if it can.
+def find_split_obstacle(compilation: Any) -> str | None:
+    """Return why vLLM cannot split its graphs at ops, and what to change; None if it can.
 
     Args:
-        compilation: vLLM's configuration of it.
+        compilation: vLLM's CompilationConfig.
     """
     from vllm import envs
     from vllm.config import CompilationMode
 
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         return (
-            "VLLM_USE_BREAKABLE_CUDAGRAPH captures what is not compiled, the host's part "
+            "VLLM_USE_BREAKABLE_CUDAGRAPH also captures what is not compiled, the host's part "
             "included; set it to 0"
         )
     if compilation.mode != CompilationMode.VLLM_COMPILE:
-        return f"graphs are cut in what vLLM compiles, and its mode is {compilation.mode.name}"
-    # Where attention is captured too, graphs are of whole steps.
+        return f"graphs are split in what vLLM compiles, and its mode is {compilation.mode.name}"
+    # If attention is captured too, a graph covers a whole step.
     if not compilation.splitting_ops_contain_attention():
         return "splitting_ops leaves attention in the graphs; leave it out"
     return None
 
 
-def cut_at(ops: Sequence[str], compilation: Any) -> None:
-    """Only pieces between these ops are captured, and no graph of a whole step."""
+def split_graphs_at(ops: Sequence[str], compilation: Any) -> None:
+    """Split graphs at `ops` too: only the pieces between them are captured, no whole step."""
     from vllm.config import CUDAGraphMode
 
     compilation.splitting_ops = list(dict.fromkeys((*compilation.splitting_ops, *ops)))
     compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
-def leave_out(compilation: Any) -> None:
-    """Nothing is captured."""
+def disable_cuda_graphs(compilation: Any) -> None:
+    """Configure vLLM to capture nothing."""
     from vllm.config import CUDAGraphMode
 
     compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives vLLM's workers our offloader and our FFN, and tells them what vLLM's runners do not."""
+"""Hooks in vLLM's workers and model runners that install our weight offloader and our FFN."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +9,11 @@ from typing import Any
 from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter import compat
-from vllm_tiered.adapter.checkpoint import check_stored, checkpoint_fingerprint, describe_checkpoint
+from vllm_tiered.adapter.checkpoint import (
+    check_single_checkpoint,
+    checkpoint_fingerprint,
+    describe_checkpoint,
+)
 from vllm_tiered.adapter.ffn import modules as ffn_modules
 from vllm_tiered.adapter.ffn.engine import FfnEngine
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
@@ -20,7 +24,7 @@ from vllm_tiered.devices.memory_release import immediate_release
 from vllm_tiered.errors import UnsupportedError
 
 _ffns: list[FfnEngine] = []
-"""Of this process's engines that compute their FFN from neurons, in the order of their starts."""
+"""The FFN engines of this process, in the order of their starts."""
 
 _NOT_AFTER_STAGING = (
     "reload_weights",
@@ -29,14 +33,14 @@ _NOT_AFTER_STAGING = (
     "start_weight_update",
     "update_weights",
 )
-"""What vLLM's workers do with parameters beside computing."""
+"""Methods of vLLM's workers that use parameters for something other than computing."""
 
 
 def install() -> None:
-    """Let workers of engines that place weights take our offloader. Idempotent.
+    """Make the workers of engines that place weights use our offloader. Idempotent.
 
-    Both of vLLM's runners import the function that makes one by name, and importing them takes
-    seconds; so they are wrapped when a worker that needs it starts.
+    Both of vLLM's runners import `create_offloader` by name, and importing them takes seconds. So
+    they are wrapped when a worker starts that needs it.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -59,7 +63,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         )
         _wrap_runners(is_second=wrapper.vllm_config.use_v2_model_runner)
     original(wrapper, *args, **kwargs)
-    l2_hooks.prepare(wrapper.vllm_config)
+    l2_hooks.install(wrapper.vllm_config)
     if is_ours:
         wrapper.tiered_offloader = get_offloader()
         wrapper.tiered_ffn = _ffn_of(wrapper.vllm_config)
@@ -69,7 +73,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
 
 
 def _wrap_runners(*, is_second: bool) -> None:
-    """Those of vLLM's model runner V1, or V2: each takes seconds to import."""
+    """Wrap vLLM's model runner V1, or V2; only one, as each takes seconds to import."""
     if is_second:
         from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
@@ -88,25 +92,26 @@ def _wrap_runners(*, is_second: bool) -> None:
 
 
 def _capture(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Steps that are captured look like others to what is between the graphs."""
+    """Capture while the FFN knows it, as captured steps look like others between the graphs."""
     with ffn_modules.capture():
         return original(*args, **kwargs)
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
-        f"{name} reads or writes the model's parameters, and those of far weights are staging "
-        "slots, those of FFNs in a neuron store nowhere: start an engine with "
-        "tiered.weights.placement=off, and without tiered.ffn.store, for it"
+        f"{name} reads or writes the model's parameters, and those of far weights are weight "
+        "buffers; those of FFNs in a neuron store do not exist: for it, start an engine with "
+        "tiered.weights.placement=off and without tiered.ffn.store"
     )
 
 
 def _shutdown(original: Any, wrapper: Any) -> None:
-    """An engine in the user's own process may have a successor."""
+    """Close our parts with the worker: the same process may start another engine."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
     try:
-        # First: its thread reads what the engine gives back. None: the worker never came to be.
+        # First, as its thread reads memory that the engine frees. There is no configuration if the
+        # worker was never made.
         l2_hooks.close(getattr(wrapper, "vllm_config", None))
         original(wrapper)
     finally:
@@ -119,8 +124,11 @@ def _shutdown(original: Any, wrapper: Any) -> None:
 
 
 def _process_embedding(original: Any, method: Any, layer: Any) -> None:
-    """vLLM packs embeddings and the head that is tied to them, each beside the original: three
-    copies of what may be a tenth of near memory, where near memory is what is short."""
+    """Leave embeddings unpacked in our engines on the CPU, to save near memory.
+
+    vLLM packs the embeddings and the head that is tied to them, each beside the original. That
+    makes three copies of what may be a tenth of near memory, where near memory is short.
+    """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.offloader import get_offloader
     from vllm.platforms import current_platform
@@ -134,7 +142,7 @@ def _process_embedding(original: Any, method: Any, layer: Any) -> None:
 
 
 def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
-    """An engine that fails after its model is loaded is not shut down by anyone."""
+    """Close our parts if the engine fails after its model is loaded, as nothing else would."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
     before, ffns_before = get_offloader(), list(_ffns)
@@ -150,8 +158,8 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
         raise
 
 
-def take_use() -> dict[str, float]:
-    """What this process's weights took since the last call, by metric; empty if all are vLLM's."""
+def drain_metrics() -> dict[str, float]:
+    """Return what weights and FFN took since the last call, by metric; empty if all are vLLM's."""
     from vllm.model_executor.offloader import get_offloader
 
     offloader = get_offloader()
@@ -160,7 +168,7 @@ def take_use() -> dict[str, float]:
 
 
 def _ffn_of(vllm_config: Any) -> FfnEngine | None:
-    """Of the engine with this configuration; None if its FFN is vLLM's."""
+    """Return the FFN engine of `vllm_config`, or None if its FFN is vLLM's."""
     if vllm_config is None:
         return None
     context = vllm_config.compilation_config.static_forward_context
@@ -186,8 +194,8 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
 
     vllm_config = get_current_vllm_config()
     config = _config(vllm_config)
-    # vLLM's compiled code asks for the one offloader of its process: with another engine's it would
-    # compute with whatever is in its slots.
+    # vLLM's compiled code asks for the one offloader of its process. With another engine's it would
+    # compute with whatever is in that one's weight buffers.
     other = get_offloader()
     if isinstance(other, TieredOffloader) and other.ring is not None:
         raise UnsupportedError(
@@ -212,12 +220,12 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
             partial(checkpoint_fingerprint, vllm_config),
         )
         _ffns.append(ffn)
-        _take_ffn_out(offloader, ffn)
+        _remove_ffn_before(offloader, ffn)
     return offloader
 
 
-def _take_ffn_out(offloader: BaseOffloader, ffn: FfnEngine) -> None:
-    """Whatever the offloader does with a layer, the FFN has left it before."""
+def _remove_ffn_before(offloader: BaseOffloader, ffn: FfnEngine) -> None:
+    """Make `offloader` see each layer without its FFN, which `ffn` removes first."""
     wrap_modules = offloader.wrap_modules
 
     def wrap(modules: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,9 +235,9 @@ def _take_ffn_out(offloader: BaseOffloader, ffn: FfnEngine) -> None:
 
 
 @contextmanager
-def _not_yet(offloader: BaseOffloader) -> Iterator[None]:
-    """What the offloader does when the weights are loaded is left to the caller."""
-    setattr(offloader, "post_init", lambda: None)  # noqa: B010 (a method that is shadowed)
+def _post_init_deferred(offloader: BaseOffloader) -> Iterator[None]:
+    """Disable the offloader's `post_init` in vLLM's loading; the caller calls it afterwards."""
+    setattr(offloader, "post_init", lambda: None)  # noqa: B010 (shadows a method)
     try:
         yield
     finally:
@@ -237,15 +245,18 @@ def _not_yet(offloader: BaseOffloader) -> Iterator[None]:
 
 
 def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """vLLM's CPU runner does not tell its offloader that the weights are loaded; the others do,
-    before it is known whether they can be placed."""
+    """Load the model, then start our FFN and finish our offloader.
+
+    vLLM's CPU runner does not call the offloader's `post_init` when the weights are loaded. The
+    other runners do, but before it is known whether the weights can be placed.
+    """
     from vllm.model_executor.offloader import get_offloader
 
     offloader, ffn = get_offloader(), _ffn_of(runner.vllm_config)
     if not isinstance(offloader, TieredOffloader) and ffn is None:
         original(runner, *args, **kwargs)
         return
-    with immediate_release(), _not_yet(offloader):
+    with immediate_release(), _post_init_deferred(offloader):
         original(runner, *args, **kwargs)
     if ffn is not None:
         ffn.start(runner.device)
@@ -259,8 +270,8 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
                 "placed (vLLM's Transformers backend does not): set weights.placement=off"
             )
         if offloader.stores:
-            check_stored(runner.model)
+            check_single_checkpoint(runner.model)
         offloader.post_init()
     except BaseException:
-        offloader.close()  # a file that is half filled goes away
+        offloader.close()  # removes a file that is half filled
         raise

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from vllm_tiered import __version__
 from vllm_tiered.adapter import compat
-from vllm_tiered.adapter.config import CONFIG_FILE_VARIABLE
+from vllm_tiered.adapter.engine_config import CONFIG_FILE_VARIABLE
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError

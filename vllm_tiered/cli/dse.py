@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered dse`: how large should the L2 of an accelerator be that prefetches into it?"""
+"""`vllm-tiered dse`: design space of an accelerator that prefetches into its L2."""
 
 import argparse
 import json
@@ -94,7 +94,7 @@ def _count(text: str) -> int:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Sorted, each once."""
+    """Return the values sorted, each once."""
     return tuple(sorted({_count(part) for part in text.split(",")}))
 
 
@@ -161,7 +161,7 @@ def _writer() -> Callable[[Mapping[str, Any], Path, str], Path]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """What makes the page again."""
+    """Return the command that makes the page again."""
     words = ["vllm-tiered", "dse"]
     for model in args.models or ():
         words += ["--model", model]

@@ -8,7 +8,7 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.report.reader import read_timeline
 
 EXTRA_MODULES = ("jinja2", "matplotlib")
-"""What the extra `report` of pyproject.toml brings."""
+"""Packages of the extra `report` of pyproject.toml."""
 
 
 def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

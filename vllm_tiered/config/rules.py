@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configuration's fields accept: a rule gives a value in its final type, or says why not.
+"""Rules for what a configuration key accepts.
 
-A command line and a file give numbers and lists as text.
+A command line and a file give numbers and lists as text, so every rule takes text as well.
 """
 
 import math
@@ -12,65 +12,104 @@ from vllm_tiered.errors import ConfigError
 
 
 class Rule(Protocol):
-    def __call__(self, key: str, value: object) -> object:
-        """`value` in its final type; raises ConfigError that names `key` if it is not accepted."""
+    """What a configuration key accepts."""
+
+    @property
+    def values(self) -> str:
+        """The accepted values in words, as they stand behind "set it to"."""
+
+    def parse(self, key: str, value: object) -> object:
+        """Return `value` in its final type.
+
+        Raises:
+            ConfigError: `value` is not accepted. The message names `key` and says what is.
+        """
 
 
-def as_bool(key: str, value: object) -> bool:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bool:
     """A bool, or the words "true" and "false"."""
-    words = {"true": True, "false": False}
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"{key} is {value!r}: set it to true or false")
+
+    @property
+    def values(self) -> str:
+        return "true or false"
+
+    def parse(self, key: str, value: object) -> bool:
+        words = {"true": True, "false": False}
+        if isinstance(value, str) and value.lower() in words:
+            return words[value.lower()]
+        if isinstance(value, bool):
+            return value
+        raise _rejection(self, key, value)
 
 
-def as_folder(key: str, value: object) -> str | None:
-    """A folder's path, or None."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise ConfigError(f"{key} is {value!r}: set it to the path of a folder")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathTo:
+    """A path, or None; `what` says what lies there."""
+
+    what: str
+
+    @property
+    def values(self) -> str:
+        return f"the path of a {self.what}"
+
+    def parse(self, key: str, value: object) -> str | None:
+        if value is None or (isinstance(value, str) and value):
+            return value
+        raise _rejection(self, key, value)
 
 
-def as_file(key: str, value: object) -> str | None:
-    """A file's path, or None."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise ConfigError(f"{key} is {value!r}: set it to the path of a file")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbers:
+    """A list of finite numbers, or None; a command line gives "[20, 80, 0]" as text."""
+
+    @property
+    def values(self) -> str:
+        return "a list of numbers, as [20, 80, 0]"
+
+    def parse(self, key: str, value: object) -> tuple[float, ...] | None:
+        if value is None:
+            return None
+        numbers = _parse_numbers(value)
+        if not numbers:
+            raise _rejection(self, key, value)
+        return numbers
 
 
-def as_numbers(key: str, value: object) -> tuple[float, ...] | None:
-    """A list of numbers; a command line gives "[20, 80, 0]" as text."""
-    if value is None:
-        return None
-    items = value.strip("[] ").split(",") if isinstance(value, str) else value
-    numbers = [as_float(item) for item in items] if isinstance(items, list | tuple) else []
-    if not numbers or any(number is None or not math.isfinite(number) for number in numbers):
-        raise ConfigError(f"{key} is {value!r}: set it to a list of numbers, as [20, 80, 0]")
-    return tuple(number for number in numbers if number is not None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionShares:
+    """Three shares that sum to at most 1, or the word "auto"."""
 
-
-def as_mix(key: str, value: object) -> tuple[float, ...] | str:
-    """Three shares, or the word "auto"."""
-    if value == "auto":
-        return "auto"
-    shares = as_numbers(key, value) or ()
-    # Shares such as thirds may add up to a little more than one.
-    if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-6:
-        raise ConfigError(
-            f"{key} is {value!r}: set it to the shares of neurons in full precision, 8 and 4 bit, "
+    @property
+    def values(self) -> str:
+        return (
+            "the shares of neurons in full precision, 8 and 4 bit, "
             'at most 1 together, as [0.25, 0.25, 0.5], or "auto"'
         )
-    return shares
+
+    def parse(self, key: str, value: object) -> tuple[float, ...] | str:
+        if value == "auto":
+            return "auto"
+        shares = _parse_numbers(value)
+        # Rounded shares, such as thirds, may sum to slightly more than one.
+        if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) <= 1 + 1e-6:
+            raise _rejection(self, key, value)
+        return shares
 
 
-def as_count(key: str, value: object) -> int:
-    """A whole number from 1 on."""
-    number = as_float(value)
-    if number is None or number != int(number) or number < 1:
-        raise ConfigError(f"{key} is {value!r}: set it to a whole number >= 1")
-    return int(number)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """A whole number of at least 1."""
+
+    @property
+    def values(self) -> str:
+        return "a whole number >= 1"
+
+    def parse(self, key: str, value: object) -> int:
+        number = _parse_float(value)
+        if number is None or number != int(number) or number < 1:
+            raise _rejection(self, key, value)
+        return int(number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,36 +118,26 @@ class OneOf:
 
     words: tuple[str, ...]
 
-    def __call__(self, key: str, value: object) -> str:
+    @property
+    def values(self) -> str:
+        return join_alternatives(self.words)
+
+    def parse(self, key: str, value: object) -> str:
         if isinstance(value, str) and value in self.words:
             return value
-        raise ConfigError(f"{key} is {value!r}: set it to {either(self.words)}")
+        raise _rejection(self, key, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Number:
-    """A finite number within a bound, or the word "auto"; command lines give numbers as text."""
+    """A finite number within a bound, or, with `auto`, the word "auto"."""
 
     at_least: float | None = None
     above: float | None = None
     auto: bool = False
 
-    def __call__(self, key: str, value: object) -> float | str:
-        if self.auto and value == "auto":
-            return "auto"
-        number = as_float(value)
-        if number is None or not self._accepts(number):
-            raise ConfigError(f"{key} is {value!r}: set it to {self._wanted()}")
-        return number
-
-    def _accepts(self, number: float) -> bool:
-        return (
-            math.isfinite(number)
-            and (self.at_least is None or number >= self.at_least)
-            and (self.above is None or number > self.above)
-        )
-
-    def _wanted(self) -> str:
+    @property
+    def values(self) -> str:
         bound = "a number"
         if self.at_least is not None:
             bound += f" >= {self.at_least:g}"
@@ -116,17 +145,45 @@ class Number:
             bound += f" > {self.above:g}"
         return f'{bound}, or "auto"' if self.auto else bound
 
+    def parse(self, key: str, value: object) -> float | str:
+        if self.auto and value == "auto":
+            return "auto"
+        number = _parse_float(value)
+        if number is None or not self._is_in_range(number):
+            raise _rejection(self, key, value)
+        return number
 
-def as_float(value: object) -> float | None:
-    """`value` as a float, or None: a bool is an int to Python, but not a number to a user."""
+    def _is_in_range(self, number: float) -> bool:
+        return (
+            math.isfinite(number)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+        )
+
+
+def join_alternatives(words: tuple[str, ...]) -> str:
+    """Return the words as a message lists them: "a" or "b"."""
+    return " or ".join(f'"{word}"' for word in words)
+
+
+def _rejection(rule: Rule, key: str, value: object) -> ConfigError:
+    return ConfigError(f"{key} is {value!r}: set it to {rule.values}")
+
+
+def _parse_numbers(value: object) -> tuple[float, ...]:
+    """Return a list of finite numbers; empty if `value` is not one."""
+    items = value.strip("[] ").split(",") if isinstance(value, str) else value
+    numbers = [_parse_float(item) for item in items] if isinstance(items, list | tuple) else []
+    if any(number is None or not math.isfinite(number) for number in numbers):
+        return ()
+    return tuple(number for number in numbers if number is not None)
+
+
+def _parse_float(value: object) -> float | None:
+    """Return `value` as a float, or None: a bool is an int to Python, but not to a user."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
         return float(value)
     except (ValueError, OverflowError):
         return None
-
-
-def either(words: tuple[str, ...]) -> str:
-    """The words for a message: "a" or "b"."""
-    return " or ".join(f'"{word}"' for word in words)

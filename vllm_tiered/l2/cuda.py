@@ -131,7 +131,7 @@ class CudaRuntime:
         """
         return self._asked_bytes, 0
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done everything: what a step takes shows only then."""
         torch.cuda.synchronize()
 
@@ -150,7 +150,7 @@ class CudaRuntime:
 
 
 def make_runtime(device: torch.device, kv_of: KvOf) -> CudaRuntime:
-    """The runtime of a device, with the kernels compiled for it at their first launch."""
+    """Return the runtime of a device; its kernels are compiled at their first launch."""
     # Triton is not there on every machine without a GPU.
     from vllm_tiered.kernels.l2_prefetch import api
 
@@ -177,22 +177,23 @@ def make_runtime(device: torch.device, kv_of: KvOf) -> CudaRuntime:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the device's L2."""
+    """Return the bytes of the device's L2."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def refusal_for(device_type: str, architecture: int | None) -> str | None:
-    """Why a device cannot prefetch; None if it can.
+def find_device_obstacle(device_type: str, architecture: int | None) -> str | None:
+    """Return why a device cannot prefetch, or None if it can.
 
     Args:
-        architecture: compute capability times 10, of a GPU that says it.
+        device_type: as vLLM's platforms name it.
+        architecture: compute capability times 10, of a GPU that reports it.
     """
     if device_type == "cpu":
         return None
     if device_type != "cuda":
         return f'there is no prefetch kernel for the device "{device_type}"'
     if architecture is None:
-        return "the GPU does not say its architecture"
+        return "the GPU does not report its architecture"
     if architecture < MIN_ARCHITECTURE:
         return f"there is no prefetch kernel for sm_{architecture}, only from sm_{MIN_ARCHITECTURE}"
     return None

@@ -31,7 +31,7 @@ class OpNames:
     attentions: frozenset[str]
 
     def key(self) -> str:
-        """The same names, the same text."""
+        """Return a text that is equal for equal names."""
         parts = (sorted(self.collectives.items()), sorted(self.waits), sorted(self.attentions))
         return repr((*parts, sorted((op, arg or "") for op, arg in self.matmuls.items())))
 
@@ -154,7 +154,7 @@ def operator_name(node: fx.Node) -> str | None:
 
 
 def argument_of(node: fx.Node, name: str | None) -> object:
-    """The argument that the operator's schema calls ``name``; None if it has none."""
+    """Return the argument that the operator's schema calls ``name``; None if it has none."""
     overload = _overload(node)
     if overload is None or name is None:
         return None
@@ -191,7 +191,7 @@ _VIEWS = frozenset({"aten.permute", "aten.t", "aten.transpose", "aten.view", "at
 
 
 def _stored(argument: object) -> fx.Node | None:
-    """The input or attribute that a weight is, or is a view of."""
+    """Return the input or attribute that a weight is, or is a view of."""
     node = argument
     while isinstance(node, fx.Node) and operator_name(node) in _VIEWS:
         node = node.args[0]

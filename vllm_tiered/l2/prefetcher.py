@@ -155,7 +155,7 @@ def _touch(address: int, num_bytes: int) -> None:
 
 
 def open_prefetcher(cpus: Collection[int] = ()) -> Prefetcher:
-    """The native one, or with one warning the other."""
+    """Open the native prefetcher, or, with one warning, the one in Python."""
     try:
         return NativePrefetcher(cpus)
     except UnsupportedError as error:

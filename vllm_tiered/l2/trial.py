@@ -61,7 +61,7 @@ def is_on(trial: Trial, batch_size: int) -> bool:
 
 
 def verdict_for(trial: Trial, batch_size: int) -> Measured | None:
-    """The verdict that holds for batches of that size."""
+    """Return the verdict that holds for batches of that size."""
     near = [found for found in trial.verdicts if _is_near(found.batch_size, batch_size)]
     return min(near, key=lambda found: abs(found.batch_size - batch_size), default=None)
 

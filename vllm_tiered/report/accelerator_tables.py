@@ -20,7 +20,7 @@ class Table:
 
 
 def summary(answer: Answer) -> list[str]:
-    """The result in three lines."""
+    """Return the result in three lines."""
     high, low = answer["with_prefetch"], answer["without_prefetch"]
     lines = [
         f"{name}: best L2 {side['best_l2_mib']} MiB, {side['throughput_density']:.2f} "
@@ -50,14 +50,14 @@ def tables(answer: Answer) -> list[Table]:
 
 
 def assumptions(answer: Answer) -> Table:
-    """What was assumed, where the paper leaves something open."""
+    """Return the assumptions where the paper leaves something open."""
     rows = [(each["what"], each["taken"], each["source"]) for each in answer["assumptions"]]
     headings = ("what", "taken here", "from")
     return Table(name="assumptions", title="Assumptions", headings=headings, rows=rows)
 
 
 def markdown(table: Table) -> str:
-    """The table alone, without its title."""
+    """Return the table without its title."""
     lines = [table.headings, ["---"] * len(table.headings), *table.rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

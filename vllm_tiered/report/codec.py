@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record as a line of the timeline file, and back."""
+"""Encoding of a record as a line of the timeline file, and decoding."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ _DECIMALS = 6  # microseconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The last line of a file that was closed; a file without it was cut off, or goes on."""
+    """The last record of a closed file; a file without it was cut off, or is still written."""
 
     time: float
 
@@ -42,20 +42,21 @@ _NAMES = {cls: name for name, cls in _CLASSES.items()}
 
 
 def encode(record: Record) -> str:
-    """The record's line, with its newline."""
+    """Return the record's line, with its newline."""
     values: dict[str, Any] = {"type": _NAMES[type(record)]}
     if isinstance(record, Header):
         values |= {"format": FORMAT, "version": FORMAT_VERSION}
     values |= _plain(record)
-    # numpy's numbers are not JSON's, and a sample may hold some.
+    # A sample may hold numpy numbers, which json does not know.
     return json.dumps(values, separators=(",", ":"), default=lambda value: value.item()) + "\n"
 
 
 def decode(line: str | bytes) -> Record:
-    """The record of a line.
+    """Return the record of a line.
 
-    Raises ValueError that says what is wrong: no JSON, no timeline, another version, an unknown
-    type, a field that is missing, unknown or of another type.
+    Raises:
+        ValueError: the line is no JSON or no record of a timeline, is of another version or an
+            unknown type, or has a field that is missing, unknown or of another type.
     """
     try:
         values = json.loads(line)
@@ -94,7 +95,7 @@ def _check_format(values: dict[str, Any]) -> None:
 
 
 def _plain(record: Any) -> dict[str, Any]:
-    """Fields by name, JSON-safe; None is left out, since most layers have no read and no write."""
+    """Return fields by name, JSON-safe, without None: most layers have no read and no write."""
     plain = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -122,7 +123,7 @@ def _build(cls: type[Any], values: object) -> Any:
 
 
 def _value(field: Any, value: Any) -> Any:
-    """`value` in the type of the field; raises ValueError if it is of another."""
+    """Return `value` in the type of the field; raise ValueError if it has another."""
     if field.type is Machine:
         return _build(Machine, value)
     if field.type == tuple[LayerSpan, ...] and isinstance(value, list):
@@ -145,4 +146,4 @@ _ACCEPTED: dict[Any, Callable[[Any], bool]] = {
     Literal["resident", "offloaded"]: lambda value: value in ("resident", "offloaded"),
     Mapping[str, Any]: lambda value: isinstance(value, dict),
 }
-"""What a field of each type takes from a file."""
+"""Tests of a value from a file, by the type of the field."""

@@ -51,7 +51,7 @@ _STYLE: Any = {  # matplotlib's own type is a literal of its 300 keys
 
 
 def render(draw: Callable[[], Figure]) -> bytes:
-    """The figure as PNG, in the report's style whatever the user's own matplotlib style is."""
+    """Return the figure as PNG in the report's style, whatever the user's matplotlib style is."""
     png = io.BytesIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -62,7 +62,7 @@ def render(draw: Callable[[], Figure]) -> bytes:
 
 
 def panels(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """A figure of panels above each other, `heights` in inches, that share the x axis.
+    """Make a figure of stacked panels that share the x axis; `heights` in inches.
 
     Margins are fixed, so that the same time is at the same place in every picture of a page.
     """
@@ -86,7 +86,7 @@ def panels(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
 
 
 def legend_above(axis: Axes) -> None:
-    """The legend over the top right corner, where no data can be."""
+    """Put the legend above the top right corner, where no data can be."""
     columns = len(axis.get_legend_handles_labels()[0])
     axis.legend(
         loc="lower right",
@@ -134,7 +134,7 @@ class TimeAxis:
         axis.plot(x, y, solid_joinstyle="miter", **style)
 
     def area(self, axis: Axes, bottom: Series, top: Series, **style: Any) -> None:
-        """The area between two values a window."""
+        """Fill the area between two values per window."""
         x, low = self._steps(bottom)
         _, high = self._steps(top)
         axis.fill_between(x, low, high, linewidth=0, **style)

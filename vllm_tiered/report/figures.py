@@ -139,7 +139,7 @@ def draw_links(timeline: Timeline) -> Figure:
 
 
 def draw_blocks(timeline: Timeline) -> Figure:
-    """The block pool by what its blocks are: used, free, reserved, beyond the level."""
+    """Draw the block pool by the state of its blocks: used, free, reserved, beyond the level."""
     figure, (axis,) = panels([2.8])
     time = TimeAxis.of(timeline.windows)
     used = series(time.windows, "used_blocks")
@@ -204,14 +204,15 @@ PICTURES = (
         name="layers",
         title="One step, layer by layer",
         caption="What the layers of one step computed, waited for and moved (after Pie's figure "
-        "4). Resident layers' KV stays near; offloaded layers' KV is staged while others compute.",
+        "4). The KV of resident layers stays near; that of offloaded layers is staged while others "
+        "compute.",
         draw=draw_layers,
     ),
 )
 
 
 def _above(*values: Series, least: float = 1.0) -> float:
-    """An upper limit that leaves room over all values."""
+    """Return an upper limit that leaves room above all values."""
     return max(least, 1.08 * max(float(each.max()) for each in values))
 
 
@@ -224,7 +225,7 @@ def _kinds(events: Sequence[Event]) -> list[str]:
 
 
 def _mark_events(axis: Axes, time: TimeAxis, events: Sequence[Event], kinds: Sequence[str]) -> None:
-    """A row of ticks for each kind: hundreds stay readable, and none hides a curve."""
+    """Draw a row of ticks per kind of event: hundreds stay readable, and none hides a curve."""
     colors = {"grow": BLUE, "shrink": ORANGE}
     for row, kind in enumerate(kinds):
         times = [

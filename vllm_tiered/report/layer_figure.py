@@ -33,7 +33,7 @@ class _Box:
 
 
 def draw_layers(timeline: Timeline) -> Figure:
-    """The typical step of a timeline that has steps in detail."""
+    """Draw the typical step of a timeline that has steps in detail."""
     step = typical_step(timeline.layers)
     if step is None:
         raise ValueError("the timeline has no step in detail")
@@ -66,7 +66,7 @@ def draw_layers(timeline: Timeline) -> Figure:
 
 
 def _boxes(spans: Sequence[LayerSpan], what: str, scale: float) -> list[_Box]:
-    """What the layers did of one kind ("compute", "wait", "read", "write"), by time."""
+    """Return the layers' boxes of one kind ("compute", "wait", "read", "write"), by time."""
     boxes = []
     for span in spans:
         start, end = getattr(span, f"{what}_start"), getattr(span, f"{what}_end")
@@ -90,7 +90,7 @@ def _draw_row(axis: Axes, row: int, boxes: Sequence[_Box], width: float) -> None
 def _rectangle(
     axis: Axes, box: _Box, row: int, share: float, *, lane: int = 0, **style: Any
 ) -> tuple[float, float]:
-    """Draw a box in its row, `share` of the row high; its centre."""
+    """Draw a box in its row, `share` of the row high; return its center."""
     height = _ROW_HEIGHT * share
     bottom = row - _ROW_HEIGHT / 2 + lane * height
     axis.add_patch(
@@ -100,7 +100,7 @@ def _rectangle(
 
 
 def _lanes(boxes: Sequence[_Box]) -> list[int]:
-    """A lane for each box (by start), so that none overlap in a lane; as few as possible."""
+    """Return a lane for each box (sorted by start): as few as possible, without overlaps."""
     ends: list[float] = []
     lanes = []
     for box in boxes:

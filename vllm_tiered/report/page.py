@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a timeline: `index.html`, and its pictures as PNG files beside it.
+"""The report page of a timeline: `index.html`, and its pictures as PNG files next to it.
 
 The page holds its pictures itself (base64): it can be sent as one file, and needs neither network
 nor JavaScript. The files are for slides and issues.
@@ -68,7 +68,7 @@ def write_report(timeline: Timeline, folder: str | Path) -> Path:
 
 
 def configured(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """What was configured, as rows of name and value."""
+    """Return the configuration as rows of name and value."""
     header = timeline.header
     machine = header.machine
     yield "versions", f"vllm-tiered {header.vllm_tiered}, vLLM {header.vllm}"
@@ -87,7 +87,7 @@ def configured(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def described(summary: Summary, carbon_intensity: float) -> Iterator[tuple[str, str, str]]:
-    """The summary as rows of name, value and what it means.
+    """Return the summary as rows of name, value and meaning.
 
     Args:
         carbon_intensity: of the grid, in gCO2e per kWh.
@@ -148,7 +148,7 @@ def _template() -> jinja2.Template:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A nested table as rows, keys dotted; byte sizes and lists as people read them."""
+    """Flatten a nested table into rows with dotted keys, byte sizes and lists made readable."""
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -169,7 +169,7 @@ def _link(share: float, bytes_per_second: float) -> str:
 
 
 def _known(assumed_share: float) -> str:
-    """How joules are known; a share that rounds to all or nothing is named as what it is."""
+    """Return how the joules are known; a share that rounds to all or nothing is named in words."""
     if not assumed_share:
         return "measured"
     if assumed_share == 1:

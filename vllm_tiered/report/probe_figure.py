@@ -18,7 +18,7 @@ _COLOURS = (SKY, BLUE, ORANGE, VERMILLION, GREEN)
 
 
 def probe_picture(probe: Mapping[str, Any]) -> bytes:
-    """PNG of what `vllm-tiered probe` measured."""
+    """Draw what `vllm-tiered probe` measured, as PNG."""
     return render(partial(_draw, probe))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a timeline file, also one that its engine still writes or did not live to close."""
+"""Reader of timeline files, also of those that an engine still writes or did not close."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,11 @@ from vllm_tiered.report.records import Event, Header, LayerTimeline, Window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """A timeline file.
+    """The contents of a timeline file.
 
     Attributes:
-        windows, layers, events: by time.
-        is_closed: False if the engine still writes it, or ended without closing it.
+        windows, layers, events: sorted by time.
+        is_closed: False if the engine still writes the file, or ended without closing it.
     """
 
     header: Header
@@ -26,10 +26,11 @@ class Timeline:
 
 
 def read_timeline(path: str | Path) -> Timeline:
-    """The timeline at `path`. A last line that is cut off is taken for the end.
+    """Read the timeline at `path`; an incomplete last line is ignored.
 
-    Raises ConfigError that names the file and the line: it cannot be read, is empty, no timeline,
-    of another version, or damaged before its last line.
+    Raises:
+        ConfigError: the file cannot be read, is empty, is no timeline or of another version, or is
+            damaged before its last line. The message names the file and the line.
     """
     path = Path(path)
     try:
@@ -40,7 +41,7 @@ def read_timeline(path: str | Path) -> Timeline:
         raise ConfigError(f"{path}: is empty; an engine writes its first line when it starts")
     *lines, cut_off = content.split(b"\n")
     if not lines:
-        # The header is short and written at once: more than a cut-off line, this is another file.
+        # The header is short and written at once, so this is more likely another file.
         raise ConfigError(f"{path}: is not a timeline, or was cut off in its first line")
     header, *records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
     if not isinstance(header, Header):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a timeline tells: the header, windows of steps, single steps layer by layer, and events.
+"""The records of a timeline: header, windows of steps, single steps layer by layer, and events.
 
 The file is JSON lines, each with its `type`; the header comes first. Times are seconds since the
-engine's start, as the engine gives them. Steps are told one by one (`StepSample`) and kept as
-windows of consecutive steps (`Window`): counts add up, gauges become the mean over the steps, the
-level is the last one. Windows combine to longer windows by the same rule, so a file can be made
-coarser at any time without looking at single steps again.
+engine's start, as the engine gives them. Steps arrive one by one (`StepSample`) and are kept as
+windows of consecutive steps (`Window`): counts add up, gauges become the mean over the steps, and
+the level is the last one. Windows merge into longer windows by the same rule, so a file can be made
+coarser at any time without the single steps.
 """
 
 import os
@@ -17,13 +17,16 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-FORMAT_VERSION = 2
-"""Written into the header; a reader refuses any other. 2: joules, and the grid they come from."""
+FORMAT_VERSION = 3
+"""Version in the header; a reader refuses any other.
+
+2: joules, and the grid's carbon intensity. 3: `partial_blocks`; layers are resident or offloaded.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What the engine ran on; `memory_bytes` is the host's, `cores` are logical CPUs."""
+    """The machine of the engine; `memory_bytes` is the host's, `cores` are logical CPUs."""
 
     cpu: str
     cores: int
@@ -31,7 +34,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """This machine."""
+        """Return the description of this machine."""
         return cls(
             cpu=_cpu_name(),
             cores=os.cpu_count() or 1,
@@ -41,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What was configured.
+    """First record: what was configured.
 
     Attributes:
         vllm_tiered, vllm: versions.
@@ -54,7 +57,7 @@ class Header:
         near_bytes, far_bytes, storage_bytes: of the KV cache, all ranks; the last in files.
         machine: what it runs on.
         carbon_intensity: of the grid, in gCO2e per kWh.
-        manifest: further settings to show beside these, JSON-safe; nested tables are fine.
+        manifest: further settings to show with these, JSON-safe; nested tables are fine.
     """
 
     vllm_tiered: str
@@ -73,22 +76,25 @@ class Header:
 
 
 class StepSample(NamedTuple):
-    """One engine step. A tuple, as it is made in every step: a frozen dataclass costs 3x more.
+    """One engine step.
+
+    A tuple, as one is made in every step: a frozen dataclass costs 3x more.
 
     Attributes:
         time: end of the step.
         seconds: the step's wall time; idle time is in no step.
-        tokens: output tokens that it made.
-        stall_seconds: compute stood still for a transfer (the slowest rank).
-        read_seconds, write_seconds: the direction was copying (the slowest rank).
+        tokens: output tokens of the step.
+        stall_seconds: time in which compute waited for a transfer (the slowest rank).
+        read_seconds, write_seconds: time in which the direction copied (the slowest rank).
         read_bytes, write_bytes: far to near, near to far (all ranks).
-        joules: read in this step, ten times a second at most (all ranks); of pauses none.
-        assumed_joules: of these, what constants gave instead of a counter.
+        joules: energy read in this step, ten times a second at most (all ranks); none of pauses.
+        assumed_joules: the part of `joules` that comes from constants instead of a counter.
         far_layers, expansion: the level that the step ran at.
         released_blocks: blocks that requests may use, used ones included.
-        reserved_blocks: blocks that the level, or tails that stay near, leave no pages for.
+        reserved_blocks: blocks without pages, because of the level or of partial blocks that stay
+            near.
         used_blocks: blocks that requests hold.
-        num_partial: partly filled blocks that running requests are charged for.
+        partial_blocks: partly filled blocks that running requests account for.
         num_running, num_waiting: requests.
         num_preempted: requests preempted in this step.
     """
@@ -108,7 +114,7 @@ class StepSample(NamedTuple):
     released_blocks: int
     reserved_blocks: int
     used_blocks: int
-    num_partial: int
+    partial_blocks: int
     num_running: int
     num_waiting: int
     num_preempted: int
@@ -116,11 +122,11 @@ class StepSample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Consecutive steps as one record; fields as in :class:`StepSample` unless said.
+    """Consecutive steps as one record; fields not listed here are those of :class:`StepSample`.
 
     Attributes:
-        start, end: the first step's begin, the last one's end.
-        num_steps: how many.
+        start, end: begin of the first step, end of the last one.
+        num_steps: the number of steps.
         longest_seconds: the longest step.
         level_changes: steps that ran at another level than the step before.
     """
@@ -145,13 +151,13 @@ class Window:
     released_blocks: float
     reserved_blocks: float
     used_blocks: float
-    num_partial: float
+    partial_blocks: float
     num_running: float
     num_waiting: float
 
     @classmethod
-    def of(cls, step: StepSample, *, level_changed: bool) -> "Window":
-        """The window of one step."""
+    def from_step(cls, step: StepSample, *, level_changed: bool) -> "Window":
+        """Return the window of one step."""
         return cls(
             start=step.time - step.seconds,
             end=step.time,
@@ -173,7 +179,7 @@ class Window:
             released_blocks=step.released_blocks,
             reserved_blocks=step.reserved_blocks,
             used_blocks=step.used_blocks,
-            num_partial=step.num_partial,
+            partial_blocks=step.partial_blocks,
             num_running=step.num_running,
             num_waiting=step.num_waiting,
         )
@@ -197,14 +203,14 @@ _GAUGES = (
     "released_blocks",
     "reserved_blocks",
     "used_blocks",
-    "num_partial",
+    "partial_blocks",
     "num_running",
     "num_waiting",
 )
 
 
-def combine(windows: Sequence[Window]) -> Window:
-    """One window over all of `windows`, which follow each other; at least one."""
+def merge_windows(windows: Sequence[Window]) -> Window:
+    """Merge at least one window, in order of time, into one."""
     if len(windows) == 1:
         return windows[0]
     last = windows[-1]
@@ -225,7 +231,7 @@ def combine(windows: Sequence[Window]) -> Window:
 
 
 def coarsen(windows: Sequence[Window], slot_seconds: float) -> list[Window]:
-    """Combine the windows that end in the same slot of time, each `slot_seconds` long."""
+    """Merge the windows that end in the same interval of `slot_seconds`."""
     slots: list[list[Window]] = []
     current: int | None = None
     for window in windows:
@@ -234,15 +240,15 @@ def coarsen(windows: Sequence[Window], slot_seconds: float) -> list[Window]:
             slots.append([])
             current = slot
         slots[-1].append(window)
-    return [combine(slot) for slot in slots]
+    return [merge_windows(slot) for slot in slots]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpan:
-    """One layer in one step; seconds relative to the step's start, None where there was none.
+    """One layer in one step: seconds relative to the step's start, or None if it did not happen.
 
-    A read stages the layer's pages (far to near), a write takes out what the layer filled; both
-    run beside the compute of other layers. A wait is compute standing still for the layer's read.
+    A read stages the layer's pages (far to near), a write stores the pages that the layer filled;
+    both overlap with the compute of other layers. A wait is compute waiting for the layer's read.
     """
 
     layer: int
@@ -274,7 +280,7 @@ class LayerTimeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something worth a mark: `kind` is a word or two ("grow", "load error"), `text` says why."""
+    """An event worth a mark: `kind` is a word or two ("grow", "load error"), `text` says why."""
 
     time: float
     kind: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline in a few figures, and the rates that figures and tables share.
+"""Summary of a timeline, and the rates that figures and tables share.
 
 Rates and shares are over the time of steps: an idle engine is neither slow nor stalled.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_tiered.report.records import LayerTimeline, Window, coarsen, combine
+from vllm_tiered.report.records import LayerTimeline, Window, coarsen, merge_windows
 
 TRANSPARENT_STALL = 0.01
 """Swapping is transparent while compute waits less than this share of the step (Pie, 3.3)."""
@@ -59,8 +59,8 @@ class Summary:
 
 
 def summarise(windows: Sequence[Window]) -> Summary:
-    """The figures of at least one window."""
-    total = combine(windows)
+    """Return the summary of at least one window."""
+    total = merge_windows(windows)
     seconds = series(windows, "seconds")
     stall_share = ratio(series(windows, "stall_seconds"), seconds)
     expansion = series(windows, "expansion")
@@ -94,17 +94,17 @@ def summarise(windows: Sequence[Window]) -> Summary:
 
 
 def series(windows: Sequence[Window], name: str) -> Series:
-    """A field of the windows, shape [windows]."""
+    """Return a field of the windows, shape [windows]."""
     return np.array([getattr(window, name) for window in windows], dtype=np.float64)
 
 
 def ratio(amount: Series, per: Series) -> Series:
-    """`amount / per`, 0 where `per` is 0; shape [windows]."""
+    """Return `amount / per`, 0 where `per` is 0; shape [windows]."""
     return np.divide(amount, per, out=np.zeros_like(amount), where=per > 0)
 
 
 def at_most(windows: Sequence[Window], num_windows: int) -> list[Window]:
-    """The same run in at most `num_windows` windows of equal length, idle time left out."""
+    """Merge the run into at most `num_windows` windows of equal length, idle time left out."""
     if not windows:
         return []
     span = windows[-1].end - windows[0].start
@@ -117,7 +117,7 @@ def at_most(windows: Sequence[Window], num_windows: int) -> list[Window]:
 
 
 def typical_step(layers: Sequence[LayerTimeline]) -> LayerTimeline | None:
-    """The latest step in detail that read far layers; else the latest; None if there is none."""
+    """Return the latest step in detail that read far layers; else the latest; None without any."""
     reading = [
         timeline
         for timeline in layers

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the timeline beside the engine: a step costs an append, and a failing disk costs nothing.
+"""Writer of the timeline file: a step costs the engine an append, and a failing disk nothing.
 
-The engine only appends what it tells to a queue. A thread takes it out twice a second, puts steps
-together to windows, and writes lines. So nothing that a disk does, an error or a hang, reaches the
-engine, and an engine that dies leaves all but its last second in the file.
+The engine only appends records to a queue. A thread empties it twice a second, merges steps into
+windows, and writes lines. So no error and no hang of a disk reaches the engine, and an engine that
+is killed leaves all but its last second in the file.
 
-The file is bounded by halving the resolution of what is old. Windows are written 0.25 s long; when
-the file holds 4096, they are combined to windows twice as long, again and again until half as many
-are left, and the file is written anew and swapped in by a rename. A file of 17 minutes has windows
-of 0.25 s, one of a day has 64 s and its last minutes finer: always the whole run, in about 2 MB.
-(A ring would lose the start, where an adaptive engine converges; 0.25 s for a day are 150 MB.)
-Steps in detail and events are thinned likewise.
+The file is bounded: its old part has a coarser resolution. Windows are written 0.25 s long. When
+the file holds 4096 of them, they are merged into windows twice as long, repeatedly until half as
+many are left; then the file is rewritten and renamed over the old one. A file of 17 minutes has
+windows of 0.25 s, a file of a day has windows of 64 s, and finer ones in its last minutes: always
+the whole run, in at most about 3 MB. (A ring buffer would lose the start, where an adaptive engine
+converges; 0.25 s for a day would be 150 MB.) Steps in detail and events are thinned likewise.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from vllm_tiered.report.records import (
     StepSample,
     Window,
     coarsen,
-    combine,
+    merge_windows,
 )
 
 logger = logging.getLogger("vllm.tiered")
@@ -44,20 +44,21 @@ MAX_WINDOWS = 4096
 MAX_LAYER_TIMELINES = 32
 MAX_EVENTS = 2048
 _MAX_QUEUED = 20_000
-"""What waits for a disk that hangs: minutes of steps, some MB. Beyond that the oldest is lost."""
+"""Records that wait for a disk that hangs: minutes of steps, some MB. Then the oldest are lost."""
 _CLOSE_SECONDS = 5.0
 
-Told = StepSample | LayerTimeline | Event
+Added = StepSample | LayerTimeline | Event
+"""What the engine adds."""
 
 
 class TimelineWriter:
-    """Keeps the timeline at `path` from now on; a timeline that is there moves to `path.1`.
+    """The writer of the timeline at `path`; an existing timeline is renamed to `path.1`.
 
     Args:
-        path: of the file; its directory exists.
-        header: what was configured, the first line.
-        window_seconds: resolution of what is written.
-        max_windows: at which the resolution of what is old is halved; at least 2.
+        path: the file; its directory exists.
+        header: the first line, which says what was configured.
+        window_seconds: length of a window when it is written.
+        max_windows: number of windows at which old ones are merged; at least 2.
 
     Raises:
         ConfigError: the file cannot be written, is not a timeline, or another engine writes it.
@@ -73,8 +74,8 @@ class TimelineWriter:
     ) -> None:
         self._path = Path(os.path.realpath(path))  # a rename would replace a link, not its target
         self._header = header
-        self._queue: deque[Told] = deque(maxlen=_MAX_QUEUED)
-        self._book = _Book(window_seconds=window_seconds, max_windows=max_windows)
+        self._queue: deque[Added] = deque(maxlen=_MAX_QUEUED)
+        self._contents = _Contents(window_seconds=window_seconds, max_windows=max_windows)
         self._closing = threading.Event()
         self._stopped = False
         try:
@@ -88,23 +89,23 @@ class TimelineWriter:
         self._thread.start()
         atexit.register(self.close)
 
-    def step(self, sample: StepSample) -> None:
-        """One engine step is done."""
+    def add_step(self, sample: StepSample) -> None:
+        """Add a finished engine step."""
         if not self._stopped:
             self._queue.append(sample)
 
-    def layers(self, timeline: LayerTimeline) -> None:
-        """One step in detail: now and then, as the file keeps about 32 of them."""
+    def add_layer_timeline(self, timeline: LayerTimeline) -> None:
+        """Add one step in detail; the file keeps about 32 of them."""
         if not self._stopped:
             self._queue.append(timeline)
 
-    def event(self, time: float, kind: str, text: str) -> None:
-        """Something happened at `time`; `kind` groups events ("grow", "load error")."""
+    def add_event(self, time: float, kind: str, text: str) -> None:
+        """Add an event that happened at `time`; `kind` groups events ("grow", "load error")."""
         if not self._stopped:
             self._queue.append(Event(time=time, kind=kind, text=text))
 
     def close(self) -> None:
-        """Write what is left and close the file, unless the disk hangs. May be called twice."""
+        """Write what is left and close the file, unless the disk hangs. Idempotent."""
         self._closing.set()
         self._thread.join(_CLOSE_SECONDS)
         atexit.unregister(self.close)
@@ -116,7 +117,7 @@ class TimelineWriter:
             closing = False
             while not closing:
                 closing = self._closing.wait(FLUSH_SECONDS)
-                self._write(self._book.take(self._drain(), closing=closing))
+                self._write(self._contents.add(self._drain(), closing=closing))
         except (OSError, ConfigError) as error:
             logger.warning(
                 "tiered report: %s: %s; the timeline ends here, serving goes on", self._path, error
@@ -124,17 +125,17 @@ class TimelineWriter:
         finally:
             self._stopped = True
             self._queue.clear()
-            with contextlib.suppress(OSError):  # lines that did not go out are tried once more
+            with contextlib.suppress(OSError):  # close tries to write pending lines again
                 self._file.close()
 
-    def _drain(self) -> Iterable[Told]:
+    def _drain(self) -> Iterable[Added]:
         while self._queue:
             yield self._queue.popleft()
 
     def _write(self, new: list[Record]) -> None:
-        if self._book.is_full:
-            self._book.thin()
-            self._rewrite([self._header, *self._book.records()])
+        if self._contents.is_full:
+            self._contents.thin()
+            self._rewrite([self._header, *self._contents.records()])
         elif new:
             _write_lines(self._file, new)
 
@@ -154,8 +155,8 @@ class TimelineWriter:
         self._file = file
 
 
-class _Book:
-    """What the file holds, and the window that is still open."""
+class _Contents:
+    """The records of the file, and the window that is still open."""
 
     def __init__(self, *, window_seconds: float, max_windows: int) -> None:
         self._window_seconds = window_seconds
@@ -170,21 +171,21 @@ class _Book:
         self._events: list[Event] = []
         self._end: list[End] = []
 
-    def take(self, told: Iterable[Told], *, closing: bool) -> list[Record]:
-        """What was told since the last call, as new records of the file."""
+    def add(self, added: Iterable[Added], *, closing: bool) -> list[Record]:
+        """Add what the engine added since the last call; return the new records of the file."""
         new: list[Record] = []
         steps_before = len(self._open)
-        for item in told:
+        for item in added:
             match item:
                 case StepSample():
-                    new += self._take_step(item)
+                    new += self._add_step(item)
                 case LayerTimeline():
                     self._layers.append(item)
                     new.append(item)
                 case Event():
                     self._events.append(item)
                     new.append(item)
-        # An idle engine's last steps must not wait for its next ones.
+        # The last steps of an engine that becomes idle must not wait for its next ones.
         is_idle = not new and len(self._open) == steps_before
         if closing or is_idle:
             new += self._close_window()
@@ -202,7 +203,7 @@ class _Book:
         )
 
     def thin(self) -> None:
-        """Halve what is too much."""
+        """Halve the number of windows, steps in detail or events, whichever is at its limit."""
         if len(self._windows) >= self._max_windows:
             self._windows = coarsen(self._windows, self._coarse_seconds)
             while len(self._windows) > self._max_windows // 2:
@@ -215,14 +216,14 @@ class _Book:
             self._events = self._events[:half:2] + self._events[half:]
 
     def records(self) -> list[Record]:
-        """All that the file holds but its header."""
+        """Return all records of the file except its header."""
         return [*self._windows, *self._layers, *self._events, *self._end]
 
-    def _take_step(self, step: StepSample) -> list[Window]:
+    def _add_step(self, step: StepSample) -> list[Window]:
         slot = int(step.time / self._window_seconds)
         closed = self._close_window() if slot != self._slot else []
         level_changed = self._level is not None and self._level != step.far_layers
-        self._open.append(Window.of(step, level_changed=level_changed))
+        self._open.append(Window.from_step(step, level_changed=level_changed))
         self._slot = slot
         self._level = step.far_layers
         self._time = step.time
@@ -231,14 +232,14 @@ class _Book:
     def _close_window(self) -> list[Window]:
         if not self._open:
             return []
-        window = combine(self._open)
+        window = merge_windows(self._open)
         self._open = []
         self._windows.append(window)
         return [window]
 
 
 def _open_new(path: Path, header: Header) -> IO[str]:
-    """The file, with its header, and ours alone; a timeline that is there is kept as `.1`."""
+    """Open the file, locked, and write its header; an existing timeline is renamed to `.1`."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"tiered.report.path is {str(path)!r}: not a regular file")
     file = path.open("a", encoding="utf-8")
@@ -274,7 +275,11 @@ def _write_lines(file: IO[str], records: Iterable[Record]) -> None:
 
 
 def _lock(file: IO[str]) -> None:
-    """One writer a file: of two engines each would undo the other's halving."""
+    """Lock the file: two engines would overwrite each other's rewritten files.
+
+    Raises:
+        ConfigError: another engine writes it.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -283,4 +288,4 @@ def _lock(file: IO[str]) -> None:
             "path of its own"
         ) from error
     except OSError:
-        pass  # a file system without locks: nothing else needs them
+        pass  # a file system without locks; nothing else needs them

@@ -68,7 +68,7 @@ def _figures(layer: LayerRecord) -> dict[str, float]:
 
 
 def _window(masks: Masks) -> Masks:
-    """The union of each token's mask with those of the tokens before it in the window."""
+    """Return the union of each token's mask with those before it in the window."""
     union = masks.copy()
     for age in range(1, WINDOW_TOKENS):
         union[age:] |= masks[:-age]

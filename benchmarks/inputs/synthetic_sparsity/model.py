@@ -141,7 +141,7 @@ def write_planted(planted: PlantedShape, out: Path, *, seed: int = 0) -> None:
 
 
 def _tokenizer(vocab_size: int, folder: str | Path | None) -> dict[str, bytes]:
-    """The tokenizer's files, if the vocabulary has a row for each of its tokens."""
+    """Return the tokenizer's files, if the vocabulary has a row for each of its tokens."""
     source = Path(folder) if folder is not None else None
     if source is None and vocab_size < SHAPES["opt-1.3b"].vocab_size:
         return {}

@@ -49,7 +49,10 @@ class LayerRecord:
 
 
 def planted_sparsity(model: Path) -> Sparsity:
-    """What was planted in a model folder. Raises FileNotFoundError if nothing was."""
+    """Return the record of a model folder's synthetic sparsity.
+
+    Raises FileNotFoundError if the folder has none.
+    """
     return Sparsity(**json.loads((model / STATISTICS_FILE).read_text("utf-8"))["planted"])
 
 

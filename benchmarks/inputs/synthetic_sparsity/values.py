@@ -70,7 +70,7 @@ class PlantedValues:
             yield to_bfloat16(np.ascontiguousarray(values, dtype=np.float32))
 
     def factors(self, layer_idx: int) -> tuple[Floats, Floats, Floats]:
-        """What a predictor needs: A [r, H], B [N, r] and the bias [N].
+        """Return the predictor: A [r, H], B [N, r] and the bias [N].
 
         ``B @ (A @ x) + bias`` is what the latent gives a neuron, for x after the layer norm; above
         0 it is active, but for the noise.
@@ -98,7 +98,7 @@ class PlantedValues:
         save_file(tensors, path, metadata={"planted": "exact factors of fc1"})
 
     def latent(self) -> Floats:
-        """u [P, r]: pairs of a cosine and a sine of mean square 1, each pair at its own speed.
+        """Return u [P, r]: pairs of a cosine and a sine of mean square 1, each at its own speed.
 
         Speeds are quantiles of a half-normal distribution, so that the correlation of two positions
         falls as exp(-(speed * distance)^2 / 2) and does not come back soon.

@@ -102,7 +102,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def batch_command(settings: Settings, model: Path, store: Path) -> list[str]:
-    """The command line of `benchmarks.harness.batch_decode`."""
+    """Return the command line of `benchmarks.harness.batch_decode`."""
     sizes = PLANTED[settings.shape].sizes
     ffn_bytes = 4 * sizes.ffn_dim * sizes.hidden_size * sizes.num_layers
     most = max(settings.batches)

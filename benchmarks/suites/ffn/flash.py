@@ -220,7 +220,7 @@ def _replay(technique: Technique, settings: Settings, tokens: Sequence[Token]) -
 def _engines(
     settings: Settings, model: Path, store: Path, folder: Path, step: Step
 ) -> list[dict[str, dict[str, Any]]]:
-    """Rounds of the two contenders."""
+    """Run rounds of the two contenders."""
     sizes = PLANTED[settings.shape].sizes
     load = limited.Load(
         prompt_tokens=settings.prompt_tokens,
@@ -286,7 +286,7 @@ def streamed_command(
 
 
 def ffn_near_bytes(shape: str, model: Path, kv_bytes: int) -> int:
-    """What half the model's bytes leave to the FFN beside everything else."""
+    """Return the bytes that half the model's bytes leave to the FFN."""
     sizes = PLANTED[shape].sizes
     ffn_bytes = 4 * sizes.ffn_dim * sizes.hidden_size * sizes.num_layers
     other_bytes = sizes.num_bytes - ffn_bytes

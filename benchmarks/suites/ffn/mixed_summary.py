@@ -110,7 +110,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _policy(rounds: Sequence[Mapping[str, Mapping[str, Any]]], name: str) -> dict[str, float]:
-    """A cache's figures, a token's; medians over rounds."""
+    """Return a cache's figures per token; medians over rounds."""
 
     def a_token(key: str) -> float:
         totals = [

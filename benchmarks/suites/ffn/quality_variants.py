@@ -41,7 +41,7 @@ class LowRankRanking:
 
 
 def by_low_rank(predictors: Sequence[LowRank]) -> LowRankRanking:
-    """A ranking for :class:`Variant`."""
+    """Make a ranking for :class:`Variant`."""
     return LowRankRanking(predictors)
 
 

@@ -11,7 +11,7 @@ from vllm_tiered.ffn.prepare.mixed_ffn import Copies
 
 
 def by_oracle(_: int, copies: Copies) -> tuple[Scores, float | None]:
-    """What each neuron really adds to the output, from its weights in full precision."""
+    """Return each neuron's real share of the output, from its weights in full precision."""
     norms = copies.weights.down_norms_N
     threshold = torch.finfo(torch.float32).tiny if copies.weights.is_relu else None
     return lambda x: copies.activations(x, Precision.FULL).abs() * norms, threshold

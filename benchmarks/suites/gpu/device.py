@@ -31,7 +31,7 @@ def require_gpu(name: str) -> Any:
 
 
 def gpu_stamp(torch: Any) -> dict[str, Any]:
-    """What was measured on, JSON-safe."""
+    """Return the hardware and versions that were measured on, JSON-safe."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "name": properties.name,

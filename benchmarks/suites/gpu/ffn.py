@@ -97,7 +97,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def contenders(settings: Settings, model: Path, store: Path, device_bytes: int) -> list[EngineSpec]:
-    """The three engines: equal but for where the FFN is and how it is computed."""
+    """Return the three engines, which differ in where the FFN is and how it is computed."""
     shape = model_shape(json.loads((model / "config.json").read_text(encoding="utf-8")))
     sizes = PLANTED[settings.shape].sizes
     ffn_bytes = 4 * sizes.ffn_dim * sizes.hidden_size * sizes.num_layers

@@ -15,7 +15,7 @@ from benchmarks.suites.gpu.kernels import Case
 
 
 def cases(torch: Any) -> Iterator[Case]:
-    """A quarter and a half of the L2; and the same by the pages of a KV cache."""
+    """Yield prefetches of a quarter and a half of the L2, as a tensor and as KV pages."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     for share in (4, 2):
         yield _tensor(torch, l2_bytes // share)

@@ -88,7 +88,7 @@ def _steps(torch: Any, num_neurons: int, shares: tuple[float, ...]) -> list[Any]
 def _on_host(
     torch: Any, num_neurons: int, capacities: list[int], window: int, steps: list[Any]
 ) -> Callable[[], object]:
-    """The wait for the ranks, and ffn/cache; without the message that goes back."""
+    """Wait for the ranks and run the host's cache index, without the message back."""
     from vllm_tiered.ffn.cache.layer_cache import LayerCache
     from vllm_tiered.ffn.cache.window import WindowCache
     from vllm_tiered.ffn.layout import Precision

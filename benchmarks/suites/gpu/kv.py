@@ -196,7 +196,7 @@ class _Comparison:
         return summarise_budget({**measured, CEILING: ceiling}, expansions)
 
     def _with_memory(self, num_blocks: int) -> KvPlan:
-        """An engine on a GPU says beforehand how much of it it takes."""
+        """Set the share of the GPU's memory that an engine takes."""
         near_bytes = self._weight_bytes + num_blocks * self._plan.block_bytes()
         arguments = load.engine_args(
             self._settings.device, near_bytes, self._device_bytes, eager=self._settings.eager

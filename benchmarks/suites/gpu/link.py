@@ -252,7 +252,7 @@ def summarise(
 
 
 def _tuned(kernels: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
-    """The fewest programs that are nearly as good as the best, over sizes and directions."""
+    """Return the fewest programs nearly as good as the best, over sizes and directions."""
     scores = {
         way: math.exp(
             sum(math.log(kernel[way][d]) for kernel in kernels for d in (READ, WRITE))

@@ -32,7 +32,10 @@ BLOCK_TOKENS = {"cuda": 16, "cpu": 32}
 
 
 def describe_device(name: str, device: str) -> dict[str, Any]:
-    """What is measured on. Raises MeasurementError without a GPU, unless the CPU was asked for."""
+    """Return the device to measure on.
+
+    Raises MeasurementError without a GPU, unless the CPU was asked for.
+    """
     if device == "cpu":
         return {"name": "cpu"}
     return gpu_stamp(require_gpu(name))
@@ -56,7 +59,7 @@ def sharegpt_lengths(n: int) -> list[tuple[int, int]]:
 def requests(
     n: int, max_prompt_tokens: int, max_output_tokens: int, vocab_size: int, seed: int
 ) -> list[Request]:
-    """Requests of ShareGPT's lengths, cut to these; all there at once."""
+    """Return requests of ShareGPT's lengths, cut to these, all present at once."""
     rng = random.Random(seed)
     return [
         Request(
@@ -87,7 +90,7 @@ def engine_args(device: str, near_bytes: int, device_bytes: int, *, eager: bool)
 
 
 def workload_stamp(shape: str, given: Sequence[Request]) -> dict[str, Any]:
-    """What a result says about its load."""
+    """Return a result's description of its load."""
     return {
         "model": f"{shape}, made up weights",
         "lengths": "ShareGPT_V3's, random tokens",

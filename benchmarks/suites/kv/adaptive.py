@@ -177,7 +177,7 @@ def _measure_case(plan: KvPlan, settings: Settings, num_blocks: int, step: Step)
 def _measured_anew(
     specs: Sequence[EngineSpec], plan: KvPlan, settings: Settings, step: Step
 ) -> dict[str, list[RoundResult]]:
-    """The finals' rounds with engines that are started for them; `auto` is warmed up again."""
+    """Run the finals' rounds with engines started for them; `auto` is warmed up again."""
     with engines(specs, warmup_requests(plan.requests), step) as group:
         for engine in group:
             if engine.spec.label == plugin_label("auto"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Minutes of random load with every check on: does anything leak, fail or answer wrongly?
+"""Soak test: minutes of random load with every check on, for leaks, failures, wrong answers.
 
 One engine with the plugin, adaptive expansion, prefix caching and too little near-tier KV serves
 random rounds (`benchmarks.inputs.soak_load`): bursts, lulls, long requests, shared prefixes,

@@ -239,8 +239,8 @@ def switch_worker(worker: Any, is_on: bool) -> tuple[int, int]:
     """In a worker."""
     from vllm_tiered.adapter.l2 import hooks as l2_hooks
 
-    engine = l2_hooks.engine_of(worker.vllm_config)
-    engine.hold(is_on)
+    engine = l2_hooks.find_engine(worker.vllm_config)
+    engine.force(is_on)
     counts: tuple[int, int] = engine.runtime.counts()
     return counts
 

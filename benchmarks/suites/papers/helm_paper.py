@@ -98,7 +98,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 def stage(
     shape: ModelShape, placement: Placement, link: str, requests: int, new_tokens: int
 ) -> Stage:
-    """A step in the steady state on a link of `LINK_GB_PER_S`."""
+    """Return a step in the steady state on a link of `LINK_GB_PER_S`."""
     batch = Batch(requests=requests, new_tokens=new_tokens, context_tokens=PROMPT_TOKENS)
     times = compute_times(shape, MACHINE, batch)
     weights_per_s = EXPANDED_WEIGHTS_PER_S
@@ -194,7 +194,7 @@ def _parts(step: Stage) -> dict[str, float]:
 
 
 def find(runs: list[dict[str, Any]], placement: str, requests: int, link: str) -> dict[str, Any]:
-    """The run with these. Raises KeyError if there is none."""
+    """Return the run with these settings. Raises KeyError if there is none."""
     for entry in runs:
         if (entry["placement"], entry["requests"], entry["link"]) == (placement, requests, link):
             return entry

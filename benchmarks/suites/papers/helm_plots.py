@@ -43,7 +43,7 @@ def bars(
 
 
 def _overlap(cases: Sequence[tuple[str, int, str]], stage: str) -> Plot:
-    """Loads as bars, the compute beside each as a line (figures 11a, 12d and 12e)."""
+    """Draw loads as bars and compute as a line (figures 11a, 12d and 12e)."""
 
     def plot(axes: Axes, result: Result) -> None:
         parts = [_find(result, *case)[stage] for case in cases]
@@ -85,7 +85,7 @@ def _latencies(axes: Axes, result: Result) -> None:
 
 
 def _batched(key: str, label: str) -> Plot:
-    """A figure of FlexGen's placement and All-CPU by batch (figures 12a to 12c)."""
+    """Draw FlexGen's placement and All-CPU by batch (figures 12a to 12c)."""
 
     def plot(axes: Axes, result: Result) -> None:
         groups = [f"{NAMES[name]}\n{count}" for name, count in _BATCHED]
@@ -99,7 +99,7 @@ def _batched(key: str, label: str) -> Plot:
 
 
 def _by_link(cases: Sequence[tuple[str, int]], key: str, label: str) -> Plot:
-    """A figure of several placements by link (figure 13)."""
+    """Draw several placements by link (figure 13)."""
 
     def plot(axes: Axes, result: Result) -> None:
         links = ("nvdram", "cxl_fpga", "cxl_asic")

@@ -240,7 +240,7 @@ class _Comparison:
     def _pair(
         self, contender: Contender, group: Mapping[str, EngineProcess], link: str, speed: float
     ) -> dict[str, list[RoundResult]]:
-        """A contender that is placed for the link, and the one whose memory it gets."""
+        """Return a contender placed for the link, and the one whose memory it gets."""
         settings = self._settings
         weights = {**contender.weights, "near_gib": _gib(self._near_bytes(contender))}
         spec = self._spec(contender.name, weights, speed)
@@ -325,5 +325,5 @@ class _Comparison:
 
 
 def _gib(num_bytes: int) -> float:
-    """Rounded up: a placement of exactly so many bytes has to fit."""
+    """Round up, so that a placement of exactly so many bytes fits."""
     return (num_bytes + 1024) / 2**30

@@ -92,7 +92,7 @@ class Load:
 
 
 def planned_batch(process: EngineProcess, probe: Sequence[Request]) -> int:
-    """The requests of a block each that an engine's own plan leaves KV memory for.
+    """Return the number of one-block requests that an engine's own plan leaves KV memory for.
 
     Args:
         probe: any requests; a round tells the number of blocks.

@@ -120,7 +120,7 @@ def planned_split(
     most: int,
     block_tokens: int,
 ) -> MemorySplit:
-    """What `throughput` should plan on such a link, products being held.
+    """Return the plan expected of `throughput` on such a link, with products slowed.
 
     Args:
         near_bytes: of layers, KV, and the block that vLLM keeps for itself.
@@ -158,9 +158,12 @@ def planned_split(
 
 
 def card_near_bytes(shape: ModelShape) -> int:
-    """What HeLM's card holds of layers, scaled: beside the slots of HeLM's placement as large a
-    share of the layers' bytes as `CARD_BYTES` hold of OPT-175B's in 4 bit, beside its slots,
-    embeddings, head and the KV of one request (III-A, III-B)."""
+    """Return the near bytes of HeLM's card, scaled to `shape` (III-A, III-B).
+
+    They hold the weight buffers of HeLM's placement and as large a share of the layers' bytes as
+    `CARD_BYTES` hold of OPT-175B's in 4 bit, beside its buffers, embeddings, head and the KV of one
+    request.
+    """
     paper = model_shape(OPT_175B, dtype="float16", compress="int4")
     kv_bytes = (PROMPT_TOKENS + OUTPUT_TOKENS) * paper.kv_bytes_per_token
     buffer_bytes = place("helm", paper.sublayers).buffer_bytes
@@ -176,7 +179,7 @@ def near_budget(shape: ModelShape, placement: Placement, requests: int, block_to
 def largest_batch(
     shape: ModelShape, placement: Placement, near_bytes: int, block_tokens: int
 ) -> int:
-    """Requests of a block each that fit beside the placement; 0 if it does not fit itself."""
+    """Return how many one-block requests fit beside the placement; 0 if it does not fit."""
     left = near_bytes - placement.near_bytes
     return max(0, left // (block_tokens * shape.kv_bytes_per_token))
 

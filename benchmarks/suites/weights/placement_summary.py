@@ -190,7 +190,7 @@ def _speed_up(name: str, rounds: Rounds) -> float:
 
 
 def _tbts(rounds: Sequence[RoundResult]) -> list[float]:
-    """The median time between tokens of each round."""
+    """Return the median time between tokens of each round."""
     return [statistics.median(result.token_gaps_s) for result in rounds]
 
 

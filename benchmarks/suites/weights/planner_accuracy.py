@@ -232,7 +232,7 @@ def _requests(batch: int, context: int) -> list[Request]:
 
 
 def _round(engine: Engine, batch: int, context: int, repeats_left: int) -> tuple[RoundResult, int]:
-    """The least disturbed attempt, and how many there were beyond one."""
+    """Return the least disturbed attempt, and how many there were beyond one."""
     requests = _requests(batch, context)
     attempts = [engine.run(requests)]
     while attempts[-1].foreign_cpu_share > DISTURBED_SHARE and len(attempts) <= min(
@@ -256,7 +256,7 @@ def _decode_steps(result: RoundResult, batch: int) -> list[float]:
 
 
 def _quiet_probe(threads: int, max_repeats: int) -> dict[str, Any]:
-    """The least disturbed of some probes."""
+    """Return the least disturbed of some probes."""
     attempts = [_probe(threads)]
     while attempts[-1]["foreign_cpu_share"] > DISTURBED_SHARE and len(attempts) <= max_repeats:
         attempts.append(_probe(threads))

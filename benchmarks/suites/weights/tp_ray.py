@@ -84,8 +84,10 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def summarise(answers: Mapping[str, Mapping[str, Any]], requests: int) -> dict[str, Any]:
-    """Return the figures from what the engines answered. Raises MeasurementError if tokens differ
-    or a part that was asked for did nothing."""
+    """Return the figures from the engines' answers.
+
+    Raises MeasurementError if tokens differ or a part that was asked for did nothing.
+    """
     expected = answers["vLLM"]["1 rank"]["tokens"]
     parts: dict[str, Any] = {}
     for part, by_ranks in answers.items():
@@ -140,7 +142,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _prepared(layers: int) -> tuple[Path, Path]:
-    """The model with random weights, and its neurons in float32."""
+    """Return the model with random weights, and its neurons in float32."""
     import torch
 
     from vllm_tiered.ffn.layout import Precision

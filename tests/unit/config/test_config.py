@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tiered.config import KvConfig, ReportConfig, TieredConfig, WeightsConfig
+from vllm_tiered.config import SECTIONS, KvConfig, ReportConfig, TieredConfig, WeightsConfig
 from vllm_tiered.errors import ConfigError
 
 FACTORS = st.floats(min_value=1, allow_nan=False, allow_infinity=False)
@@ -158,7 +158,7 @@ def test_bad_percents_are_named(percents):
         ({"storage_path": "/ssd"}, r"storage_path is '/ssd', but no weight is placed: set .*plac"),
         (
             {"placement": "flexgen", "percents": [20, 40, 40]},
-            r"the third of storage: set .*storage_path",
+            r"third is the share of storage: set .*storage_path",
         ),
     ],
 )
@@ -179,6 +179,28 @@ def test_which_placements_share_near_memory_with_the_kv_cache():
         name for name in placements if WeightsConfig.from_dict({"placement": name}).shares_with_kv
     ]
     assert sharing == ["throughput", "auto"]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.NAME)
+def test_every_key_is_described(section):
+    reference = section.reference()
+    names = [f"tiered.{section.NAME}.{name}" for name in section.key_names()]
+    assert [key.name for key in reference] == names
+    for key in reference:
+        assert key.values
+        assert key.meaning.endswith(".")
+        assert key.default == getattr(section(), key.name.rpartition(".")[2])
+
+
+def test_the_description_of_a_key():
+    described = {key.name: key for key in KvConfig.reference()}["tiered.kv.far_gib"]
+    assert described.values == 'a number >= 0, or "auto"'
+    assert described.default == "auto"
+    assert described.meaning.startswith("Hard cap on the far memory")
+
+
+def test_sections_are_the_fields_of_the_configuration():
+    assert [section.NAME for section in SECTIONS] == list(TieredConfig().to_dict())
 
 
 @pytest.mark.parametrize("value", ["", 3, True, ["t.jsonl"]])

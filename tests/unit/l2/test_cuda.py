@@ -54,7 +54,7 @@ def cuda(monkeypatch):
         ("current_stream", lambda: Cuda.Stream(double, double.current)),
         ("stream", double.on),
         ("is_current_stream_capturing", lambda: double.is_capturing),
-        ("synchronize", lambda: double.launched("synchronised")),
+        ("synchronize", lambda: double.launched("synchronized")),
     ):
         monkeypatch.setattr(torch.cuda, name, replacement)
     return double
@@ -129,5 +129,5 @@ def test_what_was_asked_for_is_counted(runtime):
 
 
 def test_a_clock_is_read_after_the_device_is_done(runtime, cuda):
-    runtime.synchronise()
-    assert cuda.take() == [("main", "synchronised")]
+    runtime.synchronize()
+    assert cuda.take() == [("main", "synchronized")]

@@ -21,7 +21,7 @@ from tests.fixtures.l2_models import (
     traced,
 )
 from vllm_tiered.l2 import ops
-from vllm_tiered.l2.cuda import refusal_for
+from vllm_tiered.l2.cuda import find_device_obstacle
 from vllm_tiered.l2.graph import plan_prefetches
 from vllm_tiered.l2.graph_pass import PrefetchPass
 
@@ -133,7 +133,7 @@ def test_what_is_inserted_stands_around_its_all_reduce() -> None:
 
 @pytest.mark.parametrize(
     ("refusal", "options"),
-    [(None, {"reduces": False}), (refusal_for("cuda", 75), {})],
+    [(None, {"reduces": False}), (find_device_obstacle("cuda", 75), {})],
     ids=["no-all-reduce", "unsupported-device"],
 )
 def test_it_must_not_fire(refusal, options) -> None:
@@ -151,12 +151,12 @@ def test_it_must_not_fire(refusal, options) -> None:
         ("cuda", 80, None),
         ("cuda", 100, None),
         ("cuda", 75, "no prefetch kernel for sm_75, only from sm_80"),
-        ("cuda", None, "does not say its architecture"),
+        ("cuda", None, "does not report its architecture"),
         ("xpu", None, 'no prefetch kernel for the device "xpu"'),
     ],
 )
 def test_devices(device, architecture, problem) -> None:
-    found = refusal_for(device, architecture)
+    found = find_device_obstacle(device, architecture)
     assert found is None if problem is None else problem in (found or "")
 
 

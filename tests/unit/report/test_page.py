@@ -29,7 +29,7 @@ NAMES = ["expansion", "throughput", "stall", "links", "blocks", "layers"]
 
 
 def timeline_of(steps, *, events=(), layers=(), is_closed=True, **changes):
-    windows = [Window.of(each, level_changed=False) for each in steps]
+    windows = [Window.from_step(each, level_changed=False) for each in steps]
     return Timeline(
         header=header(**changes),
         windows=tuple(windows),
@@ -127,10 +127,10 @@ def test_the_page_says_what_was_configured(page):
 
 
 def test_nested_settings_and_sizes_read_well(tmp_path):
-    manifest = {"kv": {"near_bytes": 1 << 30, "offloaded_layers": [1, 4], "tails": []}, "x": None}
+    manifest = {"kv": {"near_bytes": 1 << 30, "offloaded_layers": [1, 4], "notes": []}, "x": None}
     index = write_report(timeline_of([step(1.0)], manifest=manifest), tmp_path)
     text = Page(index.read_text(encoding="utf-8")).text
-    for words in ("kv.near_bytes 1.00 GiB", "kv.offloaded_layers 1, 4", "kv.tails none", "x None"):
+    for words in ("kv.near_bytes 1.00 GiB", "kv.offloaded_layers 1, 4", "kv.notes none", "x None"):
         assert words in text
 
 
@@ -325,7 +325,7 @@ def path(tmp_path):
     """A timeline file of three steps."""
     timeline = TimelineWriter(tmp_path / "run.jsonl", header())
     for end in (0.1, 0.2, 0.5):
-        timeline.step(step(end))
+        timeline.add_step(step(end))
     timeline.close()
     return tmp_path / "run.jsonl"
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fixtures.timelines import pipeline_step, step
-from vllm_tiered.report.records import LayerSpan, LayerTimeline, Window, combine
+from vllm_tiered.report.records import LayerSpan, LayerTimeline, Window, merge_windows
 from vllm_tiered.report.summary import at_most, summarise, typical_step
 
 
 def window(end, *, level_changed=False, **changes):
-    return Window.of(step(end, **changes), level_changed=level_changed)
+    return Window.from_step(step(end, **changes), level_changed=level_changed)
 
 
 def test_a_run_in_figures():
@@ -73,7 +73,7 @@ def test_a_picture_gets_the_whole_run_in_as_many_windows_as_it_shows(pauses, num
         windows.append(window(end, seconds=0.01))
     coarse = at_most(windows, num_windows)
     assert 1 <= len(coarse) <= num_windows
-    assert combine(coarse).num_steps == len(windows)
+    assert merge_windows(coarse).num_steps == len(windows)
     assert len(windows) > num_windows or coarse == windows
 
 

@@ -22,11 +22,12 @@ from vllm_tiered.report.codec import encode
 from vllm_tiered.report.reader import read_timeline
 from vllm_tiered.report.records import (
     Event,
+    LayerTimeline,
     Machine,
     StepSample,
     Window,
     coarsen,
-    combine,
+    merge_windows,
 )
 from vllm_tiered.report.writer import TimelineWriter
 
@@ -78,9 +79,9 @@ def one_after_another(steps, *, pause=0.0):
 def test_a_run_comes_back(path):
     timeline = TimelineWriter(path, header())
     for k in range(5):
-        timeline.step(step(0.1 * k + 0.05, used_blocks=10 * k, far_layers=k // 4))
-    timeline.event(0.3, "grow", "0 -> 1: requests wait")
-    timeline.layers(pipeline_step())
+        timeline.add_step(step(0.1 * k + 0.05, used_blocks=10 * k, far_layers=k // 4))
+    timeline.add_event(0.3, "grow", "0 -> 1: requests wait")
+    timeline.add_layer_timeline(pipeline_step())
     timeline.close()
     found = read_timeline(path)
     assert found.header == header()
@@ -102,17 +103,17 @@ def test_a_run_comes_back(path):
 
 def test_every_line_is_json_with_a_type(path):
     timeline = TimelineWriter(path, header())
-    timeline.step(step(0.1))
+    timeline.add_step(step(0.1))
     timeline.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["type"] for line in lines] == ["header", "window", "end"]
-    assert lines[0]["version"] == 2
+    assert lines[0]["version"] == 3
     assert lines[0]["machine"]["cores"] == 2
 
 
 def test_numbers_of_numpy_are_numbers(path):
     timeline = TimelineWriter(path, header(num_blocks=np.int64(7)))
-    timeline.step(step(np.float64(0.1), tokens=np.int64(5), used_blocks=np.int32(3)))
+    timeline.add_step(step(np.float64(0.1), tokens=np.int64(5), used_blocks=np.int32(3)))
     timeline.close()
     found = read_timeline(path)
     assert found.header.num_blocks == 7
@@ -128,9 +129,9 @@ def test_this_machine_is_described():
 
 @given(st.lists(STEPS, min_size=1, max_size=60), st.floats(0.01, 100), st.floats(0.01, 100))
 def test_windows_combine_to_the_same_whole_however_they_are_cut(steps, slot, coarser):
-    single = [Window.of(each, level_changed=False) for each in one_after_another(steps)]
-    whole = combine(single)
-    twice = combine(coarsen(coarsen(single, slot), coarser))
+    single = [Window.from_step(each, level_changed=False) for each in one_after_another(steps)]
+    whole = merge_windows(single)
+    twice = merge_windows(coarsen(coarsen(single, slot), coarser))
     assert [getattr(twice, name) for name in COUNTS] == [getattr(whole, name) for name in COUNTS]
     for name in (*SECONDS, "used_blocks", "longest_seconds", "start", "end"):
         assert getattr(twice, name) == pytest.approx(getattr(whole, name))
@@ -146,14 +147,14 @@ def test_the_file_stays_small_and_still_tells_the_whole_run(path, pause):
     steps = list(one_after_another([step(far_layers=k // 500) for k in range(3000)], pause=pause))
     timeline = TimelineWriter(path, header(), window_seconds=0.05, max_windows=64)
     for k, each in enumerate(steps):
-        timeline.step(each)
+        timeline.add_step(each)
         if k % 100 == 99:  # as if half a second had passed
             wait_for(lambda: not timeline._queue)
     timeline.close()
     found = read_timeline(path)
     assert len(found.windows) <= 64 + 100  # what one look at the queue may add
     assert not list(path.parent.glob("*.tmp"))
-    whole = combine(found.windows)
+    whole = merge_windows(found.windows)
     assert (whole.num_steps, whole.tokens, whole.level_changes) == (3000, 48000, 5)
     assert whole.start == pytest.approx(steps[0].time - 0.03)
     assert whole.end == pytest.approx(steps[-1].time)
@@ -165,8 +166,8 @@ def test_events_and_steps_in_detail_are_thinned_where_they_are_old(path, monkeyp
     monkeypatch.setattr(writer, "MAX_EVENTS", 64)
     timeline = TimelineWriter(path, header())
     for k in range(1000):
-        timeline.event(float(k), "grow", "more")
-        timeline.layers(pipeline_step(num_layers=4, far_layers=2))
+        timeline.add_event(float(k), "grow", "more")
+        timeline.add_layer_timeline(pipeline_step(num_layers=4, far_layers=2))
         if k % 10 == 9:
             wait_for(lambda: not timeline._queue)
     timeline.close()
@@ -179,18 +180,39 @@ def test_events_and_steps_in_detail_are_thinned_where_they_are_old(path, monkeyp
     assert newest == 9.0
 
 
-def test_a_day_fits_in_a_few_megabytes(path):
-    """A window every 0.25 s, as an engine that is never idle makes them."""
-    book = writer._Book(window_seconds=0.25, max_windows=writer.MAX_WINDOWS)
-    largest = 0
-    for k in range(4 * 86_400):
-        book.take([step(0.25 * (k + 1), seconds=0.25)], closing=False)
-        if book.is_full:
-            largest = max(largest, len(book.records()))
-            book.thin()
-    records = book.records()
-    assert max(largest, len(records)) <= writer.MAX_WINDOWS
-    assert sum(len(encode(record)) for record in records) < 2.5e6
+def test_a_day_fits_in_a_few_megabytes():
+    """An engine that is never idle: a window a second, steps in detail and events all day.
+
+    The file is largest right before its old part is merged, so its size is followed throughout.
+    """
+    contents = writer._Contents(window_seconds=1.0, max_windows=writer.MAX_WINDOWS)
+    detail = pipeline_step()
+    file_bytes = largest_bytes = all_bytes = 0
+    for k in range(86_400):
+        end = float(k + 1)
+        added: list[StepSample | LayerTimeline | Event] = [step(end, seconds=1.0)]
+        if k % 64 == 0:
+            added.append(detail)
+        if k % 20 == 0:
+            added.append(Event(time=end, kind="grow", text="12 -> 13 far layers: requests wait"))
+        new = contents.add(added, closing=False)
+        new_bytes = sum(len(encode(record)) for record in new)
+        file_bytes += new_bytes
+        all_bytes += new_bytes
+        largest_bytes = max(largest_bytes, file_bytes)
+        if contents.is_full:
+            contents.thin()
+            file_bytes = sum(len(encode(record)) for record in contents.records())
+    assert largest_bytes < 3.5e6 < 10e6 < all_bytes
+    records = contents.records()
+    windows = [record for record in records if isinstance(record, Window)]
+    layers = [record for record in records if isinstance(record, LayerTimeline)]
+    events = [record for record in records if isinstance(record, Event)]
+    whole = merge_windows(windows)
+    assert (whole.num_steps, whole.start) == (86_400 - 1, 0.0)  # the last window is still open
+    assert len(windows) < writer.MAX_WINDOWS and len(layers) < writer.MAX_LAYER_TIMELINES
+    assert writer.MAX_EVENTS // 2 <= len(events) < writer.MAX_EVENTS
+    assert events[0].time == 1.0 and events[-1].time > 86_400 - 21
 
 
 # Cut off ------------------------------------------------------------------------------------
@@ -201,7 +223,7 @@ from tests.fixtures.timelines import header, step
 from vllm_tiered.report.writer import TimelineWriter
 timeline = TimelineWriter(sys.argv[1], header())
 for k in range(10):
-    timeline.step(step(0.03 * (k + 1)))
+    timeline.add_step(step(0.03 * (k + 1)))
 time.sleep(60)
 """
 
@@ -214,14 +236,14 @@ def test_a_killed_engine_leaves_what_it_told(path):
         finally:
             engine.send_signal(signal.SIGKILL)
     found = read_timeline(path)
-    assert combine(found.windows).num_steps == 10
+    assert merge_windows(found.windows).num_steps == 10
     assert not found.is_closed
 
 
 def test_a_last_line_cut_anywhere_is_the_end(path):
     timeline = TimelineWriter(path, header())
     for end in (0.1, 0.4):
-        timeline.step(step(end))
+        timeline.add_step(step(end))
     timeline.close()
     whole = path.read_bytes()
     last = whole.rindex(b"\n", 0, whole.rindex(b'{"type":"end"')) + 1
@@ -259,12 +281,12 @@ def test_a_file_that_is_not_there_is_named(path):
 
 
 def test_another_version_is_refused_with_both_versions(path):
-    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":2', '"version":1'))
-    with pytest.raises(ConfigError, match=r"format version 1, this .* reads 2: .*\(9\.9\)"):
+    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":3', '"version":1'))
+    with pytest.raises(ConfigError, match=r"format version 1, this .* reads 3: .*\(9\.9\)"):
         read_timeline(path)
 
 
-WINDOW = encode(Window.of(step(0.1), level_changed=False))
+WINDOW = encode(Window.from_step(step(0.1), level_changed=False))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +336,7 @@ def test_a_file_that_is_no_timeline_is_left_alone(path):
 def test_the_timeline_of_the_run_before_is_kept(path):
     for model in ("first", "second"):
         timeline = TimelineWriter(path, header(model=model))
-        timeline.step(step(0.1))
+        timeline.add_step(step(0.1))
         timeline.close()
     assert read_timeline(path).header.model == "second"
     assert read_timeline(f"{path}.1").header.model == "first"
@@ -324,11 +346,11 @@ def test_a_second_engine_is_refused_while_the_first_writes(path):
     timeline = TimelineWriter(path, header(), max_windows=2)
     assert "another engine writes it" in refused(path)
     for end in (1.0, 2.0, 3.0):
-        timeline.step(step(end))
+        timeline.add_step(step(end))
     wait_for(lambda: path.read_text().count('"window"') == 1)  # the file was written anew
     assert "another engine writes it" in refused(path)
     timeline.close()
-    assert combine(read_timeline(path).windows).num_steps == 3
+    assert merge_windows(read_timeline(path).windows).num_steps == 3
     TimelineWriter(path, header()).close()
 
 
@@ -336,10 +358,10 @@ def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     timeline = TimelineWriter(tmp_path / "link", header(), max_windows=2)
     for k in range(20):
-        timeline.step(step(float(k + 1)))
+        timeline.add_step(step(float(k + 1)))
     timeline.close()
     assert (tmp_path / "link").is_symlink()
-    assert combine(read_timeline(tmp_path / "target").windows).num_steps == 20
+    assert merge_windows(read_timeline(tmp_path / "target").windows).num_steps == 20
 
 
 # Never in the way ---------------------------------------------------------------------------
@@ -350,13 +372,13 @@ from tests.fixtures.timelines import header, step
 from vllm_tiered.report.reader import read_timeline
 from vllm_tiered.report.writer import TimelineWriter
 timeline = TimelineWriter(sys.argv[1], header())
-timeline.step(step(0.1))
+timeline.add_step(step(0.1))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 while timeline._thread.is_alive():
-    timeline.event(0.5, "grow", "x" * 500)
+    timeline.add_event(0.5, "grow", "x" * 500)
     time.sleep(0.01)
 for k in range(100):
-    timeline.step(step(0.03 * k))
+    timeline.add_step(step(0.03 * k))
 timeline.close()
 assert not timeline._queue
 assert not read_timeline(sys.argv[1]).is_closed
@@ -379,13 +401,13 @@ def test_a_failing_rename_leaves_the_file_as_it_was(path, monkeypatch):
     warnings = []
     monkeypatch.setattr(writer.logger, "warning", lambda text, *args: warnings.append(text % args))
     timeline = TimelineWriter(path, header(), max_windows=2)
-    timeline.step(step(1.0))
+    timeline.add_step(step(1.0))
     wait_for(lambda: '"window"' in path.read_text())
     monkeypatch.setattr(os, "replace", refuse)
-    timeline.step(step(2.0))
+    timeline.add_step(step(2.0))
     wait_for(lambda: not timeline._thread.is_alive())
     timeline.close()
-    assert combine(read_timeline(path).windows).num_steps == 1
+    assert merge_windows(read_timeline(path).windows).num_steps == 1
     assert not list(path.parent.glob("*.tmp"))
     (warning,) = warnings
     assert "Read-only file system" in warning
@@ -401,27 +423,27 @@ def test_a_disk_that_hangs_holds_up_neither_steps_nor_memory(path, monkeypatch):
     monkeypatch.setattr(writer, "_MAX_QUEUED", 100)
     timeline = TimelineWriter(path, header())
     monkeypatch.setattr(writer, "_write_lines", hang)
-    timeline.event(0.0, "grow", "the thread is busy with this one")
+    timeline.add_event(0.0, "grow", "the thread is busy with this one")
     wait_for(lambda: not timeline._queue)
     for k in range(1000):
-        timeline.step(step(0.03 * (k + 1)))
+        timeline.add_step(step(0.03 * (k + 1)))
     assert len(timeline._queue) == 100
     disk_is_back.set()
     timeline.close()
-    whole = combine(read_timeline(path).windows)
+    whole = merge_windows(read_timeline(path).windows)
     assert whole.num_steps == 100
     assert whole.end == pytest.approx(30.0)  # the newest
 
 
 def test_closing_twice_and_telling_more_does_nothing(path):
     timeline = TimelineWriter(path, header())
-    timeline.step(step(0.1))
+    timeline.add_step(step(0.1))
     timeline.close()
     timeline.close()
     content = path.read_bytes()
-    timeline.step(step(0.2))
-    timeline.event(0.3, "grow", "late")
-    timeline.layers(pipeline_step())
+    timeline.add_step(step(0.2))
+    timeline.add_event(0.3, "grow", "late")
+    timeline.add_layer_timeline(pipeline_step())
     assert not timeline._queue
     assert path.read_bytes() == content
 
@@ -433,7 +455,7 @@ def test_a_step_costs_the_engine_little(path):
     for _ in range(30):
         begin = time.perf_counter()
         for k in range(100):
-            timeline.step(step_as_an_engine_makes_it(0.03 * k))
+            timeline.add_step(step_as_an_engine_makes_it(0.03 * k))
         rounds.append((time.perf_counter() - begin) / 100)
     timeline.close()
     assert min(rounds) < 10e-6
@@ -456,7 +478,7 @@ def step_as_an_engine_makes_it(end):
         released_blocks=90,
         reserved_blocks=5,
         used_blocks=80,
-        num_partial=16,
+        partial_blocks=16,
         num_running=16,
         num_waiting=3,
         num_preempted=0,

@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not go together with a part of the plugin, and what to change about it.
+"""Compatibility checks: what does not work together with a part, and what to change about it.
 
-A file per part, and in it one table per moment: what the engine arguments tell, and what only the
-finished VllmConfig tells (the model's kind). The connector checks the actual KV cache groups once
-more when it has them.
+There is a table per moment: the engine arguments, before vLLM does anything with them, and the
+finished VllmConfig, which knows the model. Device and attention backend are checked as soon as
+they are known. The connector checks the actual KV cache groups once more when it has them.
 """
 
-from vllm_tiered.adapter.checks.ffn import check_ffn_args, check_ffn_config
-from vllm_tiered.adapter.checks.kv import check_attention, check_engine_args, check_vllm_config
-from vllm_tiered.adapter.checks.l2 import check_l2_config, why_no_l2
-from vllm_tiered.adapter.checks.weights import (
-    check_weights_args,
-    check_weights_config,
-    check_weights_device,
+from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part
+from vllm_tiered.adapter.checks.devices import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    check_attention_backends,
+    check_device,
+    check_l2,
+    find_l2_obstacle,
 )
+from vllm_tiered.adapter.checks.engine_args import ENGINE_ARGS_CHECKS, check_engine_args
+from vllm_tiered.adapter.checks.vllm_config import VLLM_CONFIG_CHECKS, check_vllm_config
 
 __all__ = [
-    "check_attention",
+    "ATTENTION_BACKENDS",
+    "DEVICES",
+    "ENGINE_ARGS_CHECKS",
+    "VLLM_CONFIG_CHECKS",
+    "CompatibilityCheck",
+    "Conflict",
+    "Part",
+    "check_attention_backends",
+    "check_device",
     "check_engine_args",
-    "check_ffn_args",
-    "check_ffn_config",
-    "check_l2_config",
+    "check_l2",
     "check_vllm_config",
-    "check_weights_args",
-    "check_weights_config",
-    "check_weights_device",
-    "why_no_l2",
+    "find_l2_obstacle",
 ]

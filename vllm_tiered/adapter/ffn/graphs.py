@@ -31,11 +31,11 @@ def split_at_ffn(vllm_config: "VllmConfig") -> None:
     mode = compilation.cudagraph_mode
     if not mode:
         return
-    reason = cuda_graphs.why_uncut(compilation)
+    reason = cuda_graphs.find_split_obstacle(compilation)
     if reason is None:
-        cuda_graphs.cut_at([OP], compilation)
+        cuda_graphs.split_graphs_at([OP], compilation)
     else:
-        cuda_graphs.leave_out(compilation)
+        cuda_graphs.disable_cuda_graphs(compilation)
     if compilation.cudagraph_mode != mode:
         logger.warning(
             "tiered ffn: CUDA graphs are %s instead of %s: the host selects a layer's neurons in "

@@ -32,8 +32,8 @@ from vllm_tiered.adapter.kv.worker import TieredWorker, announce
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.telemetry.metrics import TieredPromMetrics, TieredStats
-from vllm_tiered.adapter.telemetry.timeline import timeline_of
-from vllm_tiered.adapter.worker_hooks import take_use
+from vllm_tiered.adapter.telemetry.timeline import open_timeline
+from vllm_tiered.adapter.worker_hooks import drain_metrics
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
@@ -96,7 +96,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._world_size,
                 max_model_len=vllm_config.model_config.max_model_len,
                 max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-                timeline=timeline_of(vllm_config, plan, self._world_size, config.report),
+                timeline=open_timeline(vllm_config, plan, self._world_size, config.report),
             )
         elif report_path is not None:
             logger.warning(
@@ -223,15 +223,15 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.recomputed(request_ids)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        report = self._worker.take_report() if self._worker else None
+        report = self._worker.drain_report() if self._worker else None
         if report is not None and self._energy:
-            report.joules, report.assumed_joules = self._energy.take_for_report()
+            report.joules, report.assumed_joules = self._energy.drain_for_report()
         return report
 
     def shutdown(self) -> None:
         if self._worker:
             self._worker.close()
-            full_graphs.forget(self._vllm_config)
+            full_graphs.unwatch(self._vllm_config)
         if self._scheduler:
             self._scheduler.close()
 
@@ -239,9 +239,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TieredStats | None:
         if not self._is_scheduler:
-            stats = self._worker.take_stats() if self._worker else TieredStats()
-            energy = self._energy.take_use() if self._energy else {}
-            return TieredStats(data=stats.data | take_use() | l2_hooks.take_use() | energy)
+            stats = self._worker.drain_stats() if self._worker else TieredStats()
+            energy = self._energy.drain_metrics() if self._energy else {}
+            return TieredStats(
+                data=stats.data | drain_metrics() | l2_hooks.drain_metrics() | energy
+            )
         if self._scheduler:
             return self._scheduler.stats()
         return gauges(self._plan, self._world_size)

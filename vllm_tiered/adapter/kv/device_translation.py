@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same on a GPU, where block tables are: one launch for all layers, and the host never waits.
+"""Translation of block tables on the GPU: one launch for all layers, and the host never waits.
 
-The mapping table is the host's. It goes along whenever a block of the step has another page than
-before, from memory that stays as it is until it has arrived. Block tables and slot mappings of the
-layers keep their addresses as long as no step needs more room, so a captured CUDA graph could read
-them.
+The mapping table lives on the host. It is copied to the GPU whenever a block of the step has a new
+page, from memory that stays unchanged until the copy is done. The block tables and slot mappings of
+the layers keep their addresses as long as no step needs more room, so a captured CUDA graph could
+read them.
 
 L layers, B block ids, R requests, C columns (blocks of the longest sequence), T tokens.
 """
@@ -26,18 +26,20 @@ Translate = Callable[..., None]
 def make_translator(
     pages: npt.NDArray[np.int32], layer_names: list[str], block_tokens: int, device: torch.device
 ) -> "Translator | DeviceTranslator":
-    """Where vLLM's block tables are, there they are translated."""
+    """Return the translator for the device on which vLLM keeps its block tables."""
     if device.type == "cpu":
         return Translator(pages, layer_names, block_tokens)
     return DeviceTranslator(pages, layer_names, block_tokens, device)
 
 
 class DeviceTranslator:
-    """Translates a step for all layers at once; see :class:`Translator`, whose arguments it has.
+    """Translator of a step's block tables on the GPU, for all layers at once.
+
+    Arguments not listed here are those of :class:`Translator`.
 
     Args:
-        device: where vLLM's block tables are.
-        translate: does it, on the current stream; the kernel if None.
+        device: the device of vLLM's block tables.
+        translate: the function that translates on the current stream; the kernel if None.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class DeviceTranslator:
         device: torch.device,
         translate: Translate | None = None,
     ) -> None:
-        self._pages = FollowedTable(pages, device)
+        self._pages = DeviceTable(pages, device)
         self._layer_names = layer_names
         self._block_tokens = block_tokens
         self._translate = _kernel(device) if translate is None else translate
@@ -64,8 +66,8 @@ class DeviceTranslator:
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
 
-        vLLM's shared metadata object and tensors are left as they are. Those of the layers are
-        used again in the next step, whose kernels run after this one's.
+        vLLM's shared metadata object and tensors are left unchanged. Those of the layers are
+        reused in the next step, whose kernels run after this one's.
 
         Args:
             keeps_pages: every block of the step has the pages that it had in the step before.
@@ -75,7 +77,7 @@ class DeviceTranslator:
         columns = -(-shared.max_seq_len // self._block_tokens)
         blocks_RC = shared.block_table[:, :columns]
         if not keeps_pages:
-            self._pages.follow()
+            self._pages.upload()
         self._make_room((*blocks_RC.shape, len(slots_T), len(shared.slot_mapping)))
         self._translate(
             self._pages.on_device,
@@ -85,11 +87,11 @@ class DeviceTranslator:
             self._slots_LT,
             block_tokens=self._block_tokens,
         )
-        forward_context.attn_metadata = self._metadata.follow(shared, self._tables, self._own_slots)
+        forward_context.attn_metadata = self._metadata.update(shared, self._tables, self._own_slots)
         forward_context.slot_mapping = self._layer_slots
 
     def _make_room(self, shape: tuple[int, ...]) -> None:
-        """Views of each layer for (R, C, T, tokens that are no padding)."""
+        """Make the layers' views for `shape`: (R, C, T, tokens that are no padding)."""
         if shape == self._shape:
             return
         rows, columns, tokens, own_tokens = self._shape = shape
@@ -106,14 +108,16 @@ class DeviceTranslator:
         self._own_slots = self._slots_LT[:, :own_tokens].unbind()
 
 
-class FollowedTable:
-    """A copy of a host array on the device, brought up to date on the current stream.
+class DeviceTable:
+    """Copy of a host array on the device, updated on the current stream.
 
-    Two host copies take turns, so that one may still be on its way while the next step is prepared.
+    Two host buffers alternate, so that one may still be in transfer while the next step is
+    prepared.
 
     Args:
-        source: followed as it changes.
-        make_event: on a CPU, for tests that make copies arrive late; a GPU has its own.
+        source: the host array, which may change between uploads.
+        device: where the copy lives.
+        make_event: on a CPU, for tests that delay copies; a GPU uses CUDA events.
     """
 
     def __init__(
@@ -135,11 +139,11 @@ class FollowedTable:
             for _ in range(2)
         ]
 
-    def follow(self) -> None:
-        """What the device computes from now on sees the source as it is."""
+    def upload(self) -> None:
+        """Copy the source as it is now; kernels queued from now on see it."""
         host, arrived = turn = self._turns.pop(0)
         if arrived is not None:
-            arrived.synchronize()  # of two steps ago: done, unless the host is far ahead
+            arrived.synchronize()  # the copy of two steps ago: done, unless the host is far ahead
         host.copy_(self._source)
         self.on_device.copy_(host, non_blocking=True)
         if arrived is not None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of whole steps (vLLM's FULL), for as long as KV pages lie as vLLM lays them out.
+"""CUDA graphs of whole steps (vLLM's FULL), used until a KV page leaves vLLM's layout.
 
-Such a graph repeats the addresses that it was captured with, and no hook. Until the first layer is
-far that is right: no page has moved, nothing is translated, no hook has anything to do. Afterwards
-it never is again, so the graphs are taken from vLLM's model runner, before it chooses one for the
-step whose plan moves the first page; those in pieces, which were captured beside them, serve on:
+Such a graph replays the addresses that it was captured with, and no hook. That is right until the
+first layer is far: no page has moved, nothing is translated, and no hook has anything to do. Later
+it is wrong. So the graphs are removed from vLLM's model runner before it chooses one for the step
+whose plan moves the first page. The piecewise graphs, captured as well, are used from then on:
 
     step      ... k-1     k, whose plan moves a page                k+1 ...
-    runner    FULL        graphs of whole steps are taken,          PIECEWISE
+    runner    FULL        graphs of whole steps are removed,        PIECEWISE
                           pages move, PIECEWISE
 
-The worker refuses a step that moves a page while they are there (:meth:`FullGraphs.check_taken`).
+The worker refuses a step that moves a page before that (:meth:`FullGraphs.check_removed`).
 """
 
 import logging
@@ -28,81 +28,87 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tiered")
 
 KEPT = "keeps_full_graphs"
-"""Key of the connector's extra configuration: vLLM need not cut the graphs."""
+"""Key of the connector's extra configuration: vLLM need not split its graphs."""
 
 _engines: list[tuple[Any, "FullGraphs"]] = []
-"""VllmConfig and graphs of this process's engines."""
+"""The VllmConfig and the graphs of each of this process's engines."""
 
 
 class FullGraphs:
-    """Those of one rank's model runner.
+    """The whole-step graphs of one rank's model runner.
 
     Args:
         stays_as_vllm: whether pages lie as vLLM lays them out, once a plan is applied.
-        log: this rank says when they are taken.
+        log: whether this rank logs when they are removed.
     """
 
     def __init__(self, stays_as_vllm: Callable[[StepPlan], bool], *, log: bool = True) -> None:
         self._stays_as_vllm = stays_as_vllm
         self._log = log
-        self._are_taken = False
+        self._are_removed = False
         self._is_known = False
         self._kept: list[Any] = []
 
     def begin_step(self, runner: Any, plan: StepPlan | None) -> None:
-        """Before the runner chooses a graph; None in a step without requests, such as a capture.
+        """Remove the graphs if `plan` moves a page; called before the runner chooses a graph.
+
+        `plan` is None in a step without requests, such as a capture.
 
         Raises:
             VersionError: the runner keeps its graphs elsewhere than vLLM's own runners do.
         """
-        if self._are_taken or plan is None:
+        if self._are_removed or plan is None:
             return
         if not self._is_known:
             _check_known(runner)
             self._is_known = True
         if not self._stays_as_vllm(plan):
-            self._take(runner)
+            self._remove(runner)
 
-    def check_taken(self) -> None:
-        """Raises IntegrityError if a step may still replay a graph of a whole step."""
-        if not self._are_taken:
+    def check_removed(self) -> None:
+        """Check that no step can still replay a graph of a whole step.
+
+        Raises:
+            IntegrityError: the graphs are still there.
+        """
+        if not self._are_removed:
             raise IntegrityError(
-                "KV pages leave vLLM's layout, and CUDA graphs of whole steps, which would go on "
-                "in it, were not taken from the model runner: set the cudagraph_mode PIECEWISE, "
-                "and report it"
+                "KV pages leave vLLM's layout, and CUDA graphs of whole steps, which assume it, "
+                "were not removed from the model runner: set the cudagraph_mode PIECEWISE, and "
+                "report this"
             )
 
-    def _take(self, runner: Any) -> None:
+    def _remove(self, runner: Any) -> None:
         if _is_v2(runner):
-            num_graphs = self._take_from_manager(runner.cudagraph_manager)
+            num_graphs = self._remove_from_manager(runner.cudagraph_manager)
         else:
-            num_graphs = _take_from_dispatcher(runner.cudagraph_dispatcher)
-        self._are_taken = True
+            num_graphs = _remove_from_dispatcher(runner.cudagraph_dispatcher)
+        self._are_removed = True
         if num_graphs and self._log:
             logger.info(
-                "tiered kv: %d CUDA graphs of whole steps are not used from here on: the first "
-                "layer becomes far, and graphs are in pieces around it",
+                "tiered kv: %d CUDA graphs of whole steps are not used from now on: the first "
+                "layer becomes far, and piecewise graphs take over",
                 num_graphs,
             )
 
-    def _take_from_manager(self, manager: Any) -> int:
+    def _remove_from_manager(self, manager: Any) -> int:
         from vllm.config import CUDAGraphMode
 
         for key, descriptors in manager._candidates.items():
             pieces = [d for d in descriptors if d.cg_mode != CUDAGraphMode.FULL]
             manager._candidates[key] = pieces
         manager._capture_descs.pop(CUDAGraphMode.FULL, None)
-        # Not destroyed: the GPU may be at one of them.
+        # Kept alive, as the GPU may be replaying one of them.
         self._kept.append(manager.graphs)
-        manager.graphs = {}  # only graphs of whole steps are in there
+        manager.graphs = {}  # it holds graphs of whole steps only
         return len(self._kept[0])
 
 
 def keeps_full_graphs(config: TieredConfig, engine_args: "EngineArgs") -> bool:
-    """Whether vLLM may capture whole steps: they are replayed at first, or always.
+    """Return whether vLLM may capture whole steps, to replay them at first or always.
 
-    Not where layers are far from the start, or other parts have Python in the layers; nor without
-    pieces beside them, as nothing would be left when the first layer is far.
+    It may not if layers are far from the start, if another part runs Python in the layers, or
+    without piecewise graphs, as no graph would be left when the first layer is far.
     """
     l2_may_run = config.l2.is_wanted and engine_args.tensor_parallel_size > 1
     if config.weights.places or config.ffn.is_used or l2_may_run:
@@ -110,13 +116,13 @@ def keeps_full_graphs(config: TieredConfig, engine_args: "EngineArgs") -> bool:
     if config.kv.expansion != "auto":
         return float(config.kv.expansion) <= 1
     mode = getattr(engine_args.compilation_config, "cudagraph_mode", None)
-    return mode is None or mode.name == "FULL_AND_PIECEWISE"  # None: what vLLM takes by itself
+    return mode is None or mode.name == "FULL_AND_PIECEWISE"  # None: vLLM's own default
 
 
 def watch(
     vllm_config: Any, stays_as_vllm: Callable[[StepPlan], bool], *, log: bool = True
 ) -> FullGraphs:
-    """Of the model runner that has this configuration; it is asked before each of its steps.
+    """Return the graphs of the model runner with this configuration, and hook its steps.
 
     Raises:
         VersionError: vLLM has no such runner.
@@ -127,8 +133,8 @@ def watch(
     return graphs
 
 
-def forget(vllm_config: Any) -> None:
-    """The engine with this configuration ends. Idempotent."""
+def unwatch(vllm_config: Any) -> None:
+    """Drop the graphs of the engine with this configuration. Idempotent."""
     _engines[:] = [entry for entry in _engines if entry[0] is not vllm_config]
 
 
@@ -142,9 +148,9 @@ def _execute(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kw
 
 def _runner_class(vllm_config: Any) -> type:
     if vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+        from vllm.v1.worker.gpu import model_runner
 
-        return SecondRunner
+        return model_runner.GPUModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     return GPUModelRunner
@@ -166,13 +172,13 @@ def _check_known(runner: Any) -> None:
         known = CUDAGraphMode.FULL in getattr(dispatcher, "cudagraph_keys", {})
     if not known:
         raise VersionError(
-            f"vllm-tiered has to take CUDA graphs of whole steps from {type(runner).__name__}."
+            f"vllm-tiered has to remove CUDA graphs of whole steps from {type(runner).__name__}."
             f"{where}, where vLLM {vllm_version()} does not keep them as vLLM {SUPPORTED_VLLM} "
             "does: set the cudagraph_mode PIECEWISE"
         )
 
 
-def _take_from_dispatcher(dispatcher: Any) -> int:
+def _remove_from_dispatcher(dispatcher: Any) -> int:
     from vllm.config import CUDAGraphMode
 
     keys = dispatcher.cudagraph_keys[CUDAGraphMode.FULL]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata of each layer: what vLLM made for all, but for block table and slots."""
+"""Attention metadata of each layer: vLLM's shared metadata with the layer's own block table."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 
 
 class LayerMetadata:
-    """One object a layer, for as long as vLLM's metadata is of one class.
+    """One metadata object per layer, reused as long as vLLM's metadata is of one class.
 
-    They have one ``__dict__``, so that a step costs the same for any number of layers; and apart
-    from it, in slots, which are looked at first, what is the layer's own.
+    The objects share one ``__dict__``, so that a step costs the same for any number of layers. The
+    layer's own values are in ``__slots__``, which Python looks up first.
 
     Args:
         layer_names: vLLM's names, by layer index.
@@ -25,15 +25,16 @@ class LayerMetadata:
         self._tables: Sequence[torch.Tensor] = ()
         self._slots: Sequence[torch.Tensor] = ()
 
-    def follow(
+    def update(
         self, shared: Any, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """The layers' metadata in this step, by name; in the next the objects are used again.
+        """Update and return the layers' metadata by name; the objects are reused in the next step.
 
         Args:
-            shared: vLLM's, which is left as it is.
-            tables: by layer, its block table. The same sequence as before has the same tensors.
-            slots: by layer, its slot mapping; likewise.
+            shared: vLLM's metadata, which is left unchanged.
+            tables: the block table of each layer. The same sequence object as before must hold
+                the same tensors.
+            slots: the slot mapping of each layer; likewise.
         """
         is_new = type(shared) is not self._class
         if is_new:

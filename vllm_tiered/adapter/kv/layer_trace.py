@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step in detail now and then: when each layer waited, computed and was copied (figure 4)."""
+"""Trace of one step: when each layer waited, computed and was copied (Pie, figure 4)."""
 
 from typing import Literal
 
@@ -9,10 +9,10 @@ from vllm_tiered.report.records import LayerSpan, LayerTimeline
 
 
 class LayerTrace:
-    """Times of one step, in seconds of ``time.perf_counter``.
+    """Times of one step's layers, in seconds of ``time.perf_counter``.
 
-    A layer computes from the end of its wait to the next layer's: the connector's hooks are around
-    its attention, and what comes between two attentions is counted to the first.
+    A layer computes from the end of its wait to the next layer's wait: the connector's hooks are
+    around its attention, and the time between two attentions is attributed to the first layer.
     """
 
     def __init__(self, swapper: Swapper, start: float) -> None:
@@ -21,17 +21,18 @@ class LayerTrace:
         self._waits: dict[int, tuple[float, float]] = {}
         self._reads: dict[int, Event] = {}
 
-    def before_wait(self, layer: int) -> None:
+    def record_read(self, layer: int) -> None:
+        """Record the layer's pending read, before it is waited for."""
         event = self._swapper.pending_read(layer)
         if event is not None:
             self._reads[layer] = event
 
-    def waited(self, layer: int, begin: float, end: float) -> None:
-        """A layer is waited for twice, before its KV is written and before its attention."""
+    def record_wait(self, layer: int, begin: float, end: float) -> None:
+        """Record a wait; each layer has two, before its KV is written and before its attention."""
         self._waits[layer] = (self._waits.get(layer, (begin, end))[0], end)
 
     def finish(self, end: float) -> LayerTimeline | None:
-        """Copies that are still under way are left out. None if the step computed nothing."""
+        """Return the step's timeline, without unfinished copies; None if it computed nothing."""
         if not self._waits:
             return None
         layers = sorted(self._waits, key=lambda layer: self._waits[layer][0])
@@ -50,8 +51,8 @@ class LayerTrace:
         self, layer: int, role: Literal["resident", "offloaded"], compute_end: float
     ) -> LayerSpan:
         wait_start, wait_end = self._waits[layer]
-        read = self._copied(self._reads.get(layer))
-        write = self._copied(self._swapper.write_of(layer))
+        read = self._copy_times(self._reads.get(layer))
+        write = self._copy_times(self._swapper.write_of(layer))
         return LayerSpan(
             layer=layer,
             role=role,
@@ -65,8 +66,8 @@ class LayerTrace:
             write_end=write[1],
         )
 
-    def _copied(self, event: Event | None) -> tuple[float | None, float | None]:
-        """When the copy ran, where the device says so."""
+    def _copy_times(self, event: Event | None) -> tuple[float | None, float | None]:
+        """Return when the copy ran, if the device reports it."""
         began, ended = getattr(event, "began", 0.0), getattr(event, "ended", 0.0)
         if not began or not ended:
             return None, None

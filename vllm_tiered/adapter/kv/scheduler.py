@@ -256,7 +256,7 @@ class TieredScheduler:
             num_far = self._plan.order.num_far
             if self.adaptive:
                 num_far = self.adaptive.expansion.num_far
-            self._timeline.step(step, self.elastic, num_far)
+            self._timeline.record_step(step, self.elastic, num_far)
 
     def _usage(self) -> float:
         """Blocks that requests hold, of those that they could at the highest level (vLLM's
@@ -271,7 +271,7 @@ class TieredScheduler:
 
     def _note(self, kind: str, text: str) -> None:
         if self._timeline:
-            self._timeline.event(kind, text)
+            self._timeline.record_event(kind, text)
 
     def _reserve_excess(self) -> None:
         """Of a pool whose blocks are all free, reserve those above the limit, highest ids."""

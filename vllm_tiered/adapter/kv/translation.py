@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces block ids by page ids in what the attention kernels are given, layer by layer.
+"""Translation of block ids to page ids in the input of the attention kernels, layer by layer.
 
-vLLM gives all layers of a KV cache group one block table and one slot mapping. With pages
-scattered over a pool, each layer has its own: ``page = pages[layer, block]``. The kernels run
-unchanged. In numpy, whose calls cost a third of torch's on arrays of this size.
+vLLM gives all layers of a KV cache group one block table and one slot mapping. With pages scattered
+over a pool, each layer has its own: ``page = pages[layer, block]``. The kernels run unchanged. It
+uses numpy, whose calls cost a third of torch's on arrays of this size.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from vllm_tiered.adapter.kv.layer_metadata import LayerMetadata
 
 
 class Translator:
-    """Translates a step for all layers at once.
+    """Translator of a step's block tables on the CPU, for all layers at once.
 
     Args:
-        pages: int32 [num_layers, num_blocks], the mapping table's; followed as it changes.
+        pages: int32 [num_layers, num_blocks], the mapping table's own array, read in each step.
         layer_names: vLLM's names, by layer index.
         block_tokens: tokens a block holds.
     """
@@ -46,8 +46,8 @@ class Translator:
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
 
-        vLLM's shared metadata object and tensors are left as they are. Those of the layers are
-        used again in the next step, by when nobody computes with them any more.
+        vLLM's shared metadata object and tensors are left unchanged. Those of the layers are
+        reused in the next step, when no computation reads them any more.
 
         Args:
             keeps_pages: every block of the step has the pages that it had in the step before.
@@ -56,13 +56,13 @@ class Translator:
         shared = forward_context.attn_metadata[self._layer_names[0]]
         tables = self._block_tables(shared, keeps_pages)
         self._map_slots(slots[self._layer_names[0]], len(shared.slot_mapping), keeps_pages)
-        forward_context.attn_metadata = self._metadata.follow(shared, tables, self._own_slots)
+        forward_context.attn_metadata = self._metadata.update(shared, tables, self._own_slots)
         forward_context.slot_mapping = self._layer_slots
 
     def _block_tables(self, metadata: Any, keeps_pages: bool) -> tuple[torch.Tensor, ...]:
-        """By layer, int32 [requests, blocks of the longest sequence].
+        """Return a table per layer, int32 [requests, blocks of the longest sequence].
 
-        Written where the step before had its own, if it had as many.
+        They are written into the tables of the step before, if the shape is the same.
         """
         columns = -(-metadata.max_seq_len // self._block_tokens)
         blocks = metadata.block_table.numpy()[:, :columns]
@@ -76,13 +76,13 @@ class Translator:
         return self._tables
 
     def _map_slots(self, slots: torch.Tensor, num_own: int, keeps_pages: bool) -> None:
-        """By layer, int64 [tokens], padding stays -1; and the first ``num_own`` of them.
+        """Translate the slots of each layer, int64 [tokens], and the first ``num_own`` of them.
 
-        Written where the step before had its own, if it had as many: to make 2 x 30 tensors takes
-        longer than all the rest.
+        Padding stays -1. They are written into the arrays of the step before, if the shape is the
+        same: making 2 x 30 tensors takes longer than all the rest.
         """
         own = slots.numpy()
-        blocks = own // self._block_tokens  # -1 stays -1: "wrap" takes any page for it
+        blocks = own // self._block_tokens  # -1 stays -1; mode "wrap" then reads an arbitrary page
         same_blocks = num_own == self._num_own and np.array_equal(blocks, self._slot_blocks)
         if keeps_pages and same_blocks:
             self._slots += own - self._shared_slots

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's worker side: drives the swapper from vLLM's hooks around each layer."""
+"""Worker side of the connector: it drives the swapper from vLLM's hooks around each layer."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.adapter.checks import check_attention
+from vllm_tiered.adapter.checks import check_attention_backends
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
@@ -30,18 +30,18 @@ logger = logging.getLogger("vllm.tiered")
 
 
 class TieredWorker:
-    """Owns the swapper of one rank.
+    """Worker side of one rank; it owns the swapper.
 
     Args:
-        plan: what was configured; it swaps, now or when the load asks for it.
+        plan: the KV plan, with layers that are far now or may become far.
         layers: vLLM's attention layers by name (the static forward context).
-        world_size: ranks, which share the far budget.
-        is_first: this rank logs what was taken over.
-        trace_every: steps from one that is told layer by layer to the next; 0 for none. A step
-            that is one CUDA graph has no layers to tell of.
+        world_size: the number of ranks, which share the far budget.
+        is_first: whether this rank logs what was taken over.
+        trace_every: one step in so many is traced layer by layer; 0 for none. A step that is one
+            CUDA graph cannot be traced.
 
     Attributes:
-        full_graphs: what must be taken from the model runner before a page moves; None without
+        full_graphs: the whole-step graphs that must be removed before a page moves; None without
             CUDA graphs.
     """
 
@@ -99,7 +99,7 @@ class TieredWorker:
                 f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
                 "share another layer's KV cache are not supported; set kv.enabled=false"
             )
-        check_attention(self._layers[name] for name in names)
+        check_attention_backends(self._layers[name] for name in names)
         view = kv_caches[names[0]]
         if view.stride(0) * view.element_size() != geometry.page_bytes or any(
             self._layers[name].kv_cache.shape != view.shape for name in names
@@ -110,7 +110,7 @@ class TieredWorker:
                 f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another "
                 "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
-        # Only now: what "auto" may take is half of what the near pages have left.
+        # Not earlier: "auto" takes up to half of the memory that the near pages have left.
         homes = far_homes(self._plan, self._world_size)
         announce(self._plan, homes, log=self._is_first)
         far_bytes, storage_bytes = self._plan.bytes_in(homes)
@@ -140,13 +140,13 @@ class TieredWorker:
             for name, layer in self._layer_of.items()
             if not self._wait_before_update(self._layers[name].impl, layer)
         }
-        self._follow_level()
+        self._bind_views()
 
-    def _follow_level(self) -> None:
-        """Give every layer the view that the present layout asks for.
+    def _bind_views(self) -> None:
+        """Give every layer the view of the pool that the current layout needs.
 
-        As long as no layer was ever far, block b of a layer is where vLLM would have it: each
-        layer sees its own pages, and nothing is translated.
+        As long as no layer was ever far, block b of a layer is where vLLM would put it: each layer
+        sees its own pages, and nothing is translated.
         """
         offloaded = set(self.swapper.order.offloaded)
         self._offloaded = {n: layer for n, layer in self._layer_of.items() if layer in offloaded}
@@ -161,7 +161,7 @@ class TieredWorker:
                 self._layers[name].kv_cache = own
 
     def stays_as_vllm(self, plan: StepPlan) -> bool:
-        """Whether nothing will be translated in the step of this plan."""
+        """Return whether the step of this plan needs no translation."""
         return self.swapper.will_be_laid_out_as_vllm(plan)
 
     # vLLM's hooks, in the order of a step ------------------------------------------------
@@ -170,7 +170,7 @@ class TieredWorker:
         """Apply the plan.
 
         Raises:
-            IntegrityError: a page moved, and a CUDA graph that does not know may be replayed; or
+            IntegrityError: a page moved, and a CUDA graph of whole steps may still be replayed; or
                 the plan does not fit the pages.
         """
         start = time.perf_counter()
@@ -180,44 +180,46 @@ class TieredWorker:
             self._trace = LayerTrace(self.swapper, start)
         self.swapper.begin_step(plan)
         if self.full_graphs and not self.swapper.is_laid_out_as_vllm:
-            self.full_graphs.check_taken()
+            self.full_graphs.check_removed()
         if (
             self.swapper.order.num_far != self._num_far
             or self.swapper.is_laid_out_as_vllm == self._translates
         ):
-            self._follow_level()
+            self._bind_views()
         self._to_come = self.swapper.layers_to_come
         self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
         """Give the layers their block tables.
 
-        No ``forward_context``: nothing is computed, or all of it by one CUDA graph, which there is
-        only while there is nothing to translate.
+        Without a ``forward_context`` nothing is computed, or all of it by one CUDA graph, which
+        exists only while nothing is translated.
 
         Raises:
-            IntegrityError: such a graph is to be replayed, and would not see the translation.
+            IntegrityError: a graph of a whole step is chosen, which would not see the translation.
         """
         was_translated, self._is_translated = self._is_translated, False
         if forward_context is None or forward_context.attn_metadata is None or not self._translates:
             return
         if forward_context.cudagraph_runtime_mode.name == "FULL":
-            raise IntegrityError("a CUDA graph of a whole step is chosen, whose KV pages moved")
+            raise IntegrityError("vLLM chose a CUDA graph of a whole step, and KV pages have moved")
         assert self._translator is not None
         start = time.perf_counter()
-        # What the translator has is of the last step that it saw.
+        # The translator's tables are those of the last step that it translated.
         keeps_pages = was_translated and self.swapper.keeps_pages
         self._translator.translate(forward_context, keeps_pages=keeps_pages)
         self._is_translated = True
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
+        """Wait for the layer's pages, if its KV update does not."""
         if self._trace:
             self._traced_wait(self._names.index(layer_name))
         elif (layer := self._waits_here.get(layer_name)) is not None and layer in self._to_come:
             self._wait(layer)
 
     def layer_done(self, layer_name: str) -> None:
+        """Release the layer's staging buffer, once its attention is queued."""
         layer = self._offloaded.get(layer_name)
         if layer is None:
             return
@@ -226,10 +228,11 @@ class TieredWorker:
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def end_step(self) -> None:
+        """End the step and count what it took."""
         error = sys.exception()
         if error is not None and error is not self._outer_error:
-            # vLLM ends a step also when its forward has raised, or a signal came. That is what its
-            # caller is to hear of, not that layers were left out.
+            # vLLM also ends a step whose forward raised, or was interrupted by a signal. Its caller
+            # must see that error, not one about layers that were left out.
             self.swapper.abandon(error)
             return
         start = time.perf_counter()
@@ -239,25 +242,28 @@ class TieredWorker:
         self._lost = self.swapper.take_lost()
         self._count(step_seconds=end - self._step_start)
 
-    def take_stats(self) -> TieredStats:
-        """What happened since the last call."""
+    def drain_stats(self) -> TieredStats:
+        """Return the metrics since the last call."""
         stats, self._stats = self._stats, TieredStats()
         return stats
 
     def take_lost_blocks(self) -> set[int]:
-        """Blocks of which a page did not arrive intact in the last step."""
+        """Return the blocks with a page that did not arrive intact in the last step."""
         return self._lost
 
-    def take_report(self) -> StepReport | None:
-        """What the last step took."""
+    def drain_report(self) -> StepReport | None:
+        """Return the report of the last step, once."""
         report, self._report = self._report, None
         return report
 
     def close(self) -> None:
+        """Close the device."""
         self._device.close()
 
     def _wait_before_update(self, impl: Any, layer: int) -> bool:
-        """vLLM writes a layer's new KV before it asks the connector to wait for the layer.
+        """Wrap the layer's KV update, so that it waits for the layer's pages.
+
+        vLLM writes a layer's new KV before it calls the connector's wait for the layer.
 
         Returns:
             False if the attention call writes the KV itself, after the connector's wait.
@@ -283,17 +289,17 @@ class TieredWorker:
 
     def _traced_wait(self, layer: int) -> None:
         assert self._trace is not None
-        self._trace.before_wait(layer)
+        self._trace.record_read(layer)
         begin = time.perf_counter()
         self.swapper.wait_layer(layer)
-        self._trace.waited(layer, begin, time.perf_counter())
+        self._trace.record_wait(layer, begin, time.perf_counter())
 
     def _count(self, *, step_seconds: float) -> None:
         stall_seconds = self.swapper.stall_seconds - self._stall_before
-        # What a wait takes beside the standstill is bookkeeping too; traced waits are not timed.
+        # The part of a wait that is no stall is bookkeeping too; traced waits are not timed.
         waiting_seconds = max(0.0, self._wait_seconds - stall_seconds)
         self._wait_seconds = 0.0
-        # Counters that did not move are left out: where no layer is far most do not.
+        # Counters that did not change are left out: without far layers most do not.
         data: dict[str, Any] = {
             "kv_steps": 1,
             "kv_step_seconds": step_seconds,
@@ -333,7 +339,7 @@ class TieredWorker:
 
 def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
     """Publish the manifest of this process; one rank logs it."""
-    stated = manifest.Manifest.of(plan, homes)
-    manifest.publish(stated)
+    stated = manifest.KvManifest.of(plan, homes)
+    manifest.publish_kv(stated)
     if log:
         logger.info("%s", stated.describe())

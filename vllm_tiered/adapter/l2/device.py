@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefetches behind all-reduces on each of vLLM's platforms, and how much at a time."""
+"""The prefetching runtime of each of vLLM's platforms, and its budget per all-reduce."""
 
 import os
 from dataclasses import dataclass
@@ -19,28 +19,32 @@ from vllm_tiered.l2.runtime import L2Runtime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class L2Device:
-    """Of one rank.
+    """Prefetching runtime of one rank.
 
     Attributes:
-        budget_bytes: of the prefetches behind one all-reduce.
-        spare_cpus: that no rank computes on, for the prefetching thread; None on a GPU, which has
-            a stream for it.
+        runtime: does the prefetches.
+        budget_bytes: limit of the prefetches behind one all-reduce.
+        spare_cpus: CPUs that no rank computes on, for the prefetching thread; None on a GPU, which
+            has a stream for it.
     """
 
     runtime: L2Runtime | CudaRuntime
     budget_bytes: int
     spare_cpus: int | None
 
-    def synchronise(self) -> None:
-        """Wait for what a device still does, so that a clock may be read."""
+    def synchronize(self) -> None:
+        """Wait until the GPU is idle, so that a clock may be read."""
         if isinstance(self.runtime, CudaRuntime):
-            self.runtime.synchronise()
+            self.runtime.synchronize()
 
 
 def open_device(config: L2Config, device_type: str, kv: StepKv, group: Any) -> L2Device:
-    """Of this process's rank.
+    """Open the prefetching runtime of this process's rank.
 
     Args:
+        config: section `l2` of the configuration.
+        device_type: as vLLM's platform names it.
+        kv: where a step's KV lies.
         group: vLLM's tensor-parallel group.
 
     Raises:
@@ -57,7 +61,7 @@ def open_device(config: L2Config, device_type: str, kv: StepKv, group: Any) -> L
     mine = os.sched_getaffinity(0)
     masks: list[set[int]] = [set()] * group.world_size
     torch.distributed.all_gather_object(masks, mine, group=group.cpu_group)
-    # A core of its own if there is one; or the rank's, which waits while it runs.
+    # A spare core if there is one; else the rank's own cores, which wait in the all-reduce.
     spare = process_cpus() - set().union(*masks)
     return L2Device(
         budget_bytes=_fixed_bytes(config) or _shared_bytes(min(mine), masks),

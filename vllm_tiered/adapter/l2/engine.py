@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefetching behind all-reduces in an engine's worker: installed, counted, measured, decided.
+"""Prefetching behind all-reduces in one worker: it installs, counts, measures and decides.
 
-the model is built    the pass joins the compiler's options
-it is warmed up       the operators of the first step tell how many prefetches there are
-decode steps          off, on, off; ranks agree on the slowest of them; the better one is kept
+the model is built    the pass is added to the compiler's options
+it is warmed up       the operators of the first step count the prefetches
+decode steps          off, on, off; all ranks use the slowest rank's times; the better is kept
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.tiered")
 
 
 class ChainedPass(InductorPass):
-    """vLLM takes one custom pass: the user's, if there is one, then ours."""
+    """The one custom pass that vLLM takes: the user's, if there is one, then ours."""
 
     def __init__(self, before: InductorPass | None, ours: PrefetchPass) -> None:
         self.before, self.ours = before, ours
@@ -46,9 +46,11 @@ class ChainedPass(InductorPass):
 
 
 class L2Engine:
-    """Of one engine's rank.
+    """Prefetching of one engine's rank.
 
     Args:
+        config: section `l2` of the configuration.
+        vllm_config: the engine's VllmConfig.
         group: vLLM's tensor-parallel group.
     """
 
@@ -70,14 +72,14 @@ class L2Engine:
 
     @property
     def is_always_on(self) -> bool:
-        """Whether it is not to be measured."""
+        """Whether prefetching stays on without a measurement."""
         return self._config.prefetch == "on"
 
-    def warmed_up(self) -> None:
-        """The model has run once: say what there is, and begin.
+    def finish_warm_up(self) -> None:
+        """Count and log the prefetches of the model's first step, and start with them.
 
         Raises:
-            BudgetError: it is "on", and nothing fits.
+            BudgetError: prefetching is "on", and nothing fits the budget.
         """
         runtime = self.runtime
         runtime.is_counting = False
@@ -95,8 +97,8 @@ class L2Engine:
         if self._logs:
             logger.info("%s", self._stated().describe())
 
-    def timed(self, execute: Callable[[], Any], scheduler_output: Any) -> Any:
-        """A step, with prefetches or without, and timed if that is still to be decided."""
+    def run_step(self, execute: Callable[[], Any], scheduler_output: Any) -> Any:
+        """Run a step with or without prefetches, and time it while that is undecided."""
         batch_size = decode_batch_size(scheduler_output)
         if self._trial is None or batch_size is None:
             return execute()
@@ -104,11 +106,11 @@ class L2Engine:
         if trial.verdict_for(self._trial, batch_size) is not None:
             start = time.perf_counter()
             result = execute()
-        else:  # a device may work on after the call: only what is still to be decided waits for it
-            self._device.synchronise()
+        else:  # a GPU may still work after the call; only an undecided step waits for it
+            self._device.synchronize()
             start = time.perf_counter()
             result = execute()
-            self._device.synchronise()
+            self._device.synchronize()
         self._end_step(self._trial, batch_size, time.perf_counter() - start)
         return result
 
@@ -117,7 +119,7 @@ class L2Engine:
         if measured is None:
             return
         slowest = torch.tensor([measured.off_before, measured.on, measured.off_after])
-        # Every rank counts the same steps, so all of them are here.
+        # Every rank counts the same steps, so all ranks get here.
         torch.distributed.all_reduce(
             slowest, op=torch.distributed.ReduceOp.MAX, group=self._group.cpu_group
         )
@@ -128,13 +130,13 @@ class L2Engine:
         if self._logs:
             _log_verdict(agreed)
 
-    def hold(self, is_on: bool) -> None:
-        """On, or off, from now on, whatever was measured."""
+    def force(self, is_on: bool) -> None:
+        """Switch prefetching on or off from now on, whatever was measured."""
         self._trial = None
         self.runtime.is_on = is_on
 
-    def take_use(self) -> dict[str, float]:
-        """What was fetched since the last call, by metric."""
+    def drain_metrics(self) -> dict[str, float]:
+        """Return what was prefetched since the last call, by metric."""
         fetched, dropped = self.runtime.counts()
         before, self._before = self._before, (fetched, dropped)
         return {
@@ -143,7 +145,7 @@ class L2Engine:
         }
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the runtime. Idempotent."""
         ops.set_runtime(None)
         self.runtime.close()
         manifest.publish_l2(None)
@@ -181,7 +183,7 @@ def _log_verdict(found: Measured) -> None:
 
 
 def decode_batch_size(scheduler_output: Any) -> int | None:
-    """Of a step in which each request gives one token; None of any other."""
+    """Return the batch size of a step with one token per request; None for any other step."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
     is_decode = scheduler_output.total_num_scheduled_tokens == len(scheduled)
     return len(scheduled) if scheduled and is_decode else None

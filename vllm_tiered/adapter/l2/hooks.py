@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where prefetching behind all-reduces meets vLLM's workers."""
+"""Hooks in vLLM's workers that install prefetching behind all-reduces."""
 
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_tiered.adapter import checks as refusals
-from vllm_tiered.adapter import compat
+from vllm_tiered.adapter import checks, compat
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 
 logger = logging.getLogger("vllm.tiered")
 
 _engines: list[tuple[Any, Any]] = []
-"""VllmConfig and L2Engine of this process's engines."""
+"""The VllmConfig and L2Engine of each of this process's engines."""
 
 
-def prepare(vllm_config: Any) -> None:
-    """Of a worker whose groups are there and whose model is not: install what was asked for.
+def install(vllm_config: Any) -> None:
+    """Install prefetching in this worker, if it is configured and possible.
+
+    Called when the worker's process groups exist and its model does not.
 
     Raises:
         UnsupportedError: the size of the cache is not known.
@@ -28,7 +29,7 @@ def prepare(vllm_config: Any) -> None:
     config = TieredConfig.from_dict(additional[ROOT_KEY]).l2
     if not config.is_wanted:
         return
-    why_not = refusals.why_no_l2(vllm_config, compat.device_type())
+    why_not = checks.find_l2_obstacle(vllm_config, compat.device_type())
     if why_not is not None:
         stated = manifest.L2Manifest(prefetch=config.prefetch, why_not=why_not)
         manifest.publish_l2(stated)
@@ -54,21 +55,21 @@ def prepare(vllm_config: Any) -> None:
         compat.wrap_once(UnquantizedLinearMethod, "process_weights_after_loading", _process)
 
 
-def take_use() -> dict[str, float]:
-    """What this process's prefetches did since the last call, by metric."""
-    return _engines[-1][1].take_use() if _engines else {}
+def drain_metrics() -> dict[str, float]:
+    """Return what this process prefetched since the last call, by metric."""
+    return _engines[-1][1].drain_metrics() if _engines else {}
 
 
 def close(vllm_config: Any) -> None:
-    """The engine with this configuration ends. Idempotent."""
+    """Close the prefetching of the engine with this configuration. Idempotent."""
     for entry in [entry for entry in _engines if entry[0] is vllm_config]:
         entry[1].close()
         _engines.remove(entry)
     manifest.publish_l2(None)
 
 
-def engine_of(vllm_config: Any) -> Any:
-    """The L2Engine with this configuration; None if there is none."""
+def find_engine(vllm_config: Any) -> Any:
+    """Return the L2Engine of the engine with this configuration, or None."""
     return next((engine for config, engine in _engines if config is vllm_config), None)
 
 
@@ -84,25 +85,25 @@ def _worker_class() -> Any:
 
 def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(worker, *args, **kwargs)
-    if (engine := engine_of(worker.vllm_config)) is not None:
-        engine.warmed_up()
+    if (engine := find_engine(worker.vllm_config)) is not None:
+        engine.finish_warm_up()
     return result
 
 
 def _execute(original: Any, worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-    engine = engine_of(worker.vllm_config)
+    engine = find_engine(worker.vllm_config)
     if engine is None:
         return original(worker, scheduler_output, *args, **kwargs)
-    return engine.timed(
+    return engine.run_step(
         lambda: original(worker, scheduler_output, *args, **kwargs), scheduler_output
     )
 
 
 def _process(original: Any, method: Any, layer: Any) -> None:
-    """A weight that vLLM packs behind a handle has no address; leave it as it is."""
+    """Leave a weight unpacked: what vLLM packs behind a handle has no address to prefetch."""
     from vllm.config import get_current_vllm_config_or_none
 
-    engine = engine_of(get_current_vllm_config_or_none())
+    engine = find_engine(get_current_vllm_config_or_none())
     if engine is not None and engine.is_always_on:
         layer._cpu_skip_gemm_dispatch = True
     original(method, layer)

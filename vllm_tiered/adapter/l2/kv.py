@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the KV lies that a step's attention reads."""
+"""Locations of the KV that a step's attention reads, for prefetching it."""
 
 import math
 from typing import Any
@@ -14,11 +14,12 @@ from vllm_tiered.l2.prefetcher import Spans
 
 
 class StepKv:
-    """Answers by the order of the attentions in a step.
+    """Locations of the KV in the current step, by the order of the attentions.
 
     Args:
         context: vLLM's attention layers by name (``static_forward_context``), filled as the model
             is built.
+        block_tokens: tokens of a KV block.
     """
 
     def __init__(self, context: dict[str, Any], block_tokens: int) -> None:
@@ -29,8 +30,8 @@ class StepKv:
         self._pages = np.empty(0, dtype=np.int64)
 
     def spans(self, attention: int) -> Spans | None:
-        """A span for each page that the attention reads, on the CPU; None in a dummy step."""
-        if (found := self._found(attention)) is None:
+        """Return a span of CPU memory per page that the attention reads; None in a dummy step."""
+        if (found := self._cache_and_metadata(attention)) is None:
             return None
         cache, of_layer = found
         # Layers share a table, unless their pages are translated one by one.
@@ -44,8 +45,8 @@ class StepKv:
         return spans
 
     def tables(self, attention: int) -> cuda.StepKv | None:
-        """What tells a GPU; None in a dummy step, and where a page lies in pieces."""
-        if (found := self._found(attention)) is None:
+        """Return the tables for the GPU kernel; None in a dummy step or if pages are in pieces."""
+        if (found := self._cache_and_metadata(attention)) is None:
             return None
         cache, of_layer = found
         if not cache[0].is_contiguous():
@@ -58,8 +59,8 @@ class StepKv:
             block_tokens=self._block_tokens,
         )
 
-    def _found(self, attention: int) -> tuple[torch.Tensor, Any] | None:
-        """The attention's KV cache, [pages, ...], and vLLM's metadata of the step."""
+    def _cache_and_metadata(self, attention: int) -> tuple[torch.Tensor, Any] | None:
+        """Return the attention's KV cache, [pages, ...], and vLLM's metadata of the step."""
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
             return None
@@ -71,7 +72,7 @@ class StepKv:
 
 
 def _pages(metadata: Any, block_tokens: int) -> np.ndarray:
-    """Of all requests of the step, each once."""
+    """Return the page ids of all requests of the step, each once."""
     table = metadata.block_table.numpy()
     lengths = metadata.seq_lens.numpy()
     used = np.arange(table.shape[1])[None, :] * block_tokens < lengths[:, None]

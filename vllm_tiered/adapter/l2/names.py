@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's compiled graphs call all-reduces, products and attention."""
+"""Names of all-reduces, matmuls and attention in vLLM's compiled graphs."""
 
 from vllm_tiered.l2.graph import OpNames
 

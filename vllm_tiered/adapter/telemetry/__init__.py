@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users see: manifest, metrics, timeline, energy, the /tiered endpoint."""
+"""What users see: manifest, metrics, timeline, energy and the /tiered endpoint."""

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /tiered on vLLM's API server: what was taken over, and the bytes per tier (the manifest).
+"""The route GET /tiered on vLLM's API server, which returns the manifest of every rank.
 
-The manifest is made in the worker processes. The server asks them with `collective_rpc`, the way
-vLLM's own handlers reach the engine, for a method that `install` adds to the worker class: a method
-name travels between processes, a function would need vLLM's insecure serialisation.
+The manifest is made in the worker processes. The server asks them with `collective_rpc`, as vLLM's
+own handlers do, for a method that `install` adds to the worker class. A method name can be sent
+between processes; a function would need vLLM's insecure serialization.
 
-vLLM serves an endpoint plugin only when VLLM_PLUGINS names it. Switching the plugin on with
-`--plugin tiered` names it just as plainly, so then the route is added as well. VLLM_PLUGINS itself
-is left alone: it is one list for every kind of plugin, and setting it would drop platform plugins
-and open other packages' routes.
+vLLM serves an endpoint plugin only if VLLM_PLUGINS names it. `--plugin tiered` names it just as
+plainly, so then the route is added as well. VLLM_PLUGINS itself is left unchanged: it is one list
+for every kind of plugin; setting it would drop platform plugins and open other packages' routes.
 """
 
 import logging
@@ -35,7 +34,7 @@ _announced = False
 
 
 class TieredEndpoint:
-    """The route, as vLLM's `EndpointPlugin` protocol wants it."""
+    """The route, in the form of vLLM's `EndpointPlugin` protocol."""
 
     name = ROOT_KEY
     required_tasks = ("generate",)
@@ -45,7 +44,7 @@ class TieredEndpoint:
         from fastapi.responses import JSONResponse
 
         async def tiered(request: Request) -> JSONResponse:
-            """What vllm-tiered took over, per worker, and the bytes per tier."""
+            """Return what vllm-tiered took over, per worker, and the bytes per tier."""
             return JSONResponse(await _manifests(request.app.state.tiered_engine_client))
 
         app.add_api_route(PATH, tiered, methods=["GET"])
@@ -57,12 +56,12 @@ class TieredEndpoint:
 
 
 def make_endpoint_plugin() -> TieredEndpoint:
-    """Factory for the entry point group `vllm.endpoint_plugins`."""
+    """Return the plugin for the entry point group `vllm.endpoint_plugins`."""
     return TieredEndpoint()
 
 
 def install() -> None:
-    """Give workers the method the route asks for, and servers the route once it is announced."""
+    """Add the worker method that the route calls, and the route itself once it is announced."""
     import vllm.plugins
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -72,7 +71,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """An engine of this process was configured with the plugin on: its server serves the route."""
+    """Make this process's server serve the route, as an engine has the plugin switched on."""
     global _announced
     _announced = True
 
@@ -86,14 +85,14 @@ def _load_endpoint_plugins(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _worker_manifest(worker: Any) -> dict[str, Any] | None:
-    """The manifest of a worker process, or None when nothing was taken over in it."""
+    """Return the manifest of a worker process, or None if nothing was taken over in it."""
     from vllm_tiered.adapter.telemetry import manifest
 
     return manifest.current()
 
 
 async def _manifests(engine_client: Any) -> dict[str, Any]:
-    """The answer: our version, the configuration in force, and one manifest per rank."""
+    """Return our version, the configuration in force, and one manifest per rank."""
     manifests = await engine_client.collective_rpc(WORKER_METHOD, timeout=_TIMEOUT_S)
     return {
         "version": __version__,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's rank draws, for ``/metrics``, the report and the log."""
+"""Energy and emissions of one rank, for ``/metrics``, the report and the log."""
 
 import logging
 from typing import Any
@@ -14,11 +14,12 @@ PARTS = ("cpu", "dram", "gpu", "ssd")
 
 
 class EngineEnergy:
-    """Joules and grams of one rank, step by step.
+    """Meter of one rank's joules and grams of CO2e, read step by step.
 
     Args:
+        meter: what is read.
         carbon_intensity: of the grid, in gCO2e per kWh.
-        log: this rank says how each part is known.
+        log: whether this rank logs how each part is known.
     """
 
     def __init__(self, meter: PowerMeter, carbon_intensity: float, *, log: bool) -> None:
@@ -32,8 +33,8 @@ class EngineEnergy:
     def begin_step(self) -> None:
         self._meter.begin()
 
-    def take_use(self) -> dict[str, float]:
-        """What was drawn since the last call, by metric; empty if nothing was read since."""
+    def drain_metrics(self) -> dict[str, float]:
+        """Return what was drawn since the last call, by metric; empty if nothing was read since."""
         drawn = self._meter.take()
         if drawn is None:
             return {}
@@ -45,14 +46,14 @@ class EngineEnergy:
             "co2e_grams": grams_co2e(drawn.total, self._carbon_intensity),
         }
 
-    def take_for_report(self) -> tuple[float, float]:
-        """Joules that :meth:`take_use` gave since the last call: all, and those assumed."""
+    def drain_for_report(self) -> tuple[float, float]:
+        """Return the joules :meth:`drain_metrics` gave since the last call: all, and assumed."""
         joules, self._for_report = self._for_report, (0.0, 0.0)
         return joules
 
 
 def open_energy(carbon_intensity: float) -> EngineEnergy:
-    """The meter of this process's rank, which vLLM's parallel groups know by now."""
+    """Open the meter of this process's rank; vLLM's parallel groups exist already."""
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
@@ -62,7 +63,7 @@ def open_energy(carbon_intensity: float) -> EngineEnergy:
 
 
 def labels(meter: PowerMeter | None = None) -> dict[str, str]:
-    """How each part is known, by a meter or else by one that is opened for the answer."""
+    """Return how each part is known, by `meter` or else by one that is opened for this."""
     meter = meter or _meter(is_first=True)
     stated = {}
     for part in PARTS:
@@ -82,7 +83,10 @@ def _meter(*, is_first: bool) -> PowerMeter:
 
 
 def _gpus() -> dict[str, Any]:
-    """This rank's GPU, if it computes on one. The scheduler's process must not wake it."""
+    """Return this rank's GPU if it computes on one, without initializing CUDA elsewhere.
+
+    The scheduler's process must not create a CUDA context.
+    """
     import torch
 
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):

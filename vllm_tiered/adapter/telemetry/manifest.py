@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin took over, stated once at start, in the log and at ``/tiered``."""
+"""The manifest: what the plugin took over, stated at start in the log and at ``/tiered``."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,25 +14,26 @@ from vllm_tiered.l2.trial import Measured
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.placement import Placement
 
-_current: "Manifest | None" = None
+_kv: "KvManifest | None" = None
 _weights: "WeightsManifest | None" = None
 _ffn: "FfnManifest | None" = None
 _l2: "L2Manifest | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """The KV subsystem of one rank; bytes are this rank's.
+class KvManifest:
+    """Manifest of the KV cache of one rank; bytes are this rank's.
 
     Attributes:
-        active: False when the plugin stepped aside (no far layer, at any level).
-        expansion: at the start.
-        max_expansion: to which it may grow; the same if it is fixed.
-        far_layers: the paper's m, at the start.
-        max_far_layers: to which it may grow.
-        offloaded_layers: layers that pass through staging buffers at the start, ascending.
+        active: False if no layer is ever far, and vLLM keeps its own KV cache.
+        expansion: the expansion at start.
+        max_expansion: the expansion that may be reached; the same if it is fixed.
+        far_layers: the number of far layers (the paper's m) at start.
+        max_far_layers: the number that may be reached.
+        offloaded_layers: the layers that pass through staging buffers at start, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
-        far_bytes, storage_bytes: of far pages, in memory and in a file.
+        far_bytes: far memory of far pages.
+        storage_bytes: bytes of far pages in a file.
         tier: as configured; with "storage" the file may be empty, if memory holds all far pages.
     """
 
@@ -54,7 +55,7 @@ class Manifest:
     tier: str
 
     @classmethod
-    def of(cls, plan: KvPlan, homes: FarHomes) -> "Manifest":
+    def of(cls, plan: KvPlan, homes: FarHomes) -> "KvManifest":
         geometry = plan.geometry
         far_bytes, storage_bytes = plan.bytes_in(homes)
         return cls(
@@ -77,11 +78,11 @@ class Manifest:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return the manifest under its section's name, JSON-safe."""
         return {"kv": asdict(self) | {"offloaded_layers": list(self.offloaded_layers)}}
 
     def describe(self) -> str:
-        """The log line."""
+        """Return the line for the log."""
         if not self.active:
             return (
                 "tiered kv: steps aside (expansion 1: no far layer); vLLM's own KV cache of "
@@ -109,15 +110,16 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsManifest:
-    """The layers' weights of one rank; bytes are this rank's.
+    """Manifest of the layers' weights of one rank; bytes are this rank's.
 
     Attributes:
-        near_bytes: of parameters that stay near.
-        buffer_bytes: of the weight buffers, near memory too.
-        prefetch_depth: offloaded sublayers in transfer while one computes.
-        far_sublayers: that have parameters elsewhere than near, of ``num_sublayers``.
-        far_bytes, storage_bytes: in far memory, and in a file.
-        compress: what matrices are kept in: "int4", or "none" for the checkpoint's own dtype.
+        near_bytes: near memory of the parameters that stay near.
+        buffer_bytes: near memory of the weight buffers.
+        prefetch_depth: far sublayers that are being loaded while one computes.
+        far_sublayers: sublayers, of ``num_sublayers``, with parameters that do not stay near.
+        far_bytes: far memory of parameters.
+        storage_bytes: bytes of parameters in a file.
+        compress: format of the matrices: "int4", or "none" for the checkpoint's own dtype.
     """
 
     placement: str
@@ -145,11 +147,11 @@ class WeightsManifest:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return the manifest under its section's name, JSON-safe."""
         return {"weights": asdict(self)}
 
     def describe(self) -> str:
-        """The log line."""
+        """Return the line for the log."""
         compressed = "" if self.compress == "none" else f", matrices in {self.compress}"
         if not self.far_sublayers:
             return (
@@ -168,15 +170,17 @@ class WeightsManifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnManifest:
-    """The layers' FFN of one rank; bytes are this rank's.
+    """Manifest of the layers' FFN of one rank; bytes are this rank's.
 
     Attributes:
         mix: shares of the neurons by precision; None if all are computed in full.
-        predictor: what ranks them; None if nothing does.
-        cache: which neurons stay near.
-        cache_rows: neurons that a layer's regions hold, by precision.
-        near_bytes: of regions, staging, tables and predictors.
-        dense_bytes: what the layers' FFN weights would take.
+        predictor: the predictor that ranks them; None if there is none.
+        cache: the cache policy.
+        cache_rows: neurons that a layer's cache holds, by precision.
+        near_bytes: near memory of caches, staging buffers, tables and predictors.
+        far_layers: layers whose neurons far memory holds.
+        far_bytes: far memory of neurons.
+        dense_bytes: what the FFN weights of all layers would take.
     """
 
     store: str
@@ -211,12 +215,12 @@ class FfnManifest:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return the manifest under its section's name, JSON-safe."""
         stated = asdict(self)
         return {"ffn": stated | {"mix": None if self.mix is None else list(self.mix)}}
 
     def describe(self) -> str:
-        """The log line."""
+        """Return the line for the log."""
         if self.mix is None:
             what = "every neuron in full precision"
         else:
@@ -234,17 +238,18 @@ class FfnManifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class L2Manifest:
-    """Prefetches behind all-reduces of one rank; bytes are this rank's.
+    """Manifest of one rank's prefetches behind all-reduces; bytes are this rank's.
 
     Attributes:
         prefetch: as configured.
         why_not: why nothing is prefetched; None if something may be.
-        budget_bytes: of the prefetches behind one all-reduce.
-        num_weights, weight_bytes: that a step prefetches.
-        num_attentions: of which a step prefetches the KV.
-        num_hidden: weights in reach that are packed behind a handle; None if the graph came out of
-            the compile cache, and the pass did not see it.
-        spare_cpus: that no rank computes on, for the prefetching thread; None on a GPU.
+        budget_bytes: limit of the prefetches behind one all-reduce.
+        num_weights: weights that a step prefetches.
+        weight_bytes: their bytes.
+        num_attentions: layers whose KV a step prefetches.
+        num_hidden: weights within the budget that are packed behind a handle; None if the graph
+            came out of the compile cache, where the pass does not see it.
+        spare_cpus: CPUs that no rank computes on, for the prefetching thread; None on a GPU.
         verdicts: what "auto" measured, by batch size.
     """
 
@@ -264,14 +269,14 @@ class L2Manifest:
         return self.why_not is None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe."""
+        """Return the manifest under its section's name, JSON-safe."""
         verdicts = [
             asdict(found) | {"ratio": found.ratio, "kept": found.is_kept} for found in self.verdicts
         ]
         return {"l2": asdict(self) | {"active": self.active, "verdicts": verdicts}}
 
     def describe(self) -> str:
-        """The log line."""
+        """Return the line for the log."""
         if not self.active:
             return f"tiered l2: prefetches nothing: {self.why_not}"
         threads = "a core of its own" if self.spare_cpus else "the rank's own core"
@@ -306,24 +311,24 @@ def publish_weights(manifest: WeightsManifest | None) -> None:
     _weights = manifest
 
 
-def publish(manifest: Manifest | None) -> None:
-    """Make ``manifest`` the one that :func:`current` returns in this process."""
-    global _current
-    _current = manifest
+def publish_kv(manifest: KvManifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _kv
+    _kv = manifest
 
 
 def uses_storage() -> bool:
-    """Whether something of this process's engine is read from or written to a disk."""
-    placed = (_current, _weights)
+    """Whether this process's engine reads from or writes to a disk."""
+    placed = (_kv, _weights)
     return _ffn is not None or any(part is not None and part.storage_bytes > 0 for part in placed)
 
 
-def published() -> Manifest | None:
-    """This process's manifest as it is; None where no engine worker runs."""
-    return _current
+def current_kv() -> KvManifest | None:
+    """Return this process's KV manifest; None if it runs no engine worker."""
+    return _kv
 
 
 def current() -> dict[str, Any] | None:
-    """The same, JSON-safe."""
-    stated = [part.to_dict() for part in (_current, _weights, _ffn, _l2) if part]
+    """Return all manifests of this process, JSON-safe; None if there are none."""
+    stated = [part.to_dict() for part in (_kv, _weights, _ffn, _l2) if part]
     return {key: value for part in stated for key, value in part.items()} or None

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_tiered.devices.pages import PageError
 
 _REASONS = {
-    PageError.CHECKSUM: "their bytes were not those that had been written",
+    PageError.CHECKSUM: "their bytes differed from those that were written",
     PageError.SHORT: "the file ended before them",
     PageError.IO: "the system reported an error",
     PageError.LATE: "the device did not answer in time",
@@ -29,32 +29,32 @@ COUNTERS = {
     "kv_bookkeeping_seconds": "Seconds of planning, translation and hooks, without stall.",
     "kv_step_seconds": "Seconds of the steps of which stall and bookkeeping are shares.",
     "kv_steps": "Engine steps under KV swapping.",
-    "kv_lost_blocks": "KV blocks of which a page did not come back intact from the far tier.",
-    "kv_recomputed_requests": "Requests computed anew because a block of theirs was lost.",
+    "kv_lost_blocks": "KV blocks with a page that did not come back intact from the far tier.",
+    "kv_recomputed_requests": "Requests recomputed because one of their blocks was lost.",
     "kv_level_changes": "Changes of the number of far layers at run time.",
-    "weights_read_bytes": "Bytes of far weights that passed through staging slots.",
-    "weights_read_seconds": "Seconds in which far weights were being copied.",
+    "weights_read_bytes": "Bytes of far weights that passed through weight buffers.",
+    "weights_read_seconds": "Seconds in which far weights were copied.",
     "weights_stall_seconds": "Seconds in which compute waited for far weights.",
-    "ffn_far_bytes": "Bytes of FFN neurons brought from far memory.",
-    "ffn_storage_bytes": "Bytes of FFN neurons brought from the neuron store.",
+    "ffn_far_bytes": "Bytes of FFN neurons loaded from far memory.",
+    "ffn_storage_bytes": "Bytes of FFN neurons loaded from the neuron store.",
     "ffn_wait_seconds": "Seconds in which compute waited for FFN neurons.",
-    "ffn_hits": "FFN neurons that a sparse step wanted and that were near.",
-    "ffn_misses": "FFN neurons that a sparse step wanted and that had to be brought.",
-    "ffn_sparse_steps": "Layers' steps computed with chosen neurons.",
-    "ffn_dense_steps": "Layers' steps computed with all neurons.",
-    "l2_prefetched_bytes": "Bytes asked for behind all-reduces, to the last-level cache.",
-    "l2_dropped_bytes": "Bytes that were still to be asked for when their all-reduce was over.",
+    "ffn_hits": "FFN neurons that a sparse step needed and found near.",
+    "ffn_misses": "FFN neurons that a sparse step needed and had to load.",
+    "ffn_sparse_steps": "Layer steps computed with selected neurons.",
+    "ffn_dense_steps": "Layer steps computed with all neurons.",
+    "l2_prefetched_bytes": "Bytes prefetched into the last-level cache behind all-reduces.",
+    "l2_dropped_bytes": "Bytes that were not yet prefetched when their all-reduce was over.",
     "energy_joules": "Joules drawn while steps ran: processor and memory of the host by RAPL, GPUs "
     "by NVML, where these can be read; else memory by constants, and the disk always.",
     "energy_assumed_joules": "Joules of tiered_energy_joules that are assumed, by constants.",
     "co2e_grams": "Operational emissions of tiered_energy_joules, gCO2e, at "
     "report.carbon_intensity.",
 }
-"""Counted by the workers and summed over ranks; recomputed requests and level changes once."""
+"""Counters of the workers, summed over ranks; recomputed requests and level changes count once."""
 
 
 def page_errors_metric(kind: PageError) -> str:
-    """The counter of far pages that were lost for this reason."""
+    """Return the name of the counter of far pages that were lost for this reason."""
     return f"kv_page_errors_{kind.value}"
 
 
@@ -65,19 +65,19 @@ COUNTERS |= {
 GAUGES = {
     "kv_expansion": "Full KV blocks that fit over those that the near memory holds alone.",
     "kv_far_layers": "Layers whose KV lives in the far tier.",
-    "kv_partial_blocks_far": "1 if their partly filled blocks live there too, else 0.",
+    "kv_partial_blocks_far": "1 if their partial blocks live there too, 0 if those stay near.",
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
     "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
     "kv_storage_bytes": "KV pages in files, bytes, all ranks.",
     "kv_blocks_released": "KV blocks that requests may use now.",
-    "kv_blocks_reserved": "KV blocks held back: more far layers would give them, or partly filled "
-    "blocks that stay near take their memory.",
+    "kv_blocks_reserved": "KV blocks held back: more far layers would free them, or partial blocks "
+    "that stay near take their memory.",
 }
-"""Set by the scheduler, but for the bytes of far pages."""
+"""Gauges that the scheduler sets, except for the bytes of far pages."""
 
 
 class TieredStats(KVConnectorStats):
-    """What happened since the last report: counters add up, of gauges the later value counts."""
+    """What happened since the last report: counters add up, gauges keep the later value."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -104,7 +104,7 @@ class TieredStats(KVConnectorStats):
             "stall %": round(self.data.get("kv_stall_seconds", 0.0) * share, 2),
             "bookkeeping %": round(self.data.get("kv_bookkeeping_seconds", 0.0) * share, 2),
             "expansion": round(self.data.get("kv_expansion", 1.0), 2),
-            "blocks withheld": self.data.get("kv_blocks_reserved", 0),
+            "blocks reserved": self.data.get("kv_blocks_reserved", 0),
         }
 
     def is_empty(self) -> bool:
@@ -112,7 +112,7 @@ class TieredStats(KVConnectorStats):
 
 
 class TieredPromMetrics(KVConnectorPromMetrics):
-    """Registers ``vllm:tiered_*`` for every engine and follows the reports."""
+    """The registered metrics ``vllm:tiered_*`` of every engine, updated from reports."""
 
     def __init__(
         self,

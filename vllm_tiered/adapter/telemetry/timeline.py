@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the scheduler sees to the file that ``vllm-tiered report`` reads."""
+"""The scheduler's side of the timeline file that ``vllm-tiered report`` reads."""
 
 import time
 from dataclasses import replace
@@ -11,7 +11,7 @@ from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import Step
 from vllm_tiered.adapter.telemetry import energy, manifest
-from vllm_tiered.adapter.telemetry.manifest import Manifest
+from vllm_tiered.adapter.telemetry.manifest import KvManifest
 from vllm_tiered.config import ReportConfig
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.layout import expansion_of
@@ -23,10 +23,10 @@ class Timeline:
     """One engine's timeline, from its start.
 
     Args:
-        path: of the file.
-        plan: what was configured.
-        model: as the engine names it.
-        world_size: ranks, whose bytes are added.
+        path: the file.
+        plan: the KV plan.
+        model: the model as the engine names it.
+        world_size: the number of ranks, whose bytes are added.
         carbon_intensity: of the grid, in gCO2e per kWh.
 
     Raises:
@@ -38,8 +38,8 @@ class Timeline:
     ) -> None:
         self._start = time.perf_counter()
         self._plan = plan
-        # A worker in this process knows where far pages are; else what it will find is guessed.
-        stated = manifest.published() or Manifest.of(plan, far_homes(plan, world_size))
+        # A worker in this process knows where far pages are; without one they are estimated.
+        stated = manifest.current_kv() or KvManifest.of(plan, far_homes(plan, world_size))
         self._writer = TimelineWriter(
             path,
             Header(
@@ -59,12 +59,12 @@ class Timeline:
             ),
         )
 
-    def step(self, step: Step, elastic: ElasticBlocks, far_layers: int) -> None:
-        """A step is over."""
+    def record_step(self, step: Step, elastic: ElasticBlocks, far_layers: int) -> None:
+        """Record a finished step."""
         report = step.report
         begin = step.end - step.seconds - self._start
         at_level = min(elastic.usable_blocks, elastic.geometry.block_limit(0))
-        self._writer.step(
+        self._writer.add_step(
             StepSample(
                 time=step.end - self._start,
                 seconds=step.seconds,
@@ -81,26 +81,28 @@ class Timeline:
                 released_blocks=elastic.released_blocks,
                 reserved_blocks=max(0, at_level - elastic.released_blocks),
                 used_blocks=step.used_blocks,
-                num_partial=elastic.num_partial,
+                partial_blocks=elastic.num_partial,
                 num_running=step.num_running,
                 num_waiting=step.num_waiting,
                 num_preempted=step.num_preempted,
             )
         )
         for layers in report.layers:
-            self._writer.layers(replace(layers, time=begin))
+            self._writer.add_layer_timeline(replace(layers, time=begin))
 
-    def event(self, kind: str, text: str) -> None:
-        self._writer.event(time.perf_counter() - self._start, kind, text)
+    def record_event(self, kind: str, text: str) -> None:
+        """Record an event that happens now; `kind` groups events."""
+        self._writer.add_event(time.perf_counter() - self._start, kind, text)
 
     def close(self) -> None:
+        """Write what is left and close the file."""
         self._writer.close()
 
 
-def timeline_of(
+def open_timeline(
     vllm_config: Any, plan: KvPlan, world_size: int, report: ReportConfig
 ) -> Timeline | None:
-    """The timeline if ``report.path`` asks for one."""
+    """Open the timeline if ``report.path`` is set; return None otherwise."""
     if report.path is None:
         return None
     model = str(vllm_config.model_config.model)

@@ -45,10 +45,10 @@ def partition_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
         return
     reason = _why_none(config, compilation)
     if reason is not None:
-        cuda_graphs.leave_out(compilation)
+        cuda_graphs.disable_cuda_graphs(compilation)
         logger.warning("tiered weights: no CUDA graphs (%s would be captured): %s", before, reason)
         return
-    cuda_graphs.cut_at(SPLITTING_OPS, compilation)
+    cuda_graphs.split_graphs_at(SPLITTING_OPS, compilation)
     logger.info(
         "tiered weights: CUDA graphs are PIECEWISE (%s without far weights), cut where sublayers "
         "wait for their weights",
@@ -65,7 +65,7 @@ def _why_none(config: WeightsConfig, compilation: Any) -> str | None:
         )
     if compilation.use_inductor_graph_partition:
         return "graphs are cut before Inductor only; leave use_inductor_graph_partition out"
-    return cuda_graphs.why_uncut(compilation)
+    return cuda_graphs.find_split_obstacle(compilation)
 
 
 def check_not_captured() -> None:

@@ -20,7 +20,11 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Raises UnsupportedError for one that is not known."""
+    """Return the activation function of a name in a checkpoint's configuration.
+
+    Raises:
+        UnsupportedError: the name is unknown.
+    """
     if name not in _FUNCTIONS:
         raise UnsupportedError(
             f"activation {name!r} of the model's feed-forward networks: expected one of"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells which neurons of a layer matter for a token before they are computed (M2Cache 5.2).
+"""Contract of predictors: which neurons matter for a token before they are computed (M2Cache 5.2).
 
 B tokens, H features of the hidden state, N neurons of a layer.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class Predictor(ABC):
-    """Of one layer's neurons, or of a shard of them.
+    """Predictor of one layer's neurons, or of a shard of them.
 
     Attributes:
         name: of the kind, as in files and in messages.
@@ -29,7 +29,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
-        """How much each neuron matters, float32 [B, N], larger = more.
+        """Score how much each neuron matters, float32 [B, N], larger = more.
 
         Args:
             x_BH: what the FFN is given, in the model's dtype.
@@ -37,13 +37,13 @@ class Predictor(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a file needs to hold of it; nothing for one that is made from the neuron store."""
+        """Return the tensors to save; none for a predictor built from the neuron store."""
 
     def to(self, near: torch.device) -> "Predictor":
-        """The same, with its tensors on torch's device ``near``."""
+        """Return this predictor with its tensors on the torch device ``near``."""
         return self
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of near memory."""
+        """Bytes of near memory."""
         return sum(tensor.nbytes for tensor in self.tensors().values())

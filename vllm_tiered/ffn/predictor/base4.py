@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gate and up of every neuron in 4 bit, near: what they give ranks the neurons (ours; design.md 6).
+"""Predictor that computes gate and up of all neurons in 4 bit (ours, from no paper).
 
     a = act(gate4 x) * (up4 x)         score = |a| * norm of the neuron's down column
 
@@ -25,7 +25,7 @@ _BLOCK = 64
 
 
 class Base4(Predictor):
-    """Made from the neuron store's codes; there is no file for it.
+    """4-bit predictor built from the neuron store's codes; it has no file.
 
     Args:
         codes_NMH: int8, -8 to 7, of gate and up or of fc1.
@@ -66,7 +66,7 @@ class Base4(Predictor):
             self._pack(codes, scales)
         else:
             self._codes = codes.contiguous()
-            self._figures = scales.contiguous()
+            self._scales = scales.contiguous()
 
     @classmethod
     def of_bundles(
@@ -80,7 +80,7 @@ class Base4(Predictor):
         bias_N: torch.Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> "Base4":
-        """From what the neuron store has of a layer in 4 bit.
+        """Build the predictor from a layer's 4-bit bundles in the neuron store.
 
         Args:
             bundles: uint8 [N, at least bundle_bytes]; their down columns are not kept.
@@ -103,7 +103,7 @@ class Base4(Predictor):
         return len(self.norms_N)
 
     def activations(self, x_BH: torch.Tensor) -> torch.Tensor:
-        """What each neuron gives in 4 bit, before its down column: float32 [B, N]."""
+        """Compute the neurons' activations in 4 bit, before the down columns: float32 [B, N]."""
         raw = self._product(x_BH.to(self._dtype)).float()
         if self._num_matrices == 1:
             return self._activation(raw if self._bias_N is None else raw + self._bias_N)
@@ -111,7 +111,7 @@ class Base4(Predictor):
         return self._activation(gate_BN) * up_BN
 
     def rank(self, activations_BN: torch.Tensor) -> torch.Tensor:
-        """Scores from :meth:`activations`, which whoever needs both computes once."""
+        """Return the scores that belong to the result of :meth:`activations`."""
         return activations_BN.abs() * self.norms_N
 
     def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Base4(Predictor):
     @property
     def num_bytes(self) -> int:
         bias_bytes = 0 if self._bias_N is None else self._bias_N.nbytes
-        return self._codes.nbytes + self._figures.nbytes + self.norms_N.nbytes + bias_bytes
+        return self._codes.nbytes + self._scales.nbytes + self.norms_N.nbytes + bias_bytes
 
     def _pack(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         padding = -len(codes) % _BLOCK
@@ -131,14 +131,14 @@ class Base4(Predictor):
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(offset_codes, 1)
         repeats = self._hidden // self._group // scales.shape[1]
         scale_GN = torch.nn.functional.pad(scales.repeat_interleave(repeats, 1).T, (0, padding))
-        self._figures = torch.stack([scale_GN, torch.zeros_like(scale_GN)], 2).to(self._dtype)
+        self._scales = torch.stack([scale_GN, torch.zeros_like(scale_GN)], 2).to(self._dtype)
 
     def _product(self, x_BH: torch.Tensor) -> torch.Tensor:
         if self._is_packed:
             out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x_BH.contiguous(), self._codes, self._group, self._figures
+                x_BH.contiguous(), self._codes, self._group, self._scales
             )
             return out[:, : self._rows]
-        groups = self._figures.shape[1]
-        weight = self._codes.view(self._rows, groups, -1) * self._figures[:, :, None].to(x_BH.dtype)
+        groups = self._scales.shape[1]
+        weight = self._codes.view(self._rows, groups, -1) * self._scales[:, :, None].to(x_BH.dtype)
         return x_BH @ weight.view(self._rows, -1).T

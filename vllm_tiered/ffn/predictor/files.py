@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained predictors in files: one a layer, so that `prepare` goes on where it was killed.
+"""Files of trained predictors, one a layer, so that `prepare` resumes where it stopped.
 
 FOLDER/predictor-0000.safetensors    tensors; as metadata kind, version, model, threshold, report
 """
@@ -21,14 +21,14 @@ _KEY = "vllm_tiered"  # of the metadata, which safetensors keeps as strings
 
 
 def predictor_name(layer: int) -> str:
-    """Of the file that holds a layer's predictor."""
+    """Return the file name of a layer's predictor."""
     return f"{LowRank.name}-{layer:04d}.safetensors"
 
 
 def save_predictor(
     path: Path, predictor: LowRank, fingerprint: str, report: Mapping[str, Any]
 ) -> None:
-    """Write a layer's predictor; whoever reads sees all of it or what was there before.
+    """Write a layer's predictor atomically.
 
     Args:
         fingerprint: of the model whose layer it is.
@@ -89,7 +89,7 @@ def load_predictor(
 
 
 def read_header(path: Path, fingerprint: str | None = None) -> dict[str, Any]:
-    """Return a file's metadata, among them its ``report``. Raises as :func:`load_predictor`."""
+    """Return a file's metadata, its ``report`` included; raise as :func:`load_predictor`."""
     if not path.is_file():
         raise ConfigError(f"no predictor: {path} does not exist; run prepare --predictor low_rank")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two small matrices a layer (Deja Vu; LLM in a flash, 3.1).
+"""Low-rank predictor: two small matrices a layer (Deja Vu; LLM in a flash, 3.1).
 
     ReLU        score = B (A x) + b                                     about the pre-activation
     gated       score = |act(B_gate (A x)) * (B_up (A x))| * norm       about the neuron's part of
@@ -17,7 +17,7 @@ from vllm_tiered.ffn.predictor.base import Predictor
 
 
 class LowRank(Predictor):
-    """Trained by ``vllm_tiered.ffn.prepare.train``.
+    """Low-rank predictor, trained by ``vllm_tiered.ffn.prepare.train``.
 
     16,384 neurons of 4096 features and one token take 0.6 ms with rank 128 and 0.9 ms with 256
     (bfloat16, 2 cores of an EPYC with AVX2, 2026-11-22): what reading B takes.
@@ -80,7 +80,7 @@ class LowRank(Predictor):
         )
 
     def shard(self, first_neuron: int, num_neurons: int) -> "LowRank":
-        """Of so many neurons only; shares memory where it can."""
+        """Return the predictor of a range of neurons; it shares memory where it can."""
         chosen = slice(first_neuron, first_neuron + num_neurons)
         num_matrices = 1 if self.activation is None else 2
         b_NR = self.b_NR.view(num_matrices, self.num_neurons, -1)[:, chosen]

@@ -101,7 +101,7 @@ def calibrated_steps(
     predictor: str,
     groups: Mapping[Precision, int | None],
 ) -> list[Step]:
-    """What is left to do of all of them.
+    """Return the steps that no earlier call has finished.
 
     Args:
         predictor: "low_rank" is trained, and ranks for the search; "base4" only does that.
@@ -146,7 +146,7 @@ def statistics(watched: Watched) -> Step:
 
 
 def mixing(watched: Watched, predictor: str, group: int | None) -> Step:
-    """The ratio search, with the ranking of a predictor.
+    """Run the ratio search with a predictor's ranking.
 
     Args:
         group: of the 4-bit scales.
@@ -228,7 +228,7 @@ def _search(watched: Watched, predictor: str, group: int | None, _: int) -> None
 
 
 def mix_json(found: SearchResult, predictor: str, full_bits: int) -> dict[str, Any]:
-    """What the file of the mix holds."""
+    """Return the contents of the mix file."""
     return {
         "mix": list(found.best.mix.shares),
         "ranked_by": predictor,

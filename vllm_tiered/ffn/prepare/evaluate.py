@@ -138,7 +138,7 @@ def _outcome(
 
 
 def by_base4(_: int, copies: Copies) -> tuple[Scores, float | None]:
-    """The ranking of :class:`~vllm_tiered.ffn.predictor.base4.Base4`, from the expanded weights."""
+    """Rank as :class:`~vllm_tiered.ffn.predictor.base4.Base4` does, from dequantised weights."""
     norms = copies.weights.down_norms_N
     threshold = torch.finfo(torch.float32).tiny if copies.weights.is_relu else None
     return lambda x: copies.activations(x, Precision.INT4).abs() * norms, threshold

@@ -44,7 +44,7 @@ class FfnWeights:
 
 
 def ffn_weights(layer: nn.Module, activation: str) -> FfnWeights:
-    """Raises UnsupportedError for a layer of a kind that is not known."""
+    """Return a layer's FFN weights; raise UnsupportedError for an unknown kind of layer."""
     for names in (("gate_proj", "up_proj"), ("gate_up_proj",), ("fc1",), ("dense_h_to_4h",)):
         ffn = layer if hasattr(layer, names[0]) else getattr(layer, "mlp", None)
         if ffn is None or not hasattr(ffn, names[0]):

@@ -102,7 +102,7 @@ class LayerwiseModel:
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[nn.Module]:
-        """A decoder layer with its weights, which are dropped afterwards."""
+        """Load a decoder layer's weights for a ``with`` block, and drop them afterwards."""
         module = self._layers[layer]
         self._load(module, f"{self._layers_name}.{layer}.")
         try:
@@ -112,7 +112,7 @@ class LayerwiseModel:
 
     @torch.inference_mode()
     def run(self, module: nn.Module, text: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What leaves a layer of :meth:`layer`, from what enters it, for one of the texts."""
+        """Return a layer's output for one of the texts, from the layer's input."""
         _, args, kwargs = self._calls[text]
         out: Any = module(hidden, *args, **kwargs)
         self._stand_in.is_tuple = isinstance(out, tuple)
@@ -154,7 +154,7 @@ class LayerwiseModel:
                 raise UnsupportedError(f"buffer {prefix}{name} was not made")
 
     def _saved_name(self, name: str) -> str | None:
-        """Some checkpoints leave the base model's prefix out."""
+        """Find a checkpoint name; some checkpoints leave the base model's prefix out."""
         candidates = (name, name.removeprefix(f"{self._prefix}."))
         return next((candidate for candidate in candidates if candidate in self._files), None)
 

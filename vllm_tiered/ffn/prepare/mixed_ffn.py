@@ -141,7 +141,7 @@ class MixedFfn(nn.Module):
         scores_TN: torch.Tensor,
         chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is there when each token has come, bool [T, N] for each precision."""
+        """Return the neurons that are near after each token, bool [T, N] for each precision."""
         by_precision = dict(zip(Precision, chosen, strict=True))
         near = {p: torch.zeros_like(mask_TN) for p, mask_TN in by_precision.items()}
         near[Precision.INT4] |= by_precision[Precision.INT4]

@@ -41,7 +41,7 @@ class Preparation:
 
 
 def _base4(preparation: Preparation) -> list[Step]:
-    """It takes gate and up in 4 bit, and the norms of the down columns: all of that is there."""
+    """Return the steps for base4, which needs only 4-bit neurons and down norms."""
     if Precision.INT4 not in preparation.writer.form.groups:
         raise ConfigError(
             "--predictor base4 computes with 4-bit neurons: add int4 to --precisions, or give "

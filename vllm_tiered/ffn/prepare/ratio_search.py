@@ -109,7 +109,7 @@ def search(
 def mixes_of(
     budget_bits: float, full_shares: Sequence[float], full_bits: int = FULL_BITS
 ) -> list[Mix]:
-    """The mixes that spend the budget, or that compute all neurons as well as they can be."""
+    """Return the mixes that spend the budget, or that compute all neurons at their best."""
     found: dict[tuple[float, float, float], Mix] = {}
     for full in full_shares:
         bits = budget_bits - full * full_bits

@@ -87,7 +87,7 @@ def num_training_tokens(lengths: Sequence[int], held_out: float = 0.25) -> int:
 
 
 def _first_linear(layer: nn.Module) -> nn.Module:
-    """The first module of a layer's FFN, whose input is the FFN's."""
+    """Return the first module of a layer's FFN, whose input is the FFN's."""
     ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
     names = ("fc1", "gate_proj", "gate_up_proj", "dense_h_to_4h")
     return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))

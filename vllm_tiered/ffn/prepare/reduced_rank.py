@@ -18,7 +18,7 @@ _RIDGE = 1e-2
 def reduced_rank(
     x_TH: torch.Tensor, weights: FfnWeights, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A [R, H], B [N, R] and bias [N], float32, such that B (A x) + bias is about fc1 x + bias.
+    """Fit A [R, H], B [N, R], bias [N], float32, so that B (A x) + bias is about fc1 x + bias.
 
     Of a ReLU model with a gate it is the gate; of others with one both, gate above up.
     """

@@ -117,7 +117,7 @@ def _overlap_by_chance(active_TN: torch.Tensor) -> float:
 
 
 def _window(texts: Sequence[torch.Tensor], tokens: int) -> tuple[float, float]:
-    """What windows of so many tokens hold, once full, and what each next token adds."""
+    """Return how much windows of so many tokens hold once full, and what each next token adds."""
     held = added = count = neurons = 0
     for text in texts:
         neurons = text.shape[1]

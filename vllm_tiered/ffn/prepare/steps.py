@@ -47,7 +47,7 @@ class Progress(Protocol):
     """Somebody who looks on."""
 
     def begin(self, name: str, num_layers: int, num_done: int) -> None:
-        """A step begins; some layers may be done from an earlier run."""
+        """Begin a step; some layers may be done from an earlier run."""
 
     def advance(self) -> None:
         """One more layer of it is done."""
@@ -57,7 +57,7 @@ class Runner(Protocol):
     """How layers are worked through."""
 
     def run(self, step: Step) -> Iterator[int]:
-        """Does all pending layers; yields each when it is done, in any order."""
+        """Do all pending layers; yield each when it is done, in any order."""
 
 
 class Here:

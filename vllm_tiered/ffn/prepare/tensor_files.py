@@ -65,7 +65,7 @@ class TensorFiles:
         return _DTYPES[place.dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, in its own dtype.
+        """Return a tensor in its own dtype.
 
         Raises:
             ConfigError: the file cannot be read.

@@ -129,7 +129,7 @@ def train_layer(
 
 
 def importance(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
-    """What each neuron adds to the output, as a length: float32 [T, N]."""
+    """Return the norm of what each neuron adds to the output: float32 [T, N]."""
     rows = weights.rows_NMH.float()
     act = activation_function(weights.activation)
     first_TN = x_TH.float() @ rows[:, 0].T
@@ -177,7 +177,7 @@ def _wanted(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
 
 
 def _threshold(scores_TN: torch.Tensor, wanted_TN: torch.Tensor, missed: float) -> float:
-    """The score that all but this share of the active neurons reach."""
+    """Return the score that all but this share of the active neurons reach."""
     active = scores_TN[wanted_TN > 0].sort().values
     return active[int(missed * len(active))].item() if len(active) else float("inf")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a neuron store's files hold, and where: the same for who writes and who reads them.
+"""Format of a neuron store's files, shared by the writer and the reader.
 
 NAME/store.json           what it is of, where its sections are, checksums of the files beside
 NAME/neurons.bin          for each layer, for each precision: a section of bundles, each at its
@@ -34,7 +34,7 @@ ANEW = "remove the folder and run `vllm-tiered prepare` again"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreFormat:
-    """A model, and how its neurons are stored.
+    """Format of one model's neuron store.
 
     Attributes:
         model: its name, for people.
@@ -65,27 +65,27 @@ class StoreFormat:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """In the order of their sections."""
+        """Stored precisions, in the order of their sections."""
         return tuple(precision for precision in Precision if precision in self.groups)
 
     def num_groups(self, precision: Precision) -> int:
-        """Scales of a row; 0 for FULL."""
+        """Return the scales of a matrix's row; 0 for FULL."""
         return num_groups(self.shape.hidden, precision, self.groups[precision])
 
     def offset(self, layer: int, precision: Precision) -> int:
-        """Where a section begins in the file of neurons, bytes."""
+        """Return a section's offset in the neuron file, bytes."""
         precisions = self.precisions
         before = precisions[: precisions.index(precision)]
         return layer * self._layer_bytes + sum(map(self._section_bytes, before))
 
     @property
     def neurons_bytes(self) -> int:
-        """Of the file of neurons."""
+        """Bytes of the neuron file."""
         return self.shape.num_layers * self._layer_bytes
 
     @property
     def tables_bytes(self) -> int:
-        """Of the tables, about."""
+        """Estimated bytes of the tables."""
         shape = self.shape
         scales = sum(2 * shape.num_matrices * self.num_groups(p) for p in self.groups)
         of_neuron = scales + 8 * len(self.groups) + 4 + shape.dtype_bytes
@@ -101,7 +101,7 @@ class StoreFormat:
         return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-safe, with what a reader of another language needs to find each bundle."""
+        """Return a JSON-safe description that suffices to find each bundle."""
         return {
             "version": VERSION,
             "model": {"name": self.model, "fingerprint": self.fingerprint},
@@ -124,7 +124,11 @@ class StoreFormat:
 
     @classmethod
     def from_json(cls, contents: Mapping[str, Any]) -> "StoreFormat":
-        """Raises KeyError, TypeError or ValueError for what :meth:`to_json` did not make."""
+        """Parse the output of :meth:`to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: for anything else.
+        """
         dtype = getattr(torch, contents["dtype"], None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype {contents['dtype']}")
@@ -142,12 +146,12 @@ class StoreFormat:
 
 
 def seal(contents: Mapping[str, Any]) -> bytes:
-    """The text of a header: its contents, and their checksum."""
+    """Return a header's text: its contents and their checksum."""
     return json.dumps({**contents, "xxh3": _digest(contents)}, indent=1).encode()
 
 
 def unseal(text: bytes, path: Path) -> dict[str, Any]:
-    """A header's contents.
+    """Parse a header and verify its checksum.
 
     Args:
         path: of the header, for messages.
@@ -172,32 +176,32 @@ def unseal(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def statistics_name(layer: int) -> str:
-    """Of the file with what calibration text told of a layer, if `prepare` looked."""
+    """Return the name of the file with a layer's calibration statistics."""
     return f"statistics-{layer:04d}.json"
 
 
 def scales_name(layer: int, precision: Precision) -> str:
-    """In the tables; float16 [N, M, G]."""
+    """Return the tables' key of a layer's scales, float16 [N, M, G]."""
     return f"layer.{layer}.{precision.value}.scales"
 
 
 def checksums_name(layer: int, precision: Precision) -> str:
-    """In the tables; uint64 [N], of each bundle's bytes."""
+    """Return the tables' key of the bundles' checksums, uint64 [N]."""
     return f"layer.{layer}.{precision.value}.xxh3"
 
 
 def up_bias_name(layer: int) -> str:
-    """In the tables, if the model has it; [N]."""
+    """Return the tables' key of the up bias, [N]; absent if the model has none."""
     return f"layer.{layer}.up_bias"
 
 
 def down_bias_name(layer: int) -> str:
-    """In the tables, if the model has it; [H]."""
+    """Return the tables' key of the down bias, [H]; absent if the model has none."""
     return f"layer.{layer}.down_bias"
 
 
 def down_norms_name(layer: int) -> str:
-    """In the tables; float32 [N], Euclidean norms of the down columns."""
+    """Return the tables' key of the down columns' Euclidean norms, float32 [N]."""
     return f"layer.{layer}.down_norms"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a neuron store's draft: written, or found intact. Needs no other process's leave."""
+"""One layer of a neuron store's draft: write it, or verify it, in any process."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 32 * MIB
 
 
 def tables_of(draft: Path, layer: int) -> Path:
-    """There once all of the layer's bundles are on the disk."""
+    """Return the path of a layer's tables; the file exists once its bundles are on the disk."""
     return draft / f"layer-{layer}.safetensors"
 
 
@@ -32,7 +32,7 @@ def write_layer(
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> None:
-    """Quantise a layer and write it; it is on the disk then, whatever happens.
+    """Quantise a layer, write it and sync it to the disk.
 
     Args:
         weights_NMH: [gate rows,] up rows and down columns, in the model's dtype.
@@ -64,7 +64,7 @@ def write_layer(
 
 
 def is_intact(draft: Path, form: StoreFormat, layer: int) -> bool:
-    """Whether a layer is as it was written; each of its bundles is looked at.
+    """Return whether a layer is intact; verifies the checksum of each bundle.
 
     Raises:
         OSError: the disk fails.
@@ -84,7 +84,7 @@ def is_intact(draft: Path, form: StoreFormat, layer: int) -> bool:
 
 
 def put(path: Path, content: bytes) -> None:
-    """A file that is whole and on the disk, or not there."""
+    """Write a file atomically and sync it to the disk."""
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(content)
     sync(new)
@@ -93,7 +93,7 @@ def put(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """A file, or a folder's list of files, to the disk."""
+    """Sync a file, or a folder's entries, to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -104,7 +104,7 @@ def sync(path: Path) -> None:
 def _write_section(
     fd: int, form: StoreFormat, layer: int, precision: Precision, weights_NMH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and checksums of the layer's bundles."""
+    """Write the layer's bundles, and return their scales and checksums."""
     stride, num_bytes = bundle_stride(form.shape, precision), bundle_bytes(form.shape, precision)
     offset, step = form.offset(layer, precision), max(1, _CHUNK_BYTES // stride)
     scales: list[torch.Tensor] = []
@@ -148,7 +148,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def load_tables(draft: Path, num_layers: int) -> Mapping[str, torch.Tensor]:
-    """Of all layers."""
+    """Return the tables of all layers."""
     tables: dict[str, torch.Tensor] = {}
     for layer in range(num_layers):
         tables |= load_file(tables_of(draft, layer))

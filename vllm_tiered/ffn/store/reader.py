@@ -74,7 +74,7 @@ class NeuronStore:
         first_neuron: int = 0,
         num_neurons: int | None = None,
     ) -> "NeuronStore":
-        """A store for reading.
+        """Open a store for reading.
 
         Args:
             path: the folder that ``vllm-tiered prepare`` made.
@@ -171,7 +171,7 @@ class NeuronStore:
         into: torch.Tensor,
         rows: PageIds,
     ) -> None:
-        """The bundle of ``neurons[i]`` arrives in ``into[rows[i]]``; blocks until all have.
+        """Read the bundle of ``neurons[i]`` into ``into[rows[i]]``; block until all are read.
 
         Args:
             neurons: int64 [n], of the shard.
@@ -258,7 +258,7 @@ class NeuronStore:
         return tables
 
     def _read_file(self, name: str) -> bytes:
-        """Verified."""
+        """Return a file's contents, verified by their checksum."""
         path = self.path / name
         try:
             expected = self.contents["files"][name]["xxh3"]

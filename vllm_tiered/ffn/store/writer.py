@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a neuron store, layer by layer, so that whoever is killed goes on where it was.
+"""Writer of a neuron store, layer by layer, which resumes where it was killed.
 
 NAME.draft/draft.json            what is being written: another model's draft is begun anew
 NAME.draft/neurons.bin           all of its space reserved, and each layer written in place
@@ -42,7 +42,7 @@ _DRAFT_HEADER = "draft.json"
 
 
 class NeuronStoreWriter:
-    """A neuron store that is being written; by one process at a time.
+    """Neuron store that is being written, by one process at a time.
 
     Args:
         folder: what it will be called; there must not be one yet.
@@ -101,7 +101,7 @@ class NeuronStoreWriter:
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
-        """As :func:`write_layer`.
+        """Write a layer as :func:`write_layer` does.
 
         Raises:
             BudgetError: the disk is full. What was finished stays, and can be gone on with.
@@ -112,11 +112,11 @@ class NeuronStoreWriter:
         self.note_layer(layer)
 
     def note_layer(self, layer: int) -> None:
-        """A layer was written, here or by another process."""
+        """Record that a layer was written, here or by another process."""
         self.finished_layers = (*self.finished_layers, layer)
 
     def path_of(self, name: str) -> Path:
-        """Where to write another file; what is there when the store is published is part of it.
+        """Return where to write another file; files present at publication are part of the store.
 
         Such files are kept by a draft that is gone on with: write them whole, under a name that
         ends in ".new", and rename them; files of that name are not published.
@@ -125,7 +125,7 @@ class NeuronStoreWriter:
         return self.draft / name
 
     def publish(self, notes: Mapping[str, Any] | None = None) -> Path:
-        """Give the folder its name; all of it is on the disk then.
+        """Sync the draft to the disk and rename it to the store.
 
         Args:
             notes: JSON-safe, what else the header is to say.
@@ -155,13 +155,13 @@ class NeuronStoreWriter:
         return self.folder
 
     def close(self) -> None:
-        """Let go of the draft, which stays unless it was published. Idempotent."""
+        """Release the draft, which stays unless it was published; idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
     def _take(self) -> int:
-        """Lock the draft's folder; its descriptor."""
+        """Lock the draft's folder and return its descriptor."""
         while True:
             if self.folder.exists():
                 raise ConfigError(_exists(self.folder))
@@ -184,7 +184,7 @@ class NeuronStoreWriter:
             os.close(lock)
 
     def _begin(self) -> None:
-        """An own draft is gone on with; of another one nothing is kept."""
+        """Resume this model's draft; delete another model's."""
         headers = [path for n in (HEADER, _DRAFT_HEADER) if (path := self.draft / n).exists()]
         paths = sorted(self.draft.iterdir())
         if not headers and any(path.name != f"{_DRAFT_HEADER}.new" for path in paths):
@@ -242,7 +242,7 @@ class NeuronStoreWriter:
         return tuple(finished)
 
     def _temporary(self) -> list[Path]:
-        """Files of the draft that are not the store's."""
+        """Return the draft's files that are no part of the store."""
         num_layers = self.form.shape.num_layers
         names = {_DRAFT_HEADER, *(tables_of(self.draft, n).name for n in range(num_layers))}
         return [p for p in self.draft.iterdir() if p.name in names or p.suffix == ".new"]
@@ -258,7 +258,7 @@ class NeuronStoreWriter:
 
     @contextlib.contextmanager
     def said(self, what: str) -> Iterator[None]:
-        """The system's errors while the store is written, as ours."""
+        """Raise the system's errors while the store is written as ours."""
         try:
             yield
         except OSError as error:

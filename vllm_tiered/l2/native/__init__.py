@@ -9,7 +9,7 @@ from pathlib import Path
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The library, its functions declared; None if it was not built."""
+    """Load the library with its functions declared; None if it was not built."""
     folder = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
         if (path := folder / f"prefetch{suffix}").exists():

@@ -169,7 +169,7 @@ def _cut(
 
 
 def _made_parts(path: Path, plan: Mapping[str, Any], folder: Path) -> list[Piece] | None:
-    """The parts that an earlier run cut from the same wheels, if they are all still whole."""
+    """Return the parts an earlier run cut from the same wheels, if all are still whole."""
     if not path.is_file():
         return None
     found = json.loads(path.read_text(encoding="utf-8"))

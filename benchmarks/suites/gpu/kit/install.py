@@ -87,22 +87,23 @@ def install(target: Target, say: Say) -> Path:
 
 
 def check(python: Path) -> list[str]:
-    """What `pip check` complains of."""
+    """Return the complaints of `pip check`."""
     done = _run(python, ["check"])
     return [line for line in done.stdout.splitlines() if line and "No broken" not in line]
 
 
 def unexpected(kit: Kit, complaints: Sequence[str]) -> list[str]:
-    """Those that are not about what the kit left out: "a 1 requires b, which is not installed."
+    """Return the complaints that are not about what the kit left out.
 
-    Or of "a 1 has requirement b==2, but you have b 3.".
+    A complaint reads "a 1 requires b, which is not installed." or "a 1 has requirement b==2, but
+    you have b 3.".
     """
     known = {entry.name for entry in kit.left_out}
     return [line for line in complaints if not known & {_named(line)}]
 
 
 def probe(python: Path, modules: Sequence[str]) -> dict[str, str]:
-    """What cannot be imported there, and why; each in turn, in one process."""
+    """Return the modules that cannot be imported there, and why."""
     done = subprocess.run(
         [str(python), "-c", _PROBE, *modules], capture_output=True, text=True, check=False, cwd="/"
     )
@@ -136,7 +137,7 @@ def _check_python(kit: Kit) -> None:
 
 
 def _make_environment(target: Target, kit: Kit, say: Say) -> None:
-    """A bare environment; the host's own packages are behind its own, if the kit reuses them.
+    """Make a bare environment, with the host's packages behind its own if the kit reuses them.
 
     By a .pth file: `--system-site-packages` of an interpreter that is itself in a virtual
     environment would give the packages of the one below.
@@ -162,7 +163,7 @@ def _pip(python: Path, arguments: Sequence[str]) -> None:
 
 
 def _run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """This interpreter's pip, on the environment's: that one has none."""
+    """Run this interpreter's pip on the environment, which has none."""
     command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
     quiet = ["--disable-pip-version-check", "--no-cache-dir"]
     # What PYTHONPATH names is not installed there.

@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 20
 
 @contextmanager
 def _published(target: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `target` by one rename, on success."""
+    """Open a file that becomes `target` by one rename, on success."""
     handle, staging = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -21,7 +21,7 @@ BUILD_TAG = "1lean"
 
 
 def lean_name(name: str) -> str:
-    """The wheel's file name with the build tag (PEP 427: after the version)."""
+    """Return the wheel's file name with the build tag (PEP 427: after the version)."""
     parts = name.removesuffix(".whl").split("-")
     if len(parts) != 5:
         raise KitError(f"{name} is not a wheel's name without a build tag: it cannot be repacked")

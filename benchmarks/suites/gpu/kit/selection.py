@@ -172,7 +172,7 @@ def _reached(
 def _needs(
     distribution: Distribution, extra: str, environment: Mapping[str, str]
 ) -> Iterator[Requirement]:
-    """What a distribution asks for, or what one extra of it asks for in addition."""
+    """Return a distribution's requirements, or those that one extra of it adds."""
     for line in distribution.requires:
         need = Requirement(line)
         alone = need.marker is None or need.marker.evaluate({**environment, "extra": ""})

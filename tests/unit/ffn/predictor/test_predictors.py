@@ -16,7 +16,7 @@ from vllm_tiered.ffn.predictor.files import (
     save_predictor,
 )
 from vllm_tiered.ffn.predictor.low_rank import LowRank
-from vllm_tiered.ffn.selection import select
+from vllm_tiered.ffn.selection import Mix, select
 
 H, N, R = 128, 96, 8
 
@@ -140,6 +140,44 @@ def test_base4_of_the_stores_bundles(gated):
     near = expand(codes, scales, shape, Precision.INT4, torch.float32)
     expected = F.silu(x @ near[:, 0].T) * (x @ near[:, 1].T) if gated else F.relu(x @ near[:, 0].T)
     torch.testing.assert_close(found.activations(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def output_error(scores_BN, rows_NMH, x_BH):
+    """Mean absolute error of the FFN's output when scores choose the precisions of a mix."""
+    shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=True, dtype_bytes=4)
+    selection = select(scores_BN, Mix.from_shares((0.25, 0.25, 0.5)))
+    mixed = torch.zeros_like(rows_NMH)
+    for precision in Precision:
+        neurons = torch.from_numpy(selection.neurons_in(precision))
+        codes, scales = quantise(rows_NMH[neurons], precision)
+        mixed[neurons] = expand(codes, scales, shape, precision, torch.float32)
+
+    def output(w_NMH):
+        return (F.silu(x_BH @ w_NMH[:, 0].T) * (x_BH @ w_NMH[:, 1].T)) @ w_NMH[:, 2]
+
+    return (output(mixed) - output(rows_NMH)).abs().mean().item()
+
+
+def test_base4_ranks_better_than_chance_and_reversal():
+    """Over 20 tokens, each by itself; the error is measured on the FFN's output."""
+    torch.manual_seed(0)
+    shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=True, dtype_bytes=4)
+    rows = torch.randn(N, 3, H) / H**0.5
+    codes, scales = quantise(rows, Precision.INT4, 32)
+    norms = rows[:, 2].norm(dim=1)
+    predictor = Base4.of_bundles(
+        codes, scales, shape, norms, activation="silu", dtype=torch.float32
+    )
+    by_base4 = by_chance = reversed_ = 0.0
+    for _ in range(20):
+        x = torch.randn(1, H)
+        scores = predictor.scores(x)
+        by_base4 += output_error(scores, rows, x)
+        by_chance += output_error(torch.rand_like(scores), rows, x)
+        reversed_ += output_error(-scores, rows, x)
+    print(f"errors {by_base4=} {by_chance=} {reversed_=}")
+    assert by_base4 < 0.7 * by_chance
+    assert by_chance < reversed_
 
 
 def test_an_unknown_activation():

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_tiered.adapter.ray_cpu import cores_of
+from vllm_tiered.adapter.cpu_ray_executor import cores_of_rank
 from vllm_tiered.errors import ConfigError
 
 
@@ -18,14 +18,14 @@ from vllm_tiered.errors import ConfigError
 )
 def test_each_rank_has_its_cores(bind, expected):
     available = {7, 2, 3, 5, 9}
-    assert [cores_of(rank, 2, bind, available) for rank in range(2)] == expected
+    assert [cores_of_rank(rank, 2, bind, available) for rank in range(2)] == expected
 
 
 def test_as_many_lists_as_ranks_are_asked_for():
     with pytest.raises(ConfigError, match="cores of 2 ranks, and 3 are on this machine"):
-        cores_of(0, 3, "0|1", {0, 1, 2})
+        cores_of_rank(0, 3, "0|1", {0, 1, 2})
 
 
 def test_more_ranks_than_cores_are_refused():
     with pytest.raises(ConfigError, match="3 ranks on a machine of which Ray has 2 cores"):
-        cores_of(0, 3, "auto", {0, 1})
+        cores_of_rank(0, 3, "auto", {0, 1})

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching the plugin on: from what the user asked for to the VllmConfig the engine starts with.
+"""The hook that switches the plugin on, while vLLM makes an engine's configuration.
 
 Every engine (`LLM`, `vllm serve`, `vllm bench`) gets its configuration from
-`EngineArgs.create_engine_config`. The plugin is switched on there by any of
+`EngineArgs.create_engine_config`. Any of these switches the plugin on there:
 
     1. --plugin tiered, --tiered-config ...      (cli_args.py puts both into additional_config)
     2. additional_config["tiered"], a table, possibly empty
     3. VLLM_PLUGINS naming "tiered"
 
-and configured by 1 over 2 over the file VLLM_TIERED_CONFIG names over the defaults, key by key.
-The file configures, it does not switch on. When nothing switches the plugin on, vLLM's own function
-gets the same arguments and its result is returned as it is.
+Key by key, 1 wins over 2, 2 over the file that VLLM_TIERED_CONFIG names, and the file over the
+defaults. The file configures the plugin and does not switch it on. If nothing switches the plugin
+on, vLLM's own function gets the same arguments and its result is returned unchanged.
 
-What cannot work together with swapping the KV cache is refused here: by the arguments before vLLM
-does anything with them, by the model as soon as vLLM has read its configuration, in any case before
-an engine process, a weight or a cache exists.
+Incompatible combinations are refused here: those of arguments before vLLM does anything with them,
+those with the model as soon as vLLM has read its configuration, and all before an engine process, a
+weight or a cache exists.
 """
 
 import logging
@@ -23,7 +23,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered.adapter import checks as refusals
+from vllm_tiered.adapter import checks
+from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
 from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
@@ -45,14 +46,14 @@ CONNECTOR_MODULE = "vllm_tiered.adapter.kv.connector"
 
 
 def install() -> None:
-    """Let `EngineArgs.create_engine_config` see to our part of the configuration."""
+    """Wrap `EngineArgs.create_engine_config`, so that it configures the plugin too."""
     from vllm.engine.arg_utils import EngineArgs
 
     wrap_once(EngineArgs, "create_engine_config", _create_engine_config)
 
 
 def merge_sections(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The `layers` of `{section: {key: value}}` in one, later layers winning key by key."""
+    """Merge tables `{section: {key: value}}`; later layers win key by key."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for section, values in layer.items():
@@ -66,10 +67,15 @@ def merge_sections(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def chosen_config(
     additional_config: object, *, plugins: list[str] | None, config_file: str | None
 ) -> TieredConfig | None:
-    """What the user asked for, or None when nothing switches the plugin on.
+    """Return the configuration that the user asked for, or None if the plugin stays off.
 
-    `plugins` is VLLM_PLUGINS as vLLM reads it (None: not set), `config_file` VLLM_TIERED_CONFIG.
-    Raises ConfigError for a bad key or value, naming the file if it comes from there.
+    Args:
+        additional_config: the engine argument.
+        plugins: VLLM_PLUGINS as vLLM reads it; None if it is not set.
+        config_file: VLLM_TIERED_CONFIG.
+
+    Raises:
+        ConfigError: a bad key or value; the message names the file if it comes from there.
     """
     tables: Mapping[str, Any] = additional_config if isinstance(additional_config, Mapping) else {}
     if ROOT_KEY not in tables and ROOT_KEY not in (plugins or ()):
@@ -103,55 +109,64 @@ def _create_engine_config(
             return original(engine_args, *args, **kwargs)
         check_extension_points()
         endpoint.announce()
-        if config.weights.places:
-            refusals.check_weights_args(engine_args)
-            if config.weights.shares_with_kv:
-                kv_sharing.check_args(engine_args, os.environ)
-            refusals.check_weights_device(device_type())
-        if config.ffn.is_used:
-            refusals.check_ffn_args(engine_args, device_type())
-        if not config.kv.enabled:
+        _check_engine_args(config, engine_args)
+        fields: dict[str, Any] = {"additional_config": _with_config(engine_args, config)}
+        if config.kv.enabled:
+            keeps_full_graphs = full_graphs.keeps_full_graphs(config, engine_args)
+            fields["kv_transfer_config"] = _connector_config(keeps_full_graphs=keeps_full_graphs)
+        else:
             logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
-            with _replaced(engine_args, additional_config=_with_config(engine_args, config)):
-                vllm_config = original(engine_args, *args, **kwargs)
-            _check_weights(config, vllm_config)
-            _place_ranks(vllm_config)
-            return vllm_config
-        refusals.check_engine_args(engine_args)
-        with _replaced(
-            engine_args,
-            additional_config=_with_config(engine_args, config),
-            kv_transfer_config=_connector_config(
-                keeps_full_graphs=full_graphs.keeps_full_graphs(config, engine_args)
-            ),
-        ):
+        with _replaced(engine_args, **fields):
             vllm_config = original(engine_args, *args, **kwargs)
-        refusals.check_vllm_config(vllm_config)
-        _check_weights(config, vllm_config)
-        _place_ranks(vllm_config)
-        _undo_consumer_side_effects(engine_args, vllm_config)
+        _check_vllm_config(config, vllm_config)
+        _adjust_vllm_config(config, vllm_config)
+        if config.kv.enabled:
+            _undo_consumer_side_effects(engine_args, vllm_config)
         return vllm_config
 
 
-def _check_weights(config: TieredConfig, vllm_config: "VllmConfig") -> None:
+def _check_engine_args(config: TieredConfig, engine_args: "EngineArgs") -> None:
+    """Raise UnsupportedError if an argument or the device rules a configured part out."""
     if config.weights.places:
-        refusals.check_weights_config(vllm_config)
-        if device_type() == "cuda":
-            weights_graphs.partition_graphs(config.weights, vllm_config)
+        checks.check_engine_args(Part.WEIGHTS, engine_args)
+        if config.weights.shares_with_kv:
+            kv_sharing.check_args(engine_args, os.environ)
+        checks.check_device(Part.WEIGHTS, device_type())
     if config.ffn.is_used:
-        refusals.check_ffn_config(vllm_config)
-        split_at_ffn(vllm_config)
+        checks.check_engine_args(Part.FFN, engine_args)
+        checks.check_device(Part.FFN, device_type())
+    if config.kv.enabled:
+        checks.check_engine_args(Part.KV, engine_args)
+
+
+def _check_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
+    """Raise UnsupportedError if the model rules a configured part out."""
+    if config.kv.enabled:
+        checks.check_vllm_config(Part.KV, vllm_config)
+    if config.weights.places:
+        checks.check_vllm_config(Part.WEIGHTS, vllm_config)
+    if config.ffn.is_used:
+        checks.check_vllm_config(Part.FFN, vllm_config)
     if config.l2.prefetch == "on":
-        refusals.check_l2_config(vllm_config, device_type())
+        checks.check_l2(vllm_config, device_type())
+
+
+def _adjust_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
+    """Adjust `vllm_config` to what the configured parts need."""
+    if config.weights.places and device_type() == "cuda":
+        weights_graphs.partition_graphs(config.weights, vllm_config)
+    if config.ffn.is_used:
+        split_at_ffn(vllm_config)
     if config.weights.shares_with_kv:
         kv_sharing.reserve_kv_memory(config.weights, vllm_config)
+    _use_cpu_ray_executor(vllm_config)
 
 
-def _place_ranks(vllm_config: "VllmConfig") -> None:
-    """On the CPU Ray needs an executor of our own."""
+def _use_cpu_ray_executor(vllm_config: "VllmConfig") -> None:
+    """Replace vLLM's Ray executor by ours on the CPU backend, which vLLM's refuses."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray" and device_type() == "cpu":
-        from vllm_tiered.adapter.ray_cpu import CpuRayExecutor
+        from vllm_tiered.adapter.cpu_ray_executor import CpuRayExecutor
 
         parallel.distributed_executor_backend = CpuRayExecutor
 
@@ -190,7 +205,7 @@ def _connector_config(*, keeps_full_graphs: bool) -> "KVTransferConfig":
 
 @contextmanager
 def _replaced(engine_args: "EngineArgs", **fields: Any) -> Iterator[None]:
-    """`fields` of `engine_args` while vLLM reads them; the caller's object is left as it was."""
+    """Set `fields` of `engine_args` while vLLM reads them, and restore the caller's object."""
     before = {name: getattr(engine_args, name) for name in fields}
     for name, value in fields.items():
         setattr(engine_args, name, value)
@@ -203,7 +218,7 @@ def _replaced(engine_args: "EngineArgs", **fields: Any) -> Iterator[None]:
 
 @contextmanager
 def _variable_known_to_vllm(is_set: bool) -> Iterator[None]:
-    """Let VLLM_TIERED_CONFIG pass vLLM's check that every VLLM_* variable is one of its own.
+    """Make VLLM_TIERED_CONFIG pass vLLM's check that every VLLM_* variable is one of its own.
 
     Only while the configuration is made: vLLM's table of variables is also hashed into the key of
     the compile cache.
@@ -221,10 +236,10 @@ def _variable_known_to_vllm(is_set: bool) -> Iterator[None]:
 
 
 def _undo_consumer_side_effects(engine_args: "EngineArgs", vllm_config: "VllmConfig") -> None:
-    """Give a multimodal model's front end back the checks vLLM drops for a KV consumer.
+    """Restore the checks of a multimodal model's inputs that vLLM drops for a KV consumer.
 
-    vLLM takes any consumer for the decode side of a disaggregated pair, which is sent embeddings
-    by its other half, and lets clients send them, or leave them out. We are no such pair.
+    vLLM takes any KV consumer for the decode side of a disaggregated pair, which gets embeddings
+    from the other side. So it lets clients send embeddings or leave them out. We are no such pair.
     """
     model_config = vllm_config.model_config
     multimodal = model_config.multimodal_config if model_config is not None else None

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations refused at start: each names the setting, its value, the reason and the way out."""
+"""Compatibility checks at start: a message names the setting, the reason and what to change."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_tiered.adapter import checks as refusals
+from vllm_tiered.adapter import checks
+from vllm_tiered.adapter.checks import Part
 from vllm_tiered.errors import UnsupportedError
 
 ON: dict[str, Any] = {"tiered": {}}
@@ -24,22 +26,23 @@ def encode_only():
     return ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer")
 
 
-# Fields of EngineArgs (callables are called for their value), and what the message must hold.
-BY_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "kv_connector": (
+# By feature (`:2` for a second test of one): fields of EngineArgs (callables are called for their
+# value), and what the message must hold.
+KV_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "other_kv_connector": (
         {"kv_transfer_config": lambda: transfer_config(kv_connector="OffloadingConnector")},
         ["--kv-transfer-config", "kv_connector=OffloadingConnector"],
     ),
-    "kv_offloading_size": (
+    "kv_offloading": (
         {"kv_offloading_size": 4.0},
         ["--kv-offloading-size 4.0", "--tiered-config.kv.far_gib"],
     ),
-    "speculative_config": (
+    "speculative_decoding": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         ["--speculative-config", "ngram"],
     ),
-    "spec_method": ({"spec_method": "ngram"}, ["--spec-method ngram"]),
-    "diffusion_config": ({"diffusion_config": {"canvas_length": 8}}, ["--diffusion-config"]),
+    "speculative_decoding:2": ({"spec_method": "ngram"}, ["--spec-method ngram"]),
+    "diffusion_decoding": ({"diffusion_config": {"canvas_length": 8}}, ["--diffusion-config"]),
     "pipeline_parallel": (
         {"pipeline_parallel_size": 2},
         ["--pipeline-parallel-size 2", "--tensor-parallel-size"],
@@ -56,9 +59,9 @@ BY_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"data_parallel_size": 2},
         ["--data-parallel-size 2", "--tiered-config.kv.far_gib"],
     ),
-    "elastic_ep": ({"enable_elastic_ep": True}, ["--enable-elastic-ep"]),
-    "dual_batch_overlap": ({"enable_dbo": True}, ["--enable-dbo"]),
-    "microbatches": ({"ubatch_size": 2}, ["--ubatch-size 2"]),
+    "elastic_expert_parallel": ({"enable_elastic_ep": True}, ["--enable-elastic-ep"]),
+    "microbatches": ({"enable_dbo": True}, ["--enable-dbo"]),
+    "microbatches:2": ({"ubatch_size": 2}, ["--ubatch-size 2"]),
     "kv_sharing_fast_prefill": (
         {"kv_sharing_fast_prefill": True},
         ["--kv-sharing-fast-prefill"],
@@ -68,9 +71,9 @@ BY_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BY_ARGUMENTS)
-def test_refused_by_its_arguments_before_vllm_does_anything(make_engine_args, monkeypatch, name):
-    fields, expected = BY_ARGUMENTS[name]
+@pytest.mark.parametrize("name", KV_ARGUMENTS)
+def test_arguments_that_kv_refuses_before_vllm_does_anything(make_engine_args, monkeypatch, name):
+    fields, expected = KV_ARGUMENTS[name]
     fields = {field: value() if callable(value) else value for field, value in fields.items()}
     engine_args = make_engine_args(additional_config=ON, **fields)
     monkeypatch.setattr(
@@ -83,31 +86,27 @@ def test_refused_by_its_arguments_before_vllm_does_anything(make_engine_args, mo
         assert part in message
 
 
-def test_the_tables_and_these_tests_cover_the_same():
-    # Two tests each for speculation (config and method) and for microbatches (flag and size).
-    assert len(BY_ARGUMENTS) == len(refusals.kv.ENGINE_ARGS) + 2
-    assert len(BY_MODEL) == len(refusals.kv.VLLM_CONFIG)
-
-
-BY_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
+WEIGHTS_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "quantization": ({"quantization": "fp8"}, "--quantization fp8"),
     "cpu_offload": ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb 1.0"),
-    "prefetch_offload": ({"offload_group_size": 2}, "--offload-group-size 2"),
+    "cpu_offload:2": ({"offload_group_size": 2}, "--offload-group-size 2"),
     "weight_transfer": (
         {"weight_transfer_config": {"backend": "nccl"}},
         "--weight-transfer-config",
     ),
     "lora": ({"enable_lora": True}, "--enable-lora"),
     "pipeline_parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
-    "speculation": ({"spec_method": "ngram"}, "--spec-method ngram"),
+    "speculative_decoding": ({"spec_method": "ngram"}, "--spec-method ngram"),
     "microbatches": ({"ubatch_size": 2}, "--ubatch-size 2"),
     "sleep_mode": ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
 }
 
 
-@pytest.mark.parametrize("name", BY_WEIGHTS)
-def test_placed_weights_refuse_it_before_vllm_does_anything(make_engine_args, monkeypatch, name):
-    fields, expected = BY_WEIGHTS[name]
+@pytest.mark.parametrize("name", WEIGHTS_ARGUMENTS)
+def test_arguments_that_placed_weights_refuse_before_vllm_does_anything(
+    make_engine_args, monkeypatch, name
+):
+    fields, expected = WEIGHTS_ARGUMENTS[name]
     tiered = {"kv": {"enabled": False}, "weights": {"placement": "helm"}}
     engine_args = make_engine_args(additional_config={"tiered": tiered}, **fields)
     monkeypatch.setattr(
@@ -119,47 +118,48 @@ def test_placed_weights_refuse_it_before_vllm_does_anything(make_engine_args, mo
         assert part in str(refused.value)
 
 
-BY_WEIGHTS_MODEL: dict[str, tuple[dict[str, Any], str]] = {
-    "quantized": ({"quantization": "gptq"}, "org/model (gptq weights)"),
-    "experts": ({"is_moe": True}, "org/model (mixture of experts)"),
-    "hybrid": ({"is_hybrid": True}, "org/model (attention mixed with Mamba"),
+WEIGHTS_MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "quantization": ({"quantization": "gptq"}, "org/model (gptq weights)"),
+    "mixture_of_experts": ({"is_moe": True}, "org/model (mixture of experts)"),
+    "hybrid_attention": ({"is_hybrid": True}, "org/model (attention mixed with Mamba"),
     "attention_free": ({"is_attention_free": True}, "org/model (attention-free)"),
-    "freezing": ({"inductor": {"max_autotune": True}}, "inductor_compile_config with max_autotune"),
+    "multi_head_latent_attention": (
+        {"use_mla": True},
+        "org/model (multi-head latent attention)",
+    ),
+    "inductor_freezing": (
+        {"inductor": {"max_autotune": True}},
+        "inductor_compile_config with max_autotune",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", BY_WEIGHTS_MODEL)
-def test_placed_weights_refuse_models(name):
-    changes, expected = BY_WEIGHTS_MODEL[name]
+@pytest.mark.parametrize("name", WEIGHTS_MODELS)
+def test_models_that_placed_weights_refuse(name):
+    changes, expected = WEIGHTS_MODELS[name]
     fields = {"quantization": None, "is_moe": False, **changes}
     inductor = fields.pop("inductor", {})
     config = config_of(fields)
     config.compilation_config = SimpleNamespace(inductor_compile_config=inductor)
     with pytest.raises(UnsupportedError, match=r"tiered\.weights\.placement to off") as refused:
-        refusals.check_weights_config(config)
+        checks.check_vllm_config(Part.WEIGHTS, config)
     assert expected in str(refused.value)
 
 
 def test_a_dense_decoders_weights_are_placed():
     config = config_of({"quantization": None, "is_moe": False})
     config.compilation_config = SimpleNamespace(inductor_compile_config={})
-    refusals.check_weights_config(config)
+    checks.check_vllm_config(Part.WEIGHTS, config)
     for device_type in ("cpu", "cuda"):
-        refusals.check_weights_device(device_type)
+        checks.check_device(Part.WEIGHTS, device_type)
     with pytest.raises(UnsupportedError, match=r'device is "xpu": set tiered\.weights\.placement'):
-        refusals.check_weights_device("xpu")
+        checks.check_device(Part.WEIGHTS, "xpu")
 
 
-def test_all_that_placed_weights_refuse_is_tested():
-    # Two tests for moving weights elsewhere, and two for attention.
-    assert len(BY_WEIGHTS) == len(refusals.weights.ENGINE_ARGS) + 1
-    assert len(BY_WEIGHTS_MODEL) == len(refusals.weights.VLLM_CONFIG) + 1
-
-
-BY_FFN: dict[str, tuple[dict[str, Any], list[str]]] = {
+FFN_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "quantization": ({"quantization": "fp8"}, ["--quantization fp8", "leave it out"]),
     "cpu_offload": ({"cpu_offload_gb": 1.0}, ["--cpu-offload-gb 1.0", "one home"]),
-    "prefetch_offload": ({"offload_group_size": 2}, ["--offload-group-size 2"]),
+    "cpu_offload:2": ({"offload_group_size": 2}, ["--offload-group-size 2"]),
     "weight_transfer": (
         {"weight_transfer_config": {"backend": "nccl"}},
         ["--weight-transfer-config", "in a file"],
@@ -169,7 +169,7 @@ BY_FFN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"pipeline_parallel_size": 2},
         ["--pipeline-parallel-size 2", "use --tensor-parallel-size instead"],
     ),
-    "speculative_config": (
+    "speculative_decoding": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         ["--speculative-config", "ngram", "leave speculative decoding out"],
     ),
@@ -178,9 +178,11 @@ BY_FFN: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BY_FFN)
-def test_a_neuron_store_refuses_it_before_vllm_does_anything(make_engine_args, monkeypatch, name):
-    fields, expected = BY_FFN[name]
+@pytest.mark.parametrize("name", FFN_ARGUMENTS)
+def test_arguments_that_a_neuron_store_refuses_before_vllm_does_anything(
+    make_engine_args, monkeypatch, name
+):
+    fields, expected = FFN_ARGUMENTS[name]
     tiered = {"ffn": {"store": "/a/store"}}
     engine_args = make_engine_args(additional_config={"tiered": tiered}, **fields)
     monkeypatch.setattr(
@@ -192,37 +194,33 @@ def test_a_neuron_store_refuses_it_before_vllm_does_anything(make_engine_args, m
         assert part in str(refused.value)
 
 
-BY_FFN_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "quantized": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
-    "experts": ({"is_moe": True}, None, "org/model (mixture of experts)"),
+FFN_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "quantization": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
+    "mixture_of_experts": ({"is_moe": True}, None, "org/model (mixture of experts)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
-    "brings_its_draft": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
+    "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
 }
 
 
-@pytest.mark.parametrize("name", BY_FFN_MODEL)
-def test_a_neuron_store_refuses_models(name):
-    changes, speculation, expected = BY_FFN_MODEL[name]
+@pytest.mark.parametrize("name", FFN_MODELS)
+def test_models_that_a_neuron_store_refuses(name):
+    changes, speculation, expected = FFN_MODELS[name]
     config = config_of({"quantization": None, "is_moe": False, **changes}, speculation)
     with pytest.raises(UnsupportedError, match=r"or leave tiered\.ffn\.store out") as refused:
-        refusals.check_ffn_config(config)
+        checks.check_vllm_config(Part.FFN, config)
     assert expected in str(refused.value) and "What to do:" in str(refused.value)
 
 
 def test_a_dense_decoder_is_computed_from_neurons(make_engine_args):
-    refusals.check_ffn_config(config_of({"quantization": None, "is_moe": False}))
-    refusals.check_ffn_args(make_engine_args(tensor_parallel_size=2), "cpu")
-    refusals.check_ffn_args(make_engine_args(), "cuda")
+    checks.check_vllm_config(Part.FFN, config_of({"quantization": None, "is_moe": False}))
+    checks.check_engine_args(Part.FFN, make_engine_args(tensor_parallel_size=2))
+    for device_type in ("cpu", "cuda"):
+        checks.check_device(Part.FFN, device_type)
     with pytest.raises(UnsupportedError, match=r'device is "xpu": leave tiered\.ffn\.store out'):
-        refusals.check_ffn_args(make_engine_args(), "xpu")
+        checks.check_device(Part.FFN, "xpu")
 
 
-def test_all_that_a_neuron_store_refuses_is_tested():
-    assert len(BY_FFN) == len(refusals.ffn.ENGINE_ARGS) + 1  # two for moving weights elsewhere
-    assert len(BY_FFN_MODEL) == len(refusals.ffn.VLLM_CONFIG)
-
-
-def test_nothing_is_refused_with_kv_switched_off(make_engine_args):
+def test_nothing_is_checked_with_kv_switched_off(make_engine_args):
     engine_args = make_engine_args(
         additional_config={"tiered": {"kv": {"enabled": False}}},
         kv_transfer_config=transfer_config(kv_connector="ExampleConnector"),
@@ -241,9 +239,9 @@ def test_nothing_is_refused_with_kv_switched_off(make_engine_args):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_not_refused(make_engine_args, fields):
+def test_arguments_that_are_compatible(make_engine_args, fields):
     engine_args = make_engine_args(additional_config=ON, **fields)
-    refusals.check_engine_args(engine_args)
+    checks.check_engine_args(Part.KV, engine_args)
 
 
 GENERATE = {
@@ -255,13 +253,17 @@ GENERATE = {
     "use_mla": False,
 }
 
-BY_MODEL: dict[str, tuple[dict[str, Any], Any, str]] = {
+KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "pooling": ({"runner_type": "pooling"}, None, "runner type 'pooling'"),
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
-    "hybrid": ({"is_hybrid": True}, None, "org/model (attention mixed with Mamba"),
-    "mla": ({"use_mla": True}, None, "org/model (multi-head latent attention)"),
-    "brings_its_draft": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
+    "hybrid_attention": ({"is_hybrid": True}, None, "org/model (attention mixed with Mamba"),
+    "multi_head_latent_attention": (
+        {"use_mla": True},
+        None,
+        "org/model (multi-head latent attention)",
+    ),
+    "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
 }
 
 
@@ -273,11 +275,11 @@ def config_of(fields, speculative_config=None):
     )
 
 
-@pytest.mark.parametrize("name", BY_MODEL)
-def test_refused_by_its_model(name):
-    fields, speculation, expected = BY_MODEL[name]
+@pytest.mark.parametrize("name", KV_MODELS)
+def test_models_that_kv_refuses(name):
+    fields, speculation, expected = KV_MODELS[name]
     with pytest.raises(UnsupportedError) as refused:
-        refusals.check_vllm_config(config_of(fields, speculation))
+        checks.check_vllm_config(Part.KV, config_of(fields, speculation))
     assert expected in str(refused.value)
     assert "What to do:" in str(refused.value)
 
@@ -290,17 +292,45 @@ def attention(*names):
     return [SimpleNamespace(get_attn_backend=lambda each=each: each) for each in backends]
 
 
-def test_refused_by_its_attention():
+def test_attention_backends_that_kv_refuses():
     with pytest.raises(UnsupportedError, match="the attention backend FLEX_ATTENTION: its block"):
-        refusals.check_attention(attention("CPU_ATTN", "FLEX_ATTENTION"))
+        checks.check_attention_backends(attention("CPU_ATTN", "FLEX_ATTENTION"))
 
 
-def test_attention_by_block_table_is_not_refused():
-    refusals.check_attention(attention("CPU_ATTN", "TRITON_ATTN"))
+def test_attention_by_block_table_is_compatible():
+    checks.check_attention_backends(attention("CPU_ATTN", "TRITON_ATTN"))
 
 
-def test_a_plain_decoder_is_not_refused():
-    refusals.check_vllm_config(config_of({}))
+def test_a_plain_decoder_is_compatible():
+    checks.check_vllm_config(Part.KV, config_of({}))
+
+
+TESTED: dict[Part, tuple[dict[str, Any], dict[str, Any]]] = {
+    Part.KV: (KV_ARGUMENTS, KV_MODELS),
+    Part.WEIGHTS: (WEIGHTS_ARGUMENTS, WEIGHTS_MODELS),
+    Part.FFN: (FFN_ARGUMENTS, FFN_MODELS),
+}
+
+
+@pytest.mark.parametrize("part", TESTED, ids=lambda part: part.value)
+def test_every_check_is_tested(part):
+    tables = (checks.ENGINE_ARGS_CHECKS, checks.VLLM_CONFIG_CHECKS)
+    for table, tested in zip(tables, TESTED[part], strict=True):
+        features = {check.feature for check in table if part in check.conflicts}
+        assert {name.partition(":")[0] for name in tested} == features
+
+
+@pytest.mark.parametrize(
+    "check",
+    (*checks.ENGINE_ARGS_CHECKS, *checks.VLLM_CONFIG_CHECKS),
+    ids=lambda check: check.feature,
+)
+def test_every_check_can_be_a_row_of_the_support_matrix(check):
+    assert re.fullmatch(r"[a-z0-9_]+", check.feature)
+    assert check.conflicts
+    for conflict in check.conflicts.values():
+        assert conflict.reason and not conflict.reason.endswith(".")
+        assert conflict.remedy and not conflict.remedy.endswith(".")
 
 
 def test_the_model_fields_are_vllms_own(make_engine_args):

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the finished VllmConfig, which knows what the model is and how it is compiled."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part, raise_first_conflict
+from vllm_tiered.adapter.checks.conditions import model_is
+from vllm_tiered.config import ROOT_KEY, TieredConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_vllm_config(part: Part, vllm_config: "VllmConfig") -> None:
+    """Raise UnsupportedError if the model or its compilation rules `part` out."""
+    raise_first_conflict(VLLM_CONFIG_CHECKS, part, vllm_config)
+
+
+def _find_pooling(vllm_config: Any) -> str | None:
+    runner_type = vllm_config.model_config.runner_type
+    return None if runner_type == "generate" else f"runner type {runner_type!r}"
+
+
+def _find_quantized_checkpoint(vllm_config: Any) -> str | None:
+    method = vllm_config.model_config.quantization
+    return None if method is None else f"{vllm_config.model_config.model} ({method} weights)"
+
+
+def _find_speculation(vllm_config: Any) -> str | None:
+    speculation = vllm_config.speculative_config
+    return None if speculation is None else f"speculative decoding ({speculation.method})"
+
+
+def _find_inductor_freezing(vllm_config: Any) -> str | None:
+    options = vllm_config.compilation_config.inductor_compile_config
+    found = next((key for key in ("freezing", "max_autotune") if options.get(key)), None)
+    return None if found is None else f"inductor_compile_config with {found}"
+
+
+def _find_single_rank(vllm_config: Any) -> str | None:
+    size = vllm_config.parallel_config.tensor_parallel_size
+    return f"--tensor-parallel-size {size}" if size == 1 else None
+
+
+def _find_eager_mode(vllm_config: Any) -> str | None:
+    # By value: importing vLLM's enum here would import vLLM.
+    mode = vllm_config.compilation_config.mode
+    eager = vllm_config.model_config is not None and vllm_config.model_config.enforce_eager
+    if eager:
+        return "--enforce-eager"
+    return "compilation mode NONE" if mode is None or int(mode) == 0 else None
+
+
+def _find_other_compiler(vllm_config: Any) -> str | None:
+    backend = vllm_config.compilation_config.backend
+    return f"the compiler backend {backend}" if backend not in ("", "inductor") else None
+
+
+def _find_placed_weights(vllm_config: Any) -> str | None:
+    config = TieredConfig.from_dict(vllm_config.additional_config[ROOT_KEY])
+    return f"tiered.weights.placement {config.weights.placement}" if config.weights.places else None
+
+
+_PARAMETERS_READ_ELSEWHERE = Conflict(
+    reason="its layers read parameters outside the modules that own them",
+    remedy="serve it without placing weights",
+)
+
+VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
+    CompatibilityCheck(
+        feature="pooling",
+        kind="model",
+        find=_find_pooling,
+        conflicts={
+            Part.KV: Conflict(
+                reason="only text generation keeps a KV cache from step to step",
+                remedy="serve pooling models without the plugin",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="quantization",
+        kind="model",
+        find=_find_quantized_checkpoint,
+        conflicts={
+            Part.WEIGHTS: Conflict(
+                reason="quantized layers keep their weights in tensors of their own, made after "
+                "loading",
+                remedy="serve the 16-bit checkpoint",
+            ),
+            Part.FFN: Conflict(
+                reason="a neuron store holds weights in 16 or 32 bit",
+                remedy="serve and prepare the 16-bit checkpoint",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="mixture_of_experts",
+        kind="model",
+        find=model_is("is_moe", "mixture of experts"),
+        conflicts={
+            Part.WEIGHTS: Conflict(
+                reason="a step needs only some experts, and a sublayer is loaded as a whole",
+                remedy="serve it without placing weights",
+            ),
+            Part.FFN: Conflict(
+                reason="its FFNs are experts, of which a step computes a few as a whole",
+                remedy="serve it without",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="encoder_decoder",
+        kind="model",
+        find=model_is("is_encoder_decoder", "encoder-decoder"),
+        conflicts={
+            Part.KV: Conflict(
+                reason="cross-attention caches are not swapped",
+                remedy="serve it without the plugin",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="attention_free",
+        kind="model",
+        find=model_is("is_attention_free", "attention-free"),
+        conflicts={
+            Part.KV: Conflict(
+                reason="it has no KV cache",
+                remedy="serve it without the plugin",
+            ),
+            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
+            Part.FFN: Conflict(
+                reason="its steps cannot be told from vLLM's dummy steps, which is done by their "
+                "attention metadata",
+                remedy="serve it without",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="hybrid_attention",
+        kind="model",
+        find=model_is("is_hybrid", "attention mixed with Mamba or linear attention"),
+        conflicts={
+            Part.KV: Conflict(
+                reason="only models with one kind of KV cache are swapped",
+                remedy="serve it without the plugin",
+            ),
+            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
+        },
+    ),
+    CompatibilityCheck(
+        feature="multi_head_latent_attention",
+        kind="model",
+        find=model_is("use_mla", "multi-head latent attention"),
+        conflicts={
+            Part.KV: Conflict(
+                reason="only MHA, GQA and MQA caches are swapped",
+                remedy="serve it without the plugin",
+            ),
+            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
+        },
+    ),
+    CompatibilityCheck(
+        # A model may bring its draft model along, without any flag.
+        feature="speculative_decoding",
+        kind="option",
+        find=_find_speculation,
+        conflicts={
+            Part.KV: Conflict(
+                reason="the draft model's KV layers run outside the order in which layers are "
+                "staged",
+                remedy="name the target model alone",
+            ),
+            Part.FFN: Conflict(
+                reason="the draft model's layers would be looked for in the target's store",
+                remedy="name the target model alone",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="inductor_freezing",
+        kind="option",
+        find=_find_inductor_freezing,
+        conflicts={
+            Part.WEIGHTS: Conflict(
+                reason="it builds the weights into the compiled model, and the contents of a "
+                "weight buffer change",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="single_rank",
+        kind="option",
+        find=_find_single_rank,
+        conflicts={
+            Part.L2: Conflict(
+                reason="one rank has no all-reduce to prefetch behind",
+                remedy="use two ranks or more",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="eager_mode",
+        kind="option",
+        find=_find_eager_mode,
+        conflicts={
+            Part.L2: Conflict(
+                reason="prefetches are inserted into the compiled graph, and there is none",
+                remedy="let vLLM compile",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="other_compiler_backend",
+        kind="option",
+        find=_find_other_compiler,
+        conflicts={
+            Part.L2: Conflict(
+                reason="prefetches are inserted by a pass of inductor",
+                remedy="leave the backend to vLLM",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="placed_weights",
+        kind="option",
+        find=_find_placed_weights,
+        conflicts={
+            Part.L2: Conflict(
+                reason="far weights pass through weight buffers, and arrive there later",
+                remedy="leave the weights to vLLM",
+            ),
+        },
+    ),
+)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section `ffn`: FFN neurons loaded on demand, in mixed precision (M2Cache)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from vllm_tiered.config.rules import Bool, Count, Number, OneOf, PathTo, PrecisionShares
+from vllm_tiered.config.section import Section, option
+from vllm_tiered.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FfnConfig(Section):
+    """FFN neurons loaded on demand, in a precision that follows their importance (M2Cache)."""
+
+    NAME: ClassVar[str] = "ffn"
+
+    store: str | None = option(
+        None,
+        PathTo(what="folder"),
+        "Folder that `vllm-tiered prepare` wrote for the model. Without it the FFN is vLLM's own.",
+    )
+    mix: tuple[float, ...] | Literal["auto"] = option(
+        "auto",
+        PrecisionShares(),
+        "Shares of a layer's neurons that a token computes in full precision, in 8 bit and in 4 "
+        'bit, the most important ones first; the rest is left out. `"auto"` takes what '
+        "`vllm-tiered prepare` found.",
+    )
+    window: int = option(
+        4,
+        Count(),
+        'Number of tokens whose neurons stay near with `cache` `"window"`.',
+    )
+    exact: bool = option(
+        False,
+        Bool(),
+        "Whether every neuron is computed in full precision, instead of a mix.",
+    )
+    cache: Literal["atu", "window", "none"] = option(
+        "atu",
+        OneOf(words=("atu", "window", "none")),
+        'Which neurons stay near: `"atu"` those of the last token, `"window"` those of the last '
+        '`window` tokens. `"none"` loads all of them every time, to measure what caching gains.',
+    )
+    preload: Literal["auto", "on", "off"] = option(
+        "auto",
+        OneOf(words=("auto", "on", "off")),
+        "Whether the neurons that the layer after the next will probably need are read into far "
+        'memory while the current layer computes. `"auto"` does it on a GPU, where copies do not '
+        "take cores from compute.",
+    )
+    near_gib: float | Literal["auto"] = option(
+        "auto",
+        Number(above=0, auto=True),
+        'Cap on the near memory, in GiB, of a rank\'s neurons. `"auto"` is what the mix needs.',
+    )
+    far_gib: float | Literal["auto"] = option(
+        "auto",
+        Number(at_least=0, auto=True),
+        "Far memory, in GiB, that holds a rank's neurons, from the first layer on; the neurons of "
+        'the other layers are read from the store when they are needed. `"auto"` holds all, '
+        "or as many as half of the available host memory does.",
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the plugin computes the FFN."""
+        return self.store is not None
+
+    def check(self) -> None:
+        """Check that the keys go together.
+
+        Raises:
+            ConfigError: naming the keys that do not.
+        """
+        where = self.full_key("")
+        defaults = type(self)()
+        given = [key for key in self.key_names() if getattr(self, key) != getattr(defaults, key)]
+        if not self.is_used and given:
+            raise ConfigError(
+                f"{where}{given[0]} is {getattr(self, given[0])!r}, but there is no neuron store: "
+                f"set {where}store to the folder that `vllm-tiered prepare` wrote"
+            )
+        if self.exact and self.mix != "auto":
+            raise ConfigError(
+                f"{where}exact is true, and {where}mix is {list(self.mix)}: every neuron in full "
+                "precision is no mix; leave one of them out"
+            )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section `kv`: the KV cache, swapped layer by layer (Pie)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from vllm_tiered.config.rules import Bool, Number, OneOf, PathTo
+from vllm_tiered.config.section import Section, option
+from vllm_tiered.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvConfig(Section):
+    """The KV cache, swapped layer by layer between the near and the far tier (Pie)."""
+
+    NAME: ClassVar[str] = "kv"
+
+    enabled: bool = option(
+        True,
+        Bool(),
+        "Whether the plugin takes over the KV cache. `false` leaves it to vLLM.",
+    )
+    far_gib: float | Literal["auto"] = option(
+        "auto",
+        Number(at_least=0, auto=True),
+        'Hard cap on the far memory of the KV cache, in GiB. `"auto"` derives it from the free '
+        'host memory. It may be 0 with `tier` `"storage"`.',
+    )
+    expansion: float | Literal["auto"] = option(
+        "auto",
+        Number(at_least=1, auto=True),
+        "Logical KV capacity divided by what the same near memory holds without the plugin. A "
+        'number fixes it; `"auto"` adapts it to the load, up to `max_expansion`.',
+    )
+    max_expansion: float = option(
+        4.0,
+        Number(at_least=1),
+        'Upper limit of `expansion` `"auto"`.',
+    )
+    policy: Literal["interleave", "fifo", "on_demand"] = option(
+        "interleave",
+        OneOf(words=("interleave", "fifo", "on_demand")),
+        'Which layers are far. `"interleave"` spaces them evenly. `"fifo"` moves every layer '
+        'through the near tier in turn, in each step. `"on_demand"` spaces them evenly and reads '
+        "each only when it is needed. The last two exist for comparison.",
+    )
+    tier: Literal["far", "storage"] = option(
+        "far",
+        OneOf(words=("far", "storage")),
+        'Where far pages live. `"storage"` keeps those that `far_gib` does not hold in a file '
+        "in the folder `path`.",
+    )
+    path: str | None = option(
+        None,
+        PathTo(what="folder"),
+        'Folder of the KV file, on an SSD; required by `tier` `"storage"`. The file has no name '
+        "and disappears with the engine.",
+    )
+    verify: Literal["off", "sample", "full"] = option(
+        "off",
+        OneOf(words=("off", "sample", "full")),
+        "Whether checksums of pages that come back from far memory are compared: never, on every "
+        "16th read of a page, or always. Pages that come back from a file are always compared.",
+    )
+
+    def check(self) -> None:
+        """Check that the keys go together.
+
+        Raises:
+            ConfigError: naming the keys that do not.
+        """
+        where = self.full_key("")
+        if self.tier == "far" and self.far_gib == 0:
+            raise ConfigError(
+                f'{where}far_gib is 0: set it to a number > 0, or set {where}tier to "storage"'
+            )
+        if self.tier == "storage" and self.path is None:
+            raise ConfigError(
+                f'{where}tier is "storage": set {where}path to a folder on the SSD that is to '
+                "hold the KV cache"
+            )
+        if self.tier == "far" and self.path is not None:
+            raise ConfigError(
+                f"{where}path is {self.path!r}, but nothing is stored there: set {where}tier to "
+                '"storage", or leave the path out'
+            )

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section `report`: the timeline file, and the carbon intensity of the grid."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_tiered.config.rules import Number, PathTo
+from vllm_tiered.config.section import Section, option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportConfig(Section):
+    """The timeline file for `vllm-tiered report`, and the carbon intensity of the grid."""
+
+    NAME: ClassVar[str] = "report"
+
+    path: str | None = option(
+        None,
+        PathTo(what="file"),
+        "File of the timeline: JSON lines, a few MB at most however long the engine runs. Without "
+        "it nothing is written.",
+    )
+    carbon_intensity: float = option(
+        820.0,
+        Number(at_least=0),
+        "Carbon intensity of the grid in gCO2e per kWh, for the emissions in the report and in "
+        "the metrics.",
+    )
