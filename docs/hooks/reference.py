@@ -6,13 +6,16 @@ calls `on_files`; the pages exist in the site only.
 """
 
 import argparse
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from vllm_tiered.adapter.checks import Conflict
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -23,33 +26,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def configuration_page() -> str:
-    """Return the page of every option, from the dataclasses of `vllm_tiered.config`."""
-    from vllm_tiered import config
+    """Return the page of every option, from the sections of `vllm_tiered.config`."""
+    from vllm_tiered.config import SECTIONS
 
     lines = [
         "# Options",
         "",
-        "Set them as described in [Configure the plugin](../guides/configuration.md). "
-        "An unknown key is an error.",
+        "Set them as described in [Configure the plugin](../guides/configuration.md).",
         "",
     ]
-    for spec in dataclasses.fields(config.TieredConfig):
-        section = spec.type if inspect.isclass(spec.type) else getattr(config, str(spec.type))
-        lines += [f"## tiered.{spec.name}", "", inspect.cleandoc(section.__doc__ or ""), ""]
-        lines += [*table(("option", "values", "default"), option_rows(spec.name, section)), ""]
+    for section in SECTIONS:
+        rows = (
+            (f"`{key.name}`", key.values, f"`{show(key.default)}`", key.meaning)
+            for key in section.reference()
+        )
+        lines += [f"## tiered.{section.NAME}", "", inspect.cleandoc(section.__doc__ or ""), ""]
+        lines += [*table(("option", "values", "default", "meaning"), rows), ""]
     return "\n".join(lines)
 
 
-def option_rows(section_name: str, section: type) -> Iterator[tuple[str, str, str]]:
-    for spec in dataclasses.fields(section):
-        values = spec.type if isinstance(spec.type, str) else format_type(spec.type)
-        values = values.replace("Literal[", "").replace("]", "").replace("|", "or")
-        yield f"`{section_name}.{spec.name}`", f"`{values}`", f"`{spec.default!r}`"
-
-
-def format_type(annotation: Any) -> str:
-    name = annotation.__name__ if inspect.isclass(annotation) else str(annotation)
-    return name.replace("typing.", "")
+def show(default: object) -> str:
+    return json.dumps(default)
 
 
 def cli_page() -> str:
@@ -78,13 +75,45 @@ def metrics_page() -> str:
 
 
 def compatibility_page() -> str:
-    """Return the page of what works with what, from the compatibility checks."""
-    from vllm_tiered.adapter import checks
+    """Return the support matrix and its reasons, from the compatibility checks of the adapter."""
+    from vllm_tiered.adapter.checks import ENGINE_ARGS_CHECKS, VLLM_CONFIG_CHECKS, Part
 
-    return f"# What works with what\n\n{checks.__doc__}\n"
+    parts = list(Part)
+    lines = [
+        "# What works with what",
+        "",
+        "Generated from the checks that run at start. *no*: a start with both is refused, with "
+        "the reason and what to change. A blank cell: "
+        "nothing rules it out. Beside these checks the KV cache needs one uniform full-attention "
+        "KV cache group, so sliding-window models are refused, too.",
+        "",
+    ]
+    for title, kind in (("Kinds of models", "model"), ("Options of vLLM", "option")):
+        conflicts: dict[str, dict[Part, Conflict]] = {}
+        for check in (*VLLM_CONFIG_CHECKS, *ENGINE_ARGS_CHECKS):
+            if check.kind == kind:
+                known = conflicts.setdefault(check.feature.replace("_", " "), {})
+                for part, conflict in check.conflicts.items():
+                    known.setdefault(part, conflict)
+        rows = (
+            (feature, *("no" if part in by_part else "" for part in parts))
+            for feature, by_part in conflicts.items()
+        )
+        headings = ("", *(f"`tiered.{part.value}`" for part in parts))
+        lines += [f"## {title}", "", *table(headings, rows), ""]
+        for feature, by_part in conflicts.items():
+            lines += [f"**{feature}**", ""]
+            lines += [
+                f"* `tiered.{part.value}`: {by_part[part].reason}. What to do: "
+                f"{by_part[part].remedy}, or {part.off_switch}."
+                for part in parts
+                if part in by_part
+            ]
+            lines += [""]
+    return "\n".join(lines)
 
 
-def table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
+def table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     lines = [" | ".join(("", *headings, "")).strip(), "|" + "---|" * len(headings)]
     for row in rows:
         cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)
