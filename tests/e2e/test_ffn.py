@@ -31,7 +31,7 @@ from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store.format import NEURONS
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.slot_work import Work
+from vllm_tiered.storage.scatter_plan import ScatterPlan
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}
@@ -185,16 +185,19 @@ def test_a_damaged_bundle_of_far_memory_stops_the_start(tmp_path) -> None:
 
 
 def test_a_bundle_read_wrong_once_is_read_again(monkeypatch, caplog_vllm) -> None:
-    damaged = Work.damaged
+    damaged = ScatterPlan.damaged
     calls = iter(range(1 << 20))
 
-    def flipping(work, first, end):
+    def flipping(plan, first, end, bounce, origin):
         # Never what is read again: that is read one by one.
         if end - first > 1 and next(calls) % 7 == 3:
-            work._view[work.rows[first] * work.section.stride] ^= 64
-        return damaged(work, first, end)
+            if bounce is None:
+                plan._view[plan._row_begins[first]] ^= 64
+            else:
+                bounce[plan._begins[first] - origin] ^= 64
+        return damaged(plan, first, end, bounce, origin)
 
-    monkeypatch.setattr(Work, "damaged", flipping)
+    monkeypatch.setattr(ScatterPlan, "damaged", flipping)
     ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
     assert run("opt", PROMPTS, KV_OFF, ffn=ffn).tokens == vllm_tokens("opt", PROMPTS)
     assert "damaged (checksum); reading it again" in caplog_vllm.text

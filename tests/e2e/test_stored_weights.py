@@ -25,7 +25,7 @@ from vllm_tiered.adapter import worker_hooks
 from vllm_tiered.adapter.weights import offloader
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
-from vllm_tiered.storage import immutable_file as published
+from vllm_tiered.storage import immutable_file
 from vllm_tiered.weights.layout import BUFFER_ALIGNMENT
 from vllm_tiered.weights.placement import place
 
@@ -232,7 +232,7 @@ def test_a_changed_checkpoint_is_another_model(copied_model, tmp_path) -> None:
 
 def test_a_file_of_another_version(tmp_path, monkeypatch) -> None:
     run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
-    monkeypatch.setattr(published, "VERSION", published.VERSION + 1)
+    monkeypatch.setattr(immutable_file, "VERSION", immutable_file.VERSION + 1)
     with pytest.raises(ConfigError, match=r"has version 1, .* reads version 2: remove it"):
         start("opt", tmp_path)
 
@@ -284,13 +284,13 @@ def test_a_folder_that_cannot_be_written(tmp_path) -> None:
 def test_filling_takes_no_name_before_it_is_whole(tmp_path, monkeypatch) -> None:
     """A kill while the weights are loaded leaves an empty folder."""
     seen = []
-    original = published.Draft.publish
+    original = immutable_file.Draft.publish
 
     def publish(draft, path, contents):
         seen.append(list(tmp_path.iterdir()))
         original(draft, path, contents)
 
-    monkeypatch.setattr(published.Draft, "publish", publish)
+    monkeypatch.setattr(immutable_file.Draft, "publish", publish)
     run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
     assert seen == [[]]
 

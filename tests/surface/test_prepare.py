@@ -21,7 +21,7 @@ from vllm_tiered.ffn.prepare import pipeline
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.store import layer as store_layer
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 
 HIDDEN, NEURONS, LAYERS = 128, 96, 3
 GATED = dict(hidden_size=HIDDEN, intermediate_size=NEURONS, num_hidden_layers=LAYERS)

@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.storage.checkpoint_files import fingerprint_of, fingerprint_of_folder
+from vllm_tiered.storage.checkpoint_fingerprint import fingerprint_of, fingerprint_of_folder
 from vllm_tiered.weights import store
 
 

@@ -30,7 +30,7 @@ from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.ffn.strategy.base import LayerResources, LayerStats, RankResources
 from vllm_tiered.ffn.strategy.sparse_on_device import SparseOnDevice
 from vllm_tiered.ffn.tables import NeuronTables
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 
 BASE = "base4"
 """The predictor's name where the 4-bit buffer ranks neurons."""

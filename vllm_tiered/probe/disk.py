@@ -15,13 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.storage.direct_io import make_direct
-from vllm_tiered.storage.io_pool import BouncePool, Bytes, Transfer, transfer
-from vllm_tiered.storage.tmpfile import open_unnamed
+from vllm_tiered.storage.direct_file import (
+    Bytes,
+    Transfer,
+    aligned_bytes,
+    make_direct,
+    transfer,
+)
+from vllm_tiered.storage.tmpfile import open_tmpfile
 from vllm_tiered.units import MIB, format_bytes
-
-ALIGNMENT = 4096
-"""Bytes in which O_DIRECT counts."""
 
 _WRITE_BYTES = 4 * MIB
 
@@ -85,7 +87,7 @@ def storage_curves(
         BudgetError: the disk does not have the space.
     """
     try:
-        fd = open_unnamed(folder, file_bytes)
+        fd = open_tmpfile(folder, file_bytes)
     except BudgetError as error:
         raise BudgetError(
             f"the probe's file takes {format_bytes(file_bytes)} in {folder}, where "
@@ -98,7 +100,7 @@ def storage_curves(
             "local disk with --path"
         ) from error
     try:
-        is_direct = make_direct(fd, BouncePool(ALIGNMENT).take())
+        is_direct = make_direct(fd)
         write_gb_per_s = _write(fd, file_bytes)
         reads = tuple(
             _read(fd, pattern, size, number, file_bytes, seconds)
@@ -127,7 +129,7 @@ def _reason(error: BaseException) -> str:
 
 def _write(fd: int, file_bytes: int) -> float:
     """Every byte, as reserved space is not read from the disk; GB/s."""
-    buffer = BouncePool(_WRITE_BYTES).take()
+    buffer = aligned_bytes(_WRITE_BYTES)
     buffer[:] = np.frombuffer(random.Random(0).randbytes(_WRITE_BYTES), dtype=np.uint8)
     start = time.perf_counter()
     for offset in range(0, file_bytes, _WRITE_BYTES):
@@ -145,7 +147,6 @@ def _read(
     if pattern is Pattern.RANDOM:
         random.Random(request_bytes).shuffle(offsets)
     turns = count()  # next() of it is one step for all threads
-    buffers = BouncePool(request_bytes)
     failures: list[OSError] = []
     finished = [0] * readers
     start = time.perf_counter()
@@ -160,7 +161,7 @@ def _read(
             failures.append(error)
 
     threads = [
-        threading.Thread(target=read, args=(reader, buffers.take()), daemon=True)
+        threading.Thread(target=read, args=(reader, aligned_bytes(request_bytes)), daemon=True)
         for reader in range(readers)
     ]
     for thread in threads:
@@ -180,6 +181,6 @@ def _read(
 
 
 def _move_all(call: Transfer, fd: int, buffer: Bytes, offset: int) -> None:
-    moved = transfer(call, fd, buffer, offset, ALIGNMENT)
+    moved = transfer(call, fd, buffer.data, offset)
     if moved != len(buffer):
         raise OSError(EIO, f"{moved} of {len(buffer)} bytes at offset {offset}")

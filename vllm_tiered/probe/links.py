@@ -17,7 +17,8 @@ import torch
 from vllm_tiered.devices.base import Copy, Device, Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.probe.gemm import Gemm, far_gemm
-from vllm_tiered.storage.immutable_file import Draft, PublishedPages, aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
+from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import KIB, MIB
 
 PAGE_BYTES = 64 * KIB
@@ -110,7 +111,7 @@ def published_read(
     try:
         draft.memory.random_()  # no disk compresses it away
         draft.publish(path, {})
-        file = PublishedPages(path)
+        file = ImmutableFile(path)
     finally:
         draft.close()
         path.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linux's asynchronous I/O (io_submit): many reads under way at once, in one thread.
+"""Asynchronous I/O of Linux (io_submit): many reads under way at once, in one thread.
 
 A thread for each read costs the system a switch, and Python its lock, each time one comes back.
 Here requests are built by numpy, some hundred at a time, and given to the system in one call.
@@ -18,8 +18,8 @@ import numpy.typing as npt
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-class _Numbers(NamedTuple):
-    """Of system calls."""
+class _SyscallNumbers(NamedTuple):
+    """Numbers of the system calls on one architecture."""
 
     setup: int
     destroy: int
@@ -27,7 +27,7 @@ class _Numbers(NamedTuple):
     getevents: int
 
 
-_NUMBERS = {"x86_64": _Numbers(206, 207, 209, 208), "aarch64": _Numbers(0, 1, 2, 4)}
+_NUMBERS = {"x86_64": _SyscallNumbers(206, 207, 209, 208), "aarch64": _SyscallNumbers(0, 1, 2, 4)}
 
 _PREADV = 7
 
@@ -52,13 +52,13 @@ _EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("res
 
 
 class AioQueue:
-    """Reads of one thread.
+    """Queue of the reads that one thread has under way.
 
     Args:
         depth: reads under way at a time.
 
     Raises:
-        OSError: the system has no asynchronous I/O, or not for one more queue.
+        OSError: the system has no asynchronous I/O, or none for one more queue.
     """
 
     def __init__(self, depth: int) -> None:
@@ -86,10 +86,10 @@ class AioQueue:
             offsets: [n], of the extents in the file.
 
         Yields:
-            Each extent when it has come, and its bytes, or the negative of an error's number.
+            Each extent that arrived, and its bytes, or the negative of an error's number.
 
         Raises:
-            OSError: the system does not take requests. Those that it took have come by then.
+            OSError: the system does not take requests. Those that it took have arrived by then.
         """
         count = len(offsets)
         requests = np.zeros(count, dtype=_REQUEST)
@@ -101,7 +101,7 @@ class AioQueue:
         num_submitted = num_under_way = 0
         try:
             while num_submitted < count or num_under_way:
-                # Before what has come is looked at, so that the disk always has enough to do.
+                # Before arrivals are handled, so that the disk always has enough to do.
                 room = min(count - num_submitted, self.depth - num_under_way)
                 if room:
                     taken = self._submit(pointers[num_submitted:][:room], num_under_way)
@@ -115,7 +115,7 @@ class AioQueue:
                 num_under_way -= len(self._wait(num_under_way)[0])
 
     def close(self) -> None:
-        """Nothing is under way. Idempotent."""
+        """Destroy the queue; nothing is under way. Idempotent."""
         if self._context:
             self._call(self._numbers.destroy, self._context)
             self._context = 0
@@ -127,7 +127,7 @@ class AioQueue:
             )
         except OSError as error:
             if error.errno == EAGAIN and num_under_way:
-                return 0  # when something has come there is room again
+                return 0  # there is room again when a read has arrived
             raise
 
     def _wait(self, at_least: int) -> tuple[list[int], list[int]]:
@@ -149,7 +149,7 @@ class AioQueue:
             return events["data"].tolist(), events["result"].tolist()
 
     def _call(self, number: int, *arguments: int) -> int:
-        """Without Python's lock. Raises OSError as the system says."""
+        """Make a system call without holding the GIL; raises OSError."""
         result: int = self._syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments))
         if result < 0:
             error = ctypes.get_errno()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of pages, kept near, so that a damaged page is found before attention reads it.
+"""Checksums of pages, kept in near memory: a damaged page is found before attention reads it.
 
-A checksum is made from the near page that is written and compared with the near page that arrived:
-what happened to the bytes on both ways and in between is covered. It stays in this process's
-memory, by page id: a page that was mixed up with another one, or that an older write has
-overwritten, does not match either.
+A checksum is made from the near page that is written and compared with the page that arrived: this
+covers what happened to the bytes on both ways and in between. It stays in this process's memory, by
+page id: a page that was mixed up with another one, or that an older write has overwritten, does not
+match either.
 """
+
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,39 +25,37 @@ from vllm_tiered.devices.pages import (
 from vllm_tiered.errors import ConfigError
 
 UNWRITTEN = 0
-"""Stands for the checksum of a page that was not written."""
+"""Checksum of a page that was not written."""
 
 SAMPLE_EVERY = 16
-"""``verify="sample"`` looks at every 16th read of each page."""
+"""``verify="sample"`` verifies every 16th read of each page."""
 
 
-def checksum(page: npt.NDArray[np.int64]) -> int:
-    """xxh3 of a page's bytes, never ``UNWRITTEN``."""
-    return xxh3_64_intdigest(page.data) or 1
+Checksums: TypeAlias = npt.NDArray[np.uint64]
 
 
-def checksum_of(data: bytes | memoryview) -> int:
-    """xxh3 of any contiguous bytes, 64 bit."""
-    return xxh3_64_intdigest(data)
+def checksum(data: bytes | memoryview) -> int:
+    """Return the xxh3 of contiguous bytes, 64 bit, never ``UNWRITTEN``."""
+    return xxh3_64_intdigest(data) or 1
 
 
 def checksums_of(words: Words, page_ids: PageIds) -> list[int]:
-    """The checksum of each page; ``words`` is [num_pages, page_bytes / 8]."""
-    return [checksum(words[page_id]) for page_id in page_ids.tolist()]
+    """Return the checksum of each page; ``words`` is [num_pages, page_bytes / 8]."""
+    return [checksum(words[page_id].data) for page_id in page_ids.tolist()]
 
 
-def new_checksums(num_pages: int) -> npt.NDArray[np.uint64]:
-    """Of pages that were not written, uint64 [num_pages]."""
+def new_checksums(num_pages: int) -> Checksums:
+    """Return those of pages that were not written, uint64 [num_pages]."""
     return np.zeros(num_pages, dtype=np.uint64)
 
 
 class CheckedPages(PageStore):
-    """Pages in memory that are verified when they are read.
+    """Page store in memory whose pages are verified when they are read.
 
     Args:
         words: the pages, int64 [num_pages, page_bytes / 8].
-        every: look at every ``every``-th read of each page. Which one differs from page to page, so
-            that each read looks at about that share of its pages, and none is ever left out.
+        every: verify every ``every``-th read of each page. Which one differs from page to page, so
+            that each read verifies about that share of its pages, and none is ever left out.
     """
 
     def __init__(self, words: Words, every: int) -> None:
@@ -94,7 +94,7 @@ class CheckedPages(PageStore):
 
 
 def checked(buffer: PageBuffer, verify: str) -> PageBuffer:
-    """The same pages, verified as ``kv.verify`` says.
+    """Return the same pages, verified as ``kv.verify`` says.
 
     Args:
         verify: "off", "sample" (every 16th read of each page) or "full" (every read).

@@ -1,46 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages in a file that is written once, published whole, and read by this and later processes.
+"""Immutable file of pages: written once, published whole, read by this and later processes.
 
     data pages │ a checksum of each │ contents, JSON │ tail: sizes, version, checksum of the middle
 
-A draft has no name: whoever dies while filling it leaves nothing behind. Published pages are read
-past the page cache, straight into near memory: they are far more than memory holds, and nobody
-gives up on them, as a model cannot go on without its weights.
+A draft has no name: a process that dies while filling it leaves nothing behind. Published pages are
+read past the page cache, straight into near memory: they are far more than memory holds.
 """
 
 import contextlib
 import fcntl
 import json
-import logging
 import mmap
 import os
 import secrets
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
-from errno import EDQUOT, EFBIG, EINVAL, EIO, EISDIR, ENOSPC, EOPNOTSUPP
-from functools import partial
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
 from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, PageStore
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
-from vllm_tiered.storage.checksums import checksum
-from vllm_tiered.storage.direct_io import make_direct, warn_of_memory
-from vllm_tiered.storage.io_pool import Bytes, IoPool, SharedFd, transfer
+from vllm_tiered.storage.checksums import Checksums, checksum
+from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile
+from vllm_tiered.storage.reader import ScatterReader
+from vllm_tiered.storage.scatter_plan import Section
+from vllm_tiered.storage.tmpfile import count_free_bytes, create_tmpfile, reserve
 from vllm_tiered.units import MIB, format_bytes
 
-logger = logging.getLogger("vllm.tiered")
-
 VERSION = 1
-ALIGNMENT = 4096
-"""Bytes in which O_DIRECT counts."""
 
 REQUEST_BYTES = MIB
 NUM_READERS = 8
@@ -50,19 +43,17 @@ up to a quarter more than 4 (2 cores, virtio disk, 2026-11-22)."""
 
 _MAGIC = b"tieredpf"
 _TAIL = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, pages, bytes of contents, checksum
-_SILENCE_SECONDS = 10.0
-
-
 _DRAFT = ".draft"
+_REMEDY = "remove the file, and the next start fills it anew"
 
 
 class Draft:
-    """A file that is being filled, as memory.
+    """File that is being filled, as memory.
 
     The system writes the memory out as it needs room, so a draft may be larger than memory.
 
     Args:
-        folder: where it will be published.
+        folder: where the file will be published.
         page_bytes: a multiple of ``ALIGNMENT``.
         knob: the configuration's key for ``folder``, for messages.
 
@@ -90,19 +81,20 @@ class Draft:
         self.memory = torch.from_numpy(self._pages.view(np.uint8))
 
     def publish(self, path: Path, contents: Mapping[str, Any]) -> None:
-        """Give the file its name, in place of one that has it; all of it is on the disk then.
+        """Give the file its name, replacing an older file; all of it is on the disk then.
 
-        Whoever has the older file open goes on reading that. The memory is not to be written to any
-        more. Once.
+        Readers of the older file keep reading that one. Called once; the memory is not to be
+        written to afterwards.
 
         Args:
-            contents: JSON-safe; what :attr:`PublishedPages.contents` will be.
+            contents: JSON-safe; what :attr:`ImmutableFile.contents` will be.
 
         Raises:
             BudgetError: the disk is full.
             ConfigError: the file system cannot do it.
         """
-        sums = np.fromiter(map(checksum, self._pages), dtype=np.uint64, count=self._num_pages)
+        pages = self._pages
+        sums = np.fromiter((checksum(p.data) for p in pages), dtype=np.uint64, count=len(pages))
         text = json.dumps(contents).encode()
         middle = sums.tobytes() + text
         sizes = (self._page_bytes, self._num_pages, len(text), xxh3_64_intdigest(middle))
@@ -120,10 +112,10 @@ class Draft:
             ) from error
 
     def close(self) -> None:
-        """An unpublished file goes away with this. Idempotent."""
+        """Close the file; an unpublished one goes away. Idempotent."""
         if self._fd < 0:
             return
-        # Whoever still uses the memory keeps the mapping; else its pages need not stay in memory.
+        # Other users of the memory keep the mapping; else its pages need not stay in memory.
         del self.memory, self._pages, self._map
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -140,14 +132,10 @@ class Draft:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self._folder)
-            try:
-                return os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                # What file systems and kernels without O_TMPFILE say to it.
-                if error.errno not in (EOPNOTSUPP, EISDIR, EINVAL):
-                    raise
+            if (unnamed := create_tmpfile(self._folder)) is not None:
+                return unnamed
             fd, name = tempfile.mkstemp(suffix=_DRAFT, dir=self._folder)
-            fcntl.flock(fd, fcntl.LOCK_EX)  # or another start would take it for abandoned
+            fcntl.flock(fd, fcntl.LOCK_EX)  # or another start would remove it as abandoned
         except OSError as error:
             raise ConfigError(
                 f"{self._knob} is {self._folder}: no file can be made there ({error.strerror}); "
@@ -157,14 +145,11 @@ class Draft:
         return fd
 
     def _reserve(self, num_bytes: int) -> None:
-        disk = os.fstatvfs(self._fd)
-        free_bytes = disk.f_bavail * disk.f_frsize
         try:
-            if free_bytes < num_bytes:
-                raise OSError(ENOSPC, os.strerror(ENOSPC))
-            # Or memory whose page the disk has no room for would kill the process when written.
-            os.posix_fallocate(self._fd, 0, num_bytes)
+            # Without this, memory whose page the disk has no room for would kill the process.
+            reserve(self._fd, num_bytes)
         except OSError as error:
+            free_bytes = count_free_bytes(self._fd)
             raise BudgetError(
                 f"{format_bytes(num_bytes)} are to be stored in {self._knob} {self._folder}, where "
                 f"{format_bytes(free_bytes)} are free ({error.strerror}): make room, give another "
@@ -175,10 +160,10 @@ class Draft:
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             if self._name is None:
-                # A link cannot take another's place; a rename can, at once for all readers.
+                # A link cannot replace a file; a rename can, at once for all readers.
                 name = f"{path.name}.{secrets.token_hex(4)}{_DRAFT}"
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
-                # With a folder's descriptor Python follows the link from /proc to the file.
+                # Only with a folder's descriptor Python follows the link from /proc to the file.
                 os.link(f"/proc/self/fd/{self._fd}", name, dst_dir_fd=folder)
                 self._name = self._folder / name
             os.rename(self._name, path)
@@ -189,26 +174,19 @@ class Draft:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Drafts of processes that were killed while theirs had a name: nobody holds their lock."""
+    """Remove drafts of processes that were killed while theirs had a name: they are not locked."""
     for path in folder.glob(f"*{_DRAFT}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
 
 
-def aligned_pages(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_pages, page_bytes], where a disk can write to it directly; contents undefined."""
-    memory = torch.empty(num_pages * page_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    begin = -memory.data_ptr() % ALIGNMENT
-    return memory[begin : begin + num_pages * page_bytes].view(num_pages, page_bytes)
-
-
-class PublishedPages(PageStore):
-    """The pages of a published file. Every read is verified, and tried once more if it fails.
+class ImmutableFile(PageStore):
+    """Page store in a published file. Every read is verified, and tried once more if it fails.
 
     Args:
         path: of the file.
-        where: names a page's owner, for messages.
+        describe: names a page's owner, for messages.
 
     Attributes:
         contents: as they were published.
@@ -221,118 +199,68 @@ class PublishedPages(PageStore):
         IntegrityError: it is damaged.
     """
 
-    def __init__(self, path: Path, where: Callable[[int], str] | None = None) -> None:
+    def __init__(self, path: Path, describe: Callable[[int], str] = "page {}".format) -> None:
         super().__init__()
         self.path = path
-        self.where = where or (lambda page: f"page {page}")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._checksums, self.page_bytes, text = _read_description(fd, path)
+            checksums, self.page_bytes, text = _read_description(fd, path)
             self.contents: dict[str, Any] = json.loads(text)
-            probe = np.frombuffer(mmap.mmap(-1, ALIGNMENT), dtype=np.uint8)
-            self.is_direct = make_direct(fd, probe)
         except BaseException:
             os.close(fd)
             raise
-        self.num_pages = len(self._checksums)
-        self._file = SharedFd(fd)
-        self._pool = IoPool("tiered-weights", NUM_READERS)
-        self._is_cancelled = False
-        warn_of_memory(path, self.is_direct)
+        self.num_pages = len(checksums)
+        self._section = Section(
+            offset=0,
+            stride=self.page_bytes,
+            num_bytes=self.page_bytes,
+            checksums=checksums,
+            describe=describe,
+        )
+        # Threads, as one alone would make all checksums.
+        self._reader = ScatterReader(
+            DirectFile(fd, path),
+            name="tiered-weights",
+            remedy=_REMEDY,
+            num_readers=NUM_READERS,
+            extent_bytes=REQUEST_BYTES,
+            use_aio=False,
+        )
+        self.is_direct = self._reader.is_direct
 
     def buffer(self) -> PageBuffer:
-        """The pages as a source of copies."""
+        """Return the pages as a source of copies."""
         shape = torch.empty((self.num_pages, self.page_bytes), dtype=torch.uint8, device="meta")
         return PageBuffer(shape, self)
 
     def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
-        """As in the contract, but pages that cannot be brought are an error.
+        """Read pages as the contract says, but those that cannot be loaded are an error.
 
         Raises:
             IntegrityError: naming the file and whose page it is.
         """
         assert near.words is not None, "read into memory that the CPU addresses"
-        memory = near.data.numpy().reshape(-1)
-        assert not self.is_direct or memory.ctypes.data % ALIGNMENT == 0
-        done: SimpleQueue[BaseException | None] = SimpleQueue()
-        num_requests = 0
-        at_most = max(1, REQUEST_BYTES // self.page_bytes)
-        for position, length, first in Pages(page_ids).runs:
-            for begin in range(0, length, at_most):
-                count = min(at_most, length - begin)
-                slots = near_pages.ids[position + begin : position + begin + count]
-                # Slots are in a row wherever pages are: a sublayer's weights.
-                assert int(slots[-1]) - int(slots[0]) == count - 1
-                into = memory[int(slots[0]) * self.page_bytes :][: count * self.page_bytes]
-                self._pool.submit(partial(self._fetch, first + begin, into, done))
-                num_requests += 1
-        errors = [error for _ in range(num_requests) if (error := self._next(done)) is not None]
-        if errors:
-            raise errors[0]
+        assert not self.is_direct or near.data.data_ptr() % ALIGNMENT == 0, "this costs a copy"
+        self._reader.submit(self._section, page_ids, near.data, near_pages.ids).wait()
         return NO_PAGES
 
     def write(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> NoReturn:
-        raise IntegrityError(f"{self.path} is published: nothing is written to it")
+        raise IntegrityError(f"{self.path} is published: its pages are not written to")
 
     def forget(self, first_page: int, num_pages: int) -> NoReturn:
         raise IntegrityError(f"{self.path} is published: its pages stay")
 
     def cancel(self) -> None:
-        """Reads that a silent disk keeps waiting fail soon."""
-        self._is_cancelled = True
+        """Let reads that a silent disk keeps waiting fail soon."""
+        self._reader.cancel()
 
     def close(self) -> None:
-        self._pool.close(timeout_seconds=1.0)
-        self._file.close()
-
-    def _next(self, done: "SimpleQueue[BaseException | None]") -> BaseException | None:
-        waited = 0.0
-        while True:
-            try:
-                return done.get(timeout=_SILENCE_SECONDS)
-            except Empty:
-                if self._is_cancelled:
-                    return IntegrityError(f"{self.path} was closed while its disk was silent")
-                waited += _SILENCE_SECONDS
-                logger.warning(
-                    "tiered: %s has been silent for %.0f s; the model waits for its weights",
-                    self.path,
-                    waited,
-                )
-
-    def _fetch(self, first: int, into: Bytes, done: "SimpleQueue[BaseException | None]") -> None:
-        """In a reader thread."""
-        try:
-            reason = self._try(first, into)
-            if reason is not None:
-                logger.warning("tiered: %s: %s; reading it again", self.path, reason)
-                reason = self._try(first, into)
-            if reason is not None:
-                raise IntegrityError(
-                    f"{self.path}: {reason}: remove the file, and the next start fills it anew"
-                )
-            done.put(None)
-        except BaseException as error:
-            done.put(error)
-
-    def _try(self, first: int, into: Bytes) -> str | None:
-        """Read and verify; what is wrong, if anything is."""
-        try:
-            with self._file as fd:
-                moved = transfer(os.preadv, fd, into, first * self.page_bytes, ALIGNMENT)
-        except OSError as error:
-            return f"{self.where(first)} cannot be read ({error.strerror or EIO})"
-        if moved < len(into):
-            return f"{self.where(first)} is cut off"
-        pages = into.reshape(-1, self.page_bytes).view(np.int64)
-        for page, words in enumerate(pages, start=first):
-            if checksum(words) != self._checksums[page]:
-                return f"{self.where(page)} is damaged (checksum)"
-        return None
+        """Let reads that are under way end, and close the file. Idempotent."""
+        self._reader.close()
 
 
-def _read_description(fd: int, path: Path) -> tuple[npt.NDArray[np.uint64], int, bytes]:
-    """Checksums, bytes a page, and contents."""
+def _read_description(fd: int, path: Path) -> tuple[Checksums, int, bytes]:
+    """Return the checksums, the bytes of a page, and the contents."""
     size = os.fstat(fd).st_size
     anew = "remove it, and the next start fills it anew"
     tail = os.pread(fd, _TAIL.size, max(0, size - _TAIL.size))

@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads, memory and a file descriptor for disk I/O that may never come back.
+"""Threads and buffers for disk I/O that may never return.
 
-A read that hangs in the kernel cannot be called off. So whoever waits may give up, and nothing that
-the hanging thread holds (its buffer, the descriptor) is used for anything else until it returns.
+A read that hangs in the kernel cannot be cancelled. So a caller may give up, and nothing that the
+hanging thread holds (its buffer, the descriptor) is used for anything else until it returns.
 """
 
-import mmap
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from errno import EBADF
 from queue import SimpleQueue
-from types import TracebackType
-from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-Transfer: TypeAlias = Callable[[int, list[memoryview], int], int]
-"""``os.preadv`` or ``os.pwritev``: descriptor, buffers, offset; bytes moved."""
+from vllm_tiered.storage.direct_file import Bytes, aligned_bytes
 
 
 class IoPool:
-    """Runs tasks in at most ``size`` daemon threads, started when there is work for them.
+    """Pool of at most ``size`` daemon threads, started when there is work for them.
 
     Tasks do not raise.
 
@@ -85,7 +74,7 @@ class IoPool:
     def _loop(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            # Not until the next task, or its buffer would live as long.
+            # Not kept until the next task, or its buffer would live as long.
             del task
             with self._lock:
                 self._num_unfinished -= 1
@@ -93,14 +82,14 @@ class IoPool:
 
 
 class BouncePool:
-    """Buffers of one size at addresses that O_DIRECT takes; made when needed, used again."""
+    """Pool of buffers of one size at addresses that O_DIRECT takes; allocated on demand."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._free: deque[Bytes] = deque()
 
     def take(self, at_least: int = 0) -> Bytes:
-        """uint8 [num_bytes], aligned to the system's pages; contents undefined.
+        """Return uint8 [num_bytes], aligned to the system's pages; contents undefined.
 
         Args:
             at_least: where it is more, the buffer is larger, and not kept.
@@ -110,73 +99,13 @@ class BouncePool:
                 return self._free.pop()
             except IndexError:
                 pass  # another thread was faster
-        num_bytes = max(at_least, self._num_bytes)
-        return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+        return aligned_bytes(max(at_least, self._num_bytes))
 
     def give(self, buffer: Bytes) -> None:
-        """A buffer that no I/O uses any more. Others are just dropped."""
+        """Take back a buffer that no I/O uses any more; one of another size is dropped."""
         if len(buffer) == self._num_bytes:
             self._free.append(buffer)
 
     def clear(self) -> None:
+        """Free all buffers that are not in use."""
         self._free.clear()
-
-
-class SharedFd:
-    """A file descriptor that is closed when its last user has left it.
-
-    The system gives a closed descriptor's number to the next file: a write that comes late would
-    hit a stranger's.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._is_closed = False
-
-    def __enter__(self) -> int:
-        with self._lock:
-            if self._is_closed:
-                raise OSError(EBADF, "the file of far pages is closed")
-            self._num_users += 1
-            return self._fd
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._lock:
-            self._num_users -= 1
-            self._close_if_unused()
-
-    def close(self) -> None:
-        """No use from now on. Idempotent."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self._is_closed and not self._num_users:
-            os.close(self._fd)
-
-
-def transfer(call: Transfer, fd: int, buffer: Bytes, offset: int, alignment: int) -> int:
-    """Move all of ``buffer``, if need be in several calls.
-
-    Returns:
-        Bytes moved; fewer at the end of the file.
-
-    Raises:
-        OSError: as the system says.
-    """
-    moved = 0
-    while moved < len(buffer):
-        count = call(fd, [buffer[moved:].data], offset + moved)
-        moved += count
-        if not count or count % alignment:
-            break
-    return moved

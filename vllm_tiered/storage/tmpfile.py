@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that no name leads to, with its space reserved, for direct I/O where possible."""
+"""Files without a name (O_TMPFILE) and reserved space on a disk."""
 
 import os
 import tempfile
@@ -12,8 +12,8 @@ from vllm_tiered.units import format_bytes
 _OWNER_ONLY = 0o600
 
 
-def open_unnamed(folder: Path, num_bytes: int) -> int:
-    """A file of ``num_bytes`` reserved bytes, mode 0600, that goes away when it is closed.
+def open_tmpfile(folder: Path, num_bytes: int) -> int:
+    """Open a file of ``num_bytes`` reserved bytes, mode 0600, that goes away when it is closed.
 
     Returns:
         The file descriptor, for reading and writing through the page cache.
@@ -23,47 +23,59 @@ def open_unnamed(folder: Path, num_bytes: int) -> int:
         BudgetError: the file system does not have the space.
     """
     try:
-        fd = _create(folder)
+        fd = create_tmpfile(folder, os.O_EXCL)  # nobody can give it a name later
+        if fd is None:
+            fd, name = tempfile.mkstemp(prefix=".vllm-tiered-", dir=folder)  # mode 0600
+            os.unlink(name)
     except OSError as error:
         raise ConfigError(
             f"kv.path is {folder}: no file can be made there ({error.strerror}); give a writable "
             "folder on a local disk"
         ) from error
     try:
-        _reserve(fd, folder, num_bytes)
-    except BaseException:
+        reserve(fd, num_bytes)
+    except OSError as error:
+        free_bytes = count_free_bytes(fd)
         os.close(fd)
-        raise
-    return fd
-
-
-def _create(folder: Path) -> int:
-    try:
-        # O_EXCL: nobody can give it a name later.
-        flags = os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
-        return os.open(folder, flags, _OWNER_ONLY)
-    except OSError as error:
-        # What file systems and kernels without O_TMPFILE say to it.
-        if error.errno not in (EOPNOTSUPP, EISDIR, EINVAL):
-            raise
-    fd, name = tempfile.mkstemp(prefix=".vllm-tiered-", dir=folder)  # mode 0600
-    os.unlink(name)
-    return fd
-
-
-def _reserve(fd: int, folder: Path, num_bytes: int) -> None:
-    if not num_bytes:
-        return
-    disk = os.fstatvfs(fd)
-    free_bytes = disk.f_bavail * disk.f_frsize
-    try:
-        # Not tried at all if it cannot work: that would fill the disk for others meanwhile.
-        if free_bytes < num_bytes:
-            raise OSError(ENOSPC, os.strerror(ENOSPC))
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
         raise BudgetError(
             f"far pages take {format_bytes(num_bytes)} in kv.path {folder}, where "
             f"{format_bytes(free_bytes)} are free ({error.strerror}): raise kv.far_gib, which the "
             "file is the rest of, lower kv.expansion or kv.max_expansion, or give another kv.path"
         ) from error
+    return fd
+
+
+def create_tmpfile(folder: Path, flags: int = 0) -> int | None:
+    """Create a file without a name, for reading and writing, mode 0600.
+
+    Returns:
+        The file descriptor; None where the file system or the kernel has no O_TMPFILE.
+
+    Raises:
+        OSError: no file can be made in ``folder``.
+    """
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, _OWNER_ONLY)
+    except OSError as error:
+        if error.errno not in (EOPNOTSUPP, EISDIR, EINVAL):
+            raise
+        return None
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Reserve a file's first ``num_bytes`` on the disk.
+
+    Raises:
+        OSError: the file system does not have the space.
+    """
+    # An attempt that cannot succeed would fill the disk for others meanwhile.
+    if count_free_bytes(fd) < num_bytes:
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+    if num_bytes:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+
+def count_free_bytes(fd: int) -> int:
+    """Return the bytes that are free in a file's file system."""
+    disk = os.fstatvfs(fd)
+    return disk.f_bavail * disk.f_frsize

@@ -8,7 +8,7 @@ import torch
 
 from vllm_tiered.devices.base import Device
 from vllm_tiered.devices.pages import PageBuffer
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 from vllm_tiered.weights.buffers import WeightBufferPool
 from vllm_tiered.weights.int4.packing import packing_for
 from vllm_tiered.weights.layout import (

@@ -14,7 +14,7 @@ import torch
 
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.storage.immutable_file import Draft, PublishedPages
+from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, Sublayer, extent_bytes_of
 from vllm_tiered.weights.placement import Placement
@@ -56,7 +56,7 @@ class WeightStore:
         self._about = {"model": dict(model), "settings": dict(settings)}
         self._tiers: dict[str, Any] = {}
         self._draft: Draft | None = None
-        self._pages: PublishedPages | None = None
+        self._pages: ImmutableFile | None = None
         self._reason = ""
         self._open()
 
@@ -148,7 +148,7 @@ class WeightStore:
             self._draft.publish(self.path, {**self._about, "placement": self._tiers})
             self._draft.close()
             self._draft = None
-            self._pages = PublishedPages(self.path, self._where)
+            self._pages = ImmutableFile(self.path, self._where)
         return self._pages.buffer()
 
     def cancel(self) -> None:
@@ -165,7 +165,7 @@ class WeightStore:
 
     def _open(self) -> None:
         try:
-            pages = PublishedPages(self.path, self._where)
+            pages = ImmutableFile(self.path, self._where)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:

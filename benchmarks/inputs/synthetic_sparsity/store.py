@@ -65,7 +65,7 @@ def planted_store(
     from vllm_tiered.ffn.predictor.files import predictor_name, save_predictor
     from vllm_tiered.ffn.store.format import MIX_FILE
     from vllm_tiered.ffn.store.writer import NeuronStoreWriter
-    from vllm_tiered.storage.checkpoint_files import fingerprint_of_folder
+    from vllm_tiered.storage.checkpoint_fingerprint import fingerprint_of_folder
 
     target = folder / f"{model.name}-store-{'-'.join(precisions)}"
     if target.is_dir():

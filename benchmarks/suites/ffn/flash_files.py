@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.harness.cache import publish_dir
 from benchmarks.inputs.synthetic_sparsity.store import ffn_tensors
 from vllm_tiered.ffn.layout import BLOCK_BYTES
-from vllm_tiered.storage.checksums import checksum_of
-from vllm_tiered.storage.slot_read import Section
+from vllm_tiered.storage.checksums import checksum
+from vllm_tiered.storage.scatter_plan import Section
 
 _NAME = "matrices.bin"
 _CALL_BYTES = 4 << 20
@@ -70,8 +70,8 @@ class Matrices:
                 offset=place.offset,
                 stride=place.stride,
                 num_bytes=place.stride,
-                sums=self.sums[layer_idx, which],
-                where=f"layer {layer_idx}, row {{}}".format,
+                checksums=self.sums[layer_idx, which],
+                describe=f"layer {layer_idx}, row {{}}".format,
             )
             for which, place in enumerate(places)
         )
@@ -148,7 +148,7 @@ def _write(model: Path, staging: Path, target: Path) -> None:
             sizes = {"stride": stride, "num_rows": num_rows}
             places["rows"].append(Place(path=path, offset=offset_in, **sizes))
             places["columns"].append(Place(path=str(target / _NAME), offset=offset, **sizes))
-            sums.append([[checksum_of(row.data) for row in m.numpy()] for m in (fc1, columns)])
+            sums.append([[checksum(row.data) for row in m.numpy()] for m in (fc1, columns)])
     np.save(staging / "sums.npy", np.array(sums, dtype=np.uint64))
     text = json.dumps({key: [asdict(place) for place in of] for key, of in places.items()})
     (staging / "places.json").write_text(text, encoding="utf-8")

@@ -29,8 +29,8 @@ from vllm_tiered.ffn.cache.base import Ids, NeuronCache, Plan
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.immutable_file import aligned_pages
-from vllm_tiered.storage.slots import SlotFile
+from vllm_tiered.storage.direct_file import DirectFile, aligned_pages
+from vllm_tiered.storage.reader import ScatterReader
 
 Token = Sequence[Ids]
 """The neurons that each layer wants for a token, sorted."""
@@ -92,7 +92,12 @@ class Apart(Technique):
     def __init__(self, files: Matrices, capacity: int, window: int) -> None:
         self._sections = [files.sections(layer) for layer in range(len(files.rows))]
         paths = {place.path for place in (*files.rows, *files.columns)}
-        self._files = {path: SlotFile(Path(path)) for path in paths}
+        self._files = {
+            path: ScatterReader(
+                DirectFile.open(Path(path)), name="replay", remedy="write the files again"
+            )
+            for path in paths
+        }
         self._where = [
             (self._files[row.path], self._files[column.path])
             for row, column in zip(files.rows, files.columns, strict=True)
@@ -111,7 +116,7 @@ class Apart(Technique):
 
     def token(self, wanted: Token) -> TokenCost:
         read_seconds = cache_seconds = 0.0
-        before = sum(file.use.num_bytes for file in self._files.values())
+        before = sum(file.stats.num_bytes for file in self._files.values())
         for layer, neurons in enumerate(wanted):
             begin = time.perf_counter()
             regions = self.regions[layer if self.caches else 0]
@@ -133,7 +138,7 @@ class Apart(Technique):
                 read.wait()
             cache_seconds += planned - begin
             read_seconds += time.perf_counter() - planned
-        num_bytes = sum(file.use.num_bytes for file in self._files.values()) - before
+        num_bytes = sum(file.stats.num_bytes for file in self._files.values()) - before
         return TokenCost(
             read_seconds=read_seconds, cache_seconds=cache_seconds, num_bytes=num_bytes
         )

@@ -26,7 +26,7 @@ from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul import native
 from vllm_tiered.ffn.matmul.compute import activations, add_down, ffn_output
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 
 RESULT_KEYS = ("memory_gb_per_s", "kernels", "foreign_cpu_share", "definitions")
 

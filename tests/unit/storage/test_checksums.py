@@ -108,7 +108,7 @@ def test_numbering_of_a_part(device):
 
 def test_a_checksum_of_zero_does_not_mean_unwritten(monkeypatch):
     monkeypatch.setattr(checksums, "xxh3_64_intdigest", lambda page: 0)
-    assert checksum(np.zeros(8, dtype=np.int64)) != UNWRITTEN
+    assert checksum(bytes(64)) != UNWRITTEN
 
 
 def test_what_verify_may_be(device):

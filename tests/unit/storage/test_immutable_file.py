@@ -16,8 +16,9 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
-from vllm_tiered.storage import immutable_file as published
-from vllm_tiered.storage.immutable_file import Draft, PublishedPages, aligned_pages
+from vllm_tiered.storage import immutable_file, reader
+from vllm_tiered.storage.direct_file import aligned_pages
+from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 
 PAGE = 64 * 1024
 
@@ -53,7 +54,7 @@ def read(pages, first, count, buffer, slot=0):
 
 @pytest.fixture
 def file(tmp_path):
-    pages = PublishedPages(filled(tmp_path))
+    pages = ImmutableFile(filled(tmp_path))
     yield pages
     pages.close()
 
@@ -85,7 +86,7 @@ def test_as_the_source_of_a_devices_copies(file):
 
 def test_contents_come_back(tmp_path):
     contents = {"names": ["a", "ü"], "pages": [1, 2]}
-    pages = PublishedPages(filled(tmp_path, 3, contents))
+    pages = ImmutableFile(filled(tmp_path, 3, contents))
     assert (pages.contents, pages.num_pages, pages.page_bytes) == (contents, 3, PAGE)
     pages.close()
 
@@ -120,12 +121,12 @@ def test_without_unnamed_files_a_draft_takes_its_name_with_it(tmp_path, monkeypa
 
 
 def test_an_older_file_is_replaced_under_its_readers(tmp_path):
-    old = PublishedPages(filled(tmp_path, 8))
+    old = ImmutableFile(filled(tmp_path, 8))
     draft = Draft(tmp_path, 8, PAGE, knob="k")
     draft.memory.fill_(9)
     draft.publish(tmp_path / "file", {})
     draft.close()
-    new = PublishedPages(tmp_path / "file")
+    new = ImmutableFile(tmp_path / "file")
     for pages, expected in ((old, content(3)), (new, torch.full((PAGE,), 9, dtype=torch.uint8))):
         buffer = near(1)
         read(pages, 3, 1, buffer)
@@ -171,7 +172,7 @@ def test_a_disk_that_fails_while_publishing(tmp_path, monkeypatch, where):
 def test_a_damaged_description_is_named(tmp_path, place, error, message):
     path = filled(tmp_path, 4)
     data = bytearray(path.read_bytes())
-    tail = len(data) - published._TAIL.size
+    tail = len(data) - immutable_file._TAIL.size
     if place == "tail":
         data[tail] ^= 1
     elif place == "version":
@@ -186,7 +187,7 @@ def test_a_damaged_description_is_named(tmp_path, place, error, message):
         data = bytearray()
     path.write_bytes(data)
     with pytest.raises(error, match=message):
-        PublishedPages(path)
+        ImmutableFile(path)
 
 
 def test_a_damaged_page_is_read_again_and_then_named(tmp_path, caplog):
@@ -194,7 +195,7 @@ def test_a_damaged_page_is_read_again_and_then_named(tmp_path, caplog):
     with path.open("r+b") as damaged:
         damaged.seek(17 * PAGE + 100)
         damaged.write(b"\0\1\2\3")
-    pages = PublishedPages(path, lambda page: f"page {page} of my weights")
+    pages = ImmutableFile(path, lambda page: f"page {page} of my weights")
     with pytest.raises(IntegrityError, match="page 17 of my weights is damaged"):
         read(pages, 0, 40, near(40))
     assert caplog.text.count("reading it again") == 1
@@ -226,7 +227,8 @@ def test_an_error_that_goes_away_costs_nothing(file, monkeypatch, caplog):
     buffer = near(40)
     read(file, 0, 40, buffer)
     assert all(torch.equal(buffer.data[page], content(page)) for page in range(40))
-    assert disk.calls == 4 and "cannot be read (Input/output error)" in caplog.text
+    assert disk.calls == 3 + 16, "the pages of a request of 1 MiB once more, one by one"
+    assert "cannot be read (Input/output error)" in caplog.text
 
 
 def test_an_error_that_stays_is_raised_where_the_model_waits(file, monkeypatch):
@@ -248,16 +250,16 @@ def test_a_file_cut_off_after_it_was_opened(file, monkeypatch):
 
 
 def test_a_silent_disk_is_waited_for_and_said(file, monkeypatch, caplog):
-    monkeypatch.setattr(published, "_SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(reader, "SILENCE_SECONDS", 0.02)
     awake = threading.Event()
     Disk(monkeypatch, lambda call: awake.wait(timeout=60) and None)
-    said = published.logger.warning
+    said = reader.logger.warning
 
     def warning(*args):
         said(*args)
         awake.set()
 
-    monkeypatch.setattr(published.logger, "warning", warning)
+    monkeypatch.setattr(reader.logger, "warning", warning)
     buffer = near(4)
     with caplog.at_level(logging.WARNING):
         read(file, 2, 4, buffer)

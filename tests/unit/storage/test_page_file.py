@@ -8,6 +8,7 @@ import os
 import random
 import stat
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
-from vllm_tiered.storage import io_pool
-from vllm_tiered.storage.page_file import ALIGNMENT, EXTENT_BYTES, PageFile
+from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile
+from vllm_tiered.storage.page_file import EXTENT_BYTES, PageFile
 
 READ, WRITE = Direction.READ, Direction.WRITE
 
@@ -350,7 +351,7 @@ def test_the_device_closes_its_files(tmp_path):
 
 def test_a_descriptor_lives_until_its_last_user_has_left():
     fd = os.open("/dev/null", os.O_RDONLY)
-    shared = io_pool.SharedFd(fd)
+    shared = DirectFile(fd, Path("/dev/null"))
     with shared, shared:
         shared.close()
         os.fstat(fd)

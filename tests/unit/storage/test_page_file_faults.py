@@ -15,7 +15,7 @@ from tests.fixtures.page_buffers import copy, make_buffer, pages_of
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageError, Pages
-from vllm_tiered.storage import page_file as storage
+from vllm_tiered.storage import deadline
 from vllm_tiered.storage.page_file import PageFile
 
 PAGE_BYTES = 24 * 1024
@@ -65,7 +65,8 @@ def impatient(written, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pwritev", pwritev)
-    written._deadline_seconds = written._probe_seconds = DEADLINE_SECONDS
+    for pool in (written._readers, written._writers):
+        pool.deadline_seconds = pool.probe_seconds = DEADLINE_SECONDS
     return written
 
 
@@ -231,13 +232,13 @@ def test_a_bug_in_a_reader_is_no_lost_page(written, monkeypatch):
 
 def test_late_pages_are_lost_and_what_comes_then_touches_nothing(impatient, monkeypatch):
     released, returned = threading.Event(), threading.Semaphore(0)
-    fetch = impatient._fetch
+    read_extent = impatient._read_extent
 
-    def noted_fetch(extent):
-        fetch(extent)
+    def noted_read_extent(extent):
+        read_extent(extent)
         returned.release()
 
-    impatient._fetch = noted_fetch
+    impatient._read_extent = noted_read_extent
     with monkeypatch.context() as patch:
         inject(patch, impatient, "preadv", when=lambda page: page == 50, before=released.wait)
         begin = time.perf_counter()
@@ -302,7 +303,7 @@ def test_all_readers_hang(impatient, monkeypatch):
 def test_a_silent_disk_is_not_waited_for_again_and_again(impatient, monkeypatch):
     """A step copies many layers. Once it answers it has its time again."""
     released = threading.Event()
-    impatient._probe_seconds = 0.05
+    impatient._readers.probe_seconds = 0.05
     impatient._readers.size = 2
     with monkeypatch.context() as patch:
         inject(patch, impatient, "preadv", before=lambda: released.wait(timeout=60))
@@ -321,8 +322,8 @@ def test_a_silent_disk_is_not_waited_for_again_and_again(impatient, monkeypatch)
 def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
     """Each give-up costs requests a recompute, and too many of those stop the engine."""
     released = threading.Event()
-    monkeypatch.setattr(storage, "PROBING_SECONDS", 0.3)
-    impatient._probe_seconds = 0.05
+    monkeypatch.setattr(deadline, "PROBING_SECONDS", 0.3)
+    impatient._readers.probe_seconds = 0.05
     impatient._readers.size = 2
     inject(monkeypatch, impatient, "preadv", before=lambda: released.wait(timeout=60))
     begin = time.perf_counter()

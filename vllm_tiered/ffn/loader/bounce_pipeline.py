@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the store to a GPU: a disk writes to pinned host memory, and copies go on from there.
 
-    store ─── read ──► bounce buffer 0 │ 1 │ ... ─── Device.copy ──► cache slots, or staging
-                       read, then copied, then free again
+    store ─── ScatterReader ──► bounce buffer 0 │ 1 │ ... ─── Device.copy ──► cache slots, or staging
+                                read, then copied, then free again
 
 A bounce buffer is read to again only when its last copy is done.
 """
@@ -16,7 +16,7 @@ from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.slot_read import SlotRead
+from vllm_tiered.storage.reader import PendingRead
 
 
 class BouncePipeline:
@@ -74,7 +74,7 @@ class BounceLoad(Arrival):
         step = pipeline.buffer_neurons
         firsts = range(0, len(neurons), step)
         self._left = deque((neurons[n : n + step], slots[n : n + step]) for n in firsts)
-        self._reads: deque[tuple[int, SlotRead, PageIds]] = deque()
+        self._reads: deque[tuple[int, PendingRead, PageIds]] = deque()
         self._copies: list[Event] = []
         self._error: Exception | None = None
         self.standstill_seconds = 0.0

@@ -20,7 +20,7 @@ from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import settle
 from vllm_tiered.ffn.memory_plan import PREFETCH_LAYERS
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage.slot_read import SlotRead
+from vllm_tiered.storage.reader import PendingRead
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Part:
 
     pages: PageBuffer
     neurons: Ids
-    arrival: SlotRead | None
+    arrival: PendingRead | None
     copied: Event | None = None
 
 

@@ -16,7 +16,7 @@ from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import Arrival, settle
 from vllm_tiered.ffn.loader.backend import NeuronBackend
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 
 
 class Chunk(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.ffn.layout import FfnShape
 from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
-from vllm_tiered.storage.checkpoint_files import fingerprint_of_folder
+from vllm_tiered.storage.checkpoint_fingerprint import fingerprint_of_folder
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -20,7 +20,7 @@ import torch
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import BLOCK_BYTES, FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul.quantise import num_groups
-from vllm_tiered.storage.checksums import checksum_of
+from vllm_tiered.storage.checksums import checksum
 
 VERSION = 1
 HEADER, NEURONS, TABLES = "store.json", "neurons.bin", "tables.safetensors"
@@ -206,4 +206,4 @@ def down_norms_name(layer: int) -> str:
 
 
 def _digest(contents: Mapping[str, Any]) -> str:
-    return f"{checksum_of(json.dumps(contents, sort_keys=True).encode()):016x}"
+    return f"{checksum(json.dumps(contents, sort_keys=True).encode()):016x}"

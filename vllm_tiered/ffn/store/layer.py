@@ -13,7 +13,7 @@ from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul.quantise import quantise
 from vllm_tiered.ffn.store import format as fmt
 from vllm_tiered.ffn.store.format import NEURONS, StoreFormat
-from vllm_tiered.storage.checksums import checksum_of
+from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.units import MIB
 
 _CHUNK_BYTES = 32 * MIB
@@ -132,7 +132,7 @@ def _sums_on_disk(fd: int, form: StoreFormat, layer: int, precision: Precision) 
 
 
 def _sums(data: memoryview, stride: int, num_bytes: int) -> list[int]:
-    return [checksum_of(data[begin : begin + num_bytes]) for begin in range(0, len(data), stride)]
+    return [checksum(data[begin : begin + num_bytes]) for begin in range(0, len(data), stride)]
 
 
 def _norms(down_NH: torch.Tensor) -> torch.Tensor:

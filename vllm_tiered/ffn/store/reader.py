@@ -17,9 +17,10 @@ from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.store import format as fmt
 from vllm_tiered.ffn.store.format import HEADER, NEURONS, TABLES, StoreFormat
-from vllm_tiered.storage.checksums import checksum_of
-from vllm_tiered.storage.slot_read import Section, SlotRead
-from vllm_tiered.storage.slots import SlotFile
+from vllm_tiered.storage.checksums import checksum
+from vllm_tiered.storage.direct_file import DirectFile
+from vllm_tiered.storage.reader import PendingRead, ScatterReader
+from vllm_tiered.storage.scatter_plan import Section
 
 KNOB = "ffn.store"
 
@@ -63,7 +64,11 @@ class NeuronStore:
             for layer in range(whole.num_layers)
             for precision in self.precisions
         }
-        self._file = SlotFile(path / NEURONS)
+        self._file = ScatterReader(
+            DirectFile.open(path / NEURONS),
+            name="tiered-slots",
+            remedy="remove the folder, and prepare it again",
+        )
         self.is_direct = self._file.is_direct
 
     @classmethod
@@ -191,7 +196,7 @@ class NeuronStore:
         neurons: PageIds,
         into: torch.Tensor,
         rows: PageIds,
-    ) -> SlotRead:
+    ) -> PendingRead:
         """As :meth:`read`, but begun only: ``wait`` for what is returned, which may raise."""
         section = self._sections[layer, precision]
         if self.first_neuron:
@@ -201,17 +206,17 @@ class NeuronStore:
     @property
     def num_bytes_read(self) -> int:
         """That the disk brought, blocks around small bundles included."""
-        return self._file.use.num_bytes
+        return self._file.stats.num_bytes
 
     @property
     def num_reads(self) -> int:
         """Requests to the system."""
-        return self._file.use.num_reads
+        return self._file.stats.num_reads
 
     @property
     def read_seconds(self) -> float:
         """In which at least one read was under way."""
-        return self._file.use.seconds
+        return self._file.stats.seconds
 
     def close(self) -> None:
         """Idempotent."""
@@ -231,8 +236,8 @@ class NeuronStore:
             offset=self._form.offset(layer, precision),
             stride=bundle_stride(self.shape, precision),
             num_bytes=bundle_bytes(self.shape, precision),
-            sums=self._tables[fmt.checksums_name(layer, precision)].numpy(),
-            where=lambda neuron: f"layer {layer}, neuron {neuron}, {precision.value}",
+            checksums=self._tables[fmt.checksums_name(layer, precision)].numpy(),
+            describe=lambda neuron: f"layer {layer}, neuron {neuron}, {precision.value}",
         )
 
     def _load_tables(self) -> dict[str, torch.Tensor]:
@@ -265,6 +270,6 @@ class NeuronStore:
             content = path.read_bytes()
         except (KeyError, TypeError, FileNotFoundError) as error:
             raise IntegrityError(f"{self.path} has lost its {name}: {fmt.ANEW}") from error
-        if f"{checksum_of(content):016x}" != expected:
+        if f"{checksum(content):016x}" != expected:
             raise IntegrityError(f"{path} is damaged (checksum): {fmt.ANEW}")
         return content

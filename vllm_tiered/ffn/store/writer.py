@@ -32,7 +32,7 @@ from vllm_tiered.ffn.store.layer import (
     tables_of,
     write_layer,
 )
-from vllm_tiered.storage.checksums import checksum_of
+from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.units import format_bytes
 
 logger = logging.getLogger("vllm.tiered")
@@ -253,7 +253,7 @@ class NeuronStoreWriter:
         for path in sorted(paths):
             sync(path)
             content = path.read_bytes()
-            files[path.name] = {"bytes": len(content), "xxh3": f"{checksum_of(content):016x}"}
+            files[path.name] = {"bytes": len(content), "xxh3": f"{checksum(content):016x}"}
         put(self.draft / HEADER, fmt.seal({**self.form.to_json(), "notes": notes, "files": files}))
 
     @contextlib.contextmanager

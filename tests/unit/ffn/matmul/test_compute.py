@@ -12,7 +12,7 @@ from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_str
 from vllm_tiered.ffn.matmul import native
 from vllm_tiered.ffn.matmul.compute import ACTIVATIONS, activations, add_down, ffn_output
 from vllm_tiered.ffn.matmul.reference import activation_function
-from vllm_tiered.storage.immutable_file import aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 
 KERNELS = ["reference", *native.LIBRARIES]
 

@@ -32,7 +32,8 @@ from tests.fixtures.neuron_stores import (
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage import slots
+from vllm_tiered.storage import direct_file
+from vllm_tiered.storage import reader as scatter_reader
 
 SHAPES = {"large": LARGE, "middle": MIDDLE, "small": SMALL}
 
@@ -203,7 +204,7 @@ def test_without_queues_of_the_system_threads_read(folders, monkeypatch):
     def refuse(depth):
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(slots, "AioQueue", refuse)
+    monkeypatch.setattr(scatter_reader, "AioQueue", refuse)
     with NeuronStore.open(folders["large"]) as store:
         into, far = region(LARGE, Precision.FULL, 35), np.arange(0, 70, 2)
         store.read(0, Precision.FULL, far, into, np.arange(35))
@@ -239,17 +240,17 @@ def test_at_most_as_many_readers_as_said(folders, monkeypatch):
         monkeypatch.setattr(os, "preadv", preadv)
         far = np.arange(0, 70, 2)
         store.read(0, Precision.FULL, far, region(LARGE, Precision.FULL, 35), np.arange(35))
-    assert 16 < most <= slots.NUM_READERS == 32
+    assert 16 < most <= scatter_reader.NUM_READERS == 32
 
 
 def test_without_direct_io_it_warns_and_reads(folders, monkeypatch, caplog):
-    monkeypatch.setattr(slots, "make_direct", lambda fd, probe: False)
+    monkeypatch.setattr(direct_file, "make_direct", lambda fd: False)
     with (
         caplog.at_level(logging.WARNING, logger="vllm.tiered"),
         NeuronStore.open(folders["middle"]) as store,
     ):
         assert not store.is_direct
-        assert "has no direct I/O" in caplog.text
+        assert "does not take O_DIRECT" in caplog.text
         for precision in Precision:
             into = region(MIDDLE, precision, 200, is_aligned=False)
             store.read(2, precision, np.arange(200), into, np.arange(200)[::-1].copy())

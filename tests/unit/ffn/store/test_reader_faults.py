@@ -18,7 +18,7 @@ from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.store import format as store_format
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.storage import slot_read, slots
+from vllm_tiered.storage import reader as scatter_reader
 from vllm_tiered.storage.aio import AioQueue
 
 
@@ -28,7 +28,7 @@ def case(request, tmp_path, monkeypatch):
     shape = SMALL if request.param.startswith("small") else LARGE
     store = NeuronStore.open(written(tmp_path / "store", shape))
     store._file.use_aio &= request.param.endswith("queued")
-    monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
+    monkeypatch.setattr(scatter_reader, "MIN_AIO_EXTENTS", 1)
     yield store, shape
     store.close()
 
@@ -198,8 +198,8 @@ def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return real(self, pointers[:3], num_under_way)
 
-    monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
-    monkeypatch.setattr(slots, "DEPTH", 8)
+    monkeypatch.setattr(scatter_reader, "MIN_AIO_EXTENTS", 1)
+    monkeypatch.setattr(scatter_reader, "DEPTH", 8)
     monkeypatch.setattr(AioQueue, "_submit", submit)
     far = np.arange(0, 70, 2)
     with NeuronStore.open(written(tmp_path / "store", LARGE)) as store:
@@ -229,7 +229,7 @@ def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
         return real(fd, buffers, offset)
 
     patch_reads(monkeypatch, hang)
-    monkeypatch.setattr(slot_read, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(scatter_reader, "SILENCE_SECONDS", 0.05)
     into = region(shape, Precision.INT8, 1)
     read = store.submit(0, Precision.INT8, ids(5), into, ids(0))
     threading.Timer(0.3, released.set).start()

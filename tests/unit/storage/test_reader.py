@@ -16,14 +16,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.storage import slots
+from vllm_tiered.storage import reader, verified_read
 from vllm_tiered.storage.aio import AioQueue
-from vllm_tiered.storage.checksums import checksum_of
-from vllm_tiered.storage.immutable_file import ALIGNMENT, aligned_pages
-from vllm_tiered.storage.slot_fetch import Fetcher
-from vllm_tiered.storage.slot_read import Section
-from vllm_tiered.storage.slot_work import EXTENT_BYTES
-from vllm_tiered.storage.slots import SlotFile
+from vllm_tiered.storage.checksums import checksum
+from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile, aligned_pages
+from vllm_tiered.storage.reader import EXTENT_BYTES, ScatterReader
+from vllm_tiered.storage.scatter_plan import Section
 
 POISON = 0xE5
 
@@ -48,9 +46,13 @@ class Slots:
         self.path = folder / f"{stride}-{offset}"
         self.content = np.random.default_rng(stride).integers(0, 256, (num_slots, stride), np.uint8)
         self.path.write_bytes(bytes(offset) + self.content.tobytes())
-        sums = np.array([checksum_of(slot.data) for slot in self.content], dtype=np.uint64)
+        sums = np.array([checksum(slot.data) for slot in self.content], dtype=np.uint64)
         self.section = Section(
-            offset=offset, stride=stride, num_bytes=stride, sums=sums, where="slot {}".format
+            offset=offset,
+            stride=stride,
+            num_bytes=stride,
+            checksums=sums,
+            describe="slot {}".format,
         )
 
     def memory(self, num_rows, *, is_aligned=True):
@@ -83,12 +85,13 @@ def files(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def always_queued(monkeypatch):
     """However few slots are wanted, and in several parts even if they are few."""
-    monkeypatch.setattr(slots, "MIN_AIO_EXTENTS", 1)
-    monkeypatch.setattr(slots, "AREA_BYTES", 4 * ALIGNMENT)
+    monkeypatch.setattr(reader, "MIN_AIO_EXTENTS", 1)
+    monkeypatch.setattr(reader, "AREA_BYTES", 4 * ALIGNMENT)
 
 
 def opened(one, **changes):
-    file = SlotFile(one.path, **changes)
+    direct_file = DirectFile.open(one.path)
+    file = ScatterReader(direct_file, name="tiered-test", remedy="write it again", **changes)
     if not file.is_direct:
         file.close()
         pytest.skip("no direct I/O here")
@@ -189,7 +192,7 @@ def test_a_block_is_read_once_and_neighbours_together(files, name, offset, use_a
         file = opened(one, use_aio=use_aio)
         read(file, one, wanted, one.memory(9), np.arange(len(wanted)))
         num_requests, num_blocks = one.num_requests(wanted)
-        assert file.use[:2] == (num_blocks * ALIGNMENT, num_requests)
+        assert file.stats[:2] == (num_blocks * ALIGNMENT, num_requests)
         file.close()
 
 
@@ -202,8 +205,8 @@ def test_an_extent_has_an_end(tmp_path, stride):
     into = one.memory(num_slots)
     read(file, one, np.arange(num_slots), into, np.arange(num_slots))
     assert (into.numpy() == one.content).all()
-    assert 4 <= file.use.num_reads <= 6
-    assert file.use.num_bytes <= one.path.stat().st_size + 7 * 2 * ALIGNMENT
+    assert 4 <= file.stats.num_reads <= 6
+    assert file.stats.num_bytes <= one.path.stat().st_size + 7 * 2 * ALIGNMENT
     file.close()
 
 
@@ -212,15 +215,15 @@ def test_every_size_is_given_to_the_system_at_once(files, name, monkeypatch):
     """No thread waits for a read of its own."""
     one = files[name, 0]
 
-    def fetch(*args):
+    def read_by_thread(*args):
         pytest.fail("a thread read")
 
-    monkeypatch.setattr(Fetcher, "fetch", fetch)
+    monkeypatch.setattr(verified_read, "_read", read_by_thread)
     disk = Disk(monkeypatch, one)
     file, into = opened(one), one.memory(20)
     read(file, one, np.arange(0, 60, 3), into, np.arange(20))
     assert (into.numpy() == one.content[::3]).all()
-    assert disk.num_requests == file.use.num_reads > 0
+    assert disk.num_requests == file.stats.num_reads > 0
     file.close()
 
 
@@ -345,7 +348,7 @@ def test_memory_in_between_is_not_shared(files, monkeypatch):
         meet.wait(timeout=30)
 
     monkeypatch.setattr(AioQueue, "read", read_)
-    monkeypatch.setattr(slots, "AREA_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "AREA_BYTES", 1 << 20)
     file = opened(one)
     first, second = one.memory(20), one.memory(20)
     wanted = np.arange(0, 60, 3)

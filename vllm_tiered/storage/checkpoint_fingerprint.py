@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells one checkpoint from another, without reading all of it."""
+"""Fingerprint of a checkpoint, made without reading all of it."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from vllm_tiered.units import KIB
 
 _SAMPLE_BYTES = 4 * KIB
 _SAMPLES = 997
-"""Of a file whose tensors cannot be told: a prime, so that they do not fall in step with layers."""
+"""Of a file whose format is unknown: a prime, so that samples do not fall in step with layers."""
 
-_NOT_THE_MODELS = ("_name_or_path", "transformers_version")
-"""Of its configuration: a model that was moved, or read by another version, is the same."""
+_ORIGIN_KEYS = ("_name_or_path", "transformers_version")
+"""Left out of the configuration: a model that was moved or read by another version is the same."""
 
 
 def fingerprint_of(config: Mapping[str, Any], files: Iterable[Path]) -> str:
-    """Of the configuration, the files' sizes and the ends and middle of every tensor.
+    """Return the hash of a configuration, file sizes and the ends and middle of every tensor.
 
     Args:
         config: a model's, JSON-safe.
@@ -37,9 +37,9 @@ def fingerprint_of(config: Mapping[str, Any], files: Iterable[Path]) -> str:
 
 
 def fingerprint_of_folder(folder: Path) -> str:
-    """Of a checkpoint as it lies on the disk: its config.json and its files of safetensors.
+    """Return the fingerprint of a checkpoint's folder: its config.json and safetensors files.
 
-    Whoever has the folder gets the same, whatever engine reads it.
+    It does not depend on the engine that reads the folder.
 
     Raises:
         OSError: a file cannot be read.
@@ -51,12 +51,12 @@ def fingerprint_of_folder(folder: Path) -> str:
 
 def _without_origin(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _without_origin(v) for k, v in value.items() if k not in _NOT_THE_MODELS}
+        return {k: _without_origin(v) for k, v in value.items() if k not in _ORIGIN_KEYS}
     return value
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """What a file's fingerprint is made of."""
+    """Yield the bytes that a file's fingerprint is made of."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         yield f"{path.name} {size}".encode()

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous scatter reader: slots of a file to rows of memory, past the page cache, verified.
+
+    file     │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ ...          slots have one size, the stride
+                          ╲        ╲
+    memory   │ row 0 │ row 1 │ row 2 │ row 3 │ ...              neighbours travel in one request
+
+Slots of whole blocks go straight to their rows. Of others the blocks around them are read to bounce
+buffers first.
+
+A read costs Python little for each slot: the list is cut into as few requests as neighbours allow
+(scatter_plan.py). One thread submits many requests to the system at once; where the system cannot
+do that, or they are few, threads share them out among themselves. A caller waits as long as the
+disk takes, as a model cannot go on without its weights; page_file.py reads the same plans with a
+deadline.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_tiered.devices.pages import PageIds
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.storage.aio import AioQueue
+from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile
+from vllm_tiered.storage.io_pool import BouncePool, IoPool
+from vllm_tiered.storage.scatter_plan import ScatterPlan, Section
+from vllm_tiered.storage.verified_read import RaiseOnLoss, read_extent, verify
+from vllm_tiered.units import KIB, MIB
+
+logger = logging.getLogger("vllm.tiered")
+
+EXTENT_BYTES = 256 * KIB
+"""At most of slots in one request, unless one alone is larger."""
+
+NUM_READERS = 32
+"""Threads, as LLM in a flash has them (its section 4)."""
+
+DEPTH = 128
+"""Requests that one thread has under way. Scattered bundles of 16 KiB take 51 us and 14 of the CPU,
+read by 32 threads 68 and 58; of 4 KiB 46 and 11, 63 and 56. A checksum, included, takes 2.2 and 0.9
+(medians of 8 interleaved rounds; 2 cores, busy with other work; virtio disk, 2026-11-22)."""
+
+MIN_AIO_EXTENTS = 8
+"""Fewer are not worth building requests for."""
+
+AREA_BYTES = 4 * MIB
+"""To which one thread reads blocks around slots, from which slots are copied: some hundred
+requests, so that waiting for the last of them costs little. As much memory is used as was needed
+so far."""
+
+SILENCE_SECONDS = 10.0
+
+
+class ReadStats(NamedTuple):
+    """Use of a file so far.
+
+    Attributes:
+        num_bytes: that the disk brought, blocks around small slots included.
+        num_reads: requests.
+        seconds: in which at least one read was under way.
+    """
+
+    num_bytes: int
+    num_reads: int
+    seconds: float
+
+
+class PendingRead:
+    """A read that is under way.
+
+    Args:
+        num_tasks: each puts its error, or None, into ``results``.
+        is_cancelled: whether a silent disk is not worth waiting for any more.
+    """
+
+    def __init__(self, path: Path, num_tasks: int, is_cancelled: threading.Event) -> None:
+        self._path = path
+        self._num_tasks = num_tasks
+        self._is_cancelled = is_cancelled
+        self.results: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether all slots have arrived, or failed to; never blocks."""
+        return self.results.qsize() >= self._num_tasks
+
+    def wait(self) -> None:
+        """Block until all slots are in their rows.
+
+        Raises:
+            IntegrityError: naming the file and the slot that is damaged, or cannot be read.
+        """
+        waited = 0.0
+        while self._num_tasks:
+            try:
+                error = self.results.get(timeout=SILENCE_SECONDS)
+            except Empty:
+                if self._is_cancelled.is_set():
+                    raise IntegrityError(
+                        f"{self._path} was closed while its disk was silent"
+                    ) from None
+                waited += SILENCE_SECONDS
+                logger.warning(
+                    "tiered: %s has been silent for %.0f s; the model waits for its weights",
+                    self._path,
+                    waited,
+                )
+                continue
+            self._num_tasks -= 1
+            self._error = self._error or error
+        if self._error is not None:
+            raise self._error
+
+
+class ScatterReader:
+    """Reader of a file of slots. Every slot is verified, and read once more if it is not intact.
+
+    Args:
+        file: closed with the reader.
+        name: of the threads.
+        remedy: what to do about a lost slot, for messages.
+        num_readers: threads.
+        extent_bytes: see :class:`ScatterPlan`.
+        use_aio: let one thread have many requests under way, where the system can.
+
+    Attributes:
+        is_direct: reads bypass the page cache.
+    """
+
+    def __init__(
+        self,
+        file: DirectFile,
+        *,
+        name: str,
+        remedy: str,
+        num_readers: int = NUM_READERS,
+        extent_bytes: int = EXTENT_BYTES,
+        use_aio: bool = True,
+    ) -> None:
+        self.is_direct = file.is_direct
+        self.use_aio = use_aio and file.is_direct
+        self._file = file
+        self._policy = RaiseOnLoss(file.path, remedy)
+        self._extent_bytes = extent_bytes
+        self._bounce = BouncePool(extent_bytes + 2 * ALIGNMENT)  # and the rest of two blocks
+        self._areas = BouncePool(AREA_BYTES)
+        self._pool = IoPool(name, num_readers)
+        self._queues: deque[AioQueue] = deque()
+        self._is_cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._num_bytes = self._num_reads = self._num_tasks = 0
+        self._seconds = self._begin = 0.0
+
+    @property
+    def stats(self) -> ReadStats:
+        """Use of the file so far."""
+        with self._lock:
+            return ReadStats(self._num_bytes, self._num_reads, self._seconds)
+
+    def submit(
+        self, section: Section, slots: PageIds, into: torch.Tensor, rows: PageIds
+    ) -> PendingRead:
+        """Begin to read slot ``slots[i]`` to row ``rows[i]``.
+
+        Args:
+            slots: int64 [n], in any order.
+            into: uint8 [num_rows, stride], contiguous, in memory that the CPU addresses; not to be
+                touched in these rows until the read is done.
+            rows: int64 [n], each once.
+        """
+        assert into.dtype == torch.uint8 and into.is_contiguous()
+        assert into.shape[1] == section.stride and len(slots) == len(rows)
+        memory: Bytes = into.numpy().reshape(-1)
+        plan = ScatterPlan(section, slots, rows, memory, extent_bytes=self._extent_bytes)
+        if len(slots):
+            assert plan.slots[0] >= 0 and plan.slots[-1] < len(section.checksums)
+            assert rows.min() >= 0 and rows.max() < len(into)
+        queue = self._acquire_queue() if plan.num_extents >= MIN_AIO_EXTENTS else None
+        if queue:
+            works = [partial(self._read_queued, plan, queue)]
+        else:
+            extents = iter(range(plan.num_extents))  # next() of it is one step for all threads
+            num_works = min(self._pool.size, plan.num_extents)
+            works = [partial(self._read_extents, plan, extents)] * num_works
+        read = PendingRead(self._file.path, len(works), self._is_cancelled)
+        with self._lock:
+            if works and not self._num_tasks:
+                self._begin = time.perf_counter()
+            self._num_tasks += len(works)
+        unfinished = [len(works)]
+        for work in works:
+            self._pool.submit(partial(self._run, plan, work, unfinished, read.results))
+        return read
+
+    def cancel(self) -> None:
+        """Let reads that a silent disk keeps waiting fail soon."""
+        self._is_cancelled.set()
+
+    def close(self) -> None:
+        """Let reads that are under way end, and close the file. Idempotent."""
+        self._pool.close(timeout_seconds=1.0)
+        self._file.close()
+        self._bounce.clear()
+        self._areas.clear()
+        while self._queues:
+            self._queues.pop().close()
+
+    def _acquire_queue(self) -> AioQueue | None:
+        if not self.use_aio:
+            return None
+        try:
+            return self._queues.pop()
+        except IndexError:
+            pass
+        try:
+            return AioQueue(DEPTH)
+        except OSError as error:
+            logger.info("tiered: %s is read by threads (no io_submit: %s)", self._file.path, error)
+            self.use_aio = False
+            return None
+
+    # Reader threads ---------------------------------------------------------------------
+
+    def _run(
+        self,
+        plan: ScatterPlan,
+        work: Callable[[], tuple[int, int]],
+        unfinished: list[int],
+        results: "SimpleQueue[BaseException | None]",
+    ) -> None:
+        """Run a task of a read: ``work`` returns bytes and requests."""
+        error: BaseException | None = None
+        num_bytes = num_reads = 0
+        try:
+            if not plan.is_given_up:
+                num_bytes, num_reads = work()
+        except OSError as failure:
+            plan.is_given_up = True
+            error = IntegrityError(f"{self._file.path} cannot be read ({failure.strerror})")
+        except BaseException as failure:
+            plan.is_given_up, error = True, failure
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._num_reads += num_reads
+            self._num_tasks -= 1
+            if not self._num_tasks:
+                self._seconds += time.perf_counter() - self._begin
+            unfinished[0] -= 1
+            if not unfinished[0]:
+                plan.release_memory()
+        results.put(error)
+
+    def _read_extents(self, plan: ScatterPlan, extents: Iterator[int]) -> tuple[int, int]:
+        """Read extents that no thread has taken yet, one after the other."""
+        num_bytes = num_reads = 0
+        with self._file as fd:
+            for extent in extents:
+                if plan.is_given_up:
+                    break
+                size = int(plan.sizes[extent])
+                if plan.is_direct:
+                    read_extent(fd, plan, extent, None, self._policy)
+                else:
+                    bounce = self._bounce.take(size)
+                    read_extent(fd, plan, extent, bounce.data, self._policy)
+                    slots = plan.cuts[extent : extent + 2]
+                    plan.copy_to_rows(bounce.data, plan.origins[extent], *slots)
+                    self._bounce.give(bounce)
+                num_bytes += size
+                num_reads += 1
+        return num_bytes, num_reads
+
+    def _read_queued(self, plan: ScatterPlan, queue: AioQueue) -> tuple[int, int]:
+        """Read all extents, many at a time."""
+        area = None if plan.is_direct else self._areas.take(int(plan.sizes.max()))
+        # Each extent has its rows to itself; an area is filled again when it has been emptied.
+        parts = [(0, plan.num_extents)] if area is None else plan.parts(len(area))
+        try:
+            with self._file as fd:
+                for first, end in parts:
+                    self._read_part(fd, plan, queue, area, first, end)
+        except OSError as error:
+            logger.warning("tiered: %s is read by threads from now on (%s)", self._file.path, error)
+            self.use_aio = False
+            return self._read_extents(plan, iter(range(plan.num_extents)))
+        finally:
+            self._queues.append(queue)  # nothing is under way in it, whatever happened
+            if area is not None:
+                self._areas.give(area)
+        return int(plan.sizes.sum()), plan.num_extents
+
+    def _read_part(
+        self, fd: int, plan: ScatterPlan, queue: AioQueue, area: Bytes | None, first: int, end: int
+    ) -> None:
+        """Read extents ``first`` to ``end``, to their rows or to ``area`` first.
+
+        Afterwards none is under way.
+
+        Raises:
+            OSError: the system does not take requests.
+        """
+        sizes = plan.sizes[first:end]
+        places = np.cumsum(sizes) - sizes
+        if area is None:
+            vectors, cuts = plan.vectors(), np.array(plan.cuts)
+        else:
+            vectors = np.stack((area.ctypes.data + places, sizes), axis=1).astype(np.uint64)
+            cuts = np.arange(len(sizes) + 1)
+        begins: list[int] = places.tolist()
+        with closing(queue.read(fd, vectors, cuts, plan.offsets[first:end])) as reading:
+            for turn, result in reading:
+                extent = first + turn
+                if area is None:
+                    verify(fd, plan, extent, result, None, self._policy)
+                    continue
+                bounce = area.data[begins[turn] :]
+                verify(fd, plan, extent, result, bounce, self._policy)
+                slots = plan.cuts[extent : extent + 2]
+                plan.copy_to_rows(bounce, plan.origins[extent], *slots)
