@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the store to a GPU: a disk writes to pinned host memory, and copies go on from there.
 
-    store ─── ScatterReader ──► bounce buffer 0 │ 1 │ ... ─── Device.copy ──► cache slots, or staging
+    store ─── ScatterReader ──► bounce buffer 0 │ 1 │ ... ── Device.copy ──► cache slots, or staging
                                 read, then copied, then free again
 
 A bounce buffer is read to again only when its last copy is done.
