@@ -186,7 +186,7 @@ def test_top_ranks_over_a_base_in_4_bit(
 
 
 def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step fails; what did not arrive is brought by the next one that wants it."""
+    """The step fails; what did not arrive is loaded by the next one that wants it."""
     shape, mix = ffn.shape, Mix.from_shares((0.3, 0, 0))
     plan = mixed(ffn, (0.3, 0, 0))
     predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]

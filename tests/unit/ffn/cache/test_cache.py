@@ -186,7 +186,7 @@ def test_a_neuron_is_in_one_buffer_of_its_layer(name, schedule):
 
 
 def test_a_better_precision_will_do_while_there_is_room():
-    """Its bytes are there; a neuron that needs more bits than before is brought."""
+    """Its bytes are there; a neuron that needs more bits than before is loaded."""
     full, int8 = Precision.FULL, Precision.INT8
     layer = LayerCache({full: AdjacentTokenCache(4, 20), int8: AdjacentTokenCache(4, 20)})
     layer.commit(layer.plan({full: ids(1, 2, 3), int8: ids(4, 5)}))
@@ -207,7 +207,7 @@ def test_for_each_that_stays_better_one_may_stay_worse():
     wanted = {full: ids(1, 2, 3, 7), int8: ids(4, 5, 6)}
     assert layer.plan(wanted).num_loads == 3
     plan = layer.plan(wanted, scores)
-    assert plan.num_loads == 2  # 3 stays in 8 bit, as 4 stays in 16; 7 and 6 are brought
+    assert plan.num_loads == 2  # 3 stays in 8 bit, as 4 stays in 16; 7 and 6 are loaded
     layer.commit(plan)
     assert set(layer.caches[full].resident()) == {1, 2, 4, 7}
     assert set(layer.caches[int8].resident()) == {3, 5, 6}
