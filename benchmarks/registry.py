@@ -62,7 +62,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         Benchmark(
             name="kv_policy",
-            summary="what reading ahead gives: interleave and fifo against copying on demand",
+            summary="what reading ahead gives: interleave against copying on demand",
             module="benchmarks.suites.kv.policy",
         ),
         Benchmark(

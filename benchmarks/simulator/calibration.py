@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the CPU machine against what vLLM did there.
+"""Calibration: the model of the CPU machine against what vLLM did there.
 
 The figures are the table of docs/notes/kv-swapping.md: 36 ShareGPT requests at once,
 SmolLM2-135M, blocks of 32 tokens. The constants of the machine `cpu-2core` marked as calibrated
@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import sharegpt_requests
-from benchmarks.simulator.models import MODELS
+from benchmarks.simulator.models import MODELS, page_bytes
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
 from vllm_tiered.kv.layout import num_far_for_expansion
@@ -45,7 +45,7 @@ def calibration_case(near_blocks: int) -> Case:
         machine=load_profile("cpu-2core"),
         model=model,
         trace=Trace(arrivals=arrivals, horizon_s=1e6),
-        near_bytes=near_blocks * model.num_layers * model.page_bytes(32),
+        near_bytes=near_blocks * model.num_layers * page_bytes(model, 32),
         block_tokens=32,
         max_num_seqs=36,
         partial_blocks_resident=True,

@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping
 
 from benchmarks.simulator.calibration import calibration_case
-from benchmarks.simulator.models import MODELS
+from benchmarks.simulator.models import MODELS, page_bytes
 from benchmarks.simulator.simulation import Case, Run, simulate
 from benchmarks.simulator.trace import LENGTHS, Trace
 from vllm_tiered.kv.layout import expansion_of
@@ -44,7 +44,7 @@ def eighth_demand() -> dict[str, dict[str, float]]:
 
 
 def _cases() -> Mapping[str, Case]:
-    """Loads with any near memory: all requests at once."""
+    """Return the cases by name, all requests at once; the near memory is set later."""
     cpu = calibration_case(near_blocks=1)
     free_copies = dataclasses.replace(
         cpu.machine, near_bytes_per_copied_byte=0.0, far_layer_overhead_us=0.0
@@ -74,14 +74,14 @@ def _saturated(machine_name: str, model: str) -> Case:
 def _half_of(case: Case) -> dict[str, float]:
     ceiling = _ceiling(case)
     half = _with_share(case, ceiling, 2)
-    fixed = {level: simulate(half, level) for level in range(half.levels.highest + 1)}
+    fixed = {level: simulate(half, level) for level in range(len(half.levels.ladder))}
     best = max(fixed, key=lambda level: fixed[level].tokens_per_s)
     on_demand = simulate(dataclasses.replace(half, prefetches=False), best)
     return {
         "fraction_of_ceiling": fixed[best].tokens_per_s / ceiling.tokens_per_s,
         "gain_over_no_far_layer": fixed[best].tokens_per_s / fixed[0].tokens_per_s,
         "gain_over_on_demand": fixed[best].tokens_per_s / on_demand.tokens_per_s,
-        "best_expansion": expansion_of(case.model.num_layers, half.levels.num_far(best)),
+        "best_expansion": expansion_of(case.model.num_layers, half.levels.ladder[best].num_far),
         "stall_fraction": fixed[best].stall_seconds / fixed[best].busy_seconds,
         "ceiling_tokens_per_s": ceiling.tokens_per_s,
         "peak_blocks": ceiling.peak_blocks,
@@ -101,7 +101,7 @@ def _eighth_of(case: Case) -> dict[str, float]:
 
 
 def _ceiling(case: Case) -> Run:
-    """The load with near memory for all of it."""
+    """Run the load with near memory for all of it."""
     most_blocks = sum(
         1 + -(-(arrival.prompt_tokens + arrival.output_tokens) // case.block_tokens)
         for arrival in case.trace.arrivals
@@ -115,4 +115,4 @@ def _with_share(case: Case, ceiling: Run, divisor: int) -> Case:
 
 
 def _block_bytes(case: Case) -> int:
-    return case.model.num_layers * case.model.page_bytes(case.block_tokens)
+    return case.model.num_layers * page_bytes(case.model, case.block_tokens)

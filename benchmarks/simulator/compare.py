@@ -29,10 +29,13 @@ DEFINITIONS = {
 
 
 def fixed_levels(case: Case, stride: int) -> list[int]:
-    """Return the levels to try: none far, from 3 on every `stride`-th, and the highest; where
-    partial blocks move, from half of the layers on."""
+    """Return the levels to try, as places on the ladder.
+
+    None offloaded, from 3 layers on every `stride`-th, and the highest; where partial blocks are
+    offloaded too, from half of the layers on.
+    """
     levels = case.levels
-    most, top = levels.max_num_far, levels.highest
+    most, top = levels.max_num_far, len(levels.ladder) - 1
     moving = range(most + most // 2, top + 1, stride)
     return sorted({0, *range(3, most + 1, stride), most, *moving, top})
 
@@ -48,7 +51,7 @@ def compare(auto: Run, fixed: Mapping[int, Run], case: Case, *, is_steady: bool)
     n = case.model.num_layers
 
     def expansion(level: int) -> float:
-        return expansion_of(n, levels.num_far(level))
+        return expansion_of(n, levels.ladder[level].num_far)
 
     return {
         "tokens_per_s": auto.tokens_per_s,
@@ -67,7 +70,7 @@ def compare(auto: Run, fixed: Mapping[int, Run], case: Case, *, is_steady: bool)
         "seconds_per_token": auto.seconds_per_token,
         "fixed": {
             f"{expansion(level):.2f}"
-            f"{'' if levels.partial_blocks_resident(level) else ', partial blocks too'}": {
+            f"{'' if levels.ladder[level].partial_blocks_resident else ', partial blocks too'}": {
                 "tokens_per_s": run.tokens_per_s,
                 "stall_fraction": _stall(run),
                 "preemptions": run.num_preempted,
@@ -99,11 +102,16 @@ def steps_to_converge(run: Run, levels: KvLevels) -> int | None:
 def _spans_of_sameness(run: Run, levels: KvLevels, final: int) -> list[tuple[int, int, bool]]:
     """Merge neighbouring spans by whether their expansion is near that of `final`."""
     n = levels.num_layers
-    wanted = expansion_of(n, levels.num_far(final))
+    wanted = expansion_of(n, levels.ladder[final].num_far)
     spans: list[tuple[int, int, bool]] = []
     for start, end, level in _spans(run):
-        is_near = levels.partial_blocks_resident(level) == levels.partial_blocks_resident(final)
-        is_near &= abs(expansion_of(n, levels.num_far(level)) - wanted) <= _NEAR_FINAL * wanted
+        is_near = (
+            levels.ladder[level].partial_blocks_resident
+            == levels.ladder[final].partial_blocks_resident
+        )
+        is_near &= (
+            abs(expansion_of(n, levels.ladder[level].num_far) - wanted) <= _NEAR_FINAL * wanted
+        )
         if spans and spans[-1][2] == is_near:
             start = spans.pop()[0]
         spans.append((start, end, is_near))
@@ -111,14 +119,14 @@ def _spans_of_sameness(run: Run, levels: KvLevels, final: int) -> list[tuple[int
 
 
 def _spans(run: Run) -> list[tuple[int, int, int]]:
-    """(First step, end, level) of the run's levels."""
+    """Return (first step, end, level) of the run's levels."""
     starts = [0, *(change.step for change in run.changes)]
-    levels = [0, *(change.level for change in run.changes)]
+    levels = [0, *(change.level_idx for change in run.changes)]
     return list(zip(starts, [*starts[1:], run.steps], levels, strict=True))
 
 
 def _median_level(run: Run, first_step: int) -> int:
-    """The median level over the steps from `first_step` on."""
+    """Return the median level over the steps from `first_step` on."""
     parts = [
         (level, end - max(start, first_step))
         for start, end, level in _spans(run)

@@ -1,34 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models as the simulator sees them. Machines are in `vllm_tiered/planner/machine.py`."""
+"""Models that the simulator serves, as the planner's shapes. Machines are in `planner/profiles`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
+
+from vllm_tiered.planner.model_shape import ModelShape, model_shape
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """A dense transformer with uniform full attention, in 16 bit."""
-
-    num_layers: int
-    num_parameters: float
-    kv_heads: int
-    head_size: int
-
-    @property
-    def weight_bytes(self) -> float:
-        return 2 * self.num_parameters
-
-    def page_bytes(self, block_tokens: int) -> int:
-        """KV bytes of one block in one layer."""
-        return 2 * 2 * self.kv_heads * self.head_size * block_tokens
+def page_bytes(shape: ModelShape, block_tokens: int) -> int:
+    """Return the KV bytes of one block in one layer."""
+    return shape.kv_bytes_per_token // shape.num_layers * block_tokens
 
 
-MODELS: Mapping[str, ModelShape] = {
-    "smollm2-135m": ModelShape(num_layers=30, num_parameters=134.5e6, kv_heads=3, head_size=64),
-    "opt-13b": ModelShape(num_layers=40, num_parameters=12.85e9, kv_heads=40, head_size=128),
-    "opt-30b": ModelShape(num_layers=48, num_parameters=29.97e9, kv_heads=56, head_size=128),
-    "llama-13b": ModelShape(num_layers=40, num_parameters=13.02e9, kv_heads=40, head_size=128),
-    "llama-3-8b": ModelShape(num_layers=32, num_parameters=8.03e9, kv_heads=8, head_size=128),
+def _opt(num_layers: int, hidden: int, heads: int) -> Mapping[str, Any]:
+    return {
+        "model_type": "opt",
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+    }
+
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "smollm2-135m": {
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "opt-13b": _opt(40, 5120, 40),
+    "opt-30b": _opt(48, 7168, 56),
+    "llama-13b": {
+        "model_type": "llama",
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "intermediate_size": 13824,
+        "vocab_size": 32000,
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
 }
+"""The sizes in the models' config.json, by name."""
+
+MODELS: Mapping[str, ModelShape] = {name: model_shape(config) for name, config in CONFIGS.items()}

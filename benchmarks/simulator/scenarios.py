@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads and machines on which the controller is judged, by name."""
+"""Loads and machines on which the controller is evaluated, by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scenario:
     uses_storage: bool = False
 
     def case(self, *, seconds: float, noise: float, seed: int) -> Case:
-        """The scenario stretched to `seconds`."""
+        """Return the scenario stretched to `seconds`."""
         phases = [(share * seconds, rate) for share, rate in self.phases]
         return Case(
             machine=load_profile(self.machine),
@@ -59,7 +59,7 @@ class Scenario:
 
 
 def _cpu(**changes: object) -> Scenario:
-    """The machine that this project is measured on."""
+    """Return a scenario on the machine that this project is measured on."""
     common: dict[str, object] = {
         "machine": "cpu-2core",
         "model": "smollm2-135m",

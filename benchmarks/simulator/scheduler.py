@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler under an elastic block limit, one call a step.
+"""A model of vLLM's scheduler under an elastic block limit, one call a step.
 
 Running requests come first, in the order of admission: a decoding one takes a token, a prefilling
 one a chunk of what is left of the token budget; one that finds no free block preempts the last
 admitted, which is computed again later. Then waiting requests are admitted while their blocks and
-partial blocks fit. Decoding requests are not visited in every step but only when they need a block
-or end, so a step costs what happens in it.
+partial blocks fit. Decoding requests are visited only when they need a block or end, so a step
+costs what happens in it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulator.trace import Arrival
+from vllm_tiered.kv.admission import Admission
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
-from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.kv.layout import KvLevels, Level
 
 
 class Request:
-    """A request's way: waiting, prefilling, decoding; back to waiting when preempted."""
+    """A request: waiting, prefilling, then decoding; waiting again when preempted."""
 
     __slots__ = (
         "arrival",
@@ -51,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """What one step computes, and what the controller is told of it."""
+    """What one step computes, and what the controller gets to know."""
 
     num_requests: int
     scheduled_tokens: int
@@ -62,8 +65,38 @@ class StepWork:
     used_blocks: int
 
 
+class CountedBlocks:
+    """A free list of which only the length matters; ids are made up when blocks are taken."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_free = num_blocks
+        self._ids = itertools.count()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request holds and that are not reserved."""
+        return self._num_free
+
+    def take(self, count: int) -> list[int]:
+        """Take blocks to reserve them."""
+        self.allocate(count)
+        return list(itertools.islice(self._ids, count))
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Put reserved blocks back."""
+        self.free(len(block_ids))
+
+    def allocate(self, count: int) -> None:
+        """Give a request blocks."""
+        self._num_free -= count
+
+    def free(self, count: int) -> None:
+        """Take a request's blocks back."""
+        self._num_free += count
+
+
 class SimulatedScheduler:
-    """Requests, blocks and the level; knows no time.
+    """Requests, blocks and the level, without any notion of time.
 
     Args:
         levels: the near budget.
@@ -73,7 +106,7 @@ class SimulatedScheduler:
     """
 
     def __init__(
-        self, levels: KvLevels, *, max_num_seqs: int, max_batched_tokens: int, level: int
+        self, levels: KvLevels, *, max_num_seqs: int, max_batched_tokens: int, level: Level
     ) -> None:
         self.levels = levels
         self.waiting: deque[Request] = deque()
@@ -83,11 +116,12 @@ class SimulatedScheduler:
             geometry=levels.geometry(level), usable_blocks=levels.max_blocks
         )
         self.expansion = Expansion(levels, self.elastic, level)
-        self.used_blocks = 0
+        self._pool = CountedBlocks(levels.max_blocks)
+        self._admission = Admission(self.elastic, self._pool, self.expansion)
+        self._admission.start()
         self.num_preempted = 0
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
-        self._block_ids = itertools.count()
         self._names = itertools.count()
         self._orders = itertools.count()
         self._prefilling: dict[str, Request] = {}
@@ -96,18 +130,18 @@ class SimulatedScheduler:
         self._num_decoding = 0
         self._context_tokens = 0  # of decoding requests
         self._step = 0
-        self._reserve(self.elastic.excess)
 
     @property
-    def free_blocks(self) -> int:
-        return self.elastic.released_blocks - self.used_blocks
+    def used_blocks(self) -> int:
+        """Blocks that requests hold."""
+        return self._admission.used_blocks
 
     def add(self, arrival: Arrival) -> None:
-        """A request arrives."""
+        """Add a request that arrives."""
         self.waiting.append(Request(f"r{next(self._names)}", arrival))
 
     def longest_blocks(self) -> int:
-        """Blocks of the largest request that runs or is next to run, at its present length."""
+        """Return the blocks of the largest request that runs or is next, at its present length."""
         longest = 0
         for request in self.running.values():
             longest = max(longest, request.blocks)
@@ -116,7 +150,7 @@ class SimulatedScheduler:
         return longest
 
     def schedule(self) -> StepWork:
-        """Plan one step and count it as run. Nothing may run without waiting or running ones."""
+        """Plan one step and count it as run. There must be a running or waiting request."""
         self._step += 1
         preempted_before = self.num_preempted
         self._extend_decoding()
@@ -145,7 +179,7 @@ class SimulatedScheduler:
         )
 
     def end_step(self, now_s: float) -> None:
-        """Requests that made their last token leave; their blocks are free in the next step."""
+        """Finish requests that made their last token; their blocks are free in the next step."""
         for request, epoch in self._ending.pop(self._step, ()):
             if request.epoch == epoch:
                 self._num_decoding -= 1
@@ -154,12 +188,16 @@ class SimulatedScheduler:
                 request.epoch += 1
                 request.finished_s = now_s
                 self.finished.append(request)
-        self.elastic.release()
+        self._admission.release_blocks()
 
     def change_level(self) -> tuple[int, int]:
-        """Withhold what must be, and go one step towards the target (see `Expansion`)."""
-        self._reserve(min(self.elastic.excess, self.free_blocks))
-        return self.expansion.next_step()
+        """Go one step towards the target level (see `Admission`).
+
+        Returns the offloaded layers of the next step, and those that are written out behind it.
+        """
+        level = self._admission.change_level()
+        assert level.num_far is not None and level.num_far_next is not None
+        return level.num_far, level.num_far_next
 
     # Running requests -------------------------------------------------------------------
 
@@ -176,7 +214,7 @@ class SimulatedScheduler:
         self._due.setdefault(step, []).append((request, request.epoch))
 
     def _extend_prefilling(self, budget: int) -> tuple[int, int]:
-        """Chunks of requests that were admitted before: (tokens, tokens of context)."""
+        """Schedule chunks of requests that prefill; return (tokens, tokens of context)."""
         tokens = context = 0
         for request in list(self._prefilling.values()):
             chunk = min(request.prefill_end - request.computed, budget - tokens)
@@ -192,13 +230,13 @@ class SimulatedScheduler:
 
     def _take(self, request: Request, count: int) -> bool:
         """Give a running request blocks; False if it had to be preempted itself."""
-        while self.free_blocks < count:
+        while self._pool.num_free < count:
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
             if victim is request:
                 return False
         request.blocks += count
-        self.used_blocks += count
+        self._pool.allocate(count)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -213,13 +251,13 @@ class SimulatedScheduler:
         request.computed = 0
         request.prefill_end = request.arrival.prompt_tokens + request.made
         self._leave(request)
-        self.elastic.release()
+        self._admission.release_blocks()
         self.waiting.appendleft(request)
 
     def _leave(self, request: Request) -> None:
         del self.running[request.name]
         self._prefilling.pop(request.name, None)
-        self.used_blocks -= request.blocks
+        self._pool.free(request.blocks)
         request.blocks = 0
         self.elastic.end(request.name)
 
@@ -230,30 +268,30 @@ class SimulatedScheduler:
     # Waiting requests -------------------------------------------------------------------
 
     def _admit(self, budget: int) -> tuple[int, int, bool]:
-        """(Tokens, tokens of context, whether one was refused for want of blocks)."""
+        """Admit waiting requests.
+
+        Returns (tokens, tokens of context, whether one was refused for lack of blocks).
+        """
         tokens = context = 0
         while self.waiting and len(self.running) < self._max_num_seqs and tokens < budget:
             request = self.waiting[0]
             chunk = min(request.prefill_end, budget - tokens)
-            extra = self.elastic.blocks_to_reserve(request.name)
             count = self._blocks_of(chunk)
             whole = self._blocks_of(request.prefill_end)
-            if whole > self.free_blocks or count > self.free_blocks - extra:
+            allocate = functools.partial(self._allocate_first, count, whole)
+            if self._admission.admit(request.name, request.prefill_end, allocate) is None:
                 return tokens, context, True
             self.waiting.popleft()
-            self._reserve(extra)
-            self.elastic.admit(request.name, request.prefill_end)
             request.order = next(self._orders)
             request.computed = chunk
             request.blocks = count
-            self.used_blocks += count
             self.running[request.name] = self._prefilling[request.name] = request
             tokens += chunk
             context += chunk
         return tokens, context, False
 
     def _begin_decoding(self) -> int:
-        """Prefills that are over make a token and decode from the next step on; how many."""
+        """Let requests whose prefill is over make a token and decode; return how many."""
         over = [r for r in self._prefilling.values() if r.computed >= r.prefill_end]
         for request in over:
             del self._prefilling[request.name]
@@ -275,5 +313,9 @@ class SimulatedScheduler:
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.levels.block_tokens)
 
-    def _reserve(self, count: int) -> None:
-        self.elastic.reserved.extend(itertools.islice(self._block_ids, count))
+    def _allocate_first(self, count: int, whole: int, num_reserved: int) -> int | None:
+        """Allocate a request's first blocks; its whole prefill must fit, as in vLLM."""
+        if whole > self._pool.num_free or count > self._pool.num_free - num_reserved:
+            return None
+        self._pool.allocate(count)
+        return count

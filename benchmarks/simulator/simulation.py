@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a load on a machine: at a fixed level, or with the controller that serves use."""
+"""Simulation of a load on a machine, at a fixed level or with the product's controller."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from benchmarks.simulator.models import ModelShape
+from benchmarks.simulator.models import page_bytes
 from benchmarks.simulator.scheduler import SimulatedScheduler
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
 from vllm_tiered.kv import controller
-from vllm_tiered.kv.controller_context import DEFAULT_TUNING, STORAGE_TUNING
-from vllm_tiered.kv.layout import STAGING_BUFFERS, KvLevels, expansion_of, max_num_far
+from vllm_tiered.kv.layout import STAGING_BUFFERS, KvLevels, Level, expansion_of, max_num_far
+from vllm_tiered.kv.tuning import BLOCKS_TO_GROW, DEFAULT_TUNING, STORAGE_TUNING
 from vllm_tiered.planner.machine import Machine
-
-_BLOCKS_TO_GROW = 4  # as the adapter asks for, above the longest live request
+from vllm_tiered.planner.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is simulated, but for the level.
+    """Everything that is simulated, but for the level.
 
     Attributes:
         near_bytes: KV budget.
@@ -54,19 +53,19 @@ class Case:
     def levels(self) -> KvLevels:
         """The levels of this budget."""
         n = self.model.num_layers
-        page_bytes = self.model.page_bytes(self.block_tokens)
-        near_pages = int(self.near_bytes // page_bytes)
+        bytes_per_page = page_bytes(self.model, self.block_tokens)
+        near_pages = int(self.near_bytes // bytes_per_page)
         most = max(m for m in range(max_num_far(n) + 1) if self._is_allowed(m))
         levels = KvLevels(
             num_layers=n,
-            page_bytes=page_bytes,
+            page_bytes=bytes_per_page,
             block_tokens=self.block_tokens,
             near_pages=near_pages,
             max_num_far=most,
             max_blocks=near_pages,
             offloads_partial_blocks=not (self.partial_blocks_resident or self.uses_storage),
         )
-        blocks = max(levels.block_limit(m, 0) for m in range(most + 1))
+        blocks = max(levels.block_limit(Level(m), 0) for m in range(most + 1))
         return dataclasses.replace(levels, max_blocks=blocks)
 
     def _is_allowed(self, num_far: int) -> bool:
@@ -92,13 +91,13 @@ class Change:
 
     step: int
     time_s: float
-    level: int
+    level_idx: int
     reason: str
 
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """What a simulation gave."""
+    """Results of a simulation."""
 
     seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -152,7 +151,7 @@ class _Simulation:
             self._levels,
             max_num_seqs=case.max_num_seqs,
             max_batched_tokens=case.max_batched_tokens,
-            level=fixed or 0,
+            level=self._levels.ladder[fixed or 0],
         )
         self._timer = StepTimer(
             case.machine, case.model, self._levels.page_bytes, prefetches=case.prefetches
@@ -194,18 +193,19 @@ class _Simulation:
         scheduler, run, case = self._scheduler, self._run, self._case
         expansion = scheduler.expansion
         work = scheduler.schedule()
-        level, num_far = expansion.level, expansion.num_far
+        level, num_far = expansion.level, expansion.level.num_far
+        level_idx = self._levels.ladder.index(level)
         was_settled = expansion.is_settled
         # Of blocks that change, only the way back is on the link that is modelled, the reads'.
         num_partial = min(work.num_requests, work.used_blocks)
-        read_blocks = work.used_blocks - num_partial * expansion.partial_blocks_resident
+        read_blocks = work.used_blocks - num_partial * level.partial_blocks_resident
         time = self._timer.step(
             num_far=num_far,
             scheduled_tokens=work.scheduled_tokens,
             context_tokens=work.context_tokens,
             num_requests=work.num_requests,
             read_blocks=read_blocks,
-            written_blocks=0 if expansion.partial_blocks_resident else num_partial,
+            written_blocks=0 if level.partial_blocks_resident else num_partial,
             num_staging_buffers=STAGING_BUFFERS,
             link_share=case.trace.link_share(now),
             link_busy_s=self._link_busy_s,
@@ -216,7 +216,7 @@ class _Simulation:
         scheduler.end_step(now)
         self._link_busy_s = max(0.0, self._relocate(num_far, read_blocks) - seconds)
         run.steps += 1
-        run.steps_at[level] = run.steps_at.get(level, 0) + 1
+        run.steps_at[level_idx] = run.steps_at.get(level_idx, 0) + 1
         run.busy_seconds += seconds
         run.stall_seconds += time.stall_seconds * noise
         run.output_tokens += work.output_tokens
@@ -229,7 +229,7 @@ class _Simulation:
         self._note_until(now)
         if self._fixed is None:
             signals = controller.Signals(
-                level=level,
+                level_idx=level_idx,
                 is_settled=was_settled,
                 seconds=seconds,
                 tokens=work.output_tokens,
@@ -247,28 +247,29 @@ class _Simulation:
         return now
 
     def _needed_blocks(self) -> int:
-        """Of the longest request at its present length; looked up now and then."""
+        """Return the blocks of the longest request at its present length; it is updated rarely."""
         if self._run.steps % 16 == 1 or not self._scheduler.running:
-            longest = self._scheduler.longest_blocks() + _BLOCKS_TO_GROW
+            longest = self._scheduler.longest_blocks() + BLOCKS_TO_GROW
             self._needed = min(longest, self._max_request_blocks)
         return self._needed
 
     def _control(self, signals: controller.Signals, now: float) -> None:
         decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
         expansion = self._scheduler.expansion
-        if decision.level != expansion.target:
+        target = self._levels.ladder[decision.level_idx]
+        if target != expansion.target:
             self._run.changes.append(
                 Change(
                     step=self._run.steps,
                     time_s=now,
-                    level=decision.level,
+                    level_idx=decision.level_idx,
                     reason=decision.reason,
                 )
             )
-            expansion.aim(decision.level)
+            expansion.aim(target)
 
     def _relocate(self, before: int, used_blocks: int) -> float:
-        """Let the level move; seconds for which the link is busy with the layers that do."""
+        """Let the level move; return the seconds for which moving layers keep the link busy."""
         machine = self._case.machine
         after, num_far_next = self._scheduler.change_level()
         bytes_per_layer = used_blocks * self._levels.page_bytes
@@ -281,7 +282,7 @@ class _Simulation:
     def _note_until(self, now: float) -> None:
         meter, case, scheduler = self._meter, self._case, self._scheduler
         while now >= meter.end_s:
-            num_far = scheduler.expansion.num_far
+            num_far = scheduler.expansion.level.num_far
             busy = meter.busy_s or 1.0
             self._run.timeline.append(
                 Interval(
@@ -298,10 +299,10 @@ class _Simulation:
 
 
 def _longest_blocks(case: Case, levels: KvLevels, fixed: int | None) -> int:
-    """Blocks of the longest request. Raises ValueError if no level holds it."""
+    """Return the blocks of the longest request; raise ValueError if no level holds it."""
     longest = max((a.prompt_tokens + a.output_tokens for a in case.trace.arrivals), default=0)
-    candidates = [fixed] if fixed is not None else list(range(levels.highest + 1))
-    most = max(levels.geometry(m).max_request_tokens(levels.max_blocks) for m in candidates)
+    candidates = levels.ladder if fixed is None else (levels.ladder[fixed],)
+    most = max(levels.geometry(level).max_request_tokens(levels.max_blocks) for level in candidates)
     if longest > most:
         raise ValueError(
             f"the longest request has {longest} tokens, but {case.near_bytes / 1e9:.2f} GB of near"

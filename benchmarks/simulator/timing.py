@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a step: layers compute one after another, far ones wait until they are staged.
+"""The time of a step: layers compute in order, offloaded ones wait until they are staged.
 
              ┌ overhead ┐
     compute  │··········│ 0 │ 1 │ 2 │··stall··│ 3 │ 4 │ ...        far layers: 2, 3, ...
     link     │ read 2 │  read 3              │ read 5: layer 2's buffer is free │
 
-Compute of a layer is the larger of its memory traffic and its arithmetic (roofline). Copies that
-share the near tier's bandwidth slow compute down, but for those that compute stands still for.
+The roofline's parts and the overhead are the planner's. The planner adds up attention and products
+of each sublayer, for one batch of equal requests. Here all layers take the same time, and attention
+is inside the roofline (the larger of all memory traffic and all arithmetic): that is what the
+constants of the machine `cpu-2core` were calibrated with, and a simulation times millions of steps.
+Copies that share the near tier's bandwidth slow compute down, but for those that compute stands
+still for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.simulator.models import ModelShape
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.step_time import roofline_of, step_overhead_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +33,10 @@ class StepTime:
 
 
 class StepTimer:
-    """Times steps of one model on one machine. All layers take the same time.
+    """Timer of one model's steps on one machine; all layers take the same time.
 
-    Without `prefetches` each far layer waits for reads that begin when it is due (`on_demand`).
+    Without `prefetches` each offloaded layer waits for reads that begin when it is due
+    (`on_demand`).
     """
 
     def __init__(
@@ -40,7 +46,9 @@ class StepTimer:
         self._machine = machine
         self._model = model
         self._page_bytes = page_bytes
-        self._token_bytes = 4 * model.kv_heads * model.head_size * model.num_layers
+        # All weights count, embeddings too: the calibrated constants are for them.
+        self._weight_bytes = model.layer_bytes + model.other_bytes
+        self._num_weights = self._weight_bytes / model.dtype_bytes
         self._far_layers = [
             interleave(model.num_layers, m).offloaded for m in range(model.num_layers)
         ]
@@ -74,15 +82,18 @@ class StepTimer:
         machine, model = self._machine, self._model
         near = machine.near_gb_per_s * 1e9
         read_bytes = read_blocks * self._page_bytes
-        memory_s = (model.weight_bytes + context_tokens * self._token_bytes) / near
-        arithmetic_s = 2 * model.num_parameters * scheduled_tokens / (machine.tflops * 1e12)
+        roofline = roofline_of(
+            machine,
+            weight_bytes=self._weight_bytes,
+            num_weights=self._num_weights,
+            tokens=scheduled_tokens,
+            kv_bytes=context_tokens * model.kv_bytes_per_token,
+        )
         copied = (read_blocks + written_blocks) * self._page_bytes * num_far * self._prefetches
         taken = copied * machine.near_bytes_per_copied_byte
-        compute_s = max(memory_s, arithmetic_s) + taken / near
+        compute_s = max(roofline.weights + roofline.kv, roofline.arithmetic) + taken / near
         compute_s += num_far * machine.far_layer_overhead_us * 1e-6
-        overhead_s = (
-            machine.step_overhead_ms * 1e-3 + num_requests * machine.request_overhead_us * 1e-6
-        )
+        overhead_s = step_overhead_seconds(machine, num_requests)
         layer_s = compute_s / model.num_layers
         transfer_s = read_bytes / (machine.read_gb_per_s * 1e9 * link_share)
         if self._prefetches:

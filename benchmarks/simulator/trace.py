@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads: when requests of which lengths arrive, and when others use the link."""
+"""Loads: when requests of which lengths arrive, and when other processes use the link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A request: when it arrives, and its tokens."""
+    """A request's arrival time and its tokens."""
 
     arrival_s: float
     prompt_tokens: int
@@ -29,7 +29,7 @@ class Lengths:
     max_tokens: int = 1024
 
     def draw(self, rng: random.Random, arrival_s: float) -> Arrival:
-        """One request."""
+        """Return one request."""
         return Arrival(
             arrival_s=arrival_s,
             prompt_tokens=self._one(rng, self.prompt_mean, self.prompt_sigma),

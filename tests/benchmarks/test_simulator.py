@@ -18,7 +18,7 @@ from benchmarks.simulator.compare import (
     run_fixed,
     steps_to_converge,
 )
-from benchmarks.simulator.models import MODELS, ModelShape
+from benchmarks.simulator.models import MODELS, page_bytes
 from benchmarks.simulator.plot import plot_timeline
 from benchmarks.simulator.scenarios import SCENARIOS
 from benchmarks.simulator.scheduler import SimulatedScheduler
@@ -33,8 +33,9 @@ from benchmarks.simulator.trace import (
     poisson,
 )
 from benchmarks.suites.kv import simulate as kv_simulate
-from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.kv.layout import KvLevels, Level
 from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.model_shape import ModelShape
 
 LEVELS = KvLevels(
     num_layers=12,
@@ -55,7 +56,7 @@ def scheduler_of(arrivals, *, level=0, max_num_seqs=16, max_batched_tokens=64):
         LEVELS,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
-        level=level,
+        level=LEVELS.ladder[level],
     )
     for prompt, output in arrivals:
         scheduler.add(Arrival(arrival_s=0.0, prompt_tokens=prompt, output_tokens=output))
@@ -91,7 +92,7 @@ def test_requests_beyond_max_num_seqs_wait_without_being_blocked():
 def test_requests_beyond_the_blocks_are_blocked():
     scheduler = scheduler_of([(64, 10)] * 9, max_batched_tokens=4096)
     work = scheduler.schedule()
-    assert work.is_blocked and work.used_blocks == 5 * 8 == LEVELS.block_limit(0, 10) - 0
+    assert work.is_blocked and work.used_blocks == 5 * 8 == LEVELS.block_limit(Level(0), 10)
 
 
 def test_the_last_admitted_is_preempted_and_computed_again():
@@ -127,7 +128,7 @@ def test_blocks_and_tokens_add_up_while_levels_change(arrivals, level, targets, 
             decoded = 0 if request.since is None else steps - request.since
             assert request.blocks == math.ceil((request.computed + decoded) / LEVELS.block_tokens)
         if steps in changes:
-            scheduler.expansion.aim(changes[steps])
+            scheduler.expansion.aim(LEVELS.ladder[changes[steps]])
 
     tokens, _ = run_to_the_end(scheduler, check)
     assert tokens == sum(output for _, output in arrivals)
@@ -150,7 +151,15 @@ FAST = Machine(
     request_overhead_us=0.0,
     far_layer_overhead_us=0.0,
 )
-MODEL = ModelShape(num_layers=12, num_parameters=6e7, kv_heads=1, head_size=64)
+MODEL = ModelShape(
+    family="none",
+    num_layers=12,
+    sublayers=(),
+    other_bytes=120_000_000,
+    head_bytes=0,
+    kv_bytes_per_token=12 * 2 * 64 * 2,
+    dtype_bytes=2,
+)
 LAYER_S = 1e-3  # 120 MB of weights at 10 GB/s are 12 ms
 
 
@@ -221,7 +230,7 @@ def test_less_link_and_fewer_buffers_never_stall_less(num_far, read_bytes, link_
 
 def test_kv_of_a_token_is_what_pie_says_of_opt_13b():
     model = MODELS["opt-13b"]
-    assert model.page_bytes(1) * model.num_layers == 819_200  # 800 KB, section 2.2
+    assert page_bytes(model, 1) * model.num_layers == 819_200  # 800 KB, section 2.2
 
 
 def test_lengths_have_the_published_means():
@@ -371,7 +380,7 @@ def test_auto_gives_way_to_contention_and_returns():
 def test_auto_steps_aside_after_a_peak():
     case = SCENARIOS["gh200-step"].case(seconds=300, noise=0.05, seed=2)
     run = simulate(case)
-    assert max(change.level for change in run.changes) > 10
+    assert max(change.level_idx for change in run.changes) > 10
     assert run.timeline[-1].expansion == 1.0
     assert any("nothing blocked" in change.reason for change in run.changes)
 
@@ -382,7 +391,7 @@ def test_auto_steps_aside_after_a_peak():
 def a_run(*changes, steps=2000):
     return Run(
         steps=steps,
-        changes=[Change(step=s, time_s=0.0, level=m, reason="") for s, m in changes],
+        changes=[Change(step=s, time_s=0.0, level_idx=m, reason="") for s, m in changes],
     )
 
 
@@ -460,4 +469,4 @@ def test_a_case_knows_its_levels():
     )
     levels = case.levels
     assert (levels.near_pages, levels.max_num_far) == (3000, 17)
-    assert levels.max_blocks == levels.geometry(17).block_limit(0) == 200
+    assert levels.max_blocks == levels.geometry(Level(17)).block_limit(0) == 200

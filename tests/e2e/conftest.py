@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_tiered.adapter.kv import plan as kv_plan
-from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.kv.layout import KvLevels, Level
 
 CPUS = os.sched_getaffinity(0)
 """Of this process, before vLLM bound its threads."""
@@ -52,7 +52,7 @@ def force_levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Let the level of small models move, though the areas eat what their far layers give."""
 
     def keep_all(levels: KvLevels, num_far: int) -> KvLevels:
-        limits = [levels.geometry(m).block_limit(0) for m in range(levels.num_layers)]
+        limits = [levels.geometry(Level(m)).block_limit(0) for m in range(levels.num_layers)]
         return replace(levels, max_num_far=levels.num_layers - 1, max_blocks=min(limits))
 
     def force() -> None:

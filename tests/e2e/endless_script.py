@@ -19,9 +19,9 @@ def up_and_down() -> None:
 
     def step(signals, state, levels, tuning):
         # Far apart, so that most steps are on the way from one level to the other.
-        target = levels.highest * (next(counter) // 6 % 2)
+        target = (len(levels.ladder) - 1) * (next(counter) // 6 % 2)
         print(f"level {signals.level} aims at {target}", flush=True)
-        return Decision(level=target, reason="up and down"), state
+        return Decision(level_idx=target, reason="up and down"), state
 
     adaptive.controller.step = step  # type: ignore[assignment]
 

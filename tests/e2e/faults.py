@@ -47,8 +47,8 @@ def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -
 
     def step(signals, state, levels, tuning):
         if next(counter) % steps_per_level == 0:
-            state = rng.randrange(levels.highest + 1)
-        return Decision(level=state, reason="a random walk"), state
+            state = rng.randrange(len(levels.ladder))
+        return Decision(level_idx=state, reason="a random walk"), state
 
     monkeypatch.setattr(adaptive.controller, "step", step)
     monkeypatch.setattr(adaptive.controller, "initial_state", lambda levels, tuning: 0)

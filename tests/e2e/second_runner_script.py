@@ -66,8 +66,8 @@ def rise_after(patched: Any, *, num_steps: int) -> None:
     counter = itertools.count()
 
     def step(signals: Any, state: Any, levels: Any, tuning: Any) -> Any:
-        level = 0 if next(counter) < num_steps else levels.highest
-        return Decision(level=level, reason="as far as can be"), state
+        level = 0 if next(counter) < num_steps else len(levels.ladder) - 1
+        return Decision(level_idx=level, reason="as far as can be"), state
 
     patched.setattr(adaptive.controller, "step", step)
 

@@ -36,9 +36,9 @@ class Load:
                 (prompt,) = random_prompts(1, seed=number)
                 self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
             self._engine.step()
-            if is_reached(self.expansion.num_far):
-                return self.expansion.num_far
-        raise AssertionError(f"level {self.expansion.num_far} after {max_steps} steps")
+            if is_reached(self.expansion.level.num_far):
+                return self.expansion.level.num_far
+        raise AssertionError(f"level {self.expansion.level.num_far} after {max_steps} steps")
 
 
 def test_gives_way_and_comes_back(monkeypatch) -> None:

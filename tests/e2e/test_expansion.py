@@ -56,7 +56,7 @@ def test_grows_when_requests_wait() -> None:
 
 def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None:
     def climb(signals, state, levels, tuning):
-        return Decision(level=levels.highest, reason="as high as can be"), state
+        return Decision(level_idx=len(levels.ladder) - 1, reason="as high as can be"), state
 
     monkeypatch.setattr(adaptive.controller, "step", climb)
     with engine("deep", {}, **TIGHT) as llm:

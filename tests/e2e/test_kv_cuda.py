@@ -37,7 +37,7 @@ def test_devices_that_are_known() -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("policy", ["interleave", "fifo"])
+@pytest.mark.parametrize("policy", ["interleave", "on_demand"])
 def test_tokens_equal(policy: str, eager: bool) -> None:
     arguments = {**TRITON, "enforce_eager": eager}
     expected = run("demo", PROMPTS, **arguments).tokens

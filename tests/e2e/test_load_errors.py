@@ -13,9 +13,9 @@ import pytest
 from tests.e2e.faults import flipping_device, walk
 from tests.e2e.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
 from vllm_tiered.adapter.kv import adaptive, worker
-from vllm_tiered.adapter.kv.load_errors import RecentSteps
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.kv.controller_context import STORAGE_TUNING
+from vllm_tiered.kv.recompute import RecentSteps
+from vllm_tiered.kv.tuning import STORAGE_TUNING
 
 MIB = 1 << 20
 PROMPTS = random_prompts(8, longest=100)
@@ -53,8 +53,8 @@ def test_many_flipped_bits(monkeypatch) -> None:
 
 def test_nothing_is_hit_that_may_come_from_a_page_that_is_looked_at_now_and_then() -> None:
     recent = RecentSteps(32, 10, notices_late=True)
-    assert recent.written() == set(range(1, 10))
-    assert RecentSteps(32, 10, notices_late=False).written() == set()
+    assert recent.written_blocks() == set(range(1, 10))
+    assert RecentSteps(32, 10, notices_late=False).written_blocks() == set()
 
 
 def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
@@ -86,7 +86,7 @@ def test_what_was_computed_from_a_lost_page_is_not_hit(monkeypatch) -> None:
 
 
 def test_the_test_above_fails_if_such_blocks_stay(monkeypatch) -> None:
-    monkeypatch.setattr(RecentSteps, "written", lambda self: set())
+    monkeypatch.setattr(RecentSteps, "written_blocks", lambda self: set())
     again, expected = second_turns(monkeypatch)
     assert again != expected
 

@@ -19,7 +19,7 @@ def delayed(monkeypatch: pytest.MonkeyPatch):
     return use
 
 
-@pytest.mark.parametrize("policy", ["interleave", "fifo"])
+@pytest.mark.parametrize("policy", ["interleave", "on_demand"])
 @pytest.mark.parametrize(("model", "far_layers"), [("llama3", 2), ("opt", 3), ("qwen2", 2)])
 def test_delayed_copies(model, far_layers, policy, delayed, force_far_layers) -> None:
     force_far_layers(far_layers)

@@ -25,7 +25,7 @@ def turns(llm) -> Tokens:
     return answers
 
 
-@pytest.mark.parametrize("policy", ["interleave", "fifo"])
+@pytest.mark.parametrize("policy", ["interleave", "on_demand"])
 def test_conversation_reuses_its_prefix(policy) -> None:
     cached: list[float] = []
 

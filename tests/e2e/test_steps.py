@@ -10,7 +10,7 @@ from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv.steps import DecodeStreak, Step, StepReport, StepWatch
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.controller import Decision
-from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.kv.layout import KvLevels, Level
 
 
 def output(**changes):
@@ -37,9 +37,9 @@ NEXT = [11, 21, 31]
 
 def test_it_goes_on():
     streak = DecodeStreak()
-    assert not streak.goes_on(output())
-    assert streak.goes_on(output(computed=NEXT))
-    assert streak.goes_on(output(computed=[12, 22, 32], new_block_ids=[None, ([7],), None]))
+    assert not streak.continues(output())
+    assert streak.continues(output(computed=NEXT))
+    assert streak.continues(output(computed=[12, 22, 32], new_block_ids=[None, ([7],), None]))
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def test_it_goes_on():
 )
 def test_it_ends(changes):
     streak = DecodeStreak()
-    streak.goes_on(output())
-    assert not streak.goes_on(output(**({"computed": NEXT} | changes)))
+    streak.continues(output())
+    assert not streak.continues(output(**({"computed": NEXT} | changes)))
 
 
 def test_it_begins_again_behind_what_ended_it():
     streak = DecodeStreak()
-    streak.goes_on(output())
-    assert not streak.goes_on(output(computed=NEXT, new=["d"], total=9))
-    assert not streak.goes_on(output(computed=[12, 22, 32]))  # not without a look at "d"
-    assert streak.goes_on(output(computed=[13, 23, 33]))
+    streak.continues(output())
+    assert not streak.continues(output(computed=NEXT, new=["d"], total=9))
+    assert not streak.continues(output(computed=[12, 22, 32]))  # not without a look at "d"
+    assert streak.continues(output(computed=[13, 23, 33]))
 
 
 @pytest.mark.parametrize("began", [{"resumed_req_ids": {"a"}}, {"new": ["a"]}], ids=str)
@@ -74,10 +74,10 @@ def test_an_empty_step_goes_on_behind_nothing(began):
     """Of a request that came back with all but a token, and may not run again before it is known
     whether that was its last, the next step computes nothing."""
     streak = DecodeStreak()
-    assert not streak.goes_on(output(ids=[], computed=[]))
-    assert not streak.goes_on(output(ids=["a"], computed=[32], **began))
-    assert not streak.goes_on(output(ids=[], computed=[]))
-    assert not streak.goes_on(output(ids=[], computed=[]))
+    assert not streak.continues(output(ids=[], computed=[]))
+    assert not streak.continues(output(ids=["a"], computed=[32], **began))
+    assert not streak.continues(output(ids=[], computed=[]))
+    assert not streak.continues(output(ids=[], computed=[]))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def signals_of(monkeypatch):
         max_num_far=3,
         max_blocks=20,
     )
-    elastic = ElasticBlocks(geometry=levels.geometry(0), usable_blocks=20)
+    elastic = ElasticBlocks(geometry=levels.geometry(Level(0)), usable_blocks=20)
     expansion = AdaptiveExpansion(
         levels, elastic, max_model_blocks=8, max_num_seqs=4, on_change=lambda *_: None
     )
@@ -99,7 +99,7 @@ def signals_of(monkeypatch):
 
     def step(signals, state, levels, tuning):
         seen.append(signals)
-        return Decision(level=0, reason=""), state
+        return Decision(level_idx=0, reason=""), state
 
     def signals_of(**changes):
         defaults = {
@@ -160,7 +160,7 @@ def test_each_session_has_a_tail_that_takes_room_for_blocks(signals_of):
 
 
 def take(watch, num_preempted=0):
-    return watch.take(tokens=1, num_running=1, num_preempted=num_preempted, used_blocks=5)
+    return watch.take_step(tokens=1, num_running=1, num_preempted=num_preempted, used_blocks=5)
 
 
 @pytest.fixture
@@ -172,16 +172,16 @@ def watch():
 
 
 def test_a_long_prompt_is_not_forgotten_while_parts_of_it_are_computed(watch):
-    watch.follow("a", 16)
+    watch.update_tokens("a", 16)
     assert take(watch).longest == 100
-    watch.follow("a", 101)
+    watch.update_tokens("a", 101)
     assert take(watch).longest == 101
-    watch.follow("b", 500)
+    watch.update_tokens("b", 500)
     assert take(watch).longest == 101, "vLLM made it end: it is not there any more"
 
 
 def test_who_asks_in_vain_says_how_long_it_is_now(watch):
-    watch.asked_in_vain("a", 140)
+    watch.record_blocked("a", 140)
     step = take(watch)
     assert step.is_blocked and step.longest == 140
     assert not take(watch).is_blocked
@@ -193,17 +193,17 @@ def test_sessions_hold_blocks_from_beginning_to_end(watch):
     step = take(watch)
     assert (step.num_sessions, step.session_blocks) == (2, 3 + 4)
     assert (step.longest, step.longest_beside_sessions) == (100, 100)
-    watch.follow("s", 200)
+    watch.update_tokens("s", 200)
     step = take(watch)
     assert (step.longest, step.longest_beside_sessions) == (200, 100)
     watch.end_request("t")
     assert take(watch).session_blocks == 51
 
 
-def test_a_preemption_is_for_blocks_only_if_somebody_asked_in_vain(watch):
+def test_a_preemption_is_for_blocks_only_if_somebody_record_blocked(watch):
     """A reset of the prefix cache preempts too, and so does a lost page."""
     step = take(watch, num_preempted=2)
     assert not step.is_blocked and step.num_preempted == 0
-    watch.asked_in_vain("a", 1)
+    watch.record_blocked("a", 1)
     step = take(watch, num_preempted=2)
     assert step.is_blocked and step.num_preempted == 2

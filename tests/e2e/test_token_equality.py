@@ -7,7 +7,7 @@ from tests.e2e.harness import random_prompts, run, vllm_tokens
 
 PROMPTS = random_prompts(10)
 LAYERS = {"opt": 4, "qwen2": 4, "llama1": 1, "llama3": 3}
-POLICIES = ("interleave", "fifo")
+POLICIES = ("interleave", "on_demand")
 
 
 def pages(model_kv_heads: int, blocks: int, layers: int, block_tokens: int = 32) -> int:
@@ -37,8 +37,8 @@ def test_every_number_of_far_layers(model, far_layers, policy, force_far_layers)
 @pytest.mark.parametrize(
     ("model", "far_layers", "policy"),
     [("deep", m, "interleave") for m in (1, 2, 9, 17, 24, 29)]
-    + [("deep", m, "fifo") for m in (1, 17, 29)]
-    + [("demo", 17, "interleave"), ("demo", 29, "fifo")],
+    + [("deep", m, "on_demand") for m in (1, 17, 29)]
+    + [("demo", 17, "interleave"), ("demo", 29, "on_demand")],
 )
 def test_thirty_layers(model, far_layers, policy, force_far_layers) -> None:
     force_far_layers(far_layers)
@@ -46,9 +46,7 @@ def test_thirty_layers(model, far_layers, policy, force_far_layers) -> None:
     result = run(model, PROMPTS, {"policy": policy}, kv_cache_memory_bytes=near)
     assert result.tokens == vllm_tokens(model, PROMPTS)
     assert result.manifest["kv"]["far_layers"] == far_layers
-    assert len(result.manifest["kv"]["offloaded_layers"]) == (
-        30 if policy == "fifo" else far_layers
-    )
+    assert len(result.manifest["kv"]["offloaded_layers"]) == far_layers
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 96, 128])

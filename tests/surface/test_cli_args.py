@@ -40,7 +40,7 @@ def test_several_dotted_keys_of_different_types(parse):
         "kv.enabled",
         "false",
         "kv.policy",
-        "fifo",
+        "on_demand",
         "kv.expansion",
         "2.5",
         "kv.far_gib",
@@ -49,7 +49,7 @@ def test_several_dotted_keys_of_different_types(parse):
     pairs = zip(flags[::2], flags[1::2], strict=True)
     namespace = parse(*(part for key, text in pairs for part in (f"--tiered-config.{key}", text)))
     assert tiered(namespace) == {
-        "kv": {"enabled": False, "policy": "fifo", "expansion": 2.5, "far_gib": "auto"}
+        "kv": {"enabled": False, "policy": "on_demand", "expansion": 2.5, "far_gib": "auto"}
     }
 
 
@@ -63,30 +63,32 @@ def test_the_command_line_wins_over_additional_config_key_by_key(parse, ours_fir
     ours = ["--tiered-config", '{"kv": {"far_gib": 2}}']
     theirs = [
         "--additional-config",
-        '{"other": 1, "tiered": {"kv": {"far_gib": 1, "policy": "fifo"}}}',
+        '{"other": 1, "tiered": {"kv": {"far_gib": 1, "policy": "on_demand"}}}',
     ]
     namespace = parse(*(ours + theirs if ours_first else theirs + ours))
     assert namespace.additional_config == {
         "other": 1,
-        "tiered": {"kv": {"far_gib": 2, "policy": "fifo"}},
+        "tiered": {"kv": {"far_gib": 2, "policy": "on_demand"}},
     }
 
 
 def test_json_and_dotted_keys_add_up_the_later_one_winning(parse):
     namespace = parse(
         "--tiered-config",
-        '{"kv": {"far_gib": 1, "policy": "fifo"}}',
+        '{"kv": {"far_gib": 1, "policy": "on_demand"}}',
         "--tiered-config.kv.far_gib",
         "2",
     )
-    assert tiered(namespace) == {"kv": {"far_gib": 2, "policy": "fifo"}}
+    assert tiered(namespace) == {"kv": {"far_gib": 2, "policy": "on_demand"}}
 
 
 def test_a_config_file_of_vllm_may_hold_the_flags(parse, tmp_path):
     path = tmp_path / "serve.yaml"
-    path.write_text("plugin: tiered\ntiered-config:\n  kv:\n    far_gib: 3\n    policy: fifo\n")
+    path.write_text(
+        "plugin: tiered\ntiered-config:\n  kv:\n    far_gib: 3\n    policy: on_demand\n"
+    )
     namespace = parse("--config", str(path), "--tiered-config.kv.far_gib", "4")
-    assert tiered(namespace) == {"kv": {"far_gib": 4, "policy": "fifo"}}
+    assert tiered(namespace) == {"kv": {"far_gib": 4, "policy": "on_demand"}}
 
 
 def test_parsing_leaves_no_trace_for_the_next_command_line(parse):

@@ -44,7 +44,7 @@ def test_keys_and_defaults():
     }
 
 
-@pytest.mark.parametrize("policy", ["interleave", "fifo", "on_demand"])
+@pytest.mark.parametrize("policy", ["interleave", "on_demand"])
 def test_policies(policy):
     assert KvConfig(policy=policy).policy == policy
 

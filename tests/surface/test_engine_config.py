@@ -44,11 +44,11 @@ def test_what_switches_on(additional_config, plugins, is_on):
 
 def test_additional_config_wins_over_the_file_over_defaults(tmp_path):
     path = tmp_path / "tiered.toml"
-    path.write_text('[kv]\nfar_gib = 5\npolicy = "fifo"\n')
+    path.write_text('[kv]\nfar_gib = 5\npolicy = "on_demand"\n')
     given = {"tiered": {"kv": {"far_gib": 1, "expansion": 3}}}
     config = chosen_config(given, plugins=None, config_file=str(path))
     assert config is not None
-    assert config.to_dict() == with_kv(far_gib=1, expansion=3, policy="fifo")
+    assert config.to_dict() == with_kv(far_gib=1, expansion=3, policy="on_demand")
 
 
 def test_the_file_alone_switches_nothing_on(tmp_path):
@@ -133,7 +133,7 @@ def test_our_variable_passes_vllms_check_and_stays_out_of_its_table(
     from vllm import envs
 
     path = tmp_path / "tiered.json"
-    path.write_text('{"kv": {"policy": "fifo"}}')
+    path.write_text('{"kv": {"policy": "on_demand"}}')
     for name in os.environ:  # engines that ran in this process before leave theirs behind
         if name.startswith("VLLM_") and name not in envs.environment_variables:
             monkeypatch.delenv(name)
@@ -142,7 +142,7 @@ def test_our_variable_passes_vllms_check_and_stays_out_of_its_table(
         additional_config={"tiered": {}}, fail_on_environ_validation=True
     )
     config = engine_args.create_engine_config()
-    assert config.additional_config["tiered"] == with_kv(policy="fifo")
+    assert config.additional_config["tiered"] == with_kv(policy="on_demand")
     # vLLM hashes the table into the key of its compile cache.
     assert "VLLM_TIERED_CONFIG" not in envs.environment_variables
 
@@ -176,11 +176,11 @@ def test_naming_the_plugin_switches_it_on_with_its_defaults(run_probe):
 
 def test_command_line_over_additional_config_over_file_over_defaults(run_probe, tmp_path):
     path = tmp_path / "tiered.toml"
-    path.write_text('[kv]\nfar_gib = 5\nexpansion = 4\npolicy = "fifo"\n')
+    path.write_text('[kv]\nfar_gib = 5\nexpansion = 4\npolicy = "on_demand"\n')
     result = run_probe(
         *("--additional-config", '{"tiered": {"kv": {"far_gib": 6, "expansion": 3}}}'),
         *("--tiered-config.kv.far_gib", "7"),
         VLLM_TIERED_CONFIG=str(path),
     )
-    assert result["tiered"] == with_kv(far_gib=7, expansion=3, policy="fifo")
+    assert result["tiered"] == with_kv(far_gib=7, expansion=3, policy="on_demand")
     assert result["connector"] == "TieredConnector"

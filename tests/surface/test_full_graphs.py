@@ -58,7 +58,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "auto, pieces": ({}, as_given("PIECEWISE"), "PIECEWISE"),
     "auto, no graphs": ({}, as_given("NONE"), "NONE"),
     "fixed": ({"kv": {"expansion": 2.0}}, {}, "PIECEWISE"),
-    "rotates": ({"kv": {"expansion": 2.0, "policy": "fifo"}}, {}, "PIECEWISE"),
+    "rotates": ({"kv": {"expansion": 2.0, "policy": "on_demand"}}, {}, "PIECEWISE"),
     "steps aside": ({"kv": {"expansion": 1.0}}, {}, "FULL_AND_PIECEWISE"),
     "steps aside, no pieces": ({"kv": {"expansion": 1.0}}, as_given("FULL"), "FULL"),
     "vLLM's": ({"kv": {"enabled": False}}, as_given("FULL"), "FULL"),

@@ -37,12 +37,11 @@ class KvConfig(Section):
         Number(at_least=1),
         'Upper limit of `expansion` `"auto"`.',
     )
-    policy: Literal["interleave", "fifo", "on_demand"] = option(
+    policy: Literal["interleave", "on_demand"] = option(
         "interleave",
-        OneOf(words=("interleave", "fifo", "on_demand")),
-        'Which layers are far. `"interleave"` spaces them evenly. `"fifo"` moves every layer '
-        'through the near tier in turn, in each step. `"on_demand"` spaces them evenly and reads '
-        "each only when it is needed. The last two exist for comparison.",
+        OneOf(words=("interleave", "on_demand")),
+        'When far layers are read. `"interleave"` reads a layer ahead of its use, `"on_demand"` '
+        "when it is needed; the latter exists for comparison. Both space them evenly.",
     )
     tier: Literal["far", "storage"] = option(
         "far",

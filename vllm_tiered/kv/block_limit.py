@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks the engine may use now: the limit follows the level, and partial blocks that
-stay.
+"""How many blocks the engine may use now: the limit follows the level and the partial blocks.
 
-Pure bookkeeping of the scheduler's side. The engine's block pool is made for the largest
-limit; blocks above the current one are reserved (held as if a request had them) and released
-again when requests end or more layers are far. Pie grows and shrinks its block lists likewise
-(section 4.1).
+Pure bookkeeping of the scheduler's side. The engine's block pool is made for the largest limit.
+Blocks above the present one are reserved, and released again when requests end or more layers are
+offloaded. Pie grows and shrinks its block lists likewise (section 4.1). ``admission.py`` applies
+this to an engine's pool.
 """
 
 from dataclasses import dataclass, field
@@ -16,84 +15,88 @@ from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry
 
 @dataclass(kw_only=True, slots=True)
 class ElasticBlocks:
-    """Which blocks are reserved, and the partial blocks that running requests are charged for.
+    """The reserved blocks, and the partial blocks that running requests are charged for.
 
-    Args:
+    Attributes:
         geometry: the near budget's arithmetic at the present level.
         usable_blocks: blocks of the engine's pool without the null block: the largest limit.
-        target: while the level changes, that of the level to come: both limits hold.
+        reserved: ids of reserved blocks; they are released from the end.
+        target: while the level changes, the arithmetic of the level to come: both limits hold.
     """
 
     geometry: KvGeometry
     usable_blocks: int
     reserved: list[int] = field(default_factory=list)
     target: KvGeometry | None = None
-    _slots: dict[str, int] = field(default_factory=dict)
+    _charges: dict[str, int] = field(default_factory=dict)
     _prefilling: dict[str, int] = field(default_factory=dict)
 
     @property
     def released_blocks(self) -> int:
+        """Blocks that the engine may use: all but the reserved ones."""
         return self.usable_blocks - len(self.reserved)
 
     @property
     def num_partial(self) -> int:
-        return sum(self._slots.values())
+        """Partial blocks that running requests are charged for."""
+        return sum(self._charges.values())
 
     @property
     def limit(self) -> int:
-        """Blocks that may be released beside the partial blocks in use."""
+        """The most blocks that may be released beside the partial blocks that are charged."""
         return min(self.usable_blocks, self._limit(self.num_partial))
 
     @property
     def excess(self) -> int:
-        """Granted blocks above the limit: to be reserved as they become free."""
+        """Released blocks above the limit: to be reserved as they become free."""
         return max(0, self.released_blocks - self.limit)
 
     def is_admitted(self, request_id: str) -> bool:
-        return request_id in self._slots
+        """Return whether the request is charged for partial blocks."""
+        return request_id in self._charges
 
     def blocks_to_reserve(self, request_id: str) -> int:
-        """Free blocks that must be reserved before a request may be admitted.
+        """Return how many free blocks must be reserved before the request may be admitted.
 
         A request that is charged already (a streaming session that goes on) counts once.
         """
-        others = self.num_partial - self._slots.get(request_id, 0)
+        others = self.num_partial - self._charges.get(request_id, 0)
         limit = self._limit(others + PARTIAL_WHILE_PREFILLING)
         return max(0, self.released_blocks - limit)
 
     def admit(self, request_id: str, prefill_tokens: int) -> None:
-        """Charge a request that begins; blocks were reserved for it.
+        """Charge a request that begins, for which blocks were reserved.
 
-        A request is charged for two partial blocks until ``prefill_tokens`` are computed, then for
-        one: a decode step has one partly filled block at most.
+        It is charged for two partial blocks until ``prefill_tokens`` are computed, then for one:
+        a decode step has one partial block at most.
         """
-        self._slots[request_id] = PARTIAL_WHILE_PREFILLING
+        self._charges[request_id] = PARTIAL_WHILE_PREFILLING
         self._prefilling[request_id] = prefill_tokens
 
     def progress(self, request_id: str, computed_tokens: int) -> None:
-        """The request's next step begins with ``computed_tokens``."""
+        """Record that the request's next step begins with ``computed_tokens``."""
         prefill_tokens = self._prefilling.get(request_id)
         if prefill_tokens is not None and computed_tokens >= prefill_tokens:
-            self._slots[request_id] = 1
+            self._charges[request_id] = 1
             del self._prefilling[request_id]
 
     @property
     def num_prefilling(self) -> int:
-        """Requests that are charged for their prefill."""
+        """Requests that are charged for a prefill."""
         return len(self._prefilling)
 
     def end(self, request_id: str) -> None:
-        """The request finished or was preempted. Unknown requests are ignored."""
-        self._slots.pop(request_id, None)
+        """Drop the charge of a request that finished or was preempted; ignore unknown ones."""
+        self._charges.pop(request_id, None)
         self._prefilling.pop(request_id, None)
 
     def end_all(self) -> None:
-        """No request runs any more."""
-        self._slots.clear()
+        """Drop all charges: no request runs any more."""
+        self._charges.clear()
         self._prefilling.clear()
 
     def release(self) -> list[int]:
-        """Blocks that may be used again; they are no longer reserved."""
+        """Take blocks up to the limit off the reserved ones, and return their ids."""
         spare = self._limit(self.num_partial) - self.released_blocks
         count = min(len(self.reserved), max(0, spare))
         released = self.reserved[len(self.reserved) - count :]
@@ -101,7 +104,7 @@ class ElasticBlocks:
         return released
 
     def is_prefilling(self, request_id: str, computed_tokens: int) -> bool:
-        """Whether the request samples nothing yet with ``computed_tokens``."""
+        """Return whether the request samples nothing yet with ``computed_tokens``."""
         return computed_tokens < self._prefilling.get(request_id, 0)
 
     def _limit(self, num_partial: int) -> int:

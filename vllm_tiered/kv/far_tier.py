@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The far tier's pages: a far_region for each layer that may be far, and the order of writes to
-them.
+"""The far tier's pages: a region for each layer that may be offloaded, and the order of writes.
 
-Layers that become far first have their regions in memory, those beyond its budget in a file: a KV
-cache larger than DRAM. As layers become far in a low-discrepancy order, those on storage are spread
-over the model, and each has the transfers of several others to arrive behind.
+The layers that are offloaded first have their regions in memory, those beyond its budget in a file:
+a KV cache larger than DRAM. As layers are offloaded in a low-discrepancy order, those on storage
+are spread over the model, and each can arrive behind the transfers of several others.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FarHomes:
-    """Where regions go.
+    """Where the layers' far regions go.
 
     Attributes:
         memory_layers: how many layers' regions fit into memory; None for all.
@@ -35,14 +34,13 @@ class FarHomes:
 
 
 class FarTier:
-    """Far copies of blocks: of full ones, written once; of partial blocks, if those do not stay
-    near.
+    """Far copies of blocks: full ones, written once, and partial ones where they are offloaded.
 
     Args:
         device: copies; the regions are allocated from it.
         near: the near tier's pages.
-        layers: layers that may be far, in the order in which they become it.
-        num_blocks: pages of a far_region.
+        layers: layers that may be offloaded, in the order in which they are.
+        num_blocks: pages of a far region.
         homes: where regions go.
 
     Raises:
@@ -77,14 +75,14 @@ class FarTier:
             self._storage = device.storage_buffer(homes.path, pages, near.page_bytes)
 
     def far_region(self, layer: int) -> PageBuffer:
-        """The layer's pages, by block id."""
+        """Return the layer's far pages, by block id."""
         buffer, row = self._home(layer)
         return buffer.part(row * self._num_blocks, self._num_blocks)
 
     def write(
         self, layers: Sequence[int], block_ids: PageIds, pages: npt.NDArray[np.int64]
     ) -> None:
-        """Write near ``pages`` [layers, blocks] out, in one copy for each home.
+        """Write near ``pages`` [layers, blocks] out, in one copy for each buffer.
 
         They run when what was computed so far is done.
         """
@@ -103,7 +101,7 @@ class FarTier:
         self.write_computed(copies)
 
     def prepare_write(self, layer: int, block_ids: PageIds, pages: PageIds) -> Copy:
-        """A copy that writes near ``pages`` of a layer out; for :meth:`submit_writes`."""
+        """Prepare a copy that writes near ``pages`` of a layer out; for :meth:`submit_writes`."""
         far = self.far_region(layer)
         return self._device.prepare(
             Direction.WRITE, self._near, Pages(pages), far, Pages(block_ids)
@@ -129,8 +127,10 @@ class FarTier:
     def read(
         self, layer: int, block_ids: PageIds, pages: PageIds, drained: tuple[Event, ...]
     ) -> Event:
-        """Read blocks of a layer into near ``pages`` that nothing submitted later uses before, when
-        the pages have ``drained``."""
+        """Read blocks of a layer into near ``pages`` that have ``drained``.
+
+        Nothing submitted later may use the pages before.
+        """
         copy = self._device.prepare(
             Direction.READ, self.far_region(layer), Pages(block_ids), self._near, Pages(pages)
         )
@@ -143,11 +143,11 @@ class FarTier:
         return all(event.done() for event in (*self.last_write, *self._reads))
 
     def wait(self, event: Event) -> float:
-        """Hold compute until a copy is done; seconds of standstill."""
+        """Hold compute until a copy is done; return seconds of standstill."""
         return self._device.wait(event)
 
     def take_lost(self) -> set[int]:
-        """Blocks of which a page did not arrive, in the reads that are over since the last call."""
+        """Return blocks of which a page did not arrive, in reads that ended since the last call."""
         reads, self._reads = self._reads, []
         lost: set[int] = set()
         for event in reads:
@@ -158,7 +158,7 @@ class FarTier:
         return lost
 
     def discard(self) -> None:
-        """Give memory back to the system; no page is far from now on."""
+        """Give memory back to the system; the far tier holds no page from now on."""
         for buffer in (self._memory, self._storage):
             if buffer is not None:
                 buffer.discard(0, buffer.num_pages)

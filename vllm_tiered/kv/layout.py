@@ -1,35 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks a near-tier budget holds when some layers are far (Pie, section 3.1).
+"""How many blocks a near-tier budget holds when some layers are offloaded (Pie, section 3.1).
 
-The near tier is one pool of P pages; a page is one block in one layer. n layers, of which
-some are *resident* (their pages stay near) and the others *rotate* through staging buffers:
+The near tier is one pool of P pages; a page is one block in one layer. Of the n layers some are
+*resident* (their pages stay near); the others are *offloaded* and pass through staging buffers:
 
     ┌──────────── resident · G ────────────┬──── offloaded · T ────┬── buffers · (G - T) ──┐
-    │ near pages of the G released blocks  │ pages of the T partly │ staging buffers, each │
-    │ in every resident layer              │ filled blocks         │ one layer's blocks    │
+    │ near pages of the G released blocks  │ pages of the T        │ staging buffers, each │
+    │ in every resident layer              │ partial blocks        │ one layer's blocks    │
     └──────────────────────────────────────┴───────────────────────┴───────────────────────┘
 
-T counts partial blocks: a running request's last, partly filled block stays near in every
-offloaded layer, so it is neither staged nor written before it is full. Or partial blocks do not
-stay (``partial_blocks_resident``): they are staged like full blocks and written out after every
-step that adds to them, and T is 0. That moves a page more per request, layer and step, and holds
-more blocks: with 4 blocks a request and 22 of 30 layers far, half as many again. For the same
-blocks fewer pages are moved where partial blocks stay and more layers are far; so an adaptive
-expansion moves them only beyond what the highest level of those holds.
+A *partial block* is a running request's last block, which is not full yet. There are two ways to
+treat it in an offloaded layer:
+
+* It is resident, and neither staged nor written out before it is full. It costs a page per layer.
+* It is offloaded: staged like a full block, and written out after every step that adds to it. T is
+  0 then. A step moves a page more per request and layer, and the budget holds more blocks: half as
+  many again with 4 blocks a request and 22 of 30 layers offloaded.
+
+For the same number of blocks, resident partial blocks with more offloaded layers move fewer pages.
+So an adaptive expansion offloads partial blocks only beyond what the highest level with resident
+ones holds.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 STAGING_BUFFERS = 2
-"""One buffer is read by the kernels while the next is being filled (Pie, section 3.3: 2
-buffers)."""
+"""The kernels read one buffer while the next is filled (Pie, section 3.3)."""
 
 PARTIAL_WHILE_PREFILLING = 2
-"""A prefill chunk may finish one partly filled block and begin another in the same step."""
+"""A prefill chunk may fill one partial block and begin another in the same step."""
 
 
 def expansion_of(num_layers: int, num_far: int) -> float:
-    """Logical KV capacity over what the same pages hold with every layer near.
+    """Return the logical KV capacity over what the same pages hold with every layer near.
 
     Pie's ``n / (n - m)``, with the staging buffers counted: ``n / (n - m + min(2, m))``.
     """
@@ -37,12 +42,15 @@ def expansion_of(num_layers: int, num_far: int) -> float:
 
 
 def max_num_far(num_layers: int) -> int:
-    """At least one layer stays near: its compute hides the first transfer of a step."""
+    """Return the most layers that may be offloaded: all but one.
+
+    The compute of a resident layer hides the first transfer of a step.
+    """
     return num_layers - 1
 
 
 def num_far_for_expansion(num_layers: int, expansion: float) -> int | None:
-    """The fewest far layers whose expansion is at least ``expansion``; None if none is.
+    """Return the fewest offloaded layers that give at least ``expansion``; None if none do.
 
     ``expansion == 1`` needs none: the KV cache then is vLLM's own.
     """
@@ -52,19 +60,31 @@ def num_far_for_expansion(num_layers: int, expansion: float) -> int | None:
     return None
 
 
+class Level(NamedTuple):
+    """How much of the KV cache is offloaded.
+
+    Attributes:
+        num_far: offloaded layers (Pie's m).
+        partial_blocks_resident: partial blocks stay near in those layers.
+    """
+
+    num_far: int
+    partial_blocks_resident: bool = True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvGeometry:
-    """Sizes that follow from the model, the near budget and the number of far layers.
+    """Sizes that follow from the model, the near budget and the level.
 
     Attributes:
         num_layers: layers with a KV cache (n).
         num_resident: layers whose pages never leave the near tier.
-        buffers: staging buffers that the near budget must hold for the offloaded layers.
+        num_staging_buffers: buffers that the near budget must hold for the offloaded layers.
         page_bytes: bytes of one block in one layer.
         block_tokens: tokens a block holds.
         near_pages: pages of the near-tier pool (P).
-        partial_blocks_resident: partly filled blocks stay near in offloaded layers; otherwise
-            partial blocks cost nothing.
+        partial_blocks_resident: partial blocks stay near in offloaded layers; otherwise they cost
+            no pages of their own.
     """
 
     num_layers: int
@@ -77,17 +97,19 @@ class KvGeometry:
 
     @property
     def num_far(self) -> int:
+        """Offloaded layers."""
         return self.num_layers - self.num_resident
 
     @property
     def near_bytes(self) -> int:
+        """Bytes of the near-tier pool."""
         return self.near_pages * self.page_bytes
 
     def pages_needed(self, released_blocks: int, num_partial: int) -> int:
-        """Near pages for ``released_blocks`` usable blocks and ``num_partial`` partial blocks.
+        """Return the near pages that released blocks need, ``num_partial`` of them partial.
 
-        The staging buffers must at least hold one layer of every block, however few partial blocks
-        are in use, or a step might not run at all: hence the lower bound.
+        The staging buffers must hold at least one layer of every block, however few blocks are
+        partial, or a step might not run at all: hence the lower bound.
         """
         num_partial *= self.partial_blocks_resident
         staged = max(self.num_staging_buffers * (released_blocks - num_partial), released_blocks)
@@ -98,7 +120,7 @@ class KvGeometry:
         )
 
     def block_limit(self, num_partial: int) -> int:
-        """The most usable blocks that fit beside ``num_partial`` partial blocks (0 if none do)."""
+        """Return the most blocks that fit if ``num_partial`` are partial (0 if none fit)."""
         num_partial *= self.partial_blocks_resident
         free = self.near_pages - self.num_far * num_partial
         if not self.num_staging_buffers:
@@ -110,15 +132,15 @@ class KvGeometry:
         return max(0, min(by_buffers, by_one_layer))
 
     def staged_blocks(self, used_blocks: float, num_partial: float) -> float:
-        """Of the blocks in use, those that a step reads in every offloaded layer."""
+        """Return how many of the used blocks a step reads in every offloaded layer."""
         return used_blocks - num_partial * self.partial_blocks_resident
 
     def far_bytes(self, num_blocks: int) -> int:
-        """Bytes of the far tier that ``num_blocks`` blocks (null block included) take."""
+        """Return the far-tier bytes of ``num_blocks`` blocks, the null block included."""
         return self.num_far * num_blocks * self.page_bytes
 
     def max_request_tokens(self, limit_blocks: int) -> int:
-        """The longest request (tokens) that can run alone, ``limit_blocks`` bounding blocks."""
+        """Return the tokens of the longest request that runs alone in ``limit_blocks`` blocks."""
         return min(limit_blocks, self.block_limit(PARTIAL_WHILE_PREFILLING)) * self.block_tokens
 
 
@@ -126,18 +148,14 @@ class KvGeometry:
 class KvLevels:
     """The levels between which a near budget may move at run time.
 
-    Level m has m far layers, in which partly filled blocks stay near. Above those come, where
-    partial blocks may move, levels with 1 far layer and more again, in which they are staged like
-    full blocks. For the same blocks a lower level moves fewer pages.
-
     Attributes:
         num_layers: layers with a KV cache (n).
         page_bytes: bytes of one block in one layer.
         block_tokens: tokens a block holds.
         near_pages: pages of the near-tier pool (P).
-        max_num_far: what ``max_expansion``, the far budget and the model allow.
-        max_blocks: usable blocks of the engine's pool; no level grants more.
-        offloads_partial_blocks: there are levels at which partly filled blocks do not stay near.
+        max_num_far: offloaded layers that ``max_expansion``, the far budget and the model allow.
+        max_blocks: blocks of the engine's pool without the null block; no level has more.
+        offloads_partial_blocks: there are levels at which partial blocks are offloaded too.
     """
 
     num_layers: int
@@ -149,25 +167,22 @@ class KvLevels:
     offloads_partial_blocks: bool = False
 
     @property
-    def highest(self) -> int:
-        """The level that holds most of many short requests."""
-        return self.max_num_far * (1 + self.offloads_partial_blocks)
+    def ladder(self) -> tuple[Level, ...]:
+        """All levels in the order in which an expansion grows; ``level_idx`` counts them.
 
-    def num_far(self, level: int) -> int:
-        """How many layers are far at a level."""
-        return level if self.partial_blocks_resident(level) else level - self.max_num_far
+        First those with resident partial blocks and 0, 1, ... offloaded layers; then those with
+        offloaded partial blocks and 1, 2, ... layers. For the same blocks a lower level moves
+        fewer pages.
+        """
+        return _ladder(self.max_num_far, self.offloads_partial_blocks)
 
-    def partial_blocks_resident(self, level: int) -> bool:
-        """Whether partly filled blocks stay near in a level's far layers."""
-        return level <= self.max_num_far
-
-    def geometry(self, level: int) -> KvGeometry:
-        """The sizes with a level's far layers spread over the model; without one they are vLLM's.
+    def geometry(self, level: Level) -> KvGeometry:
+        """Return the sizes at a level; without an offloaded layer they are vLLM's.
 
         vLLM keeps a page of its null block in every layer, so that a layer's pages lie one after
-        the other: pages that other levels use.
+        the other. Other levels use those pages.
         """
-        num_far = self.num_far(level)
+        num_far = level.num_far
         null_pages = 0 if num_far else self.num_layers
         return KvGeometry(
             num_layers=self.num_layers,
@@ -176,15 +191,23 @@ class KvLevels:
             page_bytes=self.page_bytes,
             block_tokens=self.block_tokens,
             near_pages=self.near_pages - null_pages,
-            partial_blocks_resident=self.partial_blocks_resident(level),
+            partial_blocks_resident=level.partial_blocks_resident,
         )
 
     @property
     def max_blocks_per_partial(self) -> float:
-        """What a partial block that stays near costs at most, at any level."""
-        levels = map(self.geometry, range(self.max_num_far + 1))
+        """What a resident partial block costs at most, in blocks, at any level."""
+        levels = (self.geometry(Level(num_far)) for num_far in range(self.max_num_far + 1))
         return max(geometry.num_far / (geometry.num_resident + 1) for geometry in levels)
 
-    def block_limit(self, level: int, num_partial: int) -> int:
-        """Usable blocks beside ``num_partial`` partial blocks."""
+    def block_limit(self, level: Level, num_partial: int) -> int:
+        """Return the most blocks at a level if ``num_partial`` of them are partial."""
         return min(self.max_blocks, self.geometry(level).block_limit(num_partial))
+
+
+@lru_cache(maxsize=64)
+def _ladder(max_num_far: int, offloads_partial_blocks: bool) -> tuple[Level, ...]:
+    levels = [Level(num_far) for num_far in range(max_num_far + 1)]
+    if offloads_partial_blocks:
+        levels += [Level(num_far, False) for num_far in range(1, max_num_far + 1)]
+    return tuple(levels)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pages of every layer are: Pie's mapping table (section 3.2, figure 3).
+"""Pie's mapping table: where the pages of every layer are (section 3.2, figure 3).
 
-One row a layer, and under it one page id a block. A row changes in two phases: first the
-target is reserved and the operation noted, then the copy runs, and only when it is confirmed
-is the row's presence published. Until then the kernels may not use the layer.
+It has a row for each layer, and for each row a page id per block. A row changes in two phases:
+first the target is reserved and the operation recorded, then the copy runs. The row is published
+only when the copy is confirmed; until then the kernels must not use the layer.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Home(Enum):
 class State(Enum):
     """Where a layer is, and the operation in flight.
 
-    Resident layers stay near. A offloaded one goes round: IN_FAR, SWAP_IN, IN_COMPUTE. Swapping out
+    Resident layers stay IN_NEAR. An offloaded one cycles: IN_FAR, SWAP_IN, IN_COMPUTE. Swapping out
     is no operation of its own: what a step writes goes out in that step, so a layer that was
-    computed leaves the near tier by being forgotten there.
+    computed leaves the near tier when its buffer is given to another.
     """
 
     IN_NEAR = "in near"
@@ -43,9 +43,9 @@ class LayerRow:
     """A row of figure 3: home, far pointer, near pointer, state, time of last use.
 
     Attributes:
-        far_region: the layer's far_region in the far tier; None for a resident layer.
-        buffer: the staging buffer that holds the layer, or will in its turn; None while it is only
-            far.
+        far_region: index of the layer's region in the far tier; None for a resident layer.
+        buffer: the staging buffer that holds the layer, or will in its turn; None while it
+            is only far.
         last_use: number of the step that staged and computed the layer last.
     """
 
@@ -57,18 +57,20 @@ class LayerRow:
 
 
 class MappingTable:
-    """Rows for all layers, and ``pages``: int32 [num_layers, num_blocks], the near page of a
-    block in a layer.
+    """Rows of all layers, and the near page of every block in every layer.
 
-    An entry is meaningful only for blocks that a layer has near: released blocks of resident
-    layers; partial blocks and the running step's blocks of offloaded layers. All others point to
-    page ``HOLE``, which exists but which no kernel reads: they stand behind sequences' ends.
+    An entry of ``pages`` is meaningful only for blocks that a layer has near: released blocks of
+    resident layers; partial blocks and the running step's blocks of offloaded layers. All others
+    point to page ``HOLE``, which exists, but no kernel reads it: they stand behind sequences' ends.
 
     Args:
-        order: the layers' roles at first.
+        order: the layers' roles at the start.
         num_blocks: columns.
-        offloadable_layers: layers that may be far, by their row in the far tier; the offloaded
-            ones if None.
+        offloadable_layers: layers that may be offloaded, by the index of their far region; those
+            that are at the start if None.
+
+    Attributes:
+        pages: int32 [num_layers, num_blocks].
     """
 
     HOLE = 0
@@ -83,10 +85,10 @@ class MappingTable:
             (num_layers, num_blocks), self.HOLE, dtype=np.int32
         )
         self.rows = [LayerRow(Home.NEAR, None, None, State.IN_NEAR) for _ in range(num_layers)]
-        self.follow(order)
+        self.set_order(order)
 
-    def follow(self, order: SwapOrder) -> None:
-        """Take over the roles; layers that change theirs are in no staging buffer."""
+    def set_order(self, order: SwapOrder) -> None:
+        """Change the layers' roles; those that change are in no staging buffer."""
         self.order = order
         self._resident = np.array(order.resident, dtype=np.int64)[:, None]
         self._offloaded = np.array(order.offloaded, dtype=np.int64)[:, None]
@@ -105,28 +107,27 @@ class MappingTable:
     def set_resident_pages(
         self, block_ids: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]
     ) -> None:
-        """Near pages [resident layers, blocks] of blocks that were released."""
+        """Set the near pages [resident layers, blocks] of blocks that were released."""
         self.pages[self._resident, block_ids] = pages
 
     def resident_pages(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Near pages of ``block_ids`` in all resident layers, flat."""
+        """Return the near pages of ``block_ids`` in all resident layers, flat."""
         return self.pages[self._resident, block_ids].astype(np.int64).ravel()
 
     def set_offloaded_pages(
         self, block_ids: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]
     ) -> None:
-        """Near pages [offloaded layers, blocks]: partial blocks, or a step's blocks in their
-        buffers."""
+        """Set the near pages [offloaded layers, blocks] of partial blocks, or of staged blocks."""
         self.pages[self._offloaded, block_ids] = pages
 
     def offloaded_pages(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Near pages [offloaded layers, blocks]."""
+        """Return the near pages [offloaded layers, blocks]."""
         return self.pages[self._offloaded, block_ids].astype(np.int64)
 
     def reserve(self, layer: int, buffer: int) -> None:
-        """First phase of a swap-in: the layer comes to the buffer, its pages are not yet valid.
+        """Begin a swap-in: the layer gets the buffer, but its pages are not valid yet.
 
-        Layers that share a buffer come one after the other, as the copies are ordered.
+        Layers that share a buffer get it one after the other, as the copies are ordered.
         """
         row = self.rows[layer]
         if row.state is not State.IN_FAR:
@@ -135,7 +136,7 @@ class MappingTable:
         row.buffer = buffer
 
     def publish(self, layer: int, step: int) -> None:
-        """Second phase: the copy is confirmed, the layer may be computed (and is)."""
+        """End a swap-in: the copy is confirmed, and the layer is computed."""
         row = self.rows[layer]
         if row.state is not State.SWAP_IN:
             raise _illegal(layer, row, State.IN_COMPUTE)
@@ -143,7 +144,7 @@ class MappingTable:
         row.last_use = step
 
     def evict(self, layer: int) -> None:
-        """The layer was computed: its buffer belongs to another now, or to nobody."""
+        """Take the buffer from a layer that was computed."""
         row = self.rows[layer]
         if row.state is not State.IN_COMPUTE:
             raise _illegal(layer, row, State.IN_FAR)
@@ -151,8 +152,7 @@ class MappingTable:
         row.buffer = None
 
     def check_integrity(self) -> None:
-        """Resident rows stay near, far pointers are the offloaded rows', no two computed rows
-        share.
+        """Check that only offloaded rows have far regions, and no two computed rows share a buffer.
 
         Raises:
             IntegrityError: naming the layers.

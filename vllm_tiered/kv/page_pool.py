@@ -12,11 +12,11 @@ from vllm_tiered.errors import IntegrityError
 
 
 class Owner(IntEnum):
-    """Who holds a page. Every page has exactly one owner at any time."""
+    """Holder of a page; every page has exactly one at any time."""
 
     FREE = 0
     RESIDENT = 1  # a released block in a resident layer
-    PARTIAL = 2  # a block that still fills, in a offloaded layer
+    PARTIAL = 2  # a partial block in an offloaded layer
     STAGING = 3  # a buffer of the step that runs
     DRAINING = 4  # left, but a write to the far tier still reads it
 
@@ -25,14 +25,15 @@ _AVAILABLE = (Owner.FREE, Owner.DRAINING)
 
 
 class PagePool:
-    """Page ids 0 .. num_pages - 1. Long-lived pages come from the low end, staging from the high.
+    """Owners of the pages 0 to num_pages - 1.
 
-    A page that a copy still reads is *draining*: it becomes free when the copy's event is done. It
-    may have a new owner before that, who writes to it behind the event; nobody waits for it here.
+    Long-lived pages come from the low end, those of staging buffers from the high end. A page that
+    a copy still reads is *draining*: it becomes free when the copy's event is done. It may get a
+    new owner before that, which writes to it behind the event; the pool does not wait.
 
     Attributes:
-        num_available: pages that are free, or become it: as many can be allocated. Asked in every
-            step, and counted along for that: to count them takes 40 us.
+        num_available: pages that are free or draining: as many can be allocated. Kept as a counter,
+            since every step asks for it and counting takes 40 us.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -42,15 +43,16 @@ class PagePool:
         self._draining: deque[tuple[Event, PageIds]] = deque()
 
     def count(self, owner: Owner) -> int:
-        """Pages that ``owner`` holds."""
+        """Return the number of pages that ``owner`` holds."""
         return int(np.count_nonzero(self._owner == int(owner)))  # numpy is slow with enums
 
     @property
     def num_free(self) -> int:
+        """Pages without an owner."""
         return self.count(Owner.FREE)
 
     def allocate(self, num_pages: int, owner: Owner) -> tuple[PageIds, tuple[Event, ...]]:
-        """Take ``num_pages`` pages: free ones, and the longest draining if these are too few.
+        """Allocate pages: free ones, and those that drain the longest if these are too few.
 
         Returns:
             int64 [num_pages], and what must be done before anything is written to them: a copy
@@ -87,7 +89,7 @@ class PagePool:
         self.transfer(pages, Owner.FREE, owner)
 
     def transfer(self, pages: PageIds, owner: Owner, to: Owner) -> None:
-        """Pages change their owner and keep what is in them."""
+        """Change the owner of pages; their content stays."""
         self._leave(pages, owner)
         self._owner[pages] = int(to)
         self.num_available += len(pages) * ((to in _AVAILABLE) - (owner in _AVAILABLE))
@@ -113,11 +115,11 @@ class PagePool:
             self._owner[pages] = int(Owner.FREE)
 
     def describe(self) -> str:
-        """Pages per owner, for messages."""
+        """Return the pages of each owner, for messages."""
         return ", ".join(f"{owner.name.lower()} {self.count(owner)}" for owner in Owner)
 
     def check_integrity(self) -> None:
-        """Every page has one owner; draining pages are the queued ones.
+        """Check that every page has one owner, and that the draining pages are the queued ones.
 
         Raises:
             IntegrityError: with the numbers that do not agree.
@@ -132,7 +134,7 @@ class PagePool:
             raise IntegrityError("a page has an unknown owner")
 
     def _hand_over(self, pages: PageIds, num_drains: int) -> tuple[Event, ...]:
-        """Take pages out of the first drains; the events of those that had some of them."""
+        """Take pages out of the first drains; return the events of those that had some of them."""
         after: list[Event] = []
         left: list[tuple[Event, PageIds]] = []
         for _ in range(num_drains):

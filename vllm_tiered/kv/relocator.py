@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers change their home between steps, while requests run (Pie, sections 3.4.2 and 4.1).
+"""Relocator of layers: changes where they live between steps (Pie, sections 3.4.2 and 4.1).
 
-KV is append-only, so all that must be known is which blocks hold something, and of which layers the
-far tier has that as it is now. A layer that leaves writes out what it does not have there yet; one
-that returns is read back whole. A layer that left before and comes again finds its full blocks
-still in place. Partial blocks that are near stay where they are, and are no part of this until
-they are full or, where partial blocks do not stay, go to the far tier.
+KV is append-only, so the relocator must know only which blocks hold something, and for which layers
+the far tier has that in its present form. A layer that leaves the near tier writes out what the far
+tier does not have yet; one that returns is read back whole. A layer that leaves again finds its
+full blocks still in place. Resident partial blocks stay where they are, and are no part of this
+until they are full, or go to the far tier where partial blocks are offloaded.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from vllm_tiered.kv.step_plan import BlockIds, StepPlan
 
 
 class Relocator:
-    """Follows the blocks of every step, and moves layers when the level changes.
+    """Tracks what the blocks of every step hold, and moves layers when the level changes.
 
     Args:
         pool: the near tier's pages and who holds them.
@@ -32,7 +32,7 @@ class Relocator:
 
     def __init__(self, pool: PagePool, table: MappingTable, far: FarTier) -> None:
         self.leaving: list[int] = []  # layers that are still to be written out
-        self.returning: dict[int, Event] = {}
+        self.returning: dict[int, Event] = {}  # layers that are read back, with the copy
         self._pool = pool
         self._table = table
         self._far = far
@@ -44,7 +44,7 @@ class Relocator:
         self._is_far = np.zeros((num_blocks, num_layers), dtype=np.bool_)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Blocks that the step writes anew, or that are reserved, hold nothing."""
+        """Count blocks as empty that the step writes anew, or that are reserved."""
         self._settle(becomes_far=bool(plan.num_far))
         for block_ids in (plan.store_new, plan.alloc_partial, plan.reserved):
             if len(block_ids):
@@ -52,37 +52,37 @@ class Relocator:
                 self._is_far[block_ids] = False
 
     def end_step(self, plan: StepPlan) -> None:
-        """What the step wrote is far in the offloaded layers, and only there."""
+        """Record that what the step wrote is far in the offloaded layers, and only there."""
         for block_ids in (plan.store_new, plan.load_and_store, plan.store_partial):
             if len(block_ids):
                 self.hold(block_ids)
 
     def hold(self, block_ids: BlockIds) -> None:
-        """The blocks hold what is far in the offloaded layers, and only there."""
+        """Record that the blocks' content is far in the offloaded layers, and only there."""
         self._holds[block_ids] = True
         self._is_far[block_ids] = self._is_offloaded
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Blocks of which a page was lost: they are computed anew before they are used."""
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Count blocks as empty of which a page was lost; they are computed anew before use."""
         for block_id in block_ids:
             self._holds[block_id] = False
             self._is_far[block_id] = False
 
     def begin_write_out(self, order: SwapOrder) -> None:
-        """Layers leave under ``order`` in the next step: begin to write out what they hold.
+        """Begin to write out the layers that are offloaded under ``order`` in the next step.
 
         One layer at a time (:meth:`write_out_one`), so that the reads which wait behind the
-        writes of a step do not wait for all of them; all at once if no layer is far yet.
+        writes of a step do not wait for all of them; all at once if no layer is offloaded yet.
         """
         self.leaving = _added(order.offloaded, self._table.order.offloaded)
         if not self._table.order.offloaded:
             self._write_out_all()
 
     def write_out_one(self) -> list[Copy]:
-        """Of one of the leaving layers, what it holds and the far tier does not have.
+        """Prepare the copy of what one leaving layer holds and the far tier does not have.
 
         Returns:
-            The copy, to be submitted; none if the far tier has all.
+            The copy, to be submitted; empty if the far tier has all.
         """
         layer = self.leaving.pop()
         block_ids = np.flatnonzero(self._holds & ~self._is_far[:, layer])
@@ -94,7 +94,7 @@ class Relocator:
         return [self._far.prepare_write(layer, block_ids, pages)]
 
     def move(self, order: SwapOrder, released: Iterable[int], partial: Iterable[int]) -> float:
-        """Change the layers' homes to those under ``order``; seconds of standstill.
+        """Change the layers' homes to those under ``order``; return seconds of standstill.
 
         Raises:
             IntegrityError: the pages do not suffice; the scheduler's limit is wrong.
@@ -110,13 +110,13 @@ class Relocator:
         seconds = 0.0
         for layer in _added(before, order.offloaded):
             seconds += self._return(layer, other_ids, partial_ids)
-        self._table.follow(order)
+        self._table.set_order(order)
         self._is_offloaded[:] = False
         self._is_offloaded[list(order.offloaded)] = True
         return seconds
 
     def wait(self, layer: int) -> float:
-        """Hold compute until a layer that returns is near; seconds of standstill."""
+        """Hold compute until a layer that returns is near; return seconds of standstill."""
         event = self.returning.pop(layer, None)
         return 0.0 if event is None else self._far.wait(event)
 
@@ -126,10 +126,10 @@ class Relocator:
             self._far.write_computed(copies)
 
     def _settle(self, *, becomes_far: bool) -> None:
-        """Wait for what no step has waited for, before its pages may be anybody else's.
+        """Wait for what no step has waited for, before its pages may get another owner.
 
         Args:
-            becomes_far: there are far layers in the step to come, which may just have been written.
+            becomes_far: the step to come has offloaded layers, which may just have been written.
         """
         for layer in list(self.returning):
             self.wait(layer)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging buffers: near pages through which the offloaded layers pass, and the copies for it.
+"""Staging buffers: near pages through which the offloaded layers pass, and the copies for it.
 
-A buffer has a page for each block that the step reads or writes. While requests only add to blocks
-that they have, which is most of the time, the next step's blocks are those of this one: buffers,
-block tables and prepared copies stay as they are.
+A buffer has a page for each block that the step reads or writes. Mostly requests only
+add to blocks that they have; then the next step has the same blocks, and buffers, block tables and
+prepared copies stay as they are.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ _NO_PAGES: PageIds = np.empty((0, 0), np.int64)
 
 
 class Staging:
-    """Buffers for one step's blocks, in turn for the offloaded layers.
+    """Buffers for one step's blocks, used by the offloaded layers in turn.
 
     Args:
-        pool: whose pages the buffers take, of those that are free or drain.
-        near: those pages.
+        pool: gives the buffers pages that are free or drain.
+        near: the near tier's pages.
         device: prepares the copies.
         max_buffers: take at most this many (or what the policy asks for), pages permitting.
 
@@ -57,10 +57,11 @@ class Staging:
 
     @property
     def num_buffers(self) -> int:
+        """Buffers that are open."""
         return len(self.vacated)
 
-    def serves(self, plan: StepPlan) -> bool:
-        """Whether the buffers are right for this step too, and no better ones could be had."""
+    def fits(self, plan: StepPlan) -> bool:
+        """Return whether the buffers fit this step too, and pages would not give more of them."""
         others = (plan.store_new, plan.alloc_partial, plan.released, plan.reserved)
         return (
             self.num_buffers > 0
@@ -81,7 +82,7 @@ class Staging:
         Args:
             order: the layers' roles now.
             regions: the offloaded layers' far pages, by block id.
-            table: is told where the blocks are in each offloaded layer.
+            table: gets the blocks' pages in each offloaded layer.
         """
         read_ids, written_ids = plan.load, plan.store_new
         if len(plan.load_and_store):
@@ -124,7 +125,7 @@ class Staging:
         self.pages, self.vacated, self.reads, self.writes = _NO_PAGES, [], [], []
 
     def _has_pages_for_more(self) -> bool:
-        """Partial blocks that have left since the buffers were opened gave their pages back."""
+        """Return whether partial blocks that left since have given back pages for a buffer."""
         pages_per_buffer: int = self.pages.shape[1]
         return self._pool.num_available >= pages_per_buffer
 
@@ -141,7 +142,7 @@ class Staging:
     def _prepare_writes(
         self, written: PageIds, block_ids: BlockIds, regions: Sequence[PageBuffer]
     ) -> list[Copy]:
-        """``written`` are the positions in a buffer of ``block_ids``."""
+        """Prepare the copies; ``written`` are the positions of ``block_ids`` in a buffer."""
         blocks = Pages(block_ids)
         buffers = [Pages(buffer[written]) for buffer in self.pages]
         return [
@@ -153,5 +154,6 @@ class Staging:
 
 
 def _are_equal(ids: BlockIds, others: BlockIds) -> bool:
-    """The planner gives the same array again while nothing changes; a copy if it came by a pipe."""
+    """Compare by identity first: the planner gives the same array while nothing changes."""
+    # Through a pipe it arrives as a copy.
     return ids is others or np.array_equal(ids, others)

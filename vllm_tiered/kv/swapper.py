@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swaps the offloaded layers through the staging buffers while the engine computes (Pie, 3.3).
 
-One step, with offloaded layers r0, r1, r2 … and two buffers:
+One step, with offloaded layers r0, r1, r2 ... and two buffers:
 
     begin_step   all copies are queued, each behind what it waits for: read r0→A, r1→B
     r0 computes  blocks that r0 wrote in A go out; then read r2→A
     r1 computes  blocks that r1 wrote in B go out; then read r3→B
-    …            (layers between them are resident and compute without a wait)
-    end_step     partial blocks that were filled go out, all layers in one copy, if partial blocks
-    stay near
+    ...          (layers between them are resident and compute without a wait)
+    end_step     resident partial blocks that were filled go out, all layers in one copy
 
-The buffers stay for the next step if its blocks are the same (``staging.py``); else they become
+The next step keeps the buffers if its blocks are the same (``staging.py``). Otherwise they become
 free, and pages that a write still reads drain.
 
-Between two steps the number of far layers may change (``relocator.py``).
+Between two steps the number of offloaded layers may change (``relocator.py``).
 """
 
 from collections.abc import Container, Sequence
@@ -21,10 +20,11 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from vllm_tiered.devices.base import Copy, Device, Event
-from vllm_tiered.devices.pages import PageBuffer, PageIds
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.far_tier import FarHomes, FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
+from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.kv.relocator import Relocator
@@ -35,14 +35,14 @@ _NOTHING = StepPlan()
 
 
 class Swapper:
-    """The worker's side: applies a :class:`StepPlan`, layer by layer.
+    """Applier of step plans in a worker, layer by layer.
 
     Args:
         order: the layers' roles at the start.
-        offloadable_layers: layers that may be far, in the order in which they become it;
+        offloadable_layers: layers that may be offloaded, in the order in which they are;
             those that are offloaded at the start if None.
-        homes: where their regions go.
-        orders: by number of far layers, if that may change; ``order`` is one of them.
+        homes: where their far regions go.
+        orders: by number of offloaded layers, if that may change; ``order`` is one of them.
         released: blocks 1 to ``released`` are the engine's at the start; all if None.
         num_blocks: block ids are below this; block 0 is the engine's null block.
         near: the near tier's pages, which the kernels read and write.
@@ -84,45 +84,43 @@ class Swapper:
         self.keeps_pages = False
         self._failure: BaseException | None = None
         self._device = device
+        self._near_pages = NearPages(self.pool, self.table, device)
         self._staging = Staging(pool=self.pool, near=near, device=device, max_buffers=max_buffers)
         self._orders = orders
         self._relocator = Relocator(self.pool, self.table, self.far)
         self._written_before: tuple[Event, ...] = ()
         self._lost: set[int] = set()
-        self._released: set[int] = set()
-        self._partial: set[int] = set()
         self._plan = _NOTHING
         self._reads: list[Event | None] = []
         self._writes: list[Event | None] = []
         self._turns: dict[int, Event] = {}  # by position of the last layer of each turn
-        self._asked: Sequence[Event] = ()  # by position, where layers are read when asked for
-        self._follow_order()
+        self._asked: Sequence[Event] = ()  # by position, where layers are read when needed
+        self._update_positions()
         released = num_blocks - 1 if released is None else released
-        self._as_vllm = bool(orders) and not order.offloaded
-        if self._as_vllm:
-            self._lay_out_as_vllm(released)
+        if orders and not order.offloaded:
+            self._near_pages.lay_out_as_vllm(released)
         else:
-            self._release(np.arange(1, released + 1, dtype=np.int64))
+            self._near_pages.release_blocks(np.arange(1, released + 1, dtype=np.int64))
 
     @property
     def order(self) -> SwapOrder:
-        """The layers' roles now."""
+        """The layers' present roles."""
         return self.table.order
 
     @property
     def is_laid_out_as_vllm(self) -> bool:
         """Whether block b of layer l still is page ``l * (P / n) + b``, as in vLLM's own layout."""
-        return self._as_vllm
+        return self._near_pages.is_laid_out_as_vllm
 
     def will_be_laid_out_as_vllm(self, plan: StepPlan) -> bool:
-        """What :attr:`is_laid_out_as_vllm` will be once ``begin_step`` has applied the plan."""
-        level = plan.num_far
-        moves_layers = level is not None and level != self.order.num_far
-        return self._as_vllm and not (moves_layers or len(plan.released) or len(plan.reserved))
+        """Return what `is_laid_out_as_vllm` will be once ``begin_step`` has applied the plan."""
+        moves_layers = plan.num_far is not None and plan.num_far != self.order.num_far
+        moves_pages = moves_layers or len(plan.released) or len(plan.reserved)
+        return self.is_laid_out_as_vllm and not moves_pages
 
     @property
     def layers_to_come(self) -> Container[int]:
-        """Layers that the step which has begun must wait for: the others' pages are near."""
+        """Layers that the step which has begun must wait for; the others' pages are near."""
         returning = self._relocator.returning
         return {*self._position, *returning} if returning else self._position
 
@@ -140,23 +138,23 @@ class Swapper:
         self.num_steps += 1
         self._plan = plan
         self._writes = [None] * len(self.order.offloaded)
-        self.keeps_pages = self.serves(plan)
+        self.keeps_pages = self.keeps_buffers(plan)
         if not self.keeps_pages and self._staging.num_buffers:
             self._staging.release(next(iter(self.far.last_write), None))
-        self._free_partial(plan.free_partial)
+        self._near_pages.free_partial(plan.free_partial)
         if len(plan.evict_partial):
             self._store_partial(plan.evict_partial)
             self._relocator.hold(plan.evict_partial)
         if self._orders:
             self._relocator.begin_step(plan)
-        self._reserve(plan.reserved)
+        self._near_pages.reserve_blocks(plan.reserved)
         if plan.num_far is not None and plan.num_far != self.order.num_far:
-            self._move_to(self._orders[plan.num_far])
-        self._release(plan.released)
+            self._change_order(self._orders[plan.num_far])
+        self.stall_seconds += self._near_pages.release_blocks(plan.released)
         self._written_before = self.far.last_write
         if plan.num_far_next is not None and plan.num_far_next != self.order.num_far:
             self._relocator.begin_write_out(self._orders[plan.num_far_next])
-        self._alloc_partial(plan.alloc_partial)
+        self.stall_seconds += self._near_pages.alloc_partial(plan.alloc_partial)
         if not self.order.offloaded:
             return
         if not self._staging.num_buffers:
@@ -164,14 +162,13 @@ class Swapper:
         if self._staging.num_buffers:
             self._queue_copies()
 
-    def serves(self, plan: StepPlan) -> bool:
-        """Whether the buffers of the step before are right for this one, and nothing moves."""
-        level = plan.num_far
-        same_level = level is None or level == self.order.num_far
-        return same_level and self._staging.serves(plan)
+    def keeps_buffers(self, plan: StepPlan) -> bool:
+        """Return whether the buffers of the step before fit this one, and no layer moves."""
+        same_level = plan.num_far is None or plan.num_far == self.order.num_far
+        return same_level and self._staging.fits(plan)
 
     def wait_layer(self, layer: int) -> None:
-        """Hold compute until the layer's pages are near. Resident layers are, or return just now.
+        """Hold compute until the layer's pages are near; at once for a resident layer.
 
         Raises:
             Exception: what made the copy fail; the pages must not be used.
@@ -195,10 +192,10 @@ class Swapper:
         self.table.publish(layer, self.num_steps)
 
     def layer_done(self, layer: int) -> None:
-        """The layer was computed: copies that wait for it may run.
+        """Let the copies run that wait for the layer, which was computed.
 
         Raises:
-            IntegrityError: nobody waited for its pages.
+            IntegrityError: ``wait_layer`` was not called for it.
         """
         position = self._position.get(layer)
         if position is None or not self._turns:
@@ -208,10 +205,10 @@ class Swapper:
             self._device.signal(deferred_event)
 
     def end_step(self) -> None:
-        """All layers were computed: write out filled partial blocks.
+        """Write out the partial blocks that were filled; all layers were computed.
 
         Raises:
-            IntegrityError: a offloaded layer was staged but not computed.
+            IntegrityError: an offloaded layer was staged but not computed.
         """
         if self._failure is not None:  # vLLM ends a step also when its forward has raised
             raise self._failure
@@ -225,114 +222,63 @@ class Swapper:
             self._relocator.end_step(plan)
 
     def abandon(self, failure: BaseException) -> None:
-        """The step will not be computed to its end: layers that were staged are left out."""
+        """End a step that will not be computed to its end: layers that were staged are left out."""
         if self._turns:
             self._failure = failure
         else:
             self.end_step()
 
     def pending_read(self, layer: int) -> Event | None:
-        """The copy that :meth:`wait_layer` will wait for."""
+        """Return the copy that `wait_layer` will wait for."""
         position = self._position.get(layer)
         return None if position is None else self._reads[position]
 
-    def write_of(self, layer: int) -> Event | None:
-        """The copy that wrote out what the layer computed, in the step that ran last."""
+    def last_write_of(self, layer: int) -> Event | None:
+        """Return the copy that wrote out what the layer computed in the latest step."""
         position = self._position.get(layer)
         return None if position is None else self._writes[position]
 
     def take_lost(self) -> set[int]:
-        """Blocks of which a page did not arrive intact since the last call.
+        """Return blocks of which a page did not arrive intact since the last call.
 
-        What was computed with them is wrong; whoever uses them must compute them anew.
+        What was computed with them is wrong; requests that use them must compute them anew.
         """
         lost, self._lost = self._lost, set()
-        self._relocator.forget(lost)
+        self._relocator.forget_blocks(lost)
         return lost
 
     def check_integrity(self) -> None:
-        """Pages are conserved: resident x released + offloaded x partial blocks + buffers +
-        draining + free.
+        """Check that pages are conserved, and that the table agrees with the layers' roles.
 
         Raises:
             IntegrityError: with the numbers that do not agree.
         """
         self.pool.check_integrity()
         self.table.check_integrity()
-        expected = {
-            Owner.RESIDENT: len(self.order.resident) * len(self._released),
-            Owner.PARTIAL: len(self.order.offloaded) * len(self._partial),
-            Owner.STAGING: self._staging.pages.size,
-        }
-        for owner, pages in expected.items():
-            if self.pool.count(owner) != pages:
-                raise IntegrityError(f"{owner.name}: expected {pages}; {self.pool.describe()}")
-        self._check_no_page_twice()
+        self._near_pages.check_integrity(self._staging.pages)
 
-    # Pages ------------------------------------------------------------------------------
+    # Layers' roles ----------------------------------------------------------------------
 
-    def _follow_order(self) -> None:
+    def _update_positions(self) -> None:
         offloaded = self.order.offloaded
         self._position = {layer: i for i, layer in enumerate(offloaded)}
         self._regions = [self.far.far_region(layer) for layer in offloaded]
         self._reads = [None] * len(offloaded)
         self._writes = [None] * len(offloaded)
 
-    def _move_to(self, order: SwapOrder) -> None:
-        self._as_vllm = False
-        self.stall_seconds += self._relocator.move(order, self._released, self._partial)
-        self._follow_order()
-
-    def _lay_out_as_vllm(self, released: int) -> None:
-        """Each layer's pages one after the other, that of the null block first."""
-        layers = np.arange(len(self.table.rows), dtype=np.int64)[:, None]
-        block_ids = np.arange(1, released + 1, dtype=np.int64)
-        pages = layers * (self.pool.num_pages // len(layers)) + block_ids
-        self.pool.claim(pages.ravel(), Owner.RESIDENT)
-        self.table.set_resident_pages(block_ids, pages)
-        self._released.update(block_ids.tolist())
-
-    def _take(self, num_pages: int, owner: Owner) -> PageIds:
-        """Pages for what compute writes, which is held until they have drained."""
-        pages, drained = self.pool.allocate(num_pages, owner)
-        for event in drained:
-            self.stall_seconds += self._device.wait(event)
-        return pages
-
-    def _release(self, block_ids: BlockIds) -> None:
-        if len(block_ids):
-            self._as_vllm = False
-            shape = (len(self.order.resident), len(block_ids))
-            pages = self._take(shape[0] * shape[1], Owner.RESIDENT)
-            self.table.set_resident_pages(block_ids, pages.reshape(shape))
-            self._released.update(block_ids.tolist())
-
-    def _reserve(self, block_ids: BlockIds) -> None:
-        if len(block_ids):
-            self._as_vllm = False
-            self.pool.free(self.table.resident_pages(block_ids), Owner.RESIDENT)
-            self.table.set_resident_pages(block_ids, np.array(MappingTable.HOLE))
-            self._released.difference_update(block_ids.tolist())
-
-    def _alloc_partial(self, block_ids: BlockIds) -> None:
-        if len(block_ids) and self.order.offloaded:
-            shape = (len(self.order.offloaded), len(block_ids))
-            pages = self._take(shape[0] * shape[1], Owner.PARTIAL)
-            self.table.set_offloaded_pages(block_ids, pages.reshape(shape))
-        self._partial.update(block_ids.tolist())
-
-    def _free_partial(self, block_ids: BlockIds) -> None:
-        if len(block_ids) and self.order.offloaded:
-            self.pool.free(self.table.offloaded_pages(block_ids).ravel(), Owner.PARTIAL)
-        self._partial.difference_update(block_ids.tolist())
+    def _change_order(self, order: SwapOrder) -> None:
+        pages = self._near_pages
+        pages.is_laid_out_as_vllm = False
+        self.stall_seconds += self._relocator.move(order, pages.released, pages.partial)
+        self._update_positions()
 
     # Copies -----------------------------------------------------------------------------
 
     def _queue_copies(self) -> None:
-        """All reads and writes of the step, each behind what it has to wait for.
+        """Queue all reads and writes of the step, each behind what it has to wait for.
 
-        Between two layers nothing is left to do but to say that they were computed, and that only
-        in turns of some layers: to wake a copying thread costs as much as all the rest.
+        Between two layers nothing is left to do but to signal that they were computed, and that
+        only in turns of some layers: to wake a copying thread costs as much as all the rest.
         """
         staging, prefetches = self._staging, self.order.prefetches
         last, num_buffers = len(self.order.offloaded) - 1, staging.num_buffers
@@ -356,7 +302,7 @@ class Swapper:
         self._reads[:] = self.far.submit_reads(reads)
 
     def _queue_writes(self, computed: Sequence[tuple[Event, ...]]) -> None:
-        """What each offloaded layer writes, and after a turn of them a layer that leaves.
+        """Queue what each offloaded layer writes, and after each turn a layer that leaves.
 
         Args:
             computed: by offloaded position, what the write has to wait for.
@@ -374,16 +320,9 @@ class Swapper:
             self._writes[: len(positions)] = [events[at] for at in positions]
 
     def _store_partial(self, block_ids: BlockIds) -> None:
+        """Write partial blocks out in every offloaded layer; their near pages drain."""
         if self.order.offloaded:
             pages = self.table.offloaded_pages(block_ids)
             self.far.write(self.order.offloaded, block_ids, pages)
             self.pool.drain(pages.ravel(), Owner.PARTIAL, self.far.last_write[0])
-        self._partial.difference_update(block_ids.tolist())
-
-    def _check_no_page_twice(self) -> None:
-        held = [self.table.resident_pages(np.fromiter(self._released, np.int64))]
-        held.append(self.table.offloaded_pages(np.fromiter(self._partial, np.int64)).ravel())
-        held.append(self._staging.pages.ravel())
-        pages = np.concatenate(held)
-        if len(np.unique(pages)) != len(pages):
-            raise IntegrityError("a page stands for two blocks or layers")
+        self._near_pages.partial.difference_update(block_ids.tolist())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engine steps say about a level of expansion: signals, windows of them, records."""
+"""Measurements of engine steps at a level of expansion: signals, windows of them, records."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Signals:
     """One engine step, as the scheduler and the slowest rank saw it.
 
     Attributes:
-        level: that the step ran at.
+        level_idx: the level that the step ran at.
         is_settled: False while a change of level is on its way.
         seconds: wall time of the step, scheduling included, idle time not.
         tokens: output tokens that it made.
@@ -30,10 +30,10 @@ class Signals:
         used_blocks: blocks that requests hold.
         num_partial: partial blocks that running requests are charged for.
         needed_blocks: what the largest live request will need in the end, beside blocks that
-            nobody can be made to give back.
+            no request can be made to give back.
     """
 
-    level: int
+    level_idx: int
     is_settled: bool
     seconds: float
     tokens: int
@@ -56,12 +56,14 @@ class Peak(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Sums over steps, and their peaks. (A tuple: one is made in every step.)
+    """Sums over steps, and their peaks.
+
+    A tuple, as one is made in every step.
 
     Attributes:
-        peaks: of each step that no other had both more blocks and more partial blocks than.
-            Requests that begin have two partial blocks each and few blocks, later one and many:
-            the most of either would together be more than was ever needed.
+        peaks: those of the steps that no other step exceeds in blocks and in partial blocks.
+            Requests that begin have two partial blocks each and few blocks; later one, and many
+            blocks: the most of both together would be more than was ever needed.
     """
 
     steps: int = 0
@@ -99,7 +101,7 @@ class Window(NamedTuple):
         )
 
     def merged(self, other: "Window") -> "Window":
-        """The steps of both."""
+        """Return the window of both windows' steps."""
         sums = [mine + theirs for mine, theirs in zip(self[:-1], other[:-1], strict=True)]
         peaks = self.peaks
         for peak in other.peaks:
@@ -108,21 +110,24 @@ class Window(NamedTuple):
 
     @property
     def max_partial(self) -> int:
-        """In any step."""
+        """The most partial blocks charged in any step."""
         return max((peak.partial for peak in self.peaks), default=0)
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step, without its stall: the harmonic mean, as transfers must hide behind decode
-        steps, and a few long prefill steps say nothing of those."""
+        """Seconds of a step without its stall.
+
+        The harmonic mean: transfers must hide behind decode steps, and a few long prefill steps
+        say nothing about those.
+        """
         return self.steps / self.compute_rate
 
     def is_blocked(self, share: float) -> bool:
-        """Whether requests wanted for blocks, in ``share`` of the steps at least."""
+        """Return whether requests lacked blocks in at least ``share`` of the steps."""
         return self.blocked_steps >= share * self.steps or self.num_preempted > 0
 
     def is_stalled(self, max_stall: float) -> bool:
-        """Whether compute stands still throughout, not for one hiccup of the link."""
+        """Return whether compute stands still throughout, not for one hiccup of the link."""
         return self.stall_seconds > max_stall * self.seconds and 2 * self.stalled_steps > self.steps
 
 
@@ -134,7 +139,7 @@ class Record:
     a later sample is of the same load.
     """
 
-    level: int = 0
+    level_idx: int = 0
     count: int = 0
     mean: float = 0.0
     variance: float = 0.0
@@ -142,7 +147,10 @@ class Record:
     step_seconds: float = 0.0
 
     def with_sample(self, sample: Window) -> "Record":
-        """Welford's running mean and variance; beyond the longest record, exponential ones."""
+        """Add a sample to Welford's running mean and variance.
+
+        Beyond ``_LONGEST_RECORD`` samples mean and variance are exponential.
+        """
         rate = math.log(max(sample.tokens, 1) / sample.seconds)
         count = min(self.count + 1, _LONGEST_RECORD)
         change = rate - self.mean
@@ -152,7 +160,7 @@ class Record:
             variance += (change * change - self.variance * count / (count - 1)) / count
         running, step_seconds = _load(sample)
         return Record(
-            level=self.level,
+            level_idx=self.level_idx,
             count=count,
             mean=mean,
             variance=max(0.0, variance),
@@ -161,7 +169,7 @@ class Record:
         )
 
     def is_like(self, sample: Window) -> bool:
-        """Whether the sample is of the record's load; of an empty record's, any is."""
+        """Return whether the sample is of the record's load; an empty record is like any."""
         if not self.count:
             return True
         return all(
@@ -170,11 +178,11 @@ class Record:
         )
 
     def is_as_good_as(self, other: "Record", same: float) -> bool:
-        """Whether it is above ``other`` less ``same``, by two standard errors."""
+        """Return whether it is above ``other`` less ``same``, by two standard errors."""
         return self.mean - other.mean > 2 * self._error(other) - same
 
     def is_worse_than(self, other: "Record", same: float) -> bool:
-        """Whether it is below ``other`` less ``same`` by two standard errors."""
+        """Return whether it is below ``other`` less ``same`` by two standard errors."""
         return other.mean - self.mean > 2 * self._error(other) + same
 
     def _error(self, other: "Record") -> float:
@@ -190,6 +198,6 @@ def _with_peak(peaks: tuple[Peak, ...], one: Peak) -> tuple[Peak, ...]:
 
 
 def _load(sample: Window) -> tuple[float, float]:
-    """Mean running requests, and mean seconds of a step without its stall."""
+    """Return mean running requests, and mean seconds of a step without its stall."""
     compute_seconds = max(sample.seconds - sample.stall_seconds, 1e-9)
     return sample.running / sample.steps, compute_seconds / sample.steps

@@ -80,6 +80,23 @@ class Roofline(NamedTuple):
         return self.arithmetic > max(self.weights, self.kv)
 
 
+def roofline_of(
+    machine: Machine, *, weight_bytes: float, num_weights: float, tokens: float, kv_bytes: float
+) -> Roofline:
+    """Return the roofline of weights that are multiplied with ``tokens`` rows, and of a KV read."""
+    near = machine.near_gb_per_s * 1e9
+    return Roofline(
+        weights=weight_bytes / near,
+        arithmetic=2 * num_weights * tokens / (machine.tflops * 1e12),
+        kv=kv_bytes / near,
+    )
+
+
+def step_overhead_seconds(machine: Machine, requests: int) -> float:
+    """Return what a step costs beside the model's layers and head."""
+    return machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
+
+
 def roofline(
     sublayer: Sublayer,
     shape: ModelShape,
@@ -92,20 +109,24 @@ def roofline(
     Args:
         far: those of its parameters, which may take longer to multiply with.
     """
-    near = machine.near_gb_per_s * 1e9
     kv_bytes = 0.0
     if sublayer.kind is Kind.ATTENTION:
         per_layer = shape.kv_bytes_per_token / shape.num_layers
         kv_bytes = batch.requests * batch.context_tokens * per_layer
+    parts = roofline_of(
+        machine,
+        weight_bytes=sublayer.num_bytes,
+        num_weights=sum(map(shape.weights_in, sublayer.parameters)),
+        tokens=batch.tokens,
+        kv_bytes=kv_bytes,
+    )
     if machine.curves:
         weights, arithmetic = (
             _measured_seconds(sublayer, shape, far, machine.curves, tokens)
             for tokens in (1, batch.tokens)
         )
-    else:
-        operations = 2 * sum(map(shape.weights_in, sublayer.parameters)) * batch.tokens
-        weights, arithmetic = sublayer.num_bytes / near, operations / (machine.tflops * 1e12)
-    return Roofline(weights=weights, arithmetic=arithmetic, kv=kv_bytes / near)
+        parts = parts._replace(weights=weights, arithmetic=arithmetic)
+    return parts
 
 
 def slowdown(machine: Machine) -> Slowdown:
@@ -130,7 +151,7 @@ def compute_times(
         placement: far weights may take longer to multiply with; None for all near.
     """
     requests = batch.requests
-    rest = machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
+    rest = step_overhead_seconds(machine, requests)
     # Of what is beside the layers, a step reads the head; of the embedding a few rows.
     if machine.curves:
         # An engine that places weights keeps embeddings and head once, and does not pack them.

@@ -2,7 +2,7 @@
 """What reading ahead gives: Pie's policies against copying when a layer is needed (section 5.7).
 
 At one near-KV budget the plugin runs the same requests with the same layers far under each policy:
-`interleave` and `fifo` read ahead behind the computation, `on_demand` has each far layer wait for
+`interleave` reads ahead behind the computation, `on_demand` has each far layer wait for
 its own reads, as FlexGen-style swapping does. vLLM alone runs beside them. Rounds are interleaved.
 """
 
@@ -41,7 +41,7 @@ DEFINITIONS = {
 }
 
 ON_DEMAND = "on_demand"
-POLICIES = ("interleave", "fifo", ON_DEMAND)
+POLICIES = ("interleave", ON_DEMAND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

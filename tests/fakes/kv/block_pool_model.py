@@ -16,6 +16,10 @@ class BlockPool:
         self.prefix_of: dict[int, Prefix] = {}
         self._cached: dict[Prefix, list[int]] = {}
 
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
     def hit(self, prefix: Prefix) -> int | None:
         blocks = self._cached.get(prefix)
         return blocks[0] if blocks else None

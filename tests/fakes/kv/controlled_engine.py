@@ -8,8 +8,8 @@ import random
 from functools import cache
 
 from vllm_tiered.kv.controller import Signals, Tuning, initial_state, step
-from vllm_tiered.kv.controller_context import DEFAULT_TUNING
 from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.kv.tuning import DEFAULT_TUNING
 
 NEAR_BLOCKS = 100
 REQUEST_BLOCKS = 4
@@ -31,7 +31,7 @@ class ControlledEngine:
     demand: blocks that the requests would use.
     unit_link: link seconds per staged block of one far layer.
     decode: seconds of a step, and what each used block adds.
-    partial_per_block: slots that are charged; partly filled is one block of a request at most.
+    partial_per_block: partial blocks that are charged; a request has one at most.
     noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
     """
 
@@ -63,10 +63,10 @@ class ControlledEngine:
         is_blocked = self.demand > limit
         used = round(min(self.demand, limit * self.fill if is_blocked else limit))
         partial = math.ceil(self.partial_per_block * used)
-        num_far = self.levels.num_far(self.level)
+        level = self.levels.ladder[self.level]
         partly_filled = min(partial, max(1, used // REQUEST_BLOCKS))
-        read = num_far * self.levels.geometry(self.level).staged_blocks(used, partly_filled)
-        written = 0 if self.levels.partial_blocks_resident(self.level) else num_far * partly_filled
+        read = level.num_far * self.levels.geometry(level).staged_blocks(used, partly_filled)
+        written = 0 if level.partial_blocks_resident else level.num_far * partly_filled
         compute = self.decode[0] + used * self.decode[1] + (read + written) * self.copy_cost
         jitter = math.exp(self.noise * self.rng.gauss(0, 1))
         link = self.unit_link * read
@@ -76,7 +76,7 @@ class ControlledEngine:
         output = used / REQUEST_BLOCKS * math.exp(6 * self.noise * self.rng.gauss(0, 1))
         waiting = (self.demand - used) / REQUEST_BLOCKS if is_blocked else 0
         return Signals(
-            level=self.level,
+            level_idx=self.level,
             is_settled=True,
             seconds=(compute + stall) * jitter,
             tokens=round(output),
@@ -96,9 +96,9 @@ class ControlledEngine:
             signals = self.signals()
             self.stalls.append(signals.stall_seconds / signals.seconds)
             decision, self.state = step(signals, self.state, self.levels, self.tuning)
-            if decision.level != self.level:
+            if decision.level_idx != self.level:
                 self.reasons.append(decision.reason)
-            self.level = decision.level
+            self.level = decision.level_idx
             self.path.append(self.level)
         return self
 
@@ -118,5 +118,5 @@ def limit_of(level, partial_per_block, levels=LEVELS):
     return max(
         blocks
         for blocks in range(levels.max_blocks + 1)
-        if levels.block_limit(level, math.ceil(partial_per_block * blocks)) >= blocks
+        if levels.block_limit(levels.ladder[level], math.ceil(partial_per_block * blocks)) >= blocks
     )

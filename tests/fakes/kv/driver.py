@@ -13,7 +13,7 @@ from tests.fakes.kv.request_model import Request, Step, Turn
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import WorkerModel
 from vllm_tiered.devices.base import Device
-from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels, Level
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 
 
@@ -60,12 +60,12 @@ class Setup:
         )
         fewest = max(
             boundless.geometry(level).pages_needed(self.sure_blocks, PARTIAL_WHILE_PREFILLING)
-            for level in range(boundless.highest + 1)
+            for level in boundless.ladder
         )
         rows = 1 + -(-(fewest + self.spare_pages) // self.num_layers)
         near_pages = rows * self.num_layers
         levels = replace(boundless, near_pages=near_pages, max_blocks=near_pages)
-        limits = [levels.block_limit(level, 0) for level in range(levels.highest + 1)]
+        limits = [levels.block_limit(level, 0) for level in levels.ladder]
         return replace(levels, max_blocks=max(limits))
 
     @property
@@ -75,7 +75,7 @@ class Setup:
     @property
     def geometry(self) -> KvGeometry:
         if self.levels:
-            return self.levels.geometry(0)
+            return self.levels.geometry(Level(0))
         order = self.order
         sizes = {
             "num_layers": self.num_layers,
@@ -108,7 +108,7 @@ class Driver:
             near_pages = levels.near_pages
             worker["check_bytes"] = False
             worker["offloadable_layers"] = far_order(levels.num_layers)[: levels.max_num_far]
-            worker["released"] = levels.block_limit(0, 0)
+            worker["released"] = levels.block_limit(Level(0), 0)
             worker["orders"] = [
                 interleave(levels.num_layers, num_far) for num_far in range(levels.max_num_far + 1)
             ]
@@ -184,10 +184,11 @@ class Driver:
         self.engine.update(step)
         self.engine.check_integrity()
 
-    def aim(self, level: int) -> None:
+    def aim(self, level_idx: int) -> None:
         """Head for another level; without ``adaptive`` there is none."""
         if self.engine.expansion:
-            self.engine.expansion.aim(level % (self.engine.expansion.levels.highest + 1))
+            ladder = self.engine.expansion.levels.ladder
+            self.engine.expansion.aim(ladder[level_idx % len(ladder)])
             self.num_aims += 1
 
     def abort(self, request: Request) -> None:

@@ -2,8 +2,8 @@
 """The engine's scheduler as far as KV blocks go: what vLLM's scheduler and block pool do, small.
 
 Blocks come from a free queue, full ones stay in a prefix cache after they are freed, requests
-share them, are prefilled in chunks, preempted, resumed and aborted. Admission keeps the protocol
-of ``vllm_tiered/adapter/kv/scheduler.py`` line by line. With ``ahead`` the next step is scheduled
+share them, are prefilled in chunks, preempted, resumed and aborted. Admission is the product's own
+(``vllm_tiered/kv/admission.py``). With ``ahead`` the next step is scheduled
 before the last one has run, as under vLLM's async scheduling; then ``defer_frees`` keeps a
 request's blocks until the steps that still write them have run, as vLLM does for connectors.
 """
@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 
 from tests.fakes.kv.block_pool_model import BlockPool
 from tests.fakes.kv.request_model import Part, Request, Status, Step
+from vllm_tiered.kv.admission import Admission
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels
-from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
+from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
+from vllm_tiered.kv.step_planner import StepPlanner
 
 
 class EngineModel:
@@ -50,20 +52,14 @@ class EngineModel:
         self._defer_frees = defer_frees
         self._deferred: list[tuple[int, list[int]]] = []
         self._finished: set[str] = set()
-        self._announced: set[int] = set()
-        self._reserved: set[int] = set()
         self.expansion: Expansion | None = None
         if levels:
-            self.expansion = Expansion(levels, self.elastic, level=0)
+            self.expansion = Expansion(levels, self.elastic, levels.ladder[0])
             self.max_tokens = self.block_tokens * min(
-                levels.block_limit(level, PARTIAL_WHILE_PREFILLING)
-                for level in range(levels.highest + 1)
+                levels.block_limit(level, PARTIAL_WHILE_PREFILLING) for level in levels.ladder
             )
-            self.pool.take(self.elastic.limit)
-            self._reserve(usable_blocks - self.elastic.limit)
-            self.pool.release(range(1, self.elastic.limit + 1))
-            self.elastic.reserved.reverse()
-            self._announced = set(self._reserved)
+        self.admission = Admission(self.elastic, self.pool, self.expansion)
+        self.admission.start()
         self._scheduled_steps = self._updated_steps = 0
 
     def add(self, request: Request) -> None:
@@ -88,7 +84,7 @@ class EngineModel:
             request.computed = part.end_tokens
             request.last_step = self._scheduled_steps
             request.placeholders += part.samples and self.ahead
-        released = frozenset(range(1, self.usable_blocks + 1)) - self._announced
+        released = frozenset(range(1, self.usable_blocks + 1)) - frozenset(self.elastic.reserved)
         return Step(number=self._scheduled_steps, parts=tuple(parts), plan=plan, released=released)
 
     def update(self, step: Step) -> None:
@@ -156,45 +152,33 @@ class EngineModel:
         return parts
 
     def _admit(self, request: Request, hits: list[int], end_tokens: int) -> bool:
-        """As ``TieredScheduler._reserving`` does around vLLM's ``allocate_slots``."""
-        extra = self.elastic.blocks_to_reserve(request.request_id)
-        if self._allocate(request, end_tokens, hits=hits, reserved_blocks=extra) is None:
-            return False
-        self._reserve(extra)
-        prefill_tokens = max(request.num_prompt, request.known - 1)
-        self.elastic.admit(request.request_id, prefill_tokens=prefill_tokens)
+        """As ``TieredScheduler`` does around vLLM's ``allocate_slots``."""
+        blocks = self.admission.admit(
+            request.request_id,
+            max(request.num_prompt, request.known - 1),
+            lambda count: self._allocate(request, end_tokens, hits=hits, reserved_blocks=count),
+        )
         self.elastic.check_integrity()
-        return True
+        return blocks is not None
 
     def _plan(self, parts: list[Part], preempted: set[str]) -> StepPlan:
         """As ``TieredScheduler.build_metadata`` does with vLLM's ``SchedulerOutput``."""
         scheduled = {part.request.request_id for part in parts}
         ended = preempted | self._finished
         self._finished = set()
-        for request_id in ended - scheduled:
-            self.elastic.end(request_id)
-        self._release()
+        self.admission.end_requests(ended - scheduled)
         for part in parts:
             if not part.scheduled.restarts:
                 self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
-        num_far = num_far_next = None
-        partial_blocks_resident = self.elastic.geometry.partial_blocks_resident
-        if self.expansion:
-            self._reserve(min(self.elastic.excess, len(self.pool.free)))
-            num_far, num_far_next = self.expansion.next_step()
-            partial_blocks_resident = self.expansion.partial_blocks_resident
-        reserved = set(self.elastic.reserved)
-        plan = self.planner.plan(
+        level = self.admission.change_level()
+        released, reserved = self.admission.take_changes()
+        return self.planner.plan(
             [part.scheduled for part in parts],
             ended,
-            released=sorted(self._announced - reserved),
-            reserved=sorted(reserved - self._announced),
-            num_far=num_far,
-            num_far_next=num_far_next,
-            partial_blocks_resident=partial_blocks_resident,
+            released=released,
+            reserved=reserved,
+            **level._asdict(),
         )
-        self._announced = reserved
-        return plan
 
     def _part(
         self, request: Request, new_blocks: Sequence[int], num_tokens: int, *, restarts: bool
@@ -289,22 +273,11 @@ class EngineModel:
         self.num_turns += 1
 
     def _finish(self, request: Request) -> None:
-        """As vLLM: the blocks are freed, and the connector's ``request_finished`` grants."""
+        """As vLLM: blocks are freed, and ``request_finished`` of the connector releases some."""
         request.status = Status.FINISHED
         self._finished.add(request.request_id)
-        self.elastic.end(request.request_id)
-        self._release()
+        self.admission.end_requests((request.request_id,))
         self._free(request)
-
-    def _reserve(self, count: int) -> None:
-        reserved = self.pool.take(count) if count else []
-        self._reserved.update(reserved)
-        self.elastic.reserved.extend(reserved)
-
-    def _release(self) -> None:
-        released = self.elastic.release()
-        self._reserved.difference_update(released)
-        self.pool.release(released)
 
     def check_integrity(self) -> None:
         """Every usable block is free or referenced, by requests, as reserved or deferred."""
@@ -313,9 +286,8 @@ class EngineModel:
             block for queue in (self.running, self.holding) for r in queue for block in r.blocks
         ]
         held += [block for _, blocks in self._deferred for block in blocks]
-        held += self._reserved
-        assert set(self.elastic.reserved) == self._reserved
-        assert self.elastic.released_blocks + len(self._reserved) == self.usable_blocks
+        held += self.elastic.reserved
+        assert self.elastic.released_blocks + len(self.elastic.reserved) == self.usable_blocks
         for block in range(1, self.usable_blocks + 1):
             assert self.pool.references[block] == held.count(block)
         free = sorted(self.pool.free)

@@ -69,4 +69,4 @@ class Step:
     number: int
     parts: tuple[Part, ...]
     plan: StepPlan
-    released: frozenset[int]  # blocks that the worker grants while the step runs
+    released: frozenset[int]  # blocks that the worker has released while the step runs

@@ -19,7 +19,7 @@ CONFIGS = st.builds(
         far_gib=st.just("auto") | SIZES,
         expansion=st.just("auto") | FACTORS,
         max_expansion=FACTORS,
-        policy=st.sampled_from(["interleave", "fifo", "on_demand"]),
+        policy=st.sampled_from(["interleave", "on_demand"]),
         tier=st.sampled_from(["far", "storage"]),
         path=st.none() | st.text(min_size=1),
         verify=st.sampled_from(["off", "sample", "full"]),
@@ -71,7 +71,7 @@ def test_config_is_frozen():
         ({"kv": {"far_gb": 1}}, "tiered.kv.far_gib"),
         ({"kv": {"expantion": 2}}, "tiered.kv.expansion"),
         ({"kv": {"max-expansion": 2}}, "tiered.kv.max_expansion"),
-        ({"kv": {"polici": "fifo"}}, "tiered.kv.policy"),
+        ({"kv": {"polici": "on_demand"}}, "tiered.kv.policy"),
         ({"reports": {}}, "tiered.report"),
         ({"report": {"pth": "t.jsonl"}}, "tiered.report.path"),
         # A key one level too high is the usual slip: say where it belongs.
@@ -101,7 +101,7 @@ def test_unknown_key_names_the_nearest(values, named):
         ("max_expansion", 0.5),
         ("max_expansion", "auto"),
         ("policy", "lru"),
-        ("policy", ["fifo"]),
+        ("policy", ["on_demand"]),
         ("tier", "ssd"),
         ("path", ""),
         ("path", 3),
@@ -229,15 +229,17 @@ def test_a_section_must_be_a_table(values):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("tiered.json", '{"kv": {"far_gib": 8, "policy": "fifo"}}'),
-        ("tiered.toml", '[kv]\nfar_gib = 8\npolicy = "fifo"\n'),
-        ("tiered.TOML", 'kv = {far_gib = 8.0, policy = "fifo"}'),
+        ("tiered.json", '{"kv": {"far_gib": 8, "policy": "on_demand"}}'),
+        ("tiered.toml", '[kv]\nfar_gib = 8\npolicy = "on_demand"\n'),
+        ("tiered.TOML", 'kv = {far_gib = 8.0, policy = "on_demand"}'),
     ],
 )
 def test_from_file(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    assert TieredConfig.from_file(path) == TieredConfig(kv=KvConfig(far_gib=8.0, policy="fifo"))
+    assert TieredConfig.from_file(path) == TieredConfig(
+        kv=KvConfig(far_gib=8.0, policy="on_demand")
+    )
     assert TieredConfig.from_file(str(path)) == TieredConfig.from_file(path)
 
 

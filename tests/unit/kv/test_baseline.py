@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.kv.controlled_engine import LEVELS, ControlledEngine
 from vllm_tiered.kv.baseline import BaselineComparison
-from vllm_tiered.kv.controller_context import STORAGE_TUNING
+from vllm_tiered.kv.tuning import STORAGE_TUNING
 from vllm_tiered.kv.windows import Window
 
 TOP = LEVELS.max_num_far
@@ -21,83 +21,83 @@ def storage(**changes):
     )
 
 
-def rate(plant, level):
+def rate(engine, level):
     """Tokens/s at a level, without noise."""
-    quiet = dataclasses.replace(plant, noise=0.0)
+    quiet = dataclasses.replace(engine, noise=0.0)
     quiet.level = level
     signals = quiet.signals()
     return signals.tokens / signals.seconds
 
 
 def test_throughput_without_far_layers_is_learnt_first():
-    plant = storage().run(HOLD + 100)
-    assert set(plant.path[: HOLD - 1]) == {0}
-    assert plant.level > 10
+    engine = storage().run(HOLD + 100)
+    assert set(engine.path[: HOLD - 1]) == {0}
+    assert engine.level > 10
 
 
 def test_a_level_that_pays_is_kept():
-    plant = storage().run(6000)
-    assert rate(plant, TOP) > 1.5 * rate(plant, 0)
-    assert plant.path.count(TOP) > 0.85 * len(plant.path)
-    assert not [reason for reason in plant.reasons if "slower" in reason]
+    engine = storage().run(6000)
+    assert rate(engine, TOP) > 1.5 * rate(engine, 0)
+    assert engine.path.count(TOP) > 0.85 * len(engine.path)
+    assert not [reason for reason in engine.reasons if "slower" in reason]
 
 
 def test_layers_that_cost_more_than_they_give_are_given_up():
     """Compute never waits, but what copies take makes every level slower than none."""
-    plant = storage(copy_cost=1.5e-4)
-    assert max(rate(plant, level) for level in range(1, TOP + 1)) < 0.95 * rate(plant, 0)
-    plant.run(30_000)
-    assert plant.path.count(0) > 0.8 * len(plant.path)
-    assert "slower than without far layers" in " ".join(plant.reasons)
+    engine = storage(copy_cost=1.5e-4)
+    assert max(rate(engine, level) for level in range(1, TOP + 1)) < 0.95 * rate(engine, 0)
+    engine.run(30_000)
+    assert engine.path.count(0) > 0.8 * len(engine.path)
+    assert "slower than without far layers" in " ".join(engine.reasons)
     # Each next attempt comes later.
-    assert plant.path[15_000:].count(0) > 0.95 * 15_000
+    assert engine.path[15_000:].count(0) > 0.95 * 15_000
 
 
 def test_without_the_comparison_they_are_kept():
     """What the rule is for: by stall alone nothing is wrong with them."""
-    plant = ControlledEngine(unit_link=1e-7, noise=0.01, copy_cost=1.5e-4).run(6000)
-    assert min(plant.path[1000:]) > 10
+    engine = ControlledEngine(unit_link=1e-7, noise=0.01, copy_cost=1.5e-4).run(6000)
+    assert min(engine.path[1000:]) > 10
 
 
 @pytest.mark.parametrize("copy_cost", [4e-6, 5.5e-6, 6.2e-6, 7e-6, 1e-5, 3e-5])
 def test_never_much_below_what_is_served_without_far_layers(copy_cost):
     """From well worth it to by no means; where it hardly matters either is right."""
-    plant = storage(copy_cost=copy_cost).run(40_000)
-    mean = statistics.fmean(rate(plant, level) for level in plant.path[3000:])
-    assert mean > 0.98 * max(rate(plant, 0), rate(plant, TOP))
+    engine = storage(copy_cost=copy_cost).run(40_000)
+    mean = statistics.fmean(rate(engine, level) for level in engine.path[3000:])
+    assert mean > 0.98 * max(rate(engine, 0), rate(engine, TOP))
 
 
 def test_a_long_request_gets_its_level_all_the_same():
-    plant = storage(needed_blocks=150, copy_cost=1.5e-4).run(6000)
-    assert all(LEVELS.block_limit(level, 2) >= 150 for level in plant.path)
+    engine = storage(needed_blocks=150, copy_cost=1.5e-4).run(6000)
+    assert all(LEVELS.block_limit(LEVELS.ladder[level], 2) >= 150 for level in engine.path)
 
 
-def test_a_level_that_a_request_needed_is_judged_when_it_has_gone():
-    """It was entered before anything was known, and lasted longer than a judgement takes."""
-    plant = storage(needed_blocks=150, copy_cost=1.5e-4).run(3000)
-    assert min(plant.path) > 0
-    plant.needed_blocks = 10
-    plant.run(12_000)
-    assert plant.path[4000:].count(0) > 0.8 * len(plant.path[4000:])
+def test_a_level_that_a_request_needed_is_evaluated_when_it_has_gone():
+    """It was entered before anything was known, and lasted longer than an evaluation takes."""
+    engine = storage(needed_blocks=150, copy_cost=1.5e-4).run(3000)
+    assert min(engine.path) > 0
+    engine.needed_blocks = 10
+    engine.run(12_000)
+    assert engine.path[4000:].count(0) > 0.8 * len(engine.path[4000:])
 
 
-def test_a_level_that_a_request_needs_later_is_judged_when_it_has_gone():
-    plant = storage(copy_cost=1.5e-4).run(2000)
-    plant.needed_blocks = 150
-    plant.run(3000)
-    plant.needed_blocks = 10
-    seen = len(plant.path)
-    plant.run(8000)
-    assert plant.path[seen:].count(0) > 0.8 * 8000
+def test_a_level_that_a_request_needs_later_is_evaluated_when_it_has_gone():
+    engine = storage(copy_cost=1.5e-4).run(2000)
+    engine.needed_blocks = 150
+    engine.run(3000)
+    engine.needed_blocks = 10
+    seen = len(engine.path)
+    engine.run(8000)
+    assert engine.path[seen:].count(0) > 0.8 * 8000
 
 
 def test_pressure_that_far_layers_took_away_still_counts():
-    """With far layers nobody is blocked any more: what requests hold tells of the pressure."""
-    plant = storage(demand=150, copy_cost=4e-4, waiting=0).run(2000)
-    higher = dataclasses.replace(plant)
-    higher.level = max(plant.path)
+    """With far layers no request is blocked any more: what they hold shows the pressure."""
+    engine = storage(demand=150, copy_cost=4e-4, waiting=0).run(2000)
+    higher = dataclasses.replace(engine)
+    higher.level = max(engine.path)
     assert not higher.signals().is_blocked
-    assert "slower than without far layers" in " ".join(plant.reasons)
+    assert "slower than without far layers" in " ".join(engine.reasons)
 
 
 # Records --------------------------------------------------------------------------------
@@ -113,54 +113,54 @@ def window(tokens, *, steps=16, running=10, seconds=0.03):
     )
 
 
-def filled(worth, level, rates, **changes):
+def filled(comparison, level, rates, **changes):
     for tokens in rates:
         for _ in range(4):
-            worth = worth.with_window(
+            comparison = comparison.with_window(
                 window(tokens, **changes), level, record_steps=64, base_records=4
             )
-    return worth
+    return comparison
 
 
 def test_plain_losses_are_known_after_three_samples():
-    worth = filled(BaselineComparison(), 0, [100, 104, 98, 101])
-    assert worth.base.count == 4
+    comparison = filled(BaselineComparison(), 0, [100, 104, 98, 101])
+    assert comparison.base.count == 4
     for count, expected in ((2, None), (3, pytest.approx(0.25, abs=0.01))):
-        here = filled(worth.at(20), 20, [75, 77, 74][:count])
+        here = filled(comparison.at_level(20), 20, [75, 77, 74][:count])
         assert here.loss(8, 0.01) == expected
 
 
 @pytest.mark.parametrize(("tokens", "is_loss"), [(98, True), (103, False)])
 def test_small_differences_are_decided_by_the_means_once(tokens, is_loss):
-    worth = filled(BaselineComparison(), 0, [70, 130] * 2).at(20)
+    comparison = filled(BaselineComparison(), 0, [70, 130] * 2).at_level(20)
     low, high = tokens - 30, tokens + 30
     verdicts = []
     for index in range(10):
-        worth = filled(worth, 20, [high if index % 2 else low])
-        verdicts.append(worth.loss(8, 0.01) is not None)
+        comparison = filled(comparison, 20, [high if index % 2 else low])
+        verdicts.append(comparison.loss(8, 0.01) is not None)
     assert verdicts[7] == is_loss
     assert not any(verdicts[:7])
 
 
 def test_another_load_begins_a_record_anew():
-    worth = filled(BaselineComparison(), 0, [100] * 4).at(20)
-    worth = filled(worth, 20, [75, 75])
-    worth = filled(worth, 20, [75], running=40)
-    assert worth.here.count == 2, "one sample may be an accident"
-    worth = filled(worth, 20, [75], running=40)
-    assert (worth.here.count, worth.here.running) == (1, 40)
-    assert worth.base.count == 4
+    comparison = filled(BaselineComparison(), 0, [100] * 4).at_level(20)
+    comparison = filled(comparison, 20, [75, 75])
+    comparison = filled(comparison, 20, [75], running=40)
+    assert comparison.here.count == 2, "one sample may be an accident"
+    comparison = filled(comparison, 20, [75], running=40)
+    assert (comparison.here.count, comparison.here.running) == (1, 40)
+    assert comparison.base.count == 4
 
 
 def test_the_base_is_waited_for_once():
-    worth = filled(BaselineComparison(), 0, [100] * 4)
-    assert worth.is_known
-    worth = filled(worth, 0, [100, 100], running=40)
-    assert worth.is_known and worth.base.count == 1
+    comparison = filled(BaselineComparison(), 0, [100] * 4)
+    assert comparison.is_known
+    comparison = filled(comparison, 0, [100, 100], running=40)
+    assert comparison.is_known and comparison.base.count == 1
 
 
-def test_what_was_judged_is_not_judged_again():
-    worth = filled(BaselineComparison(), 0, [100] * 4).at(20)
-    worth = dataclasses.replace(filled(worth, 20, [110] * 8), is_evaluated=True)
-    assert filled(worth, 20, [60] * 8).loss(8, 0.01) is None
-    assert not worth.at(5).is_evaluated, "other levels are"
+def test_what_was_evaluated_is_not_evaluated_again():
+    comparison = filled(BaselineComparison(), 0, [100] * 4).at_level(20)
+    comparison = dataclasses.replace(filled(comparison, 20, [110] * 8), is_evaluated=True)
+    assert filled(comparison, 20, [60] * 8).loss(8, 0.01) is None
+    assert not comparison.at_level(5).is_evaluated, "other levels are"

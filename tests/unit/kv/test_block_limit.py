@@ -74,7 +74,7 @@ def test_no_room_for_another_request_means_every_block(elastic):
     assert elastic.blocks_to_reserve("new") == elastic.released_blocks
 
 
-def test_fewer_blocks_than_the_limit_are_not_withheld():
+def test_fewer_blocks_than_the_limit_are_not_reserved():
     geometry = KvGeometry(
         num_layers=5,
         num_resident=1,
@@ -96,7 +96,7 @@ def test_check_integrity_finds_too_many_blocks(elastic):
         elastic.check_integrity()
 
 
-def test_check_integrity_finds_a_block_that_is_withheld_twice(elastic):
+def test_check_integrity_finds_a_block_that_is_reserved_twice(elastic):
     elastic.reserved.extend([1, 1])
     elastic.admit("a", prefill_tokens=4)
     with pytest.raises(IntegrityError, match=r"reserved \[1, 1\]"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that a write to the far tier still reads, handed over to whoever writes to them next.
+"""Pages that a write to the far tier still reads, handed over to what writes to them next.
 
 Compute and reads run as far as events let them before any write makes a step; then what was written
 out must be what was computed. Near memory has no page to spare, so that all that is taken drains.
@@ -19,6 +19,7 @@ from tests.unit.kv.test_swapper import plan_of
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.kv.far_tier import FarTier
+from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.kv.swapper import Swapper
@@ -158,8 +159,8 @@ def test_without_the_order_it_is_not(case, device_class, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "owner", "name", "broken"),
     [
-        ("released", Swapper, "_take", compute_does_not_wait_for_drains(None)),
-        ("partial blocks", Swapper, "_take", compute_does_not_wait_for_drains(None)),
+        ("released", NearPages, "_allocate", compute_does_not_wait_for_drains(None)),
+        ("partial blocks", NearPages, "_allocate", compute_does_not_wait_for_drains(None)),
         ("layers-return", FarTier, "wait", lambda self, event: 0.0),
     ],
     ids=["released", "partial blocks", "layers-return"],

@@ -13,7 +13,7 @@ from vllm_tiered.kv.swapper import Swapper
 
 SETUPS = (
     Setup(num_layers=5, num_far=4, sure_blocks=5, spare_pages=2),
-    Setup(num_layers=4, num_far=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=4, num_far=3, sure_blocks=4, spare_pages=6, ahead=True),
     Setup(num_layers=6, num_far=4, block_tokens=1, spare_pages=9, ahead=True),
     Setup(num_layers=6, num_far=5, block_tokens=3, spare_pages=4, offloads_partial_blocks=True),
     Setup(num_layers=6, num_far=5, block_tokens=3, spare_pages=4, adaptive=True),
@@ -27,7 +27,7 @@ SETUPS = (
     SETUPS,
     ids=[
         "interleave",
-        "fifo",
+        "ahead",
         "small-blocks",
         "staged-partial",
         "adaptive",
@@ -100,7 +100,7 @@ def test_what_layers_write_on_their_way_out_is_written_once():
     driver.step(lambda: 0)
     driver.worker.device.compute_event().wait()
     driver.step(lambda: 0)
-    assert driver.engine.expansion and driver.engine.expansion.num_far == 3
+    assert driver.engine.expansion and driver.engine.expansion.level.num_far == 3
     written = driver.worker.device.submitted[Direction.WRITE]
     assert written == 3 * 3 * setup.geometry.page_bytes
     driver.run_out()

@@ -8,7 +8,7 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.mapping_table import Home, MappingTable, State
 from vllm_tiered.kv.policy import SwapOrder
 
-ORDER = SwapOrder(num_far=2, resident=(0, 2), offloaded=(1, 3), num_staging_buffers=2)
+ORDER = SwapOrder(resident=(0, 2), offloaded=(1, 3))
 OFFLOADED, RESIDENT = 3, 2
 REACH = {
     State.IN_FAR: [],

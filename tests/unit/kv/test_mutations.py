@@ -20,19 +20,20 @@ from tests.fakes.kv.worker_model import CountedDevice, WrongKv
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv import block_limit as elastic
+from vllm_tiered.kv import block_limit
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
+from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.page_pool import PagePool
 from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.staging import Staging
-from vllm_tiered.kv.step_plan import StepPlanner
+from vllm_tiered.kv.step_planner import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
 
 SETUPS = (
     Setup(num_layers=5, num_far=4, sure_blocks=5, spare_pages=2),
-    Setup(num_layers=4, num_far=3, policy="fifo", sure_blocks=4, spare_pages=6, ahead=True),
+    Setup(num_layers=4, num_far=3, sure_blocks=4, spare_pages=6, ahead=True),
     Setup(num_layers=3, num_far=1, block_tokens=3, sure_blocks=3, spare_pages=20),
     Setup(num_layers=9, num_far=8, block_tokens=4, sure_blocks=3, spare_pages=8),
     Setup(num_layers=6, num_far=4, block_tokens=1, spare_pages=9, ahead=True, defer_frees=True),
@@ -148,13 +149,13 @@ def buffers_do_not_wait_at_all(original):
     return submit_reads
 
 
-def flush_nothing(original):
-    def flush_partial_blocks(self, block_ids):
+def store_nothing(original):
+    def store_partial(self, block_ids):
         pages = self.table.offloaded_pages(block_ids).ravel()
         self.pool.drain(pages, self.pool._owner[pages][0], self._device.compute_event())
-        self._partial.difference_update(block_ids.tolist())
+        self._near_pages.partial.difference_update(block_ids.tolist())
 
-    return flush_partial_blocks
+    return store_partial
 
 
 def write_all_but_one_page(original):
@@ -183,7 +184,7 @@ def hand_over_as_if_free(original):
 
 
 def compute_does_not_wait_for_drains(original):
-    return lambda self, num_pages, owner: self.pool.allocate(num_pages, owner)[0]
+    return lambda self, num_pages, owner: (self._pool.allocate(num_pages, owner)[0], 0.0)
 
 
 def settle_without_looking(original):
@@ -213,7 +214,7 @@ def write_twice(original):
     return submit_writes
 
 
-def forget_released_partial_blocks(original):
+def keep_freed_partial_blocks(original):
     return lambda self, request_id: self._requests.pop(request_id, None) and None
 
 
@@ -225,15 +226,15 @@ def partial_blocks_not_in_table(original):
     return set_offloaded_pages
 
 
-def one_slot_while_prefilling(original):
+def one_partial_block_while_prefilling(original):
     return original - 1
 
 
-def withhold_one_too_few(original):
+def reserve_one_too_few(original):
     return lambda self, request_id: max(0, original(self, request_id) - 1)
 
 
-def withhold_nothing_in_the_worker(original):
+def reserve_nothing_in_the_worker(original):
     return lambda self, block_ids: None
 
 
@@ -277,22 +278,22 @@ def forget_that_partial_blocks_change(original):
 
 
 def partial_blocks_become_far_unwritten(original):
-    def take_near_partial_blocks(self):
+    def evict_partial(self):
         original(self)
         return []
 
-    return take_near_partial_blocks
+    return evict_partial
 
 
 def partial_blocks_that_left_count_as_near(original):
-    def take_near_partial_blocks(self):
+    def evict_partial(self):
         near = [request for request in self._requests.values() if request.partial_is_near]
         partial = original(self)
         for request in near:
             request.partial_is_near = True
         return partial
 
-    return take_near_partial_blocks
+    return evict_partial
 
 
 def forget_that_partial_blocks_left(original):
@@ -300,7 +301,7 @@ def forget_that_partial_blocks_left(original):
 
 
 def keep_buffers_of_other_blocks(original):
-    def serves(self, plan):
+    def fits(self, plan):
         same_numbers = len(plan.load) == len(self._load) and len(plan.load_and_store) == len(
             self._load_and_store
         )
@@ -309,15 +310,15 @@ def keep_buffers_of_other_blocks(original):
             and same_numbers
         )
 
-    return serves
+    return fits
 
 
 def keep_buffers_that_had_new_blocks(original):
-    def serves(self, plan):
+    def fits(self, plan):
         self._stores_new = False
         return original(self, plan)
 
-    return serves
+    return fits
 
 
 def shrink_before_blocks_fit(original):
@@ -327,21 +328,21 @@ def shrink_before_blocks_fit(original):
 MUTATIONS = (
     Mutation(Swapper, "wait_layer", wait_layer_does_not_wait, WrongKv),
     Mutation(Swapper, "_queue_copies", read_before_earlier_writes, WrongKv),
-    Mutation(Swapper, "_store_partial", flush_nothing, WrongKv),
+    Mutation(Swapper, "_store_partial", store_nothing, WrongKv),
     Mutation(FarTier, "submit_writes", write_nothing, WrongKv),
     Mutation(FarTier, "submit_writes", write_before_it_is_computed, WrongKv),
     Mutation(FarTier, "submit_writes", buffers_do_not_wait_for_writes, WrongKv),
     Mutation(FarTier, "submit_writes", write_twice, AssertionError, check_bytes=True),
     Mutation(FarTier, "submit_reads", buffers_do_not_wait_at_all, WrongKv),
     Mutation(CountedDevice, "prepare", write_all_but_one_page, WrongKv),
-    Mutation(Swapper, "_reserve", withhold_nothing_in_the_worker, AssertionError),
+    Mutation(NearPages, "reserve_blocks", reserve_nothing_in_the_worker, AssertionError),
     Mutation(PagePool, "drain", free_instead_of_drain, WrongKv),
     Mutation(PagePool, "settle", settle_without_looking, WrongKv),
     Mutation(PagePool, "allocate", hand_over_as_if_free, WrongKv),
-    Mutation(Swapper, "_take", compute_does_not_wait_for_drains, WrongKv),
+    Mutation(NearPages, "_allocate", compute_does_not_wait_for_drains, WrongKv),
     Mutation(StepPlanner, "_unique", read_nothing, WrongKv),
     Mutation(StepPlanner, "_unique", read_what_is_written, IntegrityError),
-    Mutation(StepPlanner, "_forget", forget_released_partial_blocks, IntegrityError),
+    Mutation(StepPlanner, "_drop", keep_freed_partial_blocks, IntegrityError),
     Mutation(MappingTable, "set_offloaded_pages", partial_blocks_not_in_table, IntegrityError),
     Mutation(Relocator, "move", move_without_what_was_filled_since, WrongKv),
     Mutation(FarTier, "read", return_without_reading, WrongKv),
@@ -349,15 +350,15 @@ MUTATIONS = (
     Mutation(Relocator, "begin_step", forget_that_blocks_are_reused, WrongKv),
     Mutation(Relocator, "end_step", forget_that_partial_blocks_change, WrongKv),
     Mutation(Relocator, "hold", forget_that_partial_blocks_left, WrongKv),
-    Mutation(
-        StepPlanner, "_evict_near_partial", partial_blocks_become_far_unwritten, IntegrityError
-    ),
-    Mutation(StepPlanner, "_evict_near_partial", partial_blocks_that_left_count_as_near, WrongKv),
-    Mutation(Staging, "serves", keep_buffers_of_other_blocks, WrongKv),
-    Mutation(Staging, "serves", keep_buffers_that_had_new_blocks, IntegrityError),
+    Mutation(StepPlanner, "_evict_partial", partial_blocks_become_far_unwritten, IntegrityError),
+    Mutation(StepPlanner, "_evict_partial", partial_blocks_that_left_count_as_near, WrongKv),
+    Mutation(Staging, "fits", keep_buffers_of_other_blocks, WrongKv),
+    Mutation(Staging, "fits", keep_buffers_that_had_new_blocks, IntegrityError),
     Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),
-    Mutation(elastic, "PARTIAL_WHILE_PREFILLING", one_slot_while_prefilling, IntegrityError),
-    Mutation(ElasticBlocks, "blocks_to_reserve", withhold_one_too_few, IntegrityError),
+    Mutation(
+        block_limit, "PARTIAL_WHILE_PREFILLING", one_partial_block_while_prefilling, IntegrityError
+    ),
+    Mutation(ElasticBlocks, "blocks_to_reserve", reserve_one_too_few, IntegrityError),
 )
 
 

@@ -68,7 +68,7 @@ def test_draining_pages_are_free_when_the_copy_is_done(pool):
     pool.settle()
     assert pool.num_free == 2
     copied.open()
-    assert pool.num_free == 2  # nobody looked yet
+    assert pool.num_free == 2  # not settled yet
     assert len(take(pool, 6, Owner.RESIDENT)) == 6
     assert pool.count(Owner.DRAINING) == 0
 

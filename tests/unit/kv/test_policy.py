@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from vllm_tiered.kv.policy import POLICIES, far_order, fifo, interleave
+from vllm_tiered.kv.policy import POLICIES, far_order, interleave
 
 LAYER_COUNTS = (1, 2, 3, 7, 12, 30, 32, 61, 80)
 
@@ -53,12 +53,3 @@ def test_interleave_keeps_the_near_layers_where_they_are():
     assert len(order.offloaded) == 3 and 0 in order.resident
     assert order.num_staging_buffers == 2
     assert interleave(6, 1).num_staging_buffers == 1
-
-
-def test_fifo_rotates_all_layers_through_the_buffers():
-    order = fifo(6, 3)
-    assert order.resident == () and order.offloaded == (0, 1, 2, 3, 4, 5)
-    assert order.num_staging_buffers == 6 - 3 + 2
-    assert fifo(6, 1).num_staging_buffers == fifo(6, 2).num_staging_buffers == 6
-    assert fifo(6, 0) == interleave(6, 0)
-    assert fifo(6, 0).resident == (0, 1, 2, 3, 4, 5)

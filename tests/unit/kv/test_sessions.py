@@ -15,12 +15,12 @@ from tests.fakes.kv.driver import Setup, run_schedule, simulated
 
 SETUPS = (
     Setup(num_layers=5, num_far=4, sure_blocks=7, spare_pages=2),
-    Setup(num_layers=4, num_far=3, policy="fifo", block_tokens=3, sure_blocks=6, spare_pages=6),
+    Setup(num_layers=4, num_far=3, block_tokens=3, sure_blocks=6, spare_pages=6),
     Setup(num_layers=6, num_far=5, sure_blocks=7, adaptive=True, offloads_partial_blocks=True),
 )
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "fifo", "mixed-partial"])
+@pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "wide-blocks", "mixed-partial"])
 def test_sessions(setup):
     run_sessions(setup)
 

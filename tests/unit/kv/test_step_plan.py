@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlanner
+from vllm_tiered.kv.step_plan import ScheduledRequest
+from vllm_tiered.kv.step_planner import StepPlanner
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_a_released_block_may_be_written_in_the_same_step(planner):
     assert classes(plan) == {"free_partial": [3], "alloc_partial": [3]}
 
 
-def test_granted_and_withheld_are_passed_on(planner):
+def test_released_and_reserved_blocks_are_passed_on(planner):
     plan = planner.plan([], (), released=[4, 5], reserved=[6])
     assert classes(plan) == {"released": [4, 5], "reserved": [6]}
 

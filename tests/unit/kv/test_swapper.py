@@ -225,16 +225,16 @@ def test_buffers_go_when_blocks_change(change):
     swapper, _ = make_swapper(max_buffers=2)
     blocks = {"load": [2, 5], "load_and_store": [7]}
     swapper.begin_step(plan_of(**blocks))
-    assert swapper.serves(plan_of(**blocks))
-    assert not swapper.serves(plan_of(**(blocks | change)))
+    assert swapper.keeps_buffers(plan_of(**blocks))
+    assert not swapper.keeps_buffers(plan_of(**(blocks | change)))
 
 
 def test_buffers_with_new_blocks_go():
     """What was new is read in the next step."""
     swapper, _ = make_swapper(max_buffers=2)
     swapper.begin_step(plan_of(load=[2], store_new=[5]))
-    assert not swapper.serves(plan_of(load=[2], store_new=[5]))
-    assert not swapper.serves(plan_of(load=[2]))
+    assert not swapper.keeps_buffers(plan_of(load=[2], store_new=[5]))
+    assert not swapper.keeps_buffers(plan_of(load=[2]))
 
 
 def test_more_buffers_are_taken_when_pages_have_drained():
@@ -247,22 +247,11 @@ def test_more_buffers_are_taken_when_pages_have_drained():
     assert swapper.pool.count(Owner.STAGING) == 2 * 3
     compute(swapper)
     swapper.end_step()
-    assert swapper.serves(plan_of(**blocks))
+    assert swapper.keeps_buffers(plan_of(**blocks))
     swapper.pool.free(partial, Owner.PARTIAL)
-    assert not swapper.serves(plan_of(**blocks))
+    assert not swapper.keeps_buffers(plan_of(**blocks))
     swapper.begin_step(plan_of(**blocks))
     assert swapper.pool.count(Owner.STAGING) == 3 * 3
-
-
-def test_fifo_has_the_buffers_of_all_near_layers():
-    swapper, device = make_swapper(policy="fifo", num_far=3)
-    swapper.begin_step(plan_of(load=[1, 2]))
-    assert swapper.order.num_staging_buffers == 4
-    device.run_all()
-    assert device.take_done() == [("read", layer, 2) for layer in range(4)]
-    compute(swapper)
-    assert device.take_done() == [("read", 4, 2)]
-    swapper.end_step()
 
 
 def test_nothing_rotates_without_far_layers():
@@ -274,7 +263,7 @@ def test_nothing_rotates_without_far_layers():
     assert swapper.pool.count(Owner.RESIDENT) == 5 * 8 and swapper.pool.num_free == 20
 
 
-def test_withheld_blocks_give_their_pages_until_they_are_granted():
+def test_reserved_blocks_give_back_their_pages_until_they_are_released():
     swapper, _ = make_swapper()
     swapper.begin_step(plan_of(reserved=[3, 8]))
     swapper.end_step()

@@ -15,8 +15,8 @@ from vllm_tiered.kv.windows import Record, Window
 
 
 def test_windows_of_two_halves_are_that_of_the_whole():
-    plant = ControlledEngine(noise=0.1)
-    steps = [plant.signals() for _ in range(10)]
+    engine = ControlledEngine(noise=0.1)
+    steps = [engine.signals() for _ in range(10)]
     windows = []
     for part in (steps[:4], steps[4:], steps):
         window = Window()
@@ -45,10 +45,10 @@ def test_peaks_are_the_steps_that_no_other_exceeds(steps):
 
 
 def test_one_long_stall_is_no_stalled_window():
-    plant = ControlledEngine()
+    engine = ControlledEngine()
     window = Window()
     for index in range(16):
-        signals = plant.signals()
+        signals = engine.signals()
         stall = signals.seconds if index == 3 else 0.0
         window = window.with_step(dataclasses.replace(signals, stall_seconds=stall), 0.01)
     assert window.stall_seconds > 0.05 * window.seconds
@@ -61,7 +61,7 @@ def sample(rate, running=10.0):
 
 @given(rates=st.lists(st.integers(100, 10_000), min_size=2, max_size=16))
 def test_records_are_mean_and_variance_of_the_logarithms(rates):
-    record = Record(level=3)
+    record = Record(level_idx=3)
     for rate in rates:
         record = record.with_sample(sample(rate))
     logs = [math.log(rate) for rate in rates]

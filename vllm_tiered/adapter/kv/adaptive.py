@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the expansion controller beside vLLM's scheduler: signals in, a level out (Pie, 3.4.2)."""
+"""Adaptive expansion: runs the controller beside vLLM's scheduler (Pie, section 3.4.2)."""
 
 import logging
 import math
@@ -8,25 +8,22 @@ from collections.abc import Callable
 from vllm_tiered.adapter.kv.steps import Step
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.block_limit import ElasticBlocks
-from vllm_tiered.kv.controller_context import DEFAULT_TUNING, STORAGE_TUNING
 from vllm_tiered.kv.expansion import Expansion
-from vllm_tiered.kv.layout import KvLevels, expansion_of
+from vllm_tiered.kv.layout import KvLevels, Level, expansion_of
+from vllm_tiered.kv.tuning import BLOCKS_TO_GROW, DEFAULT_TUNING, STORAGE_TUNING
 
 logger = logging.getLogger("vllm.tiered")
 
-BLOCKS_TO_GROW = 4
-"""A level must hold the longest live request with this many blocks to spare."""
-
 
 class AdaptiveExpansion:
-    """Asks the controller after every step, and aims where it says.
+    """Expansion that follows the controller, which is asked after every step.
 
     Args:
         levels: the arithmetic of every level.
-        elastic: the block limit, which follows.
+        elastic: the block limit, which follows the level.
         max_model_blocks: blocks of the longest request that the engine accepts.
         max_num_seqs: requests that it runs at a time.
-        on_change: told "grow" or "shrink" and why.
+        on_change: called with "grow" or "shrink", and why.
         uses_storage: far pages may be on a disk.
     """
 
@@ -40,7 +37,7 @@ class AdaptiveExpansion:
         on_change: Callable[[str, str], None],
         uses_storage: bool = False,
     ) -> None:
-        self.expansion = Expansion(levels, elastic, level=0)
+        self.expansion = Expansion(levels, elastic, levels.ladder[0])
         self._levels = levels
         self._elastic = elastic
         self._max_model_blocks = max_model_blocks
@@ -50,9 +47,9 @@ class AdaptiveExpansion:
         self._state = controller.initial_state(levels, self._tuning)
 
     def decide(self, step: Step) -> None:
-        """Ask the controller about a step that is over."""
+        """Pass a step that is over to the controller, and aim at the level that it decides."""
         signals = controller.Signals(
-            level=self.expansion.level,
+            level_idx=self._levels.ladder.index(self.expansion.level),
             is_settled=self.expansion.is_settled,
             seconds=step.seconds,
             tokens=step.tokens,
@@ -67,27 +64,25 @@ class AdaptiveExpansion:
             needed_blocks=self._needed_blocks(step),
         )
         decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
-        target = self.expansion.target
-        if decision.level != target:
-            text = f"{self._told(target)} -> {self._told(decision.level)}: {decision.reason}"
+        old, new = self.expansion.target, self._levels.ladder[decision.level_idx]
+        if new != old:
+            text = f"{self._describe(old)} -> {self._describe(new)}: {decision.reason}"
             logger.info("tiered kv: %s", text)
-            self._on_change("grow" if decision.level > target else "shrink", text)
-            self.expansion.aim(decision.level)
+            is_growth = decision.level_idx > self._levels.ladder.index(old)
+            self._on_change("grow" if is_growth else "shrink", text)
+            self.expansion.aim(new)
 
-    def _told(self, level: int) -> str:
-        num_far = self._levels.num_far(level)
-        expansion = expansion_of(self._levels.num_layers, num_far)
-        partial = (
-            "" if self._levels.partial_blocks_resident(level) else ", partly filled blocks too"
-        )
-        return f"{num_far} far layers (expansion {expansion:.2f}{partial})"
+    def _describe(self, level: Level) -> str:
+        expansion = expansion_of(self._levels.num_layers, level.num_far)
+        partial = "" if level.partial_blocks_resident else ", partly filled blocks too"
+        return f"{level.num_far} far layers (expansion {expansion:.2f}{partial})"
 
     def _needed_blocks(self, step: Step) -> int:
-        """Those of the longest request, beside what streamed sessions hold, as those stay."""
+        """Return the blocks of the longest request, beside those that streamed sessions keep."""
         longest = self._blocks_to_grow(step.longest)
         if not step.session_blocks:
             return longest
-        # Sessions may share blocks: then it is less, but at most what is in use and one grows by.
+        # Sessions may share blocks; then they hold less: at most what is in use and one grows by.
         held = min(step.session_blocks, step.used_blocks + longest)
         # A level is said to hold so many blocks of one request; each session has a partial block
         # of its own.

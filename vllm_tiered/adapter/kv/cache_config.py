@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns vLLM's KV cache configuration into a page pool with more blocks than it has memory.
+"""KV cache configuration: a page pool with more blocks than vLLM's allocation has memory for.
 
-vLLM divides the near budget evenly: num_blocks x layers pages. With far layers the same
-pages hold more blocks, so the configuration is made for the logical number of blocks and its
+vLLM divides the near budget evenly: num_blocks x layers pages. With offloaded layers the
+same pages hold more blocks, so the configuration is made for the logical number of blocks and its
 one allocation is cut back to the near pages.
 """
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.tiered")
 
 
 def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> None:
-    """One group of plain full attention, in one allocation; on the CPU backend or on CUDA.
+    """Check for one group of full attention in one allocation, on the CPU backend or on CUDA.
 
     Raises:
         UnsupportedError: naming what the model has instead.
@@ -55,7 +55,7 @@ def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> Non
 def logical_blocks(
     kv: KvConfig, geometry: KvGeometry, *, max_model_len: int, world_size: int
 ) -> int:
-    """vLLM's num_blocks (null block included) for a near budget.
+    """Return vLLM's num_blocks (null block included) for a near budget.
 
     Raises:
         BudgetError: the far tier is too small for the expansion, or one request of
@@ -87,7 +87,7 @@ def logical_blocks(
 def adaptive_levels(
     kv: KvConfig, levels: KvLevels, *, max_model_len: int, world_size: int
 ) -> KvLevels:
-    """Levels that the far budget allows; none, but 0, when the plugin must step aside.
+    """Return the levels that the far budget allows; only level 0 if the plugin must step aside.
 
     Raises:
         BudgetError: one request of ``max_model_len`` tokens would not fit at any level.
@@ -110,14 +110,14 @@ def adaptive_levels(
             format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
             expansion_of(levels.num_layers, allowed.max_num_far),
         )
-    _check_longest(_roomiest(allowed), allowed.max_blocks, max_model_len)
+    _check_longest(_largest_for_one_request(allowed), allowed.max_blocks, max_model_len)
     return allowed
 
 
-def _roomiest(levels: KvLevels) -> KvGeometry:
-    """The level that holds the longest single request."""
+def _largest_for_one_request(levels: KvLevels) -> KvGeometry:
+    """Return the sizes at the level that holds the longest single request."""
     return max(
-        (levels.geometry(level) for level in range(levels.highest + 1)),
+        (levels.geometry(level) for level in levels.ladder),
         key=lambda geometry: geometry.block_limit(PARTIAL_WHILE_PREFILLING),
     )
 
@@ -137,7 +137,7 @@ def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None
 def tiered_kv_cache_configs(
     original: Any, vllm_config: Any, kv_cache_specs: list[Any], available_memory: list[int]
 ) -> list[Any]:
-    """``get_kv_cache_configs`` for the logical number of blocks, backed by the near pages."""
+    """Run ``get_kv_cache_configs`` for the logical number of blocks, backed by the near pages."""
     config = kv_plan.tiered_config(vllm_config)
     if config is None or not any(kv_cache_specs):
         return list(original(vllm_config, kv_cache_specs, available_memory))
@@ -155,7 +155,7 @@ def tiered_kv_cache_configs(
         reachable = kv_plan.make_levels(config.kv, spec, len(specs), near_pages)
         levels = adaptive_levels(config.kv, reachable, **sizes)
         steps_aside = not levels.max_num_far
-        geometry, num_blocks = _roomiest(levels), levels.max_blocks + 1
+        geometry, num_blocks = _largest_for_one_request(levels), levels.max_blocks + 1
     else:
         order = POLICIES[config.kv.policy](len(specs), num_far)
         steps_aside = not order.offloaded
@@ -200,7 +200,7 @@ def _near_bytes(vllm_config: Any, available: int, block_bytes: int) -> int:
 def _with_blocks(
     original: Any, vllm_config: Any, kv_cache_specs: list[Any], num_blocks: int, block_bytes: int
 ) -> list[Any]:
-    """vLLM's own planning for ``num_blocks``: its checks and groups stay vLLM's."""
+    """Let vLLM plan for ``num_blocks``: its checks and groups stay its own."""
     cache_config = vllm_config.cache_config
     override, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
     try:

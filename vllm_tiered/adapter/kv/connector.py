@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV connector that vLLM loads: a thin face over the scheduler's and the worker's side.
+"""The KV connector that vLLM loads: a thin layer over the scheduler's and the worker's side.
 
 Hooks of a step, in vLLM's order, and what happens at each:
 
@@ -8,7 +8,7 @@ Hooks of a step, in vLLM's order, and what happens at each:
                 bind_connector_metadata   translate block tables inside the forward context
                 do_kv_cache_update (wrapped) / wait_for_layer_load   wait for the layer's pages
                 save_kv_layer             computed: what it wrote goes out, a later layer comes in
-                wait_for_save             filled partial blocks go out
+                wait_for_save             partial blocks that were filled go out
 """
 
 import logging
@@ -24,9 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_tiered.adapter.kv import full_graphs
-from vllm_tiered.adapter.kv.load_errors import RecentSteps, RecomputeLog
+from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import plan_from_config, tiered_config
-from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler, gauges
+from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.worker import TieredWorker, announce
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
@@ -37,17 +37,20 @@ from vllm_tiered.adapter.worker_hooks import drain_metrics
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.recompute import RecentSteps, RecomputeLog
 from vllm_tiered.kv.step_plan import StepPlan
 
 logger = logging.getLogger("vllm.tiered")
 
 
 TRACE_EVERY = 64
-"""Steps from one that the report tells layer by layer to the next."""
+"""Steps between two that the report shows layer by layer."""
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
-    """Swaps the KV cache layer by layer. Steps aside (every hook returns) if none is ever far.
+    """KV connector that swaps the KV cache layer by layer.
+
+    If no layer is ever offloaded it steps aside: every hook returns.
 
     ``SupportsHMA`` keeps vLLM's grouping of layers as it is without a connector: models with
     several groups are then refused by name instead of being served at reduced speed.
@@ -124,10 +127,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def on_new_request(self, request: Any) -> None:
-        """Abort what cannot be served: a session whose input is streamed, scheduled ahead.
+        """Abort what cannot be served: a session of streamed input with steps scheduled ahead.
 
-        Between turns vLLM drops a token that an asynchronous step may already have put into a
-        block, filled it and sent it out; going on in that block is not built.
+        Between turns vLLM drops a token. An asynchronous step may already have put it into a block,
+        filled the block and sent it out; continuing in that block is not supported.
         """
         if self._scheduler and request.resumable and self._schedules_ahead:
             logger.error(
@@ -218,7 +221,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.recomputes if self._scheduler else None
 
     def recomputed(self, request_ids: set[str]) -> None:
-        """Requests are computed anew because blocks of theirs were lost."""
+        """Record that requests are computed anew because blocks of theirs were lost."""
         assert self._scheduler is not None
         self._scheduler.recomputed(request_ids)
 
@@ -246,7 +249,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if self._scheduler:
             return self._scheduler.stats()
-        return gauges(self._plan, self._world_size)
+        return kv_gauges(self._plan, self._world_size)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:

@@ -52,7 +52,7 @@ class LayerTrace:
     ) -> LayerSpan:
         wait_start, wait_end = self._waits[layer]
         read = self._copy_times(self._reads.get(layer))
-        write = self._copy_times(self._swapper.write_of(layer))
+        write = self._copy_times(self._swapper.last_write_of(layer))
         return LayerSpan(
             layer=layer,
             role=role,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration and a near budget lead to: layers' roles, levels, blocks, far memory.
+"""The KV plan of a configuration: layers' roles, levels, blocks and far memory.
 
-Every process derives the same plan from vLLM's configuration, so none has to be told.
+Every process derives the same plan from vLLM's configuration, so none has to be sent.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import (
     KvGeometry,
     KvLevels,
+    Level,
     expansion_of,
     max_num_far,
     num_far_for_expansion,
@@ -26,14 +27,16 @@ from vllm_tiered.units import gib_to_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlan:
-    """What scheduler and workers must agree on; each derives it from the same configuration.
+    """Sizes and roles on which scheduler and workers must agree.
+
+    Each derives them from the same configuration.
 
     Attributes:
         geometry: the near budget's arithmetic at the start.
         order: the layers' roles at the start.
         near_pages: pages of the near-tier pool.
         num_blocks: vLLM's block ids, the null block 0 included.
-        levels: between which it moves while it runs; None if far layers are fixed.
+        levels: between which it moves while it runs; None if the offloaded layers are fixed.
     """
 
     geometry: KvGeometry
@@ -45,25 +48,29 @@ class KvPlan:
 
     @property
     def near_bytes(self) -> int:
+        """Bytes of the near-tier pool."""
         return self.near_pages * self.geometry.page_bytes
 
     @property
     def expansion(self) -> float:
-        """At the start."""
+        """The expansion at the start."""
         return expansion_of(self.geometry.num_layers, self.order.num_far)
 
     @property
     def max_num_far(self) -> int:
+        """The most layers that are ever offloaded."""
         return self.levels.max_num_far if self.levels else self.order.num_far
 
     @property
     def region_bytes(self) -> int:
-        """Far pages of one layer."""
+        """Bytes of one layer's far region."""
         return self.num_blocks * self.geometry.page_bytes
 
     def bytes_in(self, homes: FarHomes) -> tuple[int, int]:
-        """Far pages in memory, whose bytes the system gives when they are first written, and in a
-        file, whose space is reserved."""
+        """Return the bytes of far pages in memory, and in a file.
+
+        The system gives memory when pages are first written; the file's space is reserved.
+        """
         num_layers = len(self.offloadable_layers)
         memory = homes.memory_layers if homes.memory_layers is not None else num_layers
         in_memory = min(num_layers, memory)
@@ -71,18 +78,18 @@ class KvPlan:
 
     @property
     def released_blocks(self) -> int:
-        """Usable blocks at the start."""
-        return self.levels.block_limit(0, 0) if self.levels else self.num_blocks - 1
+        """Blocks that the engine may use at the start."""
+        return self.levels.block_limit(Level(0), 0) if self.levels else self.num_blocks - 1
 
     @property
     def offloadable_layers(self) -> tuple[int, ...]:
-        """Layers that may be far, in the order in which they become it."""
+        """Layers that may be offloaded, in the order in which they are."""
         may_be_far = {layer for order in (self.order, *self.orders) for layer in order.offloaded}
         return tuple(layer for layer in far_order(self.geometry.num_layers) if layer in may_be_far)
 
     @property
     def orders(self) -> tuple[SwapOrder, ...]:
-        """The layers' roles by number of far layers; empty if that is fixed."""
+        """The layers' roles by number of offloaded layers; empty if that is fixed."""
         if self.levels is None:
             return ()
         levels = range(self.levels.max_num_far + 1)
@@ -90,19 +97,19 @@ class KvPlan:
 
     @property
     def swaps(self) -> bool:
-        """If no layer is ever far the plugin steps aside: vLLM's own layout is the best one."""
+        """Whether a layer is ever offloaded; else the plugin steps aside for vLLM's own layout."""
         return bool(self.order.offloaded) or self.levels is not None
 
 
 def tiered_config(vllm_config: Any) -> TieredConfig | None:
-    """The plugin's configuration in a vLLM configuration; None if it is off."""
+    """Return the plugin's configuration in a vLLM configuration; None if it is off."""
     raw = (vllm_config.additional_config or {}).get("tiered")
     config = None if raw is None else TieredConfig.from_dict(raw)
     return config if config is not None and config.kv.enabled else None
 
 
 def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
-    """Far layers for the configured expansion; None if the load decides.
+    """Return the offloaded layers for the configured expansion; None if the load decides.
 
     Raises:
         ConfigError: the model has too few layers for it, or the policy cannot change it.
@@ -126,7 +133,7 @@ def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
 
 
 def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> KvLevels:
-    """All levels up to ``max_expansion``, before the far budget has its say."""
+    """Return all levels up to ``max_expansion``, before the far budget limits them."""
     allowed = [
         m
         for m in range(max_num_far(num_layers) + 1)
@@ -146,8 +153,8 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
 
 
 def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
-    """Cut off above a level. No level is left if none holds more than the near tier alone."""
-    blocks_of = [levels.geometry(m).block_limit(0) for m in range(num_far + 1)]
+    """Cut off the levels above one; none is left if none holds more than the near tier alone."""
+    blocks_of = [levels.geometry(Level(m)).block_limit(0) for m in range(num_far + 1)]
     # The lowest of those that hold as much: more far layers would only cost.
     highest = blocks_of.index(max(blocks_of))
     return dataclasses.replace(levels, max_num_far=highest, max_blocks=blocks_of[highest])
@@ -157,7 +164,7 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
     """Cut off what ``budget`` bytes of far memory cannot hold."""
 
     def far_bytes(num_far: int) -> int:
-        geometry = levels.geometry(num_far)
+        geometry = levels.geometry(Level(num_far))
         return geometry.far_bytes(geometry.block_limit(0) + 1)
 
     fitting = [m for m in range(levels.max_num_far + 1) if far_bytes(m) <= budget]
@@ -165,6 +172,7 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
 
 
 def make_geometry(order: SwapOrder, spec: Any, near_pages: int) -> KvGeometry:
+    """Return the near budget's arithmetic under a fixed order."""
     return KvGeometry(
         num_layers=len(order.resident) + len(order.offloaded),
         num_resident=len(order.resident),
@@ -176,7 +184,7 @@ def make_geometry(order: SwapOrder, spec: Any, near_pages: int) -> KvGeometry:
 
 
 def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
-    """The plan behind a configuration that ``kv_config.py`` made."""
+    """Return the plan behind a configuration that ``cache_config.py`` made."""
     config = tiered_config(vllm_config)
     if config is None:
         return None
@@ -189,17 +197,19 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
     near_pages = near_bytes // spec.page_size_bytes
     levels = None
     if num_far is None:
-        # The highest level shows in the number of blocks, whatever limited it in the process
-        # that decided.
+        # The number of blocks tells the highest level, whatever limited it in the process that
+        # decided.
         levels = make_levels(config.kv, spec, num_layers, near_pages)
-        blocks_of = [levels.geometry(m).block_limit(0) for m in range(levels.max_num_far + 1)]
+        blocks_of = [
+            levels.geometry(Level(m)).block_limit(0) for m in range(levels.max_num_far + 1)
+        ]
         fitting = [m for m, blocks in enumerate(blocks_of) if blocks < num_blocks]
         levels = with_max_num_far(levels, fitting[-1] if fitting else 0)
         if not levels.max_num_far:
             levels = None
     order = POLICIES[config.kv.policy](num_layers, num_far or 0)
     return KvPlan(
-        geometry=levels.geometry(0) if levels else make_geometry(order, spec, near_pages),
+        geometry=levels.geometry(Level(0)) if levels else make_geometry(order, spec, near_pages),
         order=order,
         near_pages=near_pages,
         num_blocks=num_blocks,
@@ -209,7 +219,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
 
 
 def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
-    """Which layers' regions are in memory, and where the others' are."""
+    """Return which layers' far regions are in memory, and where the others' are."""
     kv = plan.config
     if kv.tier == "far":
         return FarHomes(verify=kv.verify)
@@ -222,7 +232,7 @@ def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
 
 
 def far_budget_bytes(kv: KvConfig, world_size: int) -> int:
-    """Far-tier bytes that one rank may take."""
+    """Return the far-tier bytes that one rank may take."""
     if kv.far_gib == "auto":
         return int(read_host_memory().usable_bytes * FAR_SHARE) // world_size
     return gib_to_bytes(float(kv.far_gib)) // world_size

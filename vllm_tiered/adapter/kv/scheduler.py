@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's scheduler side: plans each step and keeps the block pool elastic."""
+"""The connector's scheduler side: plans each step and reserves blocks of vLLM's pool."""
 
 import functools
 import time
@@ -10,15 +10,18 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
-from vllm_tiered.adapter.kv.load_errors import RecentSteps, RecomputeLog
+from vllm_tiered.adapter.kv.free_list import VllmFreeList
+from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import KvPlan
 from vllm_tiered.adapter.kv.steps import DecodeStreak, StepReport, StepWatch
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.adapter.telemetry.timeline import Timeline
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.kv.admission import Admission
 from vllm_tiered.kv.block_limit import ElasticBlocks
-from vllm_tiered.kv.layout import expansion_of
-from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan, StepPlanner
+from vllm_tiered.kv.recompute import RecentSteps, RecomputeLog
+from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
+from vllm_tiered.kv.step_planner import StepPlanner
 
 
 @dataclass
@@ -33,41 +36,15 @@ class TieredMetadata(KVConnectorMetadata):
     planning_seconds: float = 0.0
 
 
-def gauges(
-    plan: KvPlan,
-    world_size: int,
-    *,
-    num_far: int | None = None,
-    reserved: int = 0,
-    partial_blocks_resident: bool = True,
-) -> TieredStats:
-    """What the scheduler knows of the KV tiers; bytes are all ranks'."""
-    if num_far is None:
-        num_far = plan.order.num_far
-    # Only workers know where far pages are, if there are any.
-    no_far_pages = {} if plan.swaps else {"kv_far_bytes": 0, "kv_storage_bytes": 0}
-    return TieredStats(
-        data={
-            "kv_expansion": expansion_of(plan.geometry.num_layers, num_far),
-            "kv_far_layers": num_far,
-            "kv_partial_blocks_far": int(not partial_blocks_resident),
-            "kv_near_bytes": plan.near_bytes * world_size,
-            "kv_blocks_released": plan.num_blocks - 1 - reserved,
-            "kv_blocks_reserved": reserved,
-            **no_far_pages,
-        }
-    )
-
-
 class TieredScheduler:
-    """Runs beside vLLM's scheduler.
+    """Planner of steps beside vLLM's scheduler.
 
     Args:
         plan: what was configured; it swaps, now or when the load asks for it.
         world_size: ranks, for the gauges.
         max_model_len: tokens of the longest request that the engine accepts.
         max_num_seqs: requests that it runs at a time.
-        timeline: told what happens, if anybody wants to know.
+        timeline: records steps and events; None without a report.
     """
 
     def __init__(
@@ -94,17 +71,14 @@ class TieredScheduler:
                 self.elastic,
                 max_model_blocks=max_model_blocks,
                 max_num_seqs=max_num_seqs,
-                on_change=self._note,
+                on_change=self._record_event,
                 uses_storage=plan.config.tier == "storage",
             )
         self._watch = StepWatch(plan.geometry.block_tokens)
         self._timeline = timeline
-        self._announced: set[int] = set()
-        self._pool: Any = None
+        self._admission: Admission
         self._manager: Any = None
         self._watermark = 0.0  # share of the released blocks
-        self._reserved: dict[int, Any] = {}
-        self._reserved_changed = False  # since the workers were told
         self._streak = DecodeStreak()
         self._num_tokens = 0  # output tokens of the step that is being planned
         self._reported_changes = 0
@@ -117,19 +91,23 @@ class TieredScheduler:
         self._reported_recomputes = 0
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """Take the block pool, and see every allocation of a request that begins.
+        """Reserve blocks of the manager's pool, and wrap the allocation of requests that begin.
 
         vLLM asks ``allocate_slots`` whether a request fits, and leaves ``reserved_blocks`` free.
-        Where partly filled blocks stay near they cost pages beside the blocks themselves; their
-        share is reserved by this argument and reserved when the request is admitted.
+        Resident partial blocks cost pages beside the blocks themselves: this argument keeps as many
+        blocks free, and they are reserved when the request is admitted.
         """
-        self._pool = kv_cache_manager.block_pool
-        self._reserve_excess()
-        self._announced = set(self._reserved)
-        kv_cache_manager.allocate_slots = self._reserving(kv_cache_manager.allocate_slots)
-        kv_cache_manager.reset_prefix_cache = self._resetting(kv_cache_manager.reset_prefix_cache)
+        pool = kv_cache_manager.block_pool
+        free_list = VllmFreeList(pool)
+        expansion = self.adaptive.expansion if self.adaptive else None
+        self._admission = Admission(self.elastic, free_list, expansion)
+        self._admission.start()
+        kv_cache_manager.allocate_slots = self._wrap_allocate(kv_cache_manager.allocate_slots)
+        kv_cache_manager.reset_prefix_cache = self._wrap_reset(
+            kv_cache_manager.reset_prefix_cache, free_list
+        )
         # vLLM takes both of all blocks, reserved ones included.
-        self._pool.get_usage = self._usage
+        pool.get_usage = self._usage
         self._manager = kv_cache_manager
         self._watermark = kv_cache_manager.watermark_blocks / self._plan.num_blocks
 
@@ -143,95 +121,67 @@ class TieredScheduler:
         if scheduler_output.kv_cache_block_copies:
             raise UnsupportedError("vLLM copies KV blocks (copy on write): not under KV swapping")
         scheduled = scheduler_output.num_scheduled_tokens
-        ended = set(scheduler_output.finished_req_ids)
-        ended.update(scheduler_output.preempted_req_ids or ())
-        for request_id in ended:
-            if request_id not in scheduled:
-                self.elastic.end(request_id)
-        self.release()
-        goes_on = self._streak.goes_on(scheduler_output) and not ended
-        goes_on &= not self.elastic.num_prefilling
+        preempted = scheduler_output.preempted_req_ids or ()
+        ended = {*scheduler_output.finished_req_ids, *preempted}
+        self._admission.end_requests(ended - scheduled.keys())
+        continues = self._streak.continues(scheduler_output) and not ended
+        continues &= not self.elastic.num_prefilling
         requests: list[ScheduledRequest] = []
-        if goes_on:
+        if continues:
             self._num_tokens = len(scheduled)
         else:
             requests = list(self._scheduled_requests(scheduler_output))
-        num_far = num_far_next = None
-        partial_blocks_resident = True
-        # Nothing runs, but somebody asks for blocks: a request that this level does not hold.
+        # Nothing may run, but a request is blocked: one that this level does not hold.
         if scheduled or self._watch.is_blocked:
-            self._look_back(len(scheduled), len(scheduler_output.preempted_req_ids or ()))
-        if self.adaptive:
-            self._reserve(min(self.elastic.excess, self._pool.get_num_free_blocks()))
-            num_far, num_far_next = self.adaptive.expansion.next_step()
-            partial_blocks_resident = self.adaptive.expansion.partial_blocks_resident
+            self._end_previous_step(len(scheduled), len(preempted))
+        level = self._admission.change_level()._asdict()
         step = None
-        if goes_on and not self._reserved_changed:
-            step = self._planner.plan_on(
-                list(self._changed_requests(scheduler_output)),
-                num_far=num_far,
-                num_far_next=num_far_next,
-                partial_blocks_resident=partial_blocks_resident,
-            )
+        if continues and not self._admission.has_changes:
+            step = self._planner.plan_on(list(self._changed_requests(scheduler_output)), **level)
         if step is None:
-            if goes_on:
+            if continues:
                 requests = list(self._scheduled_requests(scheduler_output))
-            reserved = set(self.elastic.reserved)
+            released, reserved = self._admission.take_changes()
             step = self._planner.plan(
-                requests,
-                ended,
-                released=sorted(self._announced - reserved),
-                reserved=sorted(reserved - self._announced),
-                num_far=num_far,
-                num_far_next=num_far_next,
-                partial_blocks_resident=partial_blocks_resident,
+                requests, ended, released=released, reserved=reserved, **level
             )
-            self._announced = reserved
-            self._reserved_changed = False
         self.recent.add(step, requests)
         return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
 
     def begin_request(self, request: Any) -> None:
+        """Track a request that arrived."""
         self._watch.begin_request(
             request.request_id, request.num_tokens, is_session=request.resumable
         )
 
     def report(self, report: StepReport) -> None:
-        """Workers have run a step."""
+        """Record what the workers measured in a step."""
         self._watch.report(report)
 
     def recomputed(self, request_ids: set[str]) -> None:
-        """Requests are computed anew because blocks of theirs were lost."""
-        self._note("load error", f"{len(request_ids)} requests are computed anew")
+        """Record that requests are computed anew because blocks of theirs were lost."""
+        self._record_event("load error", f"{len(request_ids)} requests are computed anew")
         self.recomputes.add(request_ids)
 
     def close(self) -> None:
+        """Close the timeline."""
         if self._timeline:
             self._timeline.close()
 
     def request_finished(self, request_id: str) -> None:
-        """Its partial blocks are free: release blocks at once, so that an idle engine has them
-        all."""
-        self.elastic.end(request_id)
+        """Release blocks at once for a request that finished, so that an idle engine has all."""
         self.recomputes.end(request_id)
         self._watch.end_request(request_id)
-        self.release()
-
-    def release(self) -> None:
-        released = [self._reserved.pop(block_id) for block_id in self.elastic.release()]
-        if released:
-            self._reserved_changed = True
-            self._pool.free_blocks(released)
+        self._admission.end_requests((request_id,))
 
     def stats(self) -> TieredStats:
-        """The gauges, and how often the level changed since the last call."""
+        """Return the gauges, and how often the level changed since the last call."""
         expansion = self.adaptive.expansion if self.adaptive else None
-        stats = gauges(
+        stats = kv_gauges(
             self._plan,
             self._world_size,
-            num_far=expansion.num_far if expansion else None,
-            reserved=len(self.elastic.reserved),
-            partial_blocks_resident=expansion.partial_blocks_resident if expansion else True,
+            level=expansion.level if expansion else None,
+            num_reserved=len(self.elastic.reserved),
         )
         num_changes = expansion.num_changes if expansion else 0
         num_recomputed = self.recomputes.num_recomputed
@@ -240,13 +190,13 @@ class TieredScheduler:
         self._reported_changes, self._reported_recomputes = num_changes, num_recomputed
         return stats
 
-    def _look_back(self, num_running: int, num_preempted: int) -> None:
-        """The step before is over: tell the controller and the timeline."""
-        step = self._watch.take(
+    def _end_previous_step(self, num_running: int, num_preempted: int) -> None:
+        """Pass the step that is over to the controller and the timeline."""
+        step = self._watch.take_step(
             tokens=self._num_tokens,
             num_running=num_running,
             num_preempted=num_preempted,
-            used_blocks=self.elastic.released_blocks - self._pool.get_num_free_blocks(),
+            used_blocks=self._admission.used_blocks,
         )
         if step is None:
             return
@@ -255,81 +205,58 @@ class TieredScheduler:
         if self._timeline:
             num_far = self._plan.order.num_far
             if self.adaptive:
-                num_far = self.adaptive.expansion.num_far
+                num_far = self.adaptive.expansion.level.num_far
             self._timeline.record_step(step, self.elastic, num_far)
 
     def _usage(self) -> float:
-        """Blocks that requests hold, of those that they could at the highest level (vLLM's
-        ``kv_cache_usage_perc``). Withheld blocks are not used."""
+        """Return the share of the blocks of the highest level that requests hold.
+
+        vLLM's ``kv_cache_usage_perc``; reserved blocks are not used.
+        """
         num_partial, levels = self.elastic.num_partial, self._plan.levels
         if levels is None:
             most = self._plan.geometry.block_limit(num_partial)
         else:
-            most = levels.block_limit(levels.highest, num_partial)
-        used = self.elastic.released_blocks - self._pool.get_num_free_blocks()
-        return min(1.0, used / max(1, most))
+            most = levels.block_limit(levels.ladder[-1], num_partial)
+        return min(1.0, self._admission.used_blocks / max(1, most))
 
-    def _note(self, kind: str, text: str) -> None:
+    def _record_event(self, kind: str, text: str) -> None:
         if self._timeline:
             self._timeline.record_event(kind, text)
 
-    def _reserve_excess(self) -> None:
-        """Of a pool whose blocks are all free, reserve those above the limit, highest ids."""
-        blocks = self._pool.get_new_blocks(self._pool.get_num_free_blocks())
-        blocks.sort(key=lambda block: block.block_id)
-        limit = self.elastic.limit
-        self._pool.free_blocks(blocks[:limit])
-        self._reserved = {block.block_id: block for block in blocks[limit:]}
-        self._reserved_changed = True
-        self.elastic.reserved = sorted(self._reserved, reverse=True)  # released from the end
-
-    def _reserve(self, count: int) -> list[int]:
-        """Take free blocks away from the engine; their ids."""
-        blocks = self._pool.get_new_blocks(count) if count else []
-        self._reserved_changed |= bool(blocks)
-        self._reserved.update((block.block_id, block) for block in blocks)
-        self.elastic.reserved.extend(block.block_id for block in blocks)
-        return [block.block_id for block in blocks]
-
-    def _reserving(self, allocate_slots: Any) -> Any:
+    def _wrap_allocate(self, allocate_slots: Any) -> Any:
         @functools.wraps(allocate_slots)
         def allocate(request: Any, *args: Any, reserved_blocks: int = 0, **kwargs: Any) -> Any:
+            def allocate_beside(num_reserved: int) -> Any:
+                return allocate_slots(
+                    request, *args, reserved_blocks=reserved_blocks + num_reserved, **kwargs
+                )
+
             request_id = request.request_id
             if self.elastic.is_admitted(request_id) and not _begins(request):
-                blocks = allocate_slots(request, *args, reserved_blocks=reserved_blocks, **kwargs)
-                if blocks is None:
-                    self._watch.asked_in_vain(request_id, request.num_tokens)
-                return blocks
-            self._manager.watermark_blocks = round(self._watermark * self.elastic.released_blocks)
-            extra = self.elastic.blocks_to_reserve(request_id)
-            blocks = allocate_slots(
-                request, *args, reserved_blocks=reserved_blocks + extra, **kwargs
-            )
-            if blocks is not None:
-                self._reserve(extra)
-                self.elastic.admit(
-                    request_id,
-                    prefill_tokens=max(request.num_prompt_tokens, request.num_tokens - 1),
-                )
+                blocks = allocate_beside(0)
             else:
-                self._watch.asked_in_vain(request_id, request.num_tokens)
+                self._manager.watermark_blocks = round(
+                    self._watermark * self.elastic.released_blocks
+                )
+                prefill_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
+                blocks = self._admission.admit(request_id, prefill_tokens, allocate_beside)
+            if blocks is None:
+                self._watch.record_blocked(request_id, request.num_tokens)
             return blocks
 
         return allocate
 
-    def _resetting(self, reset_prefix_cache: Any) -> Any:
-        """vLLM resets only a pool of which no block is held; reserved ones must not count."""
+    def _wrap_reset(self, reset_prefix_cache: Any, free_list: VllmFreeList) -> Any:
+        """Wrap vLLM's reset, which works only if no block is held; reserved ones do not count."""
 
         @functools.wraps(reset_prefix_cache)
         def reset() -> bool:
-            held = list(self._reserved.values())
-            self._pool.free_blocks(held)
-            if reset_prefix_cache():
-                self.elastic.end_all()
-                self._reserve_excess()
-                return True
-            self._pool.touch(held)
-            return False
+            if not free_list.reset_without_taken(reset_prefix_cache):
+                return False
+            self.elastic.end_all()
+            self._admission.reserve_excess()
+            return True
 
         return reset
 
@@ -337,7 +264,7 @@ class TieredScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         self._num_tokens = 0
         for new in scheduler_output.scheduled_new_reqs:
-            self._follow(new.req_id, new.num_computed_tokens + scheduled[new.req_id])
+            self._update_tokens(new.req_id, new.num_computed_tokens + scheduled[new.req_id])
             yield ScheduledRequest(
                 request_id=new.req_id,
                 new_block_ids=new.block_ids[0],
@@ -349,7 +276,7 @@ class TieredScheduler:
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, computed_tokens in rows:
             self.elastic.progress(request_id, computed_tokens)
-            self._follow(request_id, computed_tokens + scheduled[request_id])
+            self._update_tokens(request_id, computed_tokens + scheduled[request_id])
             yield ScheduledRequest(
                 request_id,
                 block_ids[0] if block_ids else (),
@@ -359,23 +286,23 @@ class TieredScheduler:
             )
 
     def _changed_requests(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
-        """In a step of a token for each, those whose last block fills or that got blocks."""
+        """Yield the requests of a decode step whose last block fills or that got blocks."""
         due = self._planner.due
         cached = scheduler_output.scheduled_cached_reqs
         for at, block_ids in enumerate(cached.new_block_ids):
             request_id = cached.req_ids[at]
             if block_ids or request_id in due:
                 computed_tokens = cached.num_computed_tokens[at]
-                self._watch.follow(request_id, computed_tokens + 1)
+                self._watch.update_tokens(request_id, computed_tokens + 1)
                 yield ScheduledRequest(
                     request_id, block_ids[0] if block_ids else (), False, computed_tokens, 1
                 )
 
-    def _follow(self, request_id: str, end_tokens: int) -> None:
+    def _update_tokens(self, request_id: str, end_tokens: int) -> None:
         self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)
-        self._watch.follow(request_id, end_tokens)
+        self._watch.update_tokens(request_id, end_tokens)
 
 
 def _begins(request: Any) -> bool:
-    """Whether the request waits for its first blocks, now or again after a preemption."""
+    """Return whether the request waits for its first blocks, now or after a preemption."""
     return str(request.status.name) in ("WAITING", "PREEMPTED")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engine steps take, seen from the scheduler: for the controller and for the timeline."""
+"""Measurements of engine steps in the scheduler, for the controller and for the timeline."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from vllm_tiered.report.records import LayerTimeline
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """What a step took in a worker, on its way to the scheduler.
+    """Measurements of one step in a worker, on their way to the scheduler.
 
-    Of seconds the slowest rank's count, bytes and joules are all ranks'.
+    Seconds are the slowest rank's, bytes and joules are summed over ranks.
     """
 
     stall_seconds: float = 0.0
@@ -27,7 +27,7 @@ class StepReport(KVConnectorWorkerMetadata):
     layers: list[LayerTimeline] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Of two ranks, in the same step."""
+        """Combine the reports of two ranks about the same step."""
         assert isinstance(other, StepReport)
         return StepReport(
             stall_seconds=max(self.stall_seconds, other.stall_seconds),
@@ -41,7 +41,7 @@ class StepReport(KVConnectorWorkerMetadata):
         )
 
     def followed_by(self, later: "StepReport") -> "StepReport":
-        """Of two steps."""
+        """Return the report of both steps."""
         return StepReport(
             stall_seconds=self.stall_seconds + later.stall_seconds,
             read_seconds=self.read_seconds + later.read_seconds,
@@ -61,8 +61,8 @@ class Step:
     Attributes:
         end: time.perf_counter() at its end.
         seconds: its wall time, scheduling included.
-        report: what the workers said since the step before; with steps scheduled ahead, of an
-            earlier step.
+        report: what the workers reported since the step before; with steps scheduled ahead it is
+            about an earlier step.
         is_blocked: a request could not get the blocks it asked for.
         num_preempted: requests that lost their blocks to others.
         tokens: output tokens that the planned step makes.
@@ -70,9 +70,9 @@ class Step:
         used_blocks: blocks that requests hold.
         longest: tokens of the longest live request.
         num_sessions: streamed sessions.
-        session_blocks: what streamed sessions hold, if they share nothing. Between two turns they
-            keep their blocks, and nobody can preempt them.
-        longest_beside_sessions: tokens of the longest live request that is none.
+        session_blocks: what streamed sessions hold if they share nothing. Between two turns they
+            keep their blocks, and cannot be preempted.
+        longest_beside_sessions: tokens of the longest live request that is not a session.
     """
 
     end: float
@@ -91,15 +91,20 @@ class Step:
 
 
 class DecodeStreak:
-    """Sees whether a step is the one before with a token more for each request, for which some
-    may have got a block."""
+    """Detector of steps that are the one before with a token more for each request.
+
+    Some requests may have got a block for it.
+    """
 
     def __init__(self) -> None:
         self._request_ids: list[str] = []
         self._computed_tokens = 0
 
-    def goes_on(self, scheduler_output: Any) -> bool:
-        """Ask once a step. Requests that ended are for the caller to see."""
+    def continues(self, scheduler_output: Any) -> bool:
+        """Return whether the step continues the streak; call it once a step.
+
+        It does not see requests that ended.
+        """
         cached = scheduler_output.scheduled_cached_reqs
         before, num_before = self._request_ids, self._computed_tokens
         self._request_ids, self._computed_tokens = [], 0
@@ -109,7 +114,7 @@ class DecodeStreak:
         self._computed_tokens = sum(cached.num_computed_tokens)
         num_requests = len(before)
         return (
-            bool(before)  # nothing goes on behind nothing, or behind who began or came back
+            bool(before)  # not behind an empty step, nor behind requests that began or came back
             and self._request_ids == before
             and scheduler_output.total_num_scheduled_tokens == num_requests
             and self._computed_tokens == num_before + num_requests
@@ -117,7 +122,7 @@ class DecodeStreak:
 
 
 class StepWatch:
-    """Follows requests and reports between two steps."""
+    """Tracker of live requests and of worker reports between two steps."""
 
     def __init__(self, block_tokens: int) -> None:
         self.is_blocked = False
@@ -132,34 +137,37 @@ class StepWatch:
         if is_session:
             self._sessions.add(request_id)
 
-    def follow(self, request_id: str, num_tokens: int) -> None:
-        """The request has, or is about to have, so many tokens.
+    def update_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Record that the request has, or is about to have, so many tokens.
 
-        Never fewer than before: of a long prompt vLLM computes a part at a time, but it will need
-        blocks for all of it, and again after a preemption.
+        Never fewer than before: vLLM computes a long prompt in parts, but will need blocks for all
+        of it, and again after a preemption.
         """
         known = self._tokens.get(request_id)
         if known is not None and num_tokens > known:
             self._tokens[request_id] = num_tokens
 
-    def asked_in_vain(self, request_id: str, num_tokens: int) -> None:
-        """There were no blocks for the request; it may have grown since (a session's next turn)."""
+    def record_blocked(self, request_id: str, num_tokens: int) -> None:
+        """Record that there were no blocks for the request.
+
+        It may have grown since (a session's next turn).
+        """
         self.is_blocked = True
-        self.follow(request_id, num_tokens)
+        self.update_tokens(request_id, num_tokens)
 
     def end_request(self, request_id: str) -> None:
         self._tokens.pop(request_id, None)
         self._sessions.discard(request_id)
         if not self._tokens:
-            self._last_time = None  # what follows is idle time, and no step's
+            self._last_time = None  # idle time follows, which belongs to no step
 
     def report(self, report: StepReport) -> None:
         self._pending = self._pending.followed_by(report) if self._pending else report
 
-    def take(
+    def take_step(
         self, *, tokens: int, num_running: int, num_preempted: int, used_blocks: int
     ) -> Step | None:
-        """The step that ends now; None if the engine was idle before."""
+        """Return the step that ends now; None if the engine was idle before."""
         now = time.perf_counter()
         last_time, self._last_time = self._last_time, now
         if last_time is None:
@@ -170,7 +178,7 @@ class StepWatch:
             seconds=now - last_time,
             report=self._pending or StepReport(),
             is_blocked=self.is_blocked,
-            # If nobody asked in vain it was not for blocks: the cache is reset, a page was lost.
+            # Without a blocked request it was not for blocks: a cache reset, or a lost page.
             num_preempted=num_preempted if self.is_blocked else 0,
             tokens=tokens,
             num_running=num_running,

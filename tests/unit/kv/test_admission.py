@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: what is reserved when a request begins, and what the workers are told."""
+
+import pytest
+
+from tests.fakes.kv.block_pool_model import BlockPool
+from vllm_tiered.kv.admission import Admission, StepLevel
+from vllm_tiered.kv.block_limit import ElasticBlocks
+from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.layout import KvLevels, Level
+
+LEVELS = KvLevels(
+    num_layers=5, page_bytes=8, block_tokens=1, near_pages=30, max_num_far=4, max_blocks=10
+)
+
+
+@pytest.fixture
+def pool():
+    return BlockPool(11)
+
+
+@pytest.fixture
+def fixed(pool):
+    """Four of five layers offloaded: 10 blocks, 8 beside two partial blocks, 7 beside four."""
+    geometry = LEVELS.geometry(Level(4))
+    elastic = ElasticBlocks(geometry=geometry, usable_blocks=10)
+    admission = Admission(elastic, pool)
+    admission.start()
+    return admission
+
+
+def allocate(pool, count):
+    """As an engine allocates: None if fewer blocks than that would be left over."""
+    return lambda num_reserved: pool.take(count) if count + num_reserved <= pool.num_free else None
+
+
+def test_a_request_is_admitted_if_its_partial_blocks_fit_beside_its_blocks(fixed, pool):
+    reserved = fixed.elastic.blocks_to_reserve("a")
+    assert reserved == 2
+    assert fixed.admit("a", 4, allocate(pool, 3)) == [1, 2, 3]
+    assert len(fixed.elastic.reserved) == reserved
+    assert pool.num_free == 10 - 3 - reserved
+    assert fixed.used_blocks == 3
+    fixed.elastic.check_integrity()
+
+
+def test_a_refused_request_changes_nothing(fixed, pool):
+    free = list(pool.free)
+    count = 10 - fixed.elastic.blocks_to_reserve("a") + 1
+    assert fixed.admit("a", 4, allocate(pool, count)) is None
+    assert list(pool.free) == free and not fixed.elastic.reserved
+    assert not fixed.elastic.is_admitted("a") and not fixed.has_changes
+
+
+def test_workers_are_told_each_change_once(fixed, pool):
+    assert fixed.take_changes() == ([], [])
+    fixed.admit("a", 4, allocate(pool, 1))
+    reserved = sorted(fixed.elastic.reserved)
+    assert fixed.has_changes
+    assert fixed.take_changes() == ([], reserved)
+    assert not fixed.has_changes
+    fixed.end_requests(["a", "unknown"])
+    assert fixed.take_changes() == (reserved, [])
+    assert fixed.elastic.reserved == []
+
+
+def test_an_engine_starts_with_the_lowest_block_ids(pool):
+    elastic = ElasticBlocks(geometry=LEVELS.geometry(Level(0)), usable_blocks=10)
+    expansion = Expansion(LEVELS, elastic, Level(0))
+    admission = Admission(elastic, pool, expansion)
+    admission.start()
+    limit = elastic.limit
+    assert limit < 10
+    assert list(pool.free) == list(range(1, limit + 1))
+    assert admission.take_changes() == ([], []), "the workers begin with these blocks"
+    assert admission.change_level() == StepLevel(0, 0, True)
+
+
+def test_a_level_that_falls_reserves_free_blocks_first(pool):
+    elastic = ElasticBlocks(geometry=LEVELS.geometry(Level(4)), usable_blocks=10)
+    expansion = Expansion(LEVELS, elastic, Level(4))
+    admission = Admission(elastic, pool, expansion)
+    admission.start()
+    expansion.aim(Level(0))
+    held = pool.take(9)
+    level = admission.change_level()
+    assert level.num_far == 4, "blocks that requests hold do not fit level 0 yet"
+    assert len(elastic.reserved) == 1 and pool.num_free == 0
+    pool.release(held)
+    assert admission.change_level() == StepLevel(0, 0, True)
+    assert elastic.released_blocks == elastic.limit
+
+
+def test_a_fixed_level_has_no_number_of_layers(fixed):
+    assert fixed.change_level() == StepLevel(None, None, True)

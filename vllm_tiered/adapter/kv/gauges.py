@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gauges of the KV tiers, as far as the scheduler knows them."""
+
+from vllm_tiered.adapter.kv.plan import KvPlan
+from vllm_tiered.adapter.telemetry.metrics import TieredStats
+from vllm_tiered.kv.layout import Level, expansion_of
+
+
+def kv_gauges(
+    plan: KvPlan, world_size: int, *, level: Level | None = None, num_reserved: int = 0
+) -> TieredStats:
+    """Return what the scheduler knows of the KV tiers; bytes are all ranks'.
+
+    Args:
+        level: the present one; that of the plan if None.
+        num_reserved: reserved blocks.
+    """
+    if level is None:
+        level = Level(plan.order.num_far)
+    # Only workers know where far pages are, if there are any.
+    no_far_pages = {} if plan.swaps else {"kv_far_bytes": 0, "kv_storage_bytes": 0}
+    return TieredStats(
+        data={
+            "kv_expansion": expansion_of(plan.geometry.num_layers, level.num_far),
+            "kv_far_layers": level.num_far,
+            "kv_partial_blocks_far": int(not level.partial_blocks_resident),
+            "kv_near_bytes": plan.near_bytes * world_size,
+            "kv_blocks_released": plan.num_blocks - 1 - num_reserved,
+            "kv_blocks_reserved": num_reserved,
+            **no_far_pages,
+        }
+    )

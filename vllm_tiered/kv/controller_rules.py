@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules by which the expansion controller moves the level at a window's end.
+
+The first rule that applies decides:
+
+| rule           | when                                          | the level                       |
+|----------------|-----------------------------------------------|---------------------------------|
+| back off       | compute stalls, window after window           | down one, or to what the link   |
+|                |                                               | bears                           |
+| compare with   | slower than before any layer was offloaded    | down to half, or to none        |
+| the baseline   | (far pages on storage)                        |                                 |
+| evaluate       | enough samples here and where we came from    | back, if the lower was as good  |
+| grow           | requests are blocked, no stall, the link      | up: 3, 5, 9, 17 ..., at last by |
+|                | bears it, and they would use the blocks       | one; at once to what worked     |
+| release unused | nothing was blocked for long, the blocks fit  | down to what fits               |
+| try lower      | long under pressure, blocks happen to fit     | down by a tenth, then evaluate  |
+
+A level that stalled or gained nothing becomes the *ceiling* for a while that doubles each time,
+unless the link turns out to be freer or the load changes.
+
+A window does not show whether a level pays: prefill, and requests that end, make output throughput
+vary by tens of percent. So what is nearly free of noise steers the way up (are requests blocked,
+does compute wait, what would the link have to carry). Throughput is compared only between two
+neighbours in time, in long samples, all of them blocked, with a standard error; in doubt the level
+stays. The curve is flat near its top, and going back may preempt requests.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from vllm_tiered.kv.controller_context import ControllerContext
+from vllm_tiered.kv.history import NO_STEPS, History
+from vllm_tiered.kv.windows import Record
+
+
+class Move(NamedTuple):
+    """What a rule wants; the level may be the present one, if only the history changes."""
+
+    level_idx: int
+    reason: str
+    history: History
+
+
+def _back_off(context: ControllerContext) -> Move | None:
+    """Give layers back until the link keeps up; at once if a stride was plainly too long."""
+    history, window, tuning = context.history, context.window, context.tuning
+    is_heavy = window.stall_seconds > tuning.heavy_stall * window.seconds
+    patience = tuning.mild_windows
+    if is_heavy:
+        patience = 1 if history.is_ramping else 2
+    if history.stalled_windows < patience:
+        return None
+    lower = context.lower()
+    if not lower:
+        return None
+    target = lower[-1]
+    used = window.used / window.steps
+    if is_heavy:
+        choices = context.choices()
+        bearable = [
+            index
+            for index in lower
+            if context.link_use(index, min(used, choices[index])) <= tuning.max_link
+        ]
+        target = bearable[-1] if bearable else lower[0]
+    reason = f"compute waits {window.stall_seconds / window.seconds:.1%} of the time"
+    history = replace(
+        history,
+        is_ramping=False,
+        is_trial=False,
+        good_level_idx=min(history.good_level_idx, target),
+        ceiling=context.next_ceiling(context.level_idx, history.unit_link),
+        # A stalled level is no standard for the next.
+        current=Record(level_idx=context.level_idx),
+    )
+    return Move(target, reason, history)
+
+
+def _compare_with_baseline(context: ControllerContext) -> Move | None:
+    """Go down if serving was faster without offloaded layers; the next is compared likewise."""
+    history, tuning, baseline = context.history, context.tuning, context.history.baseline
+    lower = context.lower()
+    if not tuning.base_records or not lower:
+        return None  # nothing to compare with, or a request needs the level
+    if not baseline.is_known:  # a request needed the level before anything was known
+        if not context.is_blocked:
+            return None
+        history = replace(history, is_trial=False, baseline=baseline.restarted())
+        return Move(lower[0], "to see what is served without far layers", history)
+    loss = baseline.loss(tuning.min_records, tuning.same)
+    if loss is None:
+        if baseline.is_evaluated or baseline.here.count < tuning.min_records:
+            return None
+        accepted = replace(history, baseline=replace(baseline, is_evaluated=True))
+        return Move(context.level_idx, "", accepted)
+    # Half the layers do not make up for a large loss.
+    bound = 0 if loss > tuning.plain_loss else context.level_idx // 2
+    target = max((index for index in lower if index <= bound), default=lower[0])
+    history = replace(
+        history,
+        is_ramping=False,
+        is_trial=False,
+        good_level_idx=target,
+        cost_ceiling=context.next_cost_ceiling(target + 1),
+        current=Record(level_idx=context.level_idx),
+        baseline=baseline.restarted(),
+    )
+    return Move(target, f"{loss:.0%} slower than without far layers", history)
+
+
+def _evaluate(context: ControllerContext) -> Move | None:
+    """Compare this level with the one before, once, when both are known well enough."""
+    history, tuning = context.history, context.tuning
+    current, before = history.current, history.came_from
+    if before is None or current.count < 3:
+        return None
+    is_done = current.count >= tuning.min_records
+    if before.level_idx < current.level_idx:
+        if not is_done:
+            return None
+        if not before.is_as_good_as(current, tuning.same):
+            return Move(context.level_idx, "", replace(history, came_from=None))
+        if before.level_idx not in context.choices() or not context.fits_now(before.level_idx):
+            return None
+        history = replace(history, ceiling=context.next_ceiling(context.level_idx, None))
+        return Move(before.level_idx, "no faster than lower", history)
+    if is_done and current.is_as_good_as(before, tuning.same):
+        history = replace(
+            history,
+            came_from=None,
+            is_trial=False,
+            good_level_idx=context.level_idx,
+            ceiling=context.next_ceiling(before.level_idx, None),
+            trial_age=history.age + tuning.trial_every,
+        )
+        return Move(context.level_idx, "", history)
+    if is_done or current.is_worse_than(before, tuning.same):
+        gap = min(2 * history.trial_gap, tuning.trial_every * tuning.max_backoff)
+        history = replace(
+            history,
+            current=Record(level_idx=context.level_idx),
+            is_trial=False,
+            trial_gap=gap,
+            trial_age=history.age + gap,
+        )
+        return Move(before.level_idx, "lower was not as good", history)
+    return None
+
+
+def _grow(context: ControllerContext) -> Move | None:
+    """Go up, by the stride that is due, to where requests have their blocks or the link is used."""
+    window, tuning = context.window, context.tuning
+    if context.history.is_trial or not context.is_blocked:
+        return None
+    if tuning.base_records and not context.history.baseline.is_known and not context.level_idx:
+        return None
+    if window.stall_seconds > tuning.max_stall * window.seconds:
+        return None
+    context = context.with_ceiling_lifted()
+    history = context.history
+    higher, is_link_limited = context.higher()
+    if not higher:
+        is_top = context.level_idx >= max(context.choices())
+        is_ramping = history.is_ramping and not (is_top or is_link_limited)
+        if is_ramping == history.is_ramping:
+            return None
+        return Move(context.level_idx, "", replace(history, is_ramping=False))
+    bound = context.level_idx + 1
+    if history.is_ramping:
+        bound = max(context.level_idx + history.stride, history.good_level_idx)
+    target = max((index for index in higher if index <= bound), default=higher[0])
+    reason = f"{window.blocked_steps} of {window.steps} steps blocked"
+    return Move(target, reason, replace(history, stride=2 * history.stride))
+
+
+def _release_unused(context: ControllerContext) -> Move | None:
+    """Give back what is not used: it saves reads, and later growth finds the link free."""
+    history = context.history
+    if history.quiet.steps < history.patience:
+        return None
+    fitting = [index for index in context.lower() if context.fits_for_long(index)]
+    if not fitting:
+        return Move(context.level_idx, "", replace(history, quiet=NO_STEPS))
+    reason = f"nothing blocked in {history.quiet.steps} steps"
+    fresh = replace(
+        history,
+        is_ramping=True,
+        stride=1,
+        release_age=history.age,
+        ceiling=history.ceiling and history.ceiling._replace(until=history.age),
+        current=Record(level_idx=context.level_idx),
+    )
+    return Move(fitting[0], reason, fresh)
+
+
+def _try_lower(context: ControllerContext) -> Move | None:
+    """Try whether fewer blocks do as well: of two levels as good the lower costs less."""
+    history, tuning = context.history, context.tuning
+    if history.is_trial or history.age < history.trial_age or not context.is_blocked:
+        return None
+    if history.current.count < tuning.min_records:
+        return None
+    levels = context.levels
+    here = levels.block_limit(levels.ladder[context.level_idx], context.window.max_partial)
+    choices, lower = context.choices(), context.lower()
+    lower = [index for index in lower if choices[index] <= 0.93 * here] or lower[:1]
+    if not lower or not context.fits_now(lower[-1]):
+        return None
+    return Move(lower[-1], "trying a lower level", replace(history, is_trial=True))
+
+
+RULES: tuple[Callable[[ControllerContext], Move | None], ...] = (
+    _back_off,
+    _compare_with_baseline,
+    _evaluate,
+    _grow,
+    _release_unused,
+    _try_lower,
+)
