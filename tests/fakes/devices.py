@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test doubles of the device, for runs of the real engine."""
+"""Fake device with delayed and lossy copies, for runs of the real engine."""
 
 import random
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CopyJob, CopyThread, CpuDevice
-from vllm_tiered.devices.pages import PageBuffer
 
 NAN_BYTE = 0xFF  # a float or bfloat16 whose bytes are all 0xFF is a NaN
 
@@ -73,20 +71,3 @@ class DelayedDevice(CpuDevice):
             },
         )
         super().__init__()
-
-
-class DelayedStorageDevice(DelayedDevice):
-    """Keeps all far pages in a file, whatever it is asked for.
-
-    Args:
-        folder: where the file lives.
-    """
-
-    def __init__(
-        self, folder: Path, seed: int, max_delay_seconds: float, lost_share: float = 0.0
-    ) -> None:
-        super().__init__(seed, max_delay_seconds, lost_share)
-        self.folder = folder
-
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        return self.storage_buffer(self.folder, num_pages, page_bytes)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joules that an engine's work draws, part by part, each measured or assumed and labelled so.
+"""Energy of an engine's work by part, each part measured or assumed, and labelled so.
 
-    part    measured                          else
+    part    measured                          otherwise
     cpu     RAPL, all packages of the host    not counted: there is no constant for a processor
     dram    RAPL, all memory of the host      watts per byte that this process holds
     gpu     NVML, this rank's devices         not counted
-    ssd     (nothing measures it)             watts while something of the engine is on it
+    ssd     (cannot be measured)              watts while the engine uses it
 
-The constants are the caller's (M2Cache's, :mod:`vllm_tiered.energy.carbon`). A measured part is of
-the host, whoever uses it: engines that share a machine each count all of it.
+The caller provides the constants (M2Cache's, :mod:`vllm_tiered.energy.carbon`). A measured part
+covers the whole host: engines that share a machine each count all of it.
 
-Time without steps is left out, as the report leaves it out of rates: begin() closes the gap before
-it. Counters are read ten times a second at most, since reading one interrupts the core that keeps
-it; what lies between the last reading and a gap is split by time.
+Time without steps is left out, as the report leaves it out of rates: begin_step() closes the gap
+before a step. Counters are read at most ten times a second, since a reading interrupts the core
+that keeps the counter. Energy between the last reading and a gap is divided by time.
 """
 
 import logging
@@ -31,16 +31,16 @@ from vllm_tiered.energy.rapl import POWERCAP, RaplZone, open_rapl
 logger = logging.getLogger("vllm.tiered")
 
 READ_SECONDS = 0.1
-"""Between readings. RAPL itself is updated every millisecond."""
+"""Least time between readings; RAPL itself is updated every millisecond."""
 
 IDLE_SECONDS = 1.0
-"""A longer pause between two steps is idle time: an engine under load pauses for milliseconds."""
+"""Longer pauses between steps are idle time; an engine under load pauses for milliseconds."""
 
 Clock = Callable[[], float]
 
 
 class Known(Enum):
-    """How the joules of a part are known."""
+    """Origin of a part's joules."""
 
     RAPL = "measured: rapl"
     NVML = "measured: nvml"
@@ -49,36 +49,36 @@ class Known(Enum):
 
 
 class Source(ABC):
-    """Where the joules of one part come from."""
+    """Source of one part's joules."""
 
     known: Known
 
     @abstractmethod
-    def take(self) -> float:
-        """Joules since the last call. Raises OSError if they cannot be read any more."""
+    def read_joules(self) -> float:
+        """Return the joules since the last call. Raises OSError if they are no longer readable."""
 
 
 class Rapl(Source):
-    """Counters of one kind, of all sockets."""
+    """RAPL counters of one kind, of all sockets."""
 
     known = Known.RAPL
 
     def __init__(self, zones: Sequence[RaplZone]) -> None:
         self._zones = zones
 
-    def take(self) -> float:
-        return sum(zone.take() for zone in self._zones)
+    def read_joules(self) -> float:
+        return sum(zone.read_joules() for zone in self._zones)
 
 
 class Nvml(Source):
-    """NVIDIA's counter of each device since the driver was loaded (Volta and later).
+    """NVML's energy counters, which run since the driver was loaded (Volta and later).
 
     Args:
         nvml: the module ``pynvml``, of nvidia-ml-py or vLLM's copy of it.
-        uuids: of the devices ("GPU-...").
+        uuids: UUIDs of the devices ("GPU-...").
 
     Raises:
-        OSError: there is no driver, or the device does not count (a MIG slice, a virtual GPU).
+        OSError: there is no driver, or the device has no counter (a MIG slice, a virtual GPU).
     """
 
     known = Known.NVML
@@ -92,7 +92,7 @@ class Nvml(Source):
             raise OSError(f"NVML: {error}") from error
         self._last_mj = self._read()
 
-    def take(self) -> float:
+    def read_joules(self) -> float:
         last, self._last_mj = self._last_mj, self._read()
         return (self._last_mj - last) / 1e3
 
@@ -104,7 +104,7 @@ class Nvml(Source):
 
 
 class Constant(Source):
-    """So many watts, as `watts` says at each reading."""
+    """Assumed power, which `watts` returns at each reading."""
 
     known = Known.CONSTANTS
 
@@ -112,18 +112,18 @@ class Constant(Source):
         self._watts, self._clock = watts, clock
         self._last = clock()
 
-    def take(self) -> float:
+    def read_joules(self) -> float:
         last, self._last = self._last, self._clock()
         return self._watts() * (self._last - last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """What was drawn in some time.
+    """Energy drawn in some time.
 
     Attributes:
-        joules: by part; parts that are not counted are not in it.
-        assumed_joules: of all of these, those that constants gave.
+        joules: joules by part, without parts that are not counted.
+        assumed_joules: the joules among them that come from constants.
     """
 
     joules: Mapping[str, float]
@@ -135,12 +135,12 @@ class Drawn:
 
 
 class PowerMeter:
-    """Joules while steps run. ``begin()`` and ``take()`` frame each step.
+    """Meter of the energy drawn while steps run: call ``begin_step``, then ``end_step``.
 
     Args:
-        sources: by part; what cannot be counted is not in it.
-        constants: instead of sources that stop being readable.
-        reasons: why parts are not counted.
+        sources: sources by part, without parts that cannot be counted.
+        constants: replacements by part for sources that stop being readable.
+        reasons: reasons by part why it is not counted.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class PowerMeter:
 
     @property
     def labels(self) -> dict[str, Known]:
-        """How each part is known now."""
+        """The current origin of each part's joules."""
         return {part: source.known for part, source in self._sources.items()}
 
-    def begin(self) -> None:
-        """A step begins. What was drawn in a pause before it is not counted."""
+    def begin_step(self) -> None:
+        """Begin a step. Energy of a pause before it is not counted."""
         now = self._clock()
         if self._read_at is None:
             self._read(share=0.0)
@@ -175,8 +175,8 @@ class PowerMeter:
             self._read_at = now
         self._ended = now
 
-    def take(self) -> Drawn | None:
-        """A step has ended: what was drawn since the last answer; None if it is too early."""
+    def end_step(self) -> Drawn | None:
+        """End a step; return the energy since the last result, or None if it is too early."""
         now = self._ended = self._clock()
         if self._read_at is None or now - self._read_at < READ_SECONDS:
             return None
@@ -187,10 +187,10 @@ class PowerMeter:
         return drawn
 
     def _read(self, *, share: float) -> None:
-        """Add that share of what was drawn since the last reading."""
+        """Add that share of the energy since the last reading."""
         for part, source in list(self._sources.items()):
             try:
-                joules = share * source.take()
+                joules = share * source.read_joules()
             except OSError as error:
                 self._fall_back(part, error)
                 continue
@@ -202,7 +202,7 @@ class PowerMeter:
         del self._sources[part]
         constant = self._constants.get(part)
         if constant is not None:
-            constant.take()  # from now on
+            constant.read_joules()  # it counts from now on
             self._sources[part] = constant
         logger.warning(
             "tiered energy: %s can no longer be measured (%s): %s from now on",
@@ -223,15 +223,17 @@ def open_meter(
     resident_bytes: Callable[[], int] | None = None,
     clock: Clock = time.perf_counter,
 ) -> PowerMeter:
-    """A meter of what this machine lets us read.
+    """Open a meter with the counters that are readable on this machine.
 
     Args:
-        dram_watts_per_gb: for 10^9 bytes, where memory is not measured.
-        ssd_watts: what the disk draws for this engine, now.
-        is_first: this process counts what its host's ranks share: processor, measured memory, disk.
-        nvml, gpu_uuids: of this rank's GPUs, as for :class:`Nvml`; none on the CPU backend.
-        powercap: another folder in place of Linux's.
-        resident_bytes: DRAM that is counted by constants; this process's resident bytes.
+        dram_watts_per_gb: watts for 10^9 bytes, where memory is not measured.
+        ssd_watts: returns the disk's current power for this engine.
+        is_first: this process counts the parts that its host's ranks share: processor, measured
+            memory, disk.
+        nvml, gpu_uuids: this rank's GPUs, as for :class:`Nvml`; none on the CPU backend.
+        powercap: folder to read in place of Linux's.
+        resident_bytes: returns the DRAM that constants count; by default this process's resident
+            bytes.
     """
     held = resident_bytes or _resident_bytes()
     zones, reason = open_rapl(powercap)

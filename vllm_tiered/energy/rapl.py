@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The energy counters of processors and their memory (RAPL), as Linux's powercap files give them.
+"""Energy counters of processors and their memory (RAPL), read from Linux's powercap files.
 
     /sys/class/powercap/intel-rapl:0      name "package-0"   energy_uj, max_energy_range_uj
     /sys/class/powercap/intel-rapl:0:0    name "core"        part of the package
-    /sys/class/powercap/intel-rapl:0:2    name "dram"        beside the package; servers only
-    /sys/class/powercap/intel-rapl:1      name "psys"        the whole board, where there is one
+    /sys/class/powercap/intel-rapl:0:2    name "dram"        not in the package; servers only
+    /sys/class/powercap/intel-rapl:1      name "psys"        the whole board, if present
 
 Packages and dram are counted. "core" and "uncore" are parts of their package, "psys" includes it,
-and zones of `intel-rapl-mmio` are the same counters once more. AMD's processors have the same files
-(without dram). They say what the host draws, whoever makes it draw, and since CVE-2020-8694 only
-root may read them.
+and zones of `intel-rapl-mmio` are the same counters again. AMD's processors have the same files
+(without dram). The counters measure all processes of the host. Since CVE-2020-8694 only root may
+read them.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ _SAME_JOULES = 1.0
 
 
 class RaplZone:
-    """One counter, made to run on where it wraps around.
+    """Energy counter of one zone, corrected where it wraps around.
 
-    A counter wraps after 2^32 units: 262 kJ, which are 20 minutes at 200 W. It has to be read more
-    often than that; a second wrap in between is not seen.
+    A counter wraps after 2^32 units: 262 kJ, which are 20 minutes at 200 W. It must be read more
+    often than that: a second wrap between two readings goes unnoticed.
 
     Raises:
         OSError: a file is missing, cannot be read, or holds no number.
@@ -37,11 +37,11 @@ class RaplZone:
 
     @property
     def joules(self) -> float:
-        """Where the counter stood when it was last read."""
+        """The counter at its last reading, in joules."""
         return self._last_uj / 1e6
 
-    def take(self) -> float:
-        """Joules since the last call, or since it was made. Raises OSError."""
+    def read_joules(self) -> float:
+        """Return the joules since the last call, or since construction. Raises OSError."""
         now = _number(self._file)
         step = now - self._last_uj
         self._last_uj = now
@@ -49,9 +49,12 @@ class RaplZone:
 
 
 def open_rapl(powercap: Path = POWERCAP) -> tuple[dict[str, list[RaplZone]], str | None]:
-    """Readable counters by part ("cpu", "dram"), and why there is none for the processor.
+    """Open the readable counters by part ("cpu", "dram").
 
-    A part of which one counter cannot be read is left out: a sum without a socket is no sum.
+    A part with an unreadable counter is left out: a sum that lacks a socket is wrong.
+
+    Returns:
+        The counters, and the reason if there is none for the processor.
     """
     folders: dict[str, list[Path]] = {}
     for folder in sorted(powercap.glob("intel-rapl:*")):
@@ -77,16 +80,16 @@ def open_rapl(powercap: Path = POWERCAP) -> tuple[dict[str, list[RaplZone]], str
 
 
 def _distinct(zones: Sequence[RaplZone]) -> list[RaplZone]:
-    """Without counters that are others under another name.
+    """Drop counters that repeat another one.
 
-    Processors of several dies may give each die a zone with the counter of the whole socket, so
-    that a sum is several times what is drawn (seen on AMD's; codecarbon's issue 1274). Counters of
-    different sockets do not stand within a joule of each other, of 262 kJ.
+    Processors of several dies may give each die a zone with the counter of the whole socket; their
+    sum is several times the real energy (seen on AMD's; codecarbon's issue 1274). Counters of
+    different sockets are not within a joule of each other, out of 262 kJ.
     """
     kept: list[RaplZone] = []
     for zone in zones:
         is_same = any(abs(zone.joules - other.joules) < _SAME_JOULES for other in kept)
-        if not (is_same and zone.joules):  # at 0 a counter says nothing yet
+        if not (is_same and zone.joules):  # a counter at 0 tells nothing yet
             kept.append(zone)
     return kept
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copies and compute do to each other: measured, as they run at the same time in each step.
+"""Contention of copies and compute, which run at the same time in each step.
 
-Where near and far memory are the same DRAM, or copying threads take cores from compute, both are
+Where near and far memory are the same DRAM, or copy threads take cores from compute, both are
 slower than alone. Behind a link with copy engines of its own neither is.
 """
 
@@ -23,11 +23,11 @@ _REPEATS = 5
 
 
 class Contention(NamedTuple):
-    """How much longer each takes while the other runs too, 1 for no longer.
+    """Slowdown of compute and of a link while both run; 1 is none.
 
     Attributes:
-        compute_slowdown: of products.
-        link_slowdown: of transfers from far to near.
+        compute_slowdown: factor by which GEMMs take longer.
+        link_slowdown: factor by which transfers from far to near take longer.
     """
 
     compute_slowdown: float
@@ -42,24 +42,24 @@ def measure_contention(
     num_tokens: int = 1,
     seconds: float = 2.0,
 ) -> Contention:
-    """Products with weights in two slots into which a link copies all the time.
+    """Measure GEMMs with weights in two buffers into which a link copies all the time.
 
     Args:
         shape: (out, in) of a weight; its bytes are a multiple of ``PAGE_BYTES``.
-        num_tokens: rows of the products.
-        seconds: for all, about.
+        num_tokens: rows of the activations.
+        seconds: approximate duration of the whole measurement.
 
     Returns:
-        Medians of several runs, in which each was measured alone before.
+        Medians of several runs, each of which first measures both alone.
 
     Raises:
-        BudgetError: the far tier does not have the memory of four weights.
+        BudgetError: the far tier lacks the memory of four weights.
     """
     pages = shape[0] * shape[1] * dtype.itemsize // PAGE_BYTES
     far = device.far_buffer(4 * pages, PAGE_BYTES)
     near = PageBuffer(torch.empty((2 * pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
     for buffer in (far, near):
-        # Ones in every byte are tiny numbers of any floating type, but no denormal ones.
+        # Bytes of 1 are tiny but normal numbers in any floating type.
         buffer.data.fill_(1)
     copies = [
         device.prepare(
@@ -68,12 +68,12 @@ def measure_contention(
         for turn in range(4)
     ]
     x = torch.randn((num_tokens, shape[1]), device=near_device).to(dtype)
-    slots = near.data.view(2, -1)
-    products = [far_gemm(slots[slot].view(dtype).view(shape)) for slot in range(2)]
+    weights = near.data.view(2, -1)
+    gemms = [far_gemm(weight.view(dtype).view(shape)) for weight in weights]
     share = seconds / _REPEATS / 3
 
     def compute(turn: int) -> None:
-        products[turn % 2](x)
+        gemms[turn % 2](x)
         device.compute_event().wait()
 
     slower: list[Contention] = []
@@ -94,7 +94,7 @@ def measure_contention(
 
 
 def _rate(run: Callable[[int], None], seconds: float) -> float:
-    """Calls per second."""
+    """Measure calls per second."""
     run(0)
     start = time.perf_counter()
     num_calls = 0
@@ -112,7 +112,7 @@ class _Rates(NamedTuple):
 def _link_rate(
     device: Device, copies: Sequence[Copy], step: Callable[[int], None], seconds: float
 ) -> _Rates:
-    """Steps, and copies that run behind them without a pause, until ``seconds`` are over."""
+    """Measure steps and copies that run at the same time, copies without a pause."""
     under_way = deque(device.submit(copy) for copy in copies)
     under_way.popleft().wait()
     start = last = time.perf_counter()
@@ -127,7 +127,7 @@ def _link_rate(
             last = time.perf_counter()
     for event in under_way:
         event.wait()
-    # From the end of a copy to the end of the last that was seen.
+    # Copies are counted from the end of the first to the end of the last.
     return _Rates(num_steps / (now - start), num_copies / (last - start))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder's disk gives: reads by request size and number of readers (LLM in a flash, 2b)."""
+"""Read throughput of a disk by request size and number of readers (LLM in a flash, figure 2b)."""
 
 import os
 import random
@@ -29,20 +29,20 @@ _WRITE_BYTES = 4 * MIB
 
 
 class Pattern(Enum):
-    """Where the next request is."""
+    """Order of the requests' offsets."""
 
     SEQUENTIAL = "sequential"
     RANDOM = "random"
 
 
 class Read(NamedTuple):
-    """One point of a curve.
+    """Point of a curve.
 
     Attributes:
-        request_bytes: of one read.
+        request_bytes: bytes of one request.
         readers: threads, each with one request at a time.
-        gb_per_s: of all together, 10^9 bytes.
-        latency_s: of one request.
+        gb_per_s: rate of all readers together, in 10^9 bytes per second.
+        latency_s: duration of one request.
     """
 
     pattern: Pattern
@@ -53,11 +53,11 @@ class Read(NamedTuple):
 
 
 class StorageCurves(NamedTuple):
-    """All reads that were measured.
+    """Measured rates of a disk.
 
     Attributes:
-        is_direct: past the page cache; if not, what was read may have come from memory.
-        write_gb_per_s: one sequential pass over the file, until it was on the disk.
+        is_direct: reads bypass the page cache; otherwise they may have come from memory.
+        write_gb_per_s: rate of one sequential pass over the file, until it was on the disk.
     """
 
     is_direct: bool
@@ -74,17 +74,17 @@ def storage_curves(
     file_bytes: int,
     seconds: float,
 ) -> StorageCurves:
-    """Write a file without a name, then read it in every way; it goes away in any case.
+    """Write a temporary file without a name (O_TMPFILE) and measure reads of it.
 
     Args:
-        request_sizes: multiples of ``ALIGNMENT``.
-        file_bytes: a multiple of all of ``request_sizes`` and of 4 MiB. Larger than what the disk
-            itself keeps in memory, or that is what is measured.
-        seconds: for each point.
+        request_sizes: multiples of 4 KiB, as O_DIRECT needs.
+        file_bytes: a multiple of all of ``request_sizes`` and of 4 MiB. It should exceed the
+            disk's own cache; otherwise that cache is measured.
+        seconds: duration for each point.
 
     Raises:
-        ConfigError: no file can be made in ``folder``, or the disk reports an error.
-        BudgetError: the disk does not have the space.
+        ConfigError: no file can be created in ``folder``, or the disk reports an error.
+        BudgetError: the disk lacks the space.
     """
     try:
         fd = open_tmpfile(folder, file_bytes)
@@ -128,7 +128,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _write(fd: int, file_bytes: int) -> float:
-    """Every byte, as reserved space is not read from the disk; GB/s."""
+    """Write every byte, as unwritten space is not read from the disk; return GB/s."""
     buffer = aligned_bytes(_WRITE_BYTES)
     buffer[:] = np.frombuffer(random.Random(0).randbytes(_WRITE_BYTES), dtype=np.uint8)
     start = time.perf_counter()
@@ -136,7 +136,7 @@ def _write(fd: int, file_bytes: int) -> float:
         _move_all(os.pwritev, fd, buffer, offset)
     os.fdatasync(fd)
     seconds = time.perf_counter() - start
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where the page cache is in between
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where the page cache is used
     return file_bytes / seconds / 1e9
 
 
@@ -146,7 +146,7 @@ def _read(
     offsets = list(range(0, file_bytes, request_bytes))
     if pattern is Pattern.RANDOM:
         random.Random(request_bytes).shuffle(offsets)
-    turns = count()  # next() of it is one step for all threads
+    turns = count()  # next() is atomic
     failures: list[OSError] = []
     finished = [0] * readers
     start = time.perf_counter()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products as the engine computes them: a near weight packed, a far one as the checkpoint has it.
+"""Matrix products (GEMM) as the engine computes them: near weights packed, far weights not.
 
 On a CPU vLLM packs the weights of linear layers for oneDNN; torch's own packing is as fast (5
 shapes, 1 to 256 rows, 1 and 2 threads, within the noise; Xeon with AMX, 2026-11-22). A weight that
-passes through a staging slot cannot be packed. Elsewhere the two are the same product.
+passes through a weight buffer cannot be packed. On other devices both are the same product.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ Gemm: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Activations [rows, in] to [rows, out]."""
 
 ROWS_ON_THE_LEFT = 4
-"""From so many rows on torch is faster with an unpacked weight on the left of the product, and the
+"""From this number of rows on, torch is faster with the unpacked weight as the left factor, and the
 engine computes it so (the adapter's ``cpu_linear``)."""
 
 
 def near_gemm(weight: torch.Tensor) -> Gemm:
-    """With a weight [out, in] that stays near."""
+    """Return the product with a weight [out, in] that stays near."""
     if not _packs(weight):
         return lambda x: torch.nn.functional.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -28,16 +28,16 @@ def near_gemm(weight: torch.Tensor) -> Gemm:
 
 
 def far_gemm(weight: torch.Tensor) -> Gemm:
-    """With a weight [out, in] in a staging slot."""
+    """Return the product with a weight [out, in] in a weight buffer."""
     if weight.device.type != "cpu":
         return lambda x: torch.nn.functional.linear(x, weight)
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def gemm(x: torch.Tensor) -> torch.Tensor:
         if len(x) < ROWS_ON_THE_LEFT:
             return torch.nn.functional.linear(x, weight)
         return torch.matmul(weight, x.t()).t().contiguous()
 
-    return product
+    return gemm
 
 
 def _packs(weight: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures links and compute of this machine: what placements and predictions are made from.
+"""Measurement of links and compute, on which placements and predictions are based.
 
-Each figure is the median of several runs, after one that is not counted.
+Each figure is the median of several runs after a warm-up.
 """
 
 import secrets
@@ -22,23 +22,23 @@ from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import KIB, MIB
 
 PAGE_BYTES = 64 * KIB
-"""Of what is copied in one piece: as staging slots are filled."""
+"""Size of the pages that fill weight buffers."""
 
 SIZES = tuple(64 * KIB << power for power in range(0, 11, 2))
 """64 KiB to 64 MiB."""
 
 SECONDS = 0.1
-"""For a point of a curve: short transfers are repeated."""
+"""Duration of the measurement of one point; short transfers are repeated."""
 
 _REPEATS = 5
 
 
 class Sample(NamedTuple):
-    """One point of a curve.
+    """Point of a curve.
 
     Attributes:
-        num_bytes: of a transfer, or of the weights of a product.
-        seconds: that it takes.
+        num_bytes: bytes of a transfer, or of the weights of a GEMM.
+        seconds: its duration.
     """
 
     num_bytes: int
@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 
     @property
     def gb_per_s(self) -> float:
-        """10^9 bytes."""
+        """Rate in 10^9 bytes per second."""
         return self.num_bytes / self.seconds / 1e9
 
 
@@ -57,25 +57,25 @@ def link_curve(
     sizes: Sequence[int] = SIZES,
     seconds: float = SECONDS,
 ) -> list[Sample]:
-    """Transfers between near and far memory, one at a time, by their size.
+    """Measure transfers between near and far memory, one at a time, by size.
 
     Args:
-        sizes: multiples of ``PAGE_BYTES``.
-        seconds: for each size, about.
+        sizes: bytes of the transfers, multiples of ``PAGE_BYTES``.
+        seconds: approximate duration for each size.
 
     Raises:
-        BudgetError: the far tier does not have twice the largest.
+        BudgetError: the far tier lacks twice the largest size.
     """
     num_pages = 2 * max(sizes) // PAGE_BYTES
     far = device.far_buffer(num_pages, PAGE_BYTES)
     near = PageBuffer(torch.empty((num_pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
     for buffer in (far, near):
-        buffer.data.fill_(1)  # the system gives memory when it is first written
+        buffer.data.fill_(1)  # the system allocates memory at the first write
     samples = []
     for size in sizes:
         count = size // PAGE_BYTES
-        # One place after the other, so that the far side is in no cache; the near side is, or is
-        # not, as two slots that take turns.
+        # Successive places, so that no cache holds the far side. The near side alternates between
+        # two buffers, cached or not.
         places = range(0, num_pages - count + 1, count)
         copies = [
             _copy(device, direction, far, near, first, turn % 2 * count, count)
@@ -89,7 +89,7 @@ def link_curve(
     return samples
 
 
-def published_read(
+def stored_read(
     device: Device,
     folder: Path,
     near_device: torch.device,
@@ -97,19 +97,19 @@ def published_read(
     *,
     knob: str,
 ) -> Sample:
-    """Reading a published file, as stored weights are read. The file goes away.
+    """Measure reads of an immutable file, as weights on storage are read; removes the file.
 
     Args:
-        knob: the configuration's key for ``folder``, for messages.
+        knob: the configuration key of ``folder``, for messages.
 
     Raises:
-        ConfigError, BudgetError: no such file can be made in ``folder``.
+        ConfigError, BudgetError: the file cannot be created in ``folder``.
     """
     num_pages = num_bytes // PAGE_BYTES
     path = folder / f"{secrets.token_hex(4)}.probe"
     draft = Draft(folder, num_pages, PAGE_BYTES, knob=knob)
     try:
-        draft.memory.random_()  # no disk compresses it away
+        draft.memory.random_()  # incompressible
         draft.publish(path, {})
         file = ImmutableFile(path)
     finally:
@@ -137,12 +137,12 @@ def gemm_curve(
     gemm_of: Callable[[torch.Tensor], Gemm] = far_gemm,
     seconds: float = SECONDS,
 ) -> list[Sample]:
-    """Products of activations [num_tokens, in] with weights [out, in], by the weights' size.
+    """Measure GEMMs of activations [num_tokens, in] with weights [out, in], by the weights' size.
 
     Args:
-        shapes: (out, in) of each.
-        product_of: a weight's product.
-        seconds: for each shape, about.
+        shapes: (out, in) of each weight.
+        gemm_of: returns the GEMM of a weight.
+        seconds: approximate duration for each shape.
     """
     return [
         gemm_by_rows(shape, [num_tokens], dtype, near_device, gemm_of, seconds)[0]
@@ -158,15 +158,15 @@ def gemm_by_rows(
     gemm_of: Callable[[torch.Tensor], Gemm] = far_gemm,
     seconds: float = SECONDS,
 ) -> list[Sample]:
-    """The same of one shape, by the activations' rows."""
+    """Measure GEMMs with weights of one shape, by the activations' rows."""
     out_features, in_features = shape
     size = out_features * in_features * dtype.itemsize
     weights = _weights(out_features, in_features, dtype, near_device)
-    products = [gemm_of(weight) for weight in weights]
+    gemms = [gemm_of(weight) for weight in weights]
     samples = []
     for num_tokens in rows:
         x = torch.randn((num_tokens, in_features), device=near_device).to(dtype)
-        run = _in_turn(products, x)
+        run = _in_turn(gemms, x)
         samples.append(Sample(size, median_seconds(run, seconds, synchronizer(near_device))))
     return samples
 
@@ -174,22 +174,22 @@ def gemm_by_rows(
 def _weights(
     out_features: int, in_features: int, dtype: torch.dtype, near_device: torch.device
 ) -> list[torch.Tensor]:
-    """As many as take 128 MiB: in a model no weight is in a cache when it is needed again."""
+    """Create weights of 128 MiB in all, as a model reuses no weight while it is cached."""
     size = out_features * in_features * dtype.itemsize
     first = torch.randn((out_features, in_features), device=near_device).to(dtype)
     count = max(2, -(-128 * MIB // size))
     return [first, *(first.clone() for _ in range(min(count, 64) - 1))]
 
 
-def _in_turn(products: Sequence[Gemm], x: torch.Tensor) -> Callable[[int], None]:
+def _in_turn(gemms: Sequence[Gemm], x: torch.Tensor) -> Callable[[int], None]:
     def run(turn: int) -> None:
-        products[turn % len(products)](x)
+        gemms[turn % len(gemms)](x)
 
     return run
 
 
 def synchronizer(near_device: torch.device) -> Callable[[], None]:
-    """What waits for the compute submitted so far."""
+    """Return a function that waits for the compute submitted so far."""
     if near_device.type == "cpu":
         return lambda: None
     return lambda: torch.accelerator.synchronize(near_device)
@@ -200,13 +200,13 @@ def median_seconds(
     seconds: float = SECONDS,
     finish: Callable[[], None] = lambda: None,
 ) -> float:
-    """Of one call; ``run`` gets the number of the call.
+    """Return the median duration of one call; ``run`` gets the number of the call.
 
-    Where calls only submit work ``finish`` waits for it: once for many calls, as a product may take
-    less than waiting for it.
+    Where calls only submit work, ``finish`` waits for it: once for many calls, as a GEMM may take
+    less time than waiting for it.
 
-    Takes about ``seconds``, at most six times that or three calls: one that is not counted, one
-    that says for how many there is time, and one that counts.
+    Takes about ``seconds``, at most six times that or three calls: a warm-up, a call that
+    determines how many there is time for, and one that counts.
     """
     begin = time.perf_counter()
     run(0)
@@ -225,7 +225,7 @@ def median_seconds(
         now = time.perf_counter()
         samples.append((now - start) / calls)
         if now - begin > 5 * seconds:
-            break  # somebody else has the machine, or a call is slow
+            break  # another process uses the machine, or a call is slow
     return statistics.median(samples)
 
 

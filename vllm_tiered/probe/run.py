@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that is measured of a machine, in order, within a time: what `vllm-tiered probe` runs.
+"""Probe run: all measurements of a machine, in order, as `vllm-tiered probe` makes them.
 
-The result is plain data for a file, which :mod:`vllm_tiered.planner.from_probe` makes a machine of.
+The result is plain data for a file, from which :mod:`vllm_tiered.planner.from_probe` builds a
+machine.
 """
 
 import os
@@ -25,30 +26,30 @@ from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
 VERSION = 1
-"""Of the file; a reader refuses others."""
+"""Version of the file; a reader refuses others."""
 
-PRODUCTS: Mapping[str, Callable[[torch.Tensor], Gemm]] = {
+GEMMS: Mapping[str, Callable[[torch.Tensor], Gemm]] = {
     "near": near_gemm,
     "far": far_gemm,
 }
-"""By where the weight is."""
+"""GEMMs by the tier of the weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """What is measured, and how long.
+    """Sizes and durations of a probe run.
 
     Attributes:
-        transfer_bytes: of transfers between near and far memory.
-        product_shapes: (out, in) of weights, by rising size.
-        rows: of products: tokens in a step.
-        dtype: of products.
+        transfer_bytes: sizes of transfers between near and far memory.
+        gemm_shapes: (out, in) of weights, by ascending size.
+        rows: rows of activations: tokens in a step.
+        dtype: data type of weights and activations.
         contention_shape: (out, in) of the weights multiplied while a link copies; far larger than
             the caches.
-        request_bytes, readers: of reads from storage.
-        file_bytes: of the file that is read.
-        point_seconds: for one point of a curve.
-        contention_seconds: for what copies and compute do to each other.
+        request_bytes, readers: sizes and parallelism of reads from storage.
+        file_bytes: size of the file that is read.
+        point_seconds: duration for one point of a curve.
+        contention_seconds: duration of the contention measurement.
     """
 
     transfer_bytes: tuple[int, ...] = SIZES
@@ -69,10 +70,10 @@ class Scope:
 
     @property
     def planned_seconds(self) -> float:
-        """Of all points without the model's, and as much again for what is made ready for them."""
+        """Duration of all points but the model's, doubled for their preparation."""
         points = (
             len(Direction) * len(self.transfer_bytes)
-            + len(PRODUCTS) * len(self.rows) * len(self.gemm_shapes)
+            + len(GEMMS) * len(self.rows) * len(self.gemm_shapes)
             + 2 * len(self.request_bytes) * len(self.readers)
         )
         return 2 * (points * self.point_seconds + self.contention_seconds)
@@ -80,7 +81,7 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
-    """A sublayer's matrices as (out, in) each, and what it is called."""
+    """Matrices of a sublayer, (out, in) each, and its name."""
 
     name: str
     shapes: Sequence[tuple[int, int]] = field(default_factory=tuple)
@@ -95,22 +96,22 @@ def run_probe(
     sublayers: Sequence[Matrices] = (),
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure everything.
+    """Run all measurements.
 
     Args:
-        folder: where storage is measured; None leaves it out.
-        sublayers: of a model, whose products are measured as they are.
-        step: is told what comes next.
+        folder: folder whose disk is measured; None leaves storage out.
+        sublayers: a model's sublayers, whose GEMMs are measured at their own shapes.
+        step: called with the name of the next measurement.
 
     Returns:
-        What the file holds, JSON-safe; seconds, bytes and GB/s (10^9 bytes) as its keys say.
+        The file's content, JSON-safe; its keys name the units: seconds, bytes, GB/s (10^9 bytes).
 
     Raises:
         ConfigError, BudgetError: as :func:`storage_curves` and :meth:`Device.far_buffer`.
     """
     start, cpu_before = time.perf_counter(), _cpu_seconds()
     storage = None
-    if folder is not None:  # first: what is wrong with it is said at once
+    if folder is not None:  # first, so that errors show at once
         step(f"reads from {folder}")
         storage = _storage(folder, scope)
     links = {}
@@ -120,10 +121,10 @@ def run_probe(
             device, direction, near_device, scope.transfer_bytes, scope.point_seconds
         )
         links[direction.value] = [sample._asdict() for sample in curve]
-    products: dict[str, list[dict[str, float]]] = {}
-    for where, gemm_of in PRODUCTS.items():
-        step(f"products with {where} weights")
-        products[where] = [
+    gemms: dict[str, list[dict[str, float]]] = {}
+    for where, gemm_of in GEMMS.items():
+        step(f"GEMMs with {where} weights")
+        gemms[where] = [
             {"rows": rows, **sample._asdict()}
             for rows in scope.rows
             for sample in gemm_curve(
@@ -135,8 +136,8 @@ def run_probe(
                 scope.point_seconds,
             )
         ]
-    step("copies beside compute")
-    both = measure_contention(
+    step("contention of copies and compute")
+    contention = measure_contention(
         device, near_device, scope.contention_shape, scope.dtype, seconds=scope.contention_seconds
     )
     if sublayers:
@@ -150,8 +151,8 @@ def run_probe(
         "machine": describe(near_device),
         "dtype": str(scope.dtype).removeprefix("torch."),
         "links": links,
-        "products": products,
-        "beside": both._asdict(),
+        "products": gemms,
+        "beside": contention._asdict(),
         "call_seconds": _call_seconds(near_device),
         "storage": storage,
         "sublayers": at_model,
@@ -164,7 +165,7 @@ _ENDS = {Direction.READ: "far to near", Direction.WRITE: "near to far"}
 
 
 def describe(near_device: torch.device) -> dict[str, Any]:
-    """What was measured, so that a file can be told from another machine's."""
+    """Describe the machine, so that its file can be told from another machine's."""
     name = _cpu_name()
     if near_device.type != "cpu":
         name = torch.cuda.get_device_name(near_device)
@@ -200,7 +201,7 @@ def _storage(folder: Path, scope: Scope) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """CPU seconds used so far by the whole machine, and by this process."""
+    """Return the CPU seconds used so far by the whole machine and by this process."""
     machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
     return machine.user + machine.nice + machine.system, own.user + own.system
 
@@ -208,13 +209,13 @@ def _cpu_seconds() -> tuple[float, float]:
 def _foreign_share(
     before: tuple[float, float], after: tuple[float, float], seconds: float
 ) -> float:
-    """Of all cores' time, what other processes took: what they took is measured too little."""
+    """Return other processes' share of all cores' time, which makes figures too low."""
     machine, own = after[0] - before[0], after[1] - before[1]
     return min(1.0, max(0.0, (machine - own) / (seconds * (os.cpu_count() or 1))))
 
 
 def _call_seconds(near_device: torch.device) -> float:
-    """Of the smallest operation: what a call costs before anything is computed."""
+    """Measure the smallest operation: the overhead of a call."""
     x = torch.ones((1, 64), device=near_device)
 
     def call(turn: int) -> None:
@@ -226,7 +227,7 @@ def _call_seconds(near_device: torch.device) -> float:
 def _sublayers(
     sublayers: Sequence[Matrices], scope: Scope, near_device: torch.device
 ) -> list[dict[str, Any]]:
-    """Seconds of each, all weights near, at every number of rows."""
+    """Measure each sublayer, all weights near, at every number of rows."""
     shapes = sorted({shape for sublayer in sublayers for shape in sublayer.shapes})
     seconds = {
         (shape, rows): gemm_curve(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doubles that engine tests rely on do what they say."""
+"""The fake device that engine tests rely on loses and poisons pages as it says."""
 
 import numpy as np
 import pytest
 
-from tests.fakes.devices import NAN_BYTE, DelayedDevice, DelayedStorageDevice
+from tests.fakes.devices import NAN_BYTE, DelayedDevice
 from tests.fixtures.page_buffers import copy, make_buffer
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import Pages
@@ -12,13 +12,9 @@ from vllm_tiered.devices.pages import Pages
 PAGES = Pages(np.arange(200), ascending=True)
 
 
-@pytest.fixture(params=["memory", "storage"])
-def lossy(request, tmp_path):
-    device = (
-        DelayedDevice(3, 1e-3, lost_share=0.25)
-        if request.param == "memory"
-        else DelayedStorageDevice(tmp_path, 3, 1e-3, lost_share=0.25)
-    )
+@pytest.fixture
+def lossy():
+    device = DelayedDevice(3, 1e-3, lost_share=0.25)
     yield device
     device.close()
 
@@ -35,10 +31,3 @@ def test_lost_pages_are_named_and_poisoned(lossy):
     good = np.setdiff1d(PAGES.ids, lost)
     assert near.words is not None
     assert (near.words[good] == good[:, None]).all()
-
-
-def test_the_storage_double_keeps_far_pages_in_a_file(tmp_path):
-    device = DelayedStorageDevice(tmp_path, 0, 0.0)
-    far = device.far_buffer(3, 64)
-    assert far.words is None and far.store is not None
-    device.close()

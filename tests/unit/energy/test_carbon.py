@@ -9,8 +9,6 @@ from vllm_tiered.energy.carbon import (
     DRAM_WATTS_PER_GB,
     SSD_WATTS,
     Power,
-    carbon_footprint,
-    embodied_grams,
     grams_co2e,
 )
 from vllm_tiered.planner.machine import load_profile
@@ -37,23 +35,6 @@ def test_the_papers_memory_and_grid():
     assert RTX.power.far_watts_per_gb * 256 == pytest.approx(26, rel=1e-3)
     assert grams_co2e(3.6e6, CARBON_INTENSITY) == 820
     assert (DRAM_WATTS_PER_GB * 256, SSD_WATTS) == (26, 2)
-
-
-def test_hardware_is_embodied_by_the_share_of_its_life():
-    """An A100, 150 kg (section 3.1), used for 4 years: an hour of it, and ten tokens a second."""
-    lifetime = 4 * 365 * 24 * 3600
-    hour = embodied_grams(150_000, 3600, lifetime)
-    assert hour == pytest.approx(150_000 / (4 * 365 * 24))
-    assert embodied_grams(150_000, lifetime, lifetime) == 150_000
-    assert embodied_grams(0, 3600, lifetime) == 0
-    kwh = 3.6e6
-    assert carbon_footprint(0.3 * kwh, 820, hour) == pytest.approx(0.3 * 820 + hour)
-
-
-@pytest.mark.parametrize(("seconds", "lifetime"), [(1, 0), (1, -5), (-1, 10), (11, 10)])
-def test_a_run_longer_than_the_hardware_lives_is_refused(seconds, lifetime):
-    with pytest.raises(ValueError, match="give a lifetime that holds the run"):
-        embodied_grams(1.0, seconds, lifetime)
 
 
 def test_a_token_takes_its_share_of_the_power_over_all_steps():

@@ -71,9 +71,9 @@ def meter_of(clock, powercap, *, ssd=2.0, held=64 * GB, **arguments):
 
 def step(meter, clock, seconds):
     """A step of so many seconds, and what the meter says of it."""
-    meter.begin()
+    meter.begin_step()
     clock.now += seconds
-    return meter.take()
+    return meter.end_step()
 
 
 def test_measured_where_counters_can_be_read(clock, host):
@@ -86,12 +86,12 @@ def test_measured_where_counters_can_be_read(clock, host):
         "gpu": Known.NVML,
         "ssd": Known.CONSTANTS,
     }
-    meter.begin()
+    meter.begin_step()
     for folder, joules in zip(SERVER, (100, 5, 60, 3), strict=True):
         host.draw(folder, joules)
     nvml.mj["GPU-b"] += 700_000
     clock.now += 2.0
-    drawn = meter.take()
+    drawn = meter.end_step()
     assert drawn.joules == pytest.approx({"cpu": 160, "dram": 8, "gpu": 700, "ssd": 4})
     assert drawn.total == pytest.approx(872)
     assert drawn.assumed_joules == pytest.approx(4)
@@ -124,16 +124,16 @@ def test_idle_time_is_left_out(clock, host):
     meter = meter_of(clock, host.root)
     host.draw("intel-rapl:0", 1000)  # before the first step
     clock.now += 60
-    meter.begin()
+    meter.begin_step()
     host.draw("intel-rapl:0", 50)
     clock.now += 1.0
-    assert meter.take().joules["cpu"] == pytest.approx(50)
+    assert meter.end_step().joules["cpu"] == pytest.approx(50)
     host.draw("intel-rapl:0", 5000)  # idle
     clock.now += 100
-    meter.begin()
+    meter.begin_step()
     host.draw("intel-rapl:0", 70)
     clock.now += 1.0
-    drawn = meter.take()
+    drawn = meter.end_step()
     assert drawn.joules == pytest.approx({"cpu": 70, "dram": 0, "ssd": 2})
     assert drawn.assumed_joules == pytest.approx(2)
 
@@ -207,7 +207,7 @@ def test_a_gpu_that_is_lost_is_an_oserror():
     source = Nvml(nvml, ["GPU-a"])
     nvml.fails = True
     with pytest.raises(OSError, match="NVML: GPU is lost"):
-        source.take()
+        source.read_joules()
 
 
 def test_our_own_memory_is_what_constants_count(clock, tmp_path):

@@ -31,11 +31,11 @@ class EngineEnergy:
             logger.info("tiered energy: %s; at %g gCO2e per kWh", parts, carbon_intensity)
 
     def begin_step(self) -> None:
-        self._meter.begin()
+        self._meter.begin_step()
 
     def drain_metrics(self) -> dict[str, float]:
         """Return what was drawn since the last call, by metric; empty if nothing was read since."""
-        drawn = self._meter.take()
+        drawn = self._meter.end_step()
         if drawn is None:
             return {}
         joules, assumed = self._for_report

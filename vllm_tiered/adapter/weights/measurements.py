@@ -29,7 +29,7 @@ from vllm_tiered.probe.links import (
     gemm_by_rows,
     link_curve,
     median_seconds,
-    published_read,
+    stored_read,
     synchronizer,
 )
 from vllm_tiered.units import MIB
@@ -207,7 +207,7 @@ def _link_bytes(sublayers: Sequence[Sublayer]) -> int:
 def _storage(device: Device, folder: Path | None, near_device: torch.device) -> Link | None:
     if folder is None:
         return None
-    return link_of(published_read(device, folder, near_device, knob=KNOB))
+    return link_of(stored_read(device, folder, near_device, knob=KNOB))
 
 
 def _ends(matrices: Iterator[Matrix]) -> list[Matrix]:
