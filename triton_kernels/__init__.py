@@ -2,7 +2,9 @@
 """Triton kernels, each with its reference in plain torch; installed as `vllm_tiered.kernels`.
 
 From the repository root this directory is importable as `triton_kernels`, the name under which vLLM
-looks for its MXFP4 kernels. Refusing that name sends vLLM back to its own copy.
+looks for its MXFP4 kernels. The adapter hides the directory from vLLM
+(`adapter/platform_plugin.py`). Without the adapter vLLM takes its own copy, because the import of
+this one fails.
 """
 
 if __name__ == "triton_kernels":

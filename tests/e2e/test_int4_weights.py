@@ -33,6 +33,7 @@ from vllm_tiered.errors import BudgetError, UnsupportedError
 from vllm_tiered.planner.model_shape import model_shape
 from vllm_tiered.weights.int4 import cpu as int4
 from vllm_tiered.weights.int4.layout import can_compress
+from vllm_tiered.weights.layout import BUFFER_ALIGNMENT
 from vllm_tiered.weights.placement import place
 
 PROMPTS = random_prompts(6, seed=8)
@@ -208,6 +209,20 @@ def test_late_and_poisoned_copies(plain, monkeypatch) -> None:
     with engine("llama3", KV_OFF, weights=ALL_FAR) as llm:
         assert generate(llm, PROMPTS) == expected
         assert get_offloader().buffer_pool.stall_seconds > 0
+
+
+def test_an_overwritten_scale_changes_the_tokens(plain) -> None:
+    """What the comparisons of tokens protect: the scales and zeros of one far matrix."""
+    with engine("llama3", KV_OFF, weights=ALL_FAR) as llm:
+        assert generate(llm, PROMPTS) == vllm_tokens(plain("llama3"), PROMPTS)
+        weights = get_offloader()._weights
+        linear = get_offloader()._compressed[0]
+        extent = weights._extents[0]
+        first = weights._far.data.view(-1)[extent.far_page * BUFFER_ALIGNMENT :]
+        compressed = first[: linear.weight.numel()]
+        _, scales_and_zeros_GN2 = int4.parts(compressed, linear._rows, torch.float32)
+        scales_and_zeros_GN2[..., 0] *= 2
+        assert generate(llm, PROMPTS) != vllm_tokens(plain("llama3"), PROMPTS)
 
 
 def test_compiled(plain) -> None:

@@ -19,6 +19,7 @@ from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, UnsupportedError
 from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.weights.buffers import WeightBufferPool
 from vllm_tiered.weights.placement import place
 
 PROMPTS = random_prompts(6, seed=5)
@@ -144,10 +145,21 @@ def test_late_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -
 
 
 def test_it_fails_without_the_wait(delayed, monkeypatch) -> None:
-    """Poisoned slots are noticed."""
+    """Tokens differ where compute reads a weight buffer before its copy is done."""
     monkeypatch.setattr(CpuDevice, "wait", lambda self, event: 0.0)
     result = run("opt", PROMPTS, KV_OFF, weights={"placement": "all_far"})
     assert result.tokens != vllm_tokens("opt", PROMPTS)
+
+
+def test_an_overwritten_far_sublayer_changes_the_tokens() -> None:
+    """What the comparisons of tokens protect: one sublayer's bytes in far memory."""
+    with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
+        assert generate(llm, PROMPTS) == vllm_tokens("opt", PROMPTS)
+        weights = get_offloader()._weights
+        extent = weights._extents[1]
+        far = weights._far.data[extent.far_page : extent.far_page + extent.num_far_pages]
+        far.copy_(far.flip(0).flip(1))
+        assert generate(llm, PROMPTS) != vllm_tokens("opt", PROMPTS)
 
 
 # Other ways to run ----------------------------------------------------------------------
@@ -189,11 +201,7 @@ def test_the_next_engine_has_its_weights_near() -> None:
 def test_far_memory_is_given_back_with_the_engine() -> None:
     run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
     gc.collect()
-    assert not [
-        buffer_pool
-        for buffer_pool in gc.get_objects()
-        if type(buffer_pool).__name__ == "WeightRing"
-    ]
+    assert not [held for held in gc.get_objects() if type(held) is WeightBufferPool]
 
 
 # Refused --------------------------------------------------------------------------------

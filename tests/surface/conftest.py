@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tiered.adapter import compat
-
 
 @pytest.fixture(scope="session")
 def model_dir():
@@ -31,18 +29,10 @@ def make_engine_args(model_dir):
 
 
 @pytest.fixture(scope="session")
-def clean_env(tmp_path_factory):
+def clean_env():
     """`clean_env(NAME=value, ...)`: an environment for subprocesses, without warnings as errors."""
-    root = tmp_path_factory.mktemp("environment")
     tests = Path(__file__).parents[1]
     search_path = [str(tests.parent), str(tests / "fixtures" / "quick_start")]
-    if compat.is_vllm_command_broken():
-        # What the CPU distribution leaves out; vLLM tells its CPU build by "cpu" in the version.
-        record = root / f"vllm-{compat.vllm_version()}+cpu.dist-info"
-        record.mkdir()
-        version = f"{compat.vllm_version()}+cpu"
-        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        search_path.append(str(root))
     base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     base["PYTHONPATH"] = os.pathsep.join(search_path)
     return lambda **extra: base | extra

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from vllm_tiered import __version__
-from vllm_tiered.adapter import compat
+from vllm_tiered.adapter import compat, distribution
 from vllm_tiered.cli import doctor
 from vllm_tiered.cli.main import main
 from vllm_tiered.devices.available_memory import HostMemory
@@ -170,13 +170,28 @@ def test_cuda_builds_beside_a_cpu_torch_are_warned_about(monkeypatch):
     assert doctor.check_torch().status is doctor.Status.OK
 
 
-def test_a_vllm_command_that_cannot_start_is_warned_about(monkeypatch):
-    monkeypatch.setattr(compat, "is_vllm_command_broken", lambda: True)
+@pytest.mark.parametrize(
+    ("missing", "environment", "status", "said"),
+    [
+        pytest.param(False, {"VLLM_PLUGINS": ""}, "ok", "starts", id="vllm-installed"),
+        pytest.param(True, {}, "ok", "vllm-tiered answers", id="answered"),
+        pytest.param(True, {"VLLM_PLUGINS": "other,tiered"}, "ok", "answers", id="named"),
+        pytest.param(True, {"VLLM_PLUGINS": "other"}, "warn", "cannot start", id="not-named"),
+        pytest.param(True, {"VLLM_TARGET_DEVICE": "cpu"}, "warn", "cannot start", id="device"),
+    ],
+)
+def test_the_vllm_command_is_said_to_start_where_it_does(
+    monkeypatch, missing, environment, status, said
+):
+    monkeypatch.setattr(distribution, "is_vllm_missing", lambda: missing)
+    for name in ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     check = doctor.check_vllm_command()
-    assert check.status is doctor.Status.WARN
-    assert "--plugin tiered" in check.advice
-    monkeypatch.setattr(compat, "is_vllm_command_broken", lambda: False)
-    assert doctor.check_vllm_command().status is doctor.Status.OK
+    assert check.status == status
+    assert said in check.found
+    assert bool(check.advice) == (status == "warn")
 
 
 def test_the_installed_command_prints_json_alone_on_stdout(clean_env):

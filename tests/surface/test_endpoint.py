@@ -2,8 +2,10 @@
 """GET /tiered: when it is served, and what it answers."""
 
 import asyncio
+import logging
 import os
 from argparse import Namespace
+from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,15 @@ MANIFEST = {"kv": {"active": True, "far_layers": 17}}
 def not_announced(monkeypatch):
     plugin.register()
     monkeypatch.setattr(endpoint, "_announced", False)
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """`caplog` that hears vLLM's loggers too: they do not propagate to the root."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture
@@ -49,6 +60,22 @@ def test_served_once_when_vllm_loads_it_by_name_too(load_names, monkeypatch):
 def test_vllm_plugins_is_left_alone(make_engine_args, monkeypatch):
     make_engine_args(additional_config={"tiered": {}}).create_engine_config()
     assert "VLLM_PLUGINS" not in os.environ
+
+
+def test_vllm_does_not_warn_of_this_route_alone(load_names, caplog_vllm):
+    assert load_names() == []
+    endpoint.announce()
+    assert load_names() == ["tiered"]
+    assert "Found endpoint plugin(s)" not in caplog_vllm.text
+
+
+def test_vllm_warns_where_another_package_has_a_route(load_names, caplog_vllm, monkeypatch):
+    ours = EntryPoint("tiered", "vllm_tiered.adapter.endpoint:make_endpoint_plugin", "a")
+    other = EntryPoint("other", "no_such_module:make", "a")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints((ours, other)))
+    endpoint.announce()
+    assert load_names() == ["tiered"]
+    assert "Found endpoint plugin(s) ['tiered', 'other']" in caplog_vllm.text
 
 
 def test_it_is_an_endpoint_plugin_to_vllm():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm_tiered.adapter import cli_args, compat, engine_config, plugin
+from vllm_tiered.adapter import cli_args, compat, engine_config, platform_plugin, plugin
 from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.cli.main import main
 
@@ -16,6 +16,7 @@ from vllm_tiered.cli.main import main
     ("group", "name", "target"),
     [
         ("vllm.general_plugins", "tiered", plugin.register),
+        ("vllm.platform_plugins", "tiered", platform_plugin.register),
         ("vllm.endpoint_plugins", "tiered", endpoint.make_endpoint_plugin),
         ("console_scripts", "vllm-tiered", main),
     ],
@@ -37,7 +38,14 @@ def test_names_other_parts_and_users_rely_on():
 
 
 @pytest.mark.parametrize(
-    "module", ["vllm_tiered.adapter.plugin", "vllm_tiered.adapter.compat", "vllm_tiered.cli.main"]
+    "module",
+    [
+        "vllm_tiered.adapter.plugin",
+        "vllm_tiered.adapter.platform_plugin",
+        "vllm_tiered.adapter.distribution",
+        "vllm_tiered.adapter.compat",
+        "vllm_tiered.cli.main",
+    ],
 )
 def test_importing_does_not_import_vllm(module):
     code = f"import sys, {module}; assert 'vllm' not in sys.modules, sorted(sys.modules)"

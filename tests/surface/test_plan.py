@@ -150,7 +150,7 @@ def test_an_unknown_disk_is_said(model, capsys):
 def test_an_unknown_architecture_is_said(model, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_8B, "model_type": "new"}))
     assert plan(model) == 0
-    assert "This architecture is not known here" in capsys.readouterr().out
+    assert "Unknown architecture: sizes are those of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

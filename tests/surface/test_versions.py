@@ -62,6 +62,7 @@ def test_every_package_is_installed():
     ("group", "name", "target"),
     [
         ("vllm.general_plugins", "tiered", "vllm_tiered.adapter.plugin:register"),
+        ("vllm.platform_plugins", "tiered", "vllm_tiered.adapter.platform_plugin:register"),
         (
             "vllm.endpoint_plugins",
             "tiered",

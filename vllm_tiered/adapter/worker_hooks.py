@@ -197,7 +197,7 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
     # vLLM's compiled code asks for the one offloader of its process. With another engine's it would
     # compute with whatever is in that one's weight buffers.
     other = get_offloader()
-    if isinstance(other, TieredOffloader) and other.ring is not None:
+    if isinstance(other, TieredOffloader) and other.buffer_pool is not None:
         raise UnsupportedError(
             "another engine in this process has its weights placed, and vLLM has one offloader a "
             "process: shut it down first, or start this engine in a process of its own"

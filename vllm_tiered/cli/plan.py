@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered plan MODEL`: will it fit, where does everything go, how fast would it be?
+"""`vllm-tiered plan MODEL`: predicted fit, placement and speed of a model.
 
-From the model's config.json alone: no weight is read. Nothing is guessed silently: the machine is
-named, and every figure of it with its kind.
+It needs the model's config.json alone, and reads no weight. Every figure of the machine is named
+with its kind and source.
 """
 
 import argparse
@@ -50,13 +50,13 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--storage",
         action="store_true",
-        help="what exceeds far memory is stored (weights.storage_path)",
+        help="store weights that exceed far memory (weights.storage_path)",
     )
     parser.add_argument(
         "--machine",
         required=True,
         type=_machine,
-        help="whose links and compute to take: a file that `vllm-tiered probe --out` wrote, or "
+        help="machine to predict for: a file that `vllm-tiered probe --out` wrote, or "
         f"one of {', '.join(profile_names())}",
     )
     parser.add_argument("--prompt-tokens", type=_count, default=512, help="of a request (512)")
@@ -70,7 +70,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help='what "auto" plans for (throughput; with --max-num-seqs 1 latency)',
     )
     parser.add_argument(
-        "--why", action="store_true", help="say what binds each sublayer, and what would help"
+        "--why",
+        action="store_true",
+        help="add a bottleneck analysis: what bounds each sublayer, and what would help",
     )
     parser.add_argument(
         "--carbon-intensity",
@@ -119,7 +121,7 @@ def _gib(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What was asked, and what came of it."""
+    """Inputs and results of a plan."""
 
     shape: ModelShape
     machine: Machine
@@ -136,12 +138,12 @@ class _Plan:
         fits_by_name = {fit.placement: fit for fit in self.results if isinstance(fit, Fit)}
         return fits_by_name.get(name) if name else None
 
-    def reasons(self, fit: Fit) -> list[Bottleneck]:
+    def bottlenecks(self, fit: Fit) -> list[Bottleneck]:
         return find_bottlenecks(self.shape, self.machine, self.load, fit.split, self.far_bytes)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every placement; 0 if one fits, else 3."""
+    """Print every placement; return 0 if one fits, else 3."""
     plan = _make_plan(args)
     if args.json:
         print(json.dumps(_to_json(args, plan), indent=2))
@@ -179,7 +181,11 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config.json. Raises ConfigError if it cannot be read."""
+    """Return a model's config.json.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -220,7 +226,7 @@ def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
         "placements": [_result(result, args.carbon_intensity) for result in plan.results],
     }
     if best:
-        answer["sublayers"] = [asdict(reason) for reason in plan.reasons(best)]
+        answer["sublayers"] = [asdict(bottleneck) for bottleneck in plan.bottlenecks(best)]
     return answer
 
 
@@ -276,7 +282,7 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best:
     console.print(f"* for {plan.target}: {best.placement}, {settings}", soft_wrap=True)
     console.print(plan_tables.batches_table(best, args.carbon_intensity))
     console.print()
-    console.print(plan_tables.sublayers_table(plan.reasons(best), why=args.why))
+    console.print(plan_tables.sublayers_table(plan.bottlenecks(best), why=args.why))
     if args.why:
         better = plan_with_unbounded_far(plan.shape, plan.machine, plan.load, best)
         console.print(plan_tables.far_line(better))

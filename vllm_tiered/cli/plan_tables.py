@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-tiered plan` prints for people."""
+"""Tables and lines that `vllm-tiered plan` prints."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from vllm_tiered.units import GIB, format_bytes
 
 
 def make_console() -> Console:
-    """As wide as the terminal; elsewhere wide enough for every table."""
+    """Return a console as wide as the terminal, or wide enough for every table."""
     return Console(width=None if Console().is_terminal else 160, highlight=False)
 
 
 def model_lines(shape: ModelShape, load: Workload) -> list[str]:
-    """The model's sizes."""
+    """Return lines with the model's sizes."""
     lines = []
     if shape.family == "unknown":
-        lines.append("This architecture is not known here: sizes are those of Llama's shapes.")
+        lines.append("Unknown architecture: sizes are those of Llama's shapes.")
     lines.append(
         f"{shape.num_layers} layers of {format_bytes(shape.layer_bytes)}, embeddings and head "
         f"{format_bytes(shape.other_bytes)}, KV {format_bytes(shape.kv_bytes_per_token)} a token, "
@@ -42,7 +42,7 @@ def model_lines(shape: ModelShape, load: Workload) -> list[str]:
 def placements_table(
     results: Sequence[Fit | NoFit], chosen: str | None, carbon_intensity: float
 ) -> Table:
-    """A row for each placement that fits; the chosen one has a star."""
+    """Return a table of the placements that fit; the chosen one has a star."""
     fitting = [result for result in results if isinstance(result, Fit)]
     with_energy = any(fit.joules_per_token is not None for fit in fitting)
     with_storage = any(fit.storage_bytes for fit in fitting)
@@ -64,7 +64,7 @@ def placements_table(
 
 
 def batches_table(fit: Fit, carbon_intensity: float) -> Table:
-    """The chosen placement by the number of requests."""
+    """Return a table of the chosen placement by the number of requests."""
     table = _table("", "requests", "TTFT s", "TBT ms", "stall %", "tokens/s")
     for heading in _ENERGY if fit.joules_per_token is not None else ():
         table.add_column(heading, justify="right")
@@ -73,38 +73,38 @@ def batches_table(fit: Fit, carbon_intensity: float) -> Table:
     return table
 
 
-def sublayers_table(reasons: Sequence[Bottleneck], *, why: bool) -> Table:
-    """The chosen placement's sublayers, those that are alike in one row."""
-    with_storage = any(reason.storage_bytes for reason in reasons)
+def sublayers_table(bottlenecks: Sequence[Bottleneck], *, why: bool) -> Table:
+    """Return a table of the chosen placement's sublayers, equal ones in one row."""
+    with_storage = any(bottleneck.storage_bytes for bottleneck in bottlenecks)
     tiers = ("far", "stored") if with_storage else ("far",)
-    table = _table("sublayer", "layers", "near", *tiers, "arrives ms", "decode ms", "prefill ms")
+    table = _table("sublayer", "layers", "near", *tiers, "transfer ms", "decode ms", "prefill ms")
     if why:
         for heading in ("hidden ms", "decode bound by", "prefill bound by", "would help"):
             table.add_column(heading, justify="right" if heading == "hidden ms" else "left")
-    for reason in reasons:
+    for bottleneck in bottlenecks:
         cells = [
-            "FFN" if reason.kind == "ffn" else reason.kind,
-            str(reason.layers),
-            format_bytes(reason.near_bytes),
-            format_bytes(reason.far_bytes),
-            *([format_bytes(reason.storage_bytes)] if with_storage else []),
-            _ms(reason.decode.transfer_seconds),
-            _ms(reason.decode.compute_seconds),
-            _ms(reason.prefill.compute_seconds),
+            "FFN" if bottleneck.kind == "ffn" else bottleneck.kind,
+            str(bottleneck.layers),
+            format_bytes(bottleneck.near_bytes),
+            format_bytes(bottleneck.far_bytes),
+            *([format_bytes(bottleneck.storage_bytes)] if with_storage else []),
+            _ms(bottleneck.decode.transfer_seconds),
+            _ms(bottleneck.decode.compute_seconds),
+            _ms(bottleneck.prefill.compute_seconds),
         ]
         if why:
             cells += [
-                _ms(reason.decode.hidden_seconds) if reason.decode.transfer_seconds else "",
-                _bound(reason.decode),
-                _bound(reason.prefill),
-                _would_help(reason),
+                _ms(bottleneck.decode.hidden_seconds) if bottleneck.decode.transfer_seconds else "",
+                _bound(bottleneck.decode),
+                _bound(bottleneck.prefill),
+                _would_help(bottleneck),
             ]
         table.add_row(*cells)
     return table
 
 
 def machine_lines(name: str, figures: Mapping[str, Mapping[str, object]], power: bool) -> list[str]:
-    """Where the predictions come from."""
+    """Return lines that say where the predictions come from."""
     kinds = Counter(figure["kind"] for figure in figures.values())
     stated = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     lines = [f"Predicted for {name}, of whose figures are {stated} (--json has each)."]
@@ -114,7 +114,7 @@ def machine_lines(name: str, figures: Mapping[str, Mapping[str, object]], power:
 
 
 def engine_settings(fit: Fit) -> str:
-    """What makes the engine do it; a budget is rounded so that it fits."""
+    """Return the engine settings of a placement; a budget is rounded so that it fits."""
     layers = fit.near_bytes + fit.buffer_bytes
     if fit.placement == "latency":
         return (
@@ -126,7 +126,7 @@ def engine_settings(fit: Fit) -> str:
 
 
 def far_line(better: MemorySplit | None) -> str:
-    """Whether the far budget binds the whole."""
+    """Return a line that says whether more far memory would help."""
     if better is None:
         return "More far memory would not help."
     return (
@@ -152,10 +152,10 @@ def _served_cells(served: ServingEstimate, carbon_intensity: float) -> list[str]
     return cells
 
 
-def _would_help(reason: Bottleneck) -> str:
-    if reason.budget == "none":
+def _would_help(bottleneck: Bottleneck) -> str:
+    if bottleneck.budget == "none":
         return ""
-    return f"{format_bytes(reason.more_bytes)} more {reason.budget} memory each"
+    return f"{format_bytes(bottleneck.more_bytes)} more {bottleneck.budget} memory each"
 
 
 def _bound(phase: SublayerTimes) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a placement is not faster: what binds each kind of sublayer, and what would help.
+"""Bottleneck analysis of a placement: what bounds each kind of sublayer, and what would help.
 
-A sublayer waits for its far parameters unless they arrive while others compute: from the moment
-the far sublayer before it begins (HeLM, figure 8), or with more slots one further back. So one of
-three binds it: the link, near memory's bandwidth, or arithmetic.
+A sublayer waits for its offloaded parameters unless they arrive while others compute: since the
+offloaded sublayer before it began (HeLM, figure 8), or an earlier one at a greater prefetch depth.
+So one of three bounds it: the link, near memory's bandwidth, or arithmetic.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ Bound = Literal["link", "near memory", "arithmetic"]
 Budget = Literal["near", "far", "none"]
 
 _MOST_SINGLY = 10
-"""Of more far parameters (experts) no combinations are tried: all near is what surely helps."""
+"""Offloaded parameters above which no combinations are tried: all near is sure to help."""
 
 _DIGITS = 9
-"""Seconds are compared to a nanosecond: sums of the same numbers differ in the last bits."""
+"""Digits of compared seconds: sums of the same numbers differ in the last bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SublayerTimes:
-    """A sublayer in a step.
+    """Times of a sublayer in a step.
 
     Attributes:
-        compute_seconds: of the sublayer, copies beside it included.
-        arrives_seconds: the transfer of its far parameters; 0 if nothing is moved.
-        hidden_seconds: compute beside which it may arrive; with more slots others arrive beside it
-            too, and where one waits this is what of its transfer is hidden.
-        binds: what would have to be faster.
+        compute_seconds: of the sublayer, slowed by concurrent copies.
+        arrives_seconds: of its offloaded parameters; 0 if nothing is moved in each step.
+        hidden_seconds: compute that the transfer may overlap. At a greater prefetch depth other
+            transfers overlap it too; where the sublayer waits, the hidden part of its transfer.
+        binds: what limits the sublayer's speed.
     """
 
     compute_seconds: float
@@ -71,16 +71,18 @@ class SublayerTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """Sublayers that are alike in everything below.
+    """Bottleneck of sublayers that are equal in every attribute.
 
     Attributes:
         kind: "attention" or "ffn".
-        layers: how many.
-        near_bytes, far_bytes, storage_bytes: of one's parameters.
-        decode, prefill: with all requests; one request's prompt.
-        budget: "near" if one's wait in decoding would end with ``more_bytes`` more of near memory,
-            which are not there; "far" if ``more_bytes`` more of far memory would let one make room
-            for requests, and still arrive in time; "none" if it is not for want of memory.
+        layers: number of such sublayers.
+        near_bytes, far_bytes, storage_bytes: of one sublayer's parameters.
+        decode: a decode step with all requests.
+        prefill: a prefill step of one request.
+        budget: "near" if ``more_bytes`` more of near memory, which are missing, would end the wait
+            in decoding; "far" if ``more_bytes`` more of far memory would make room for requests
+            without a wait; "none" if no memory would help.
+        more_bytes: the missing bytes of that budget for one sublayer; 0 for "none".
     """
 
     kind: str
@@ -97,22 +99,26 @@ class Bottleneck:
 def find_bottlenecks(
     shape: ModelShape, machine: Machine, load: Workload, split: MemorySplit, far_bytes: int
 ) -> list[Bottleneck]:
-    """What binds the sublayers of a placement, those that are alike together.
+    """Return the bottlenecks of a placement's sublayers, equal ones together.
 
     Args:
+        shape: of the model.
+        machine: to predict for.
+        load: the workload.
+        split: the placement and its KV cache.
         far_bytes: the budget of far memory.
     """
     placement, requests = split.placement, split.served.requests
-    decode = _phases(shape, machine, placement, load.decode(requests))
-    prefill = _phases(shape, machine, placement, load.prefill())
+    decode = _sublayer_times(shape, machine, placement, load.decode(requests))
+    prefill = _sublayer_times(shape, machine, placement, load.prefill())
     spare_near = split.kv_bytes - load.kv_bytes(shape, requests)
     spare_far = far_bytes - placement.far_bytes
-    # As they are while compute is busy too, where they are not there for good.
+    # Transfers are slower while compute is busy.
     is_moved = any(moved_each_step(len(placement.extents), placement.prefetch_depth))
     slower = slowdown(machine).link if is_moved else 1.0
     link = far_link(machine).slowed_by(slower)
     links = (link, (storage_link(machine) or link).slowed_by(slower))
-    reasons: Counter[Bottleneck] = Counter()
+    bottlenecks: Counter[Bottleneck] = Counter()
     for position, (sublayer, (far, stored)) in enumerate(
         zip(shape.sublayers, placement.offloaded, strict=True)
     ):
@@ -126,7 +132,7 @@ def find_bottlenecks(
             budget = "far" if more > spare_far else "none"
         moved = sum(parameter.num_bytes for parameter in far)
         kept = sum(parameter.num_bytes for parameter in stored)
-        reason = Bottleneck(
+        bottleneck = Bottleneck(
             kind=sublayer.kind.value,
             layers=1,
             near_bytes=sublayer.num_bytes - moved - kept,
@@ -137,11 +143,11 @@ def find_bottlenecks(
             budget=budget,
             more_bytes=more if budget != "none" else 0,
         )
-        reasons[reason] += 1
-    return [replace(reason, layers=count) for reason, count in reasons.items()]
+        bottlenecks[bottleneck] += 1
+    return [replace(bottleneck, layers=count) for bottleneck, count in bottlenecks.items()]
 
 
-def _phases(
+def _sublayer_times(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> list[SublayerTimes]:
     times = compute_times(shape, machine, batch, placement)
@@ -155,34 +161,37 @@ def _phases(
         transfers = [seconds * slower.link for seconds in transfers]
         waits = waits_by_sublayer(transfers, times, prefetch_depth=placement.prefetch_depth)
     windows = _windows(far, times, placement.prefetch_depth)
-    phases = []
+    found = []
     for position, (sublayer, seconds) in enumerate(
         zip(shape.sublayers, times.compute, strict=True)
     ):
-        arrives = transfers[position] if is_moved.get(position) else 0.0
+        transfer = transfers[position] if is_moved.get(position) else 0.0
         hidden = windows[position] if is_moved.get(position) else 0.0
         if placement.prefetch_depth > 1 and waits[position]:
-            hidden = arrives - waits[position]  # the rest of its window is others'
+            hidden = transfer - waits[position]  # other transfers take the rest of its window
         arithmetic = roofline(sublayer, shape, machine, batch).is_arithmetic
         bound_by: Bound = "arithmetic" if arithmetic else "near memory"
         late = (
-            round(waits[position] if placement.prefetch_depth > 1 else arrives - hidden, _DIGITS)
+            round(waits[position] if placement.prefetch_depth > 1 else transfer - hidden, _DIGITS)
             > 0
         )
-        phases.append(
+        found.append(
             SublayerTimes(
                 compute_seconds=round(seconds, _DIGITS),
-                transfer_seconds=round(arrives, _DIGITS),
+                transfer_seconds=round(transfer, _DIGITS),
                 hidden_seconds=round(max(0.0, hidden), _DIGITS),
                 bound_by="link" if late else bound_by,
             )
         )
-    return phases
+    return found
 
 
 def _windows(far: Sequence[int], times: ComputeTimes, prefetch_depth: int) -> dict[int, float]:
-    """Compute beside which each may arrive: since the far sublayer ``ahead`` before it began. The
-    first ones' goes through the step's end."""
+    """Return the compute that each offloaded sublayer's transfer may overlap, by position.
+
+    It begins with the offloaded sublayer ``prefetch_depth`` before. For the first sublayers it
+    spans the step's end.
+    """
     windows = {}
     for index, position in enumerate(far):
         begin = far[(index - prefetch_depth) % len(far)]
@@ -200,12 +209,12 @@ def _more_near(
     hidden_seconds: float,
     links: tuple[Link, Link],
 ) -> int:
-    """The fewest bytes of far and stored parameters without which the others arrive in time."""
+    """Return the fewest bytes to keep near so that the other parameters arrive in time."""
     moved = (*far, *stored)
     if len(moved) > _MOST_SINGLY:
         return sum(parameter.num_bytes for parameter in moved)
 
-    def arrives(stays: Collection[Parameter]) -> float:
+    def transfer(stays: Collection[Parameter]) -> float:
         return sum(
             link.seconds(extent_bytes_of(p for p in group if p not in stays))
             for link, group in zip(links, (far, stored), strict=True)
@@ -215,7 +224,7 @@ def _more_near(
         sum(parameter.num_bytes for parameter in stays)
         for count in range(1, len(moved) + 1)
         for stays in itertools.combinations(moved, count)
-        if arrives(stays) <= hidden_seconds
+        if transfer(stays) <= hidden_seconds
     )
     return min(enough)
 
@@ -223,7 +232,7 @@ def _more_near(
 def _more_far(
     sublayer: Sublayer, far: Sequence[Parameter], hidden_seconds: float, link: Link
 ) -> int:
-    """What could be far besides and still arrive while the sublayer before computes; or 0."""
+    """Return the bytes that could also be far and still arrive in time; or 0."""
     movable = [parameter for parameter in sublayer.parameters if parameter.may_move]
     extent = extent_bytes(parameter.num_bytes for parameter in movable)
     if link.seconds(extent) > hidden_seconds:

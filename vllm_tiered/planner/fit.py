@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fits where, and how fast: every placement of a model within a near and a far budget.
+"""Every placement of a model within a near and a far budget: whether it fits, and how fast.
 
-Near memory is shared by what always stays (embeddings, head), by near weights and staging slots,
-and by the KV cache, which decides how many requests run at a time (HeLM V-C: that is worth more
-than weights near, where throughput counts).
+Near memory holds what always stays (embeddings, head), resident weights, weight buffers and the KV
+cache. The KV cache decides how many requests run at a time; for throughput that is worth more than
+weights near (HeLM V-C).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_tiered.planner.memory_split import (
     MemorySplit,
     Target,
     baseline,
-    near_sets,
+    milp_placements,
     pick_split,
     split_for_latency,
     split_with,
@@ -35,14 +35,14 @@ _PLANS = {"latency": split_for_latency, "throughput": split_for_throughput}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """One placement within the budgets, with as many requests as fit beside it.
+    """Placement that fits the budgets, with as many requests as fit beside it.
 
     Attributes:
-        near_bytes: of layers' weights; ``ring_bytes`` of slots and ``other_bytes`` are near too.
+        near_bytes: of resident weights, without ``buffer_bytes`` and ``other_bytes``.
         kv_bytes: what is left of the near budget for the KV cache.
-        requests: at a time; what follows is theirs, see :class:`Served`.
+        requests: at a time; the figures that follow are for so many (:class:`ServingEstimate`).
         batches: the same with 1, 2, 4, ... requests, up to that many.
-        split: all of it, as it was planned.
+        split: the memory split that the figures come from.
     """
 
     placement: str
@@ -64,11 +64,11 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoFit:
-    """Why a placement does not fit.
+    """Reason why a placement does not fit.
 
     Attributes:
-        budget: the one that is too small.
-        short_bytes: by so much.
+        budget: the budget that is too small.
+        short_bytes: the missing bytes.
     """
 
     placement: str
@@ -86,13 +86,17 @@ def evaluate_placements(
     *,
     has_storage: bool = False,
 ) -> Iterator[Fit | NoFit]:
-    """Each placement, as the engine would make it; all near first.
+    """Yield a result for each placement, as the engine would make it; all near first.
 
     Args:
-        has_storage: what exceeds ``far_bytes`` is stored.
+        shape: of the model.
+        machine: to predict for.
+        load: the workload.
+        near_bytes, far_bytes: the budgets; near memory includes embeddings, head and KV.
+        has_storage: weights that exceed ``far_bytes`` are stored.
 
     Raises:
-        ConfigError: the machine's disk is not known.
+        ConfigError: the machine's storage bandwidth is not known.
     """
     if has_storage and storage_link(machine) is None:
         raise ConfigError(
@@ -108,13 +112,13 @@ def evaluate_placements(
         except BudgetError:
             split = None
         if split is None:
-            yield _why_not(name, shape, machine, load, near_bytes, far_bytes)
+            yield _explain_no_fit(name, shape, machine, load, near_bytes, far_bytes)
         else:
             yield _fit(name, split, shape, machine, load)
 
 
 def chosen_placement(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
-    """The plan that ``placement="auto"`` takes; None if neither fits."""
+    """Return the plan that ``placement="auto"`` takes; None if neither fits."""
     plans = [fit for fit in results if isinstance(fit, Fit) and fit.placement in _PLANS]
     if not plans:
         return None
@@ -125,7 +129,7 @@ def chosen_placement(target: Target, results: Sequence[Fit | NoFit]) -> str | No
 def plan_with_unbounded_far(
     shape: ModelShape, machine: Machine, load: Workload, fit: Fit
 ) -> MemorySplit | None:
-    """The same plan if far memory had no bound; None if that is no better."""
+    """Return the plan for unlimited far memory; None if it is no better."""
     plan = _PLANS.get(fit.placement)
     if plan is None:
         return None
@@ -171,7 +175,7 @@ def _fit(name: str, split: MemorySplit, shape: ModelShape, machine: Machine, loa
     )
 
 
-def _why_not(
+def _explain_no_fit(
     name: str, shape: ModelShape, machine: Machine, load: Workload, near_bytes: int, far_bytes: int
 ) -> NoFit:
     one = load.kv_bytes(shape)
@@ -197,7 +201,7 @@ def _why_not(
         )
     if name in _PLANS:
         room = MemoryBudget(near_bytes=near_bytes - shape.other_bytes)
-        sets = near_sets(shape, machine, load, room, 1)
+        sets = milp_placements(shape, machine, load, room, 1)
         least = min(sets, key=lambda placement: placement.far_bytes, default=least)
     far = least.far_bytes
     return NoFit(

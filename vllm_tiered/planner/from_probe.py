@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine from what `vllm-tiered probe` measured, and from stated rules where it cannot.
+"""Machine from a file of `vllm-tiered probe`, and from stated rules where a probe cannot measure.
 
-A probe sees memory, links and products. What an engine does between them (scheduling, sampling,
-norms, the calls of a layer) it cannot see; that is calls of small operations and Python, whose cost
-it does see: so many of the smallest operation's. How many is an estimate
+A probe measures memory, links and GEMMs. It cannot measure what an engine does between them
+(scheduling, sampling, norms, the calls of a layer). That consists of calls of small operations and
+Python, so it counts as a multiple of the smallest operation's time. The multiples are estimates
 (docs/notes/weights.md), and such a figure says "assumed".
 """
 
@@ -26,13 +26,13 @@ VERSION = 1
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
 LAYER_CALLS = 200
-"""Of a step, for each request and for each layer: in times of the smallest operation."""
+"""Calls of a step, of each request and of each layer, in times of the smallest operation."""
 
 _AGAIN = "measure again with vllm-tiered probe"
 
 
 def load_machine(name_or_path: str) -> tuple[Machine, Figures]:
-    """A machine by its name, or from a probe's file, with where each of its figures is from.
+    """Load a machine by its profile's name or from a probe's file, with its figures' provenance.
 
     Raises:
         ConfigError: as :func:`read_probe`.
@@ -43,7 +43,7 @@ def load_machine(name_or_path: str) -> tuple[Machine, Figures]:
 
 
 def read_probe_file(path: Path) -> tuple[Machine, Figures]:
-    """The machine that a probe's file describes, and each of its figures with where it is from.
+    """Return the machine that a probe's file describes, with its figures' provenance.
 
     Raises:
         ConfigError: the file cannot be read, is not a probe's, or is of another version.
@@ -68,12 +68,12 @@ def read_probe_file(path: Path) -> tuple[Machine, Figures]:
 
 
 def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
-    """The same from the file's contents.
+    """Return the machine of a probe file's contents, with its figures' provenance.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError: something is missing, or is no number above 0.
+        KeyError, TypeError, ValueError, IndexError: a value is missing, or is no number above 0.
     """
-    near, far = (_products(probe["products"][where]) for where in ("near", "far"))
+    near, far = (_gemm_curve(probe["products"][where]) for where in ("near", "far"))
     call_us = 1e6 * _positive(probe["call_seconds"], "call_seconds")
     links = {name: _samples(probe["links"][name]) for name in ("read", "write")}
     largest, one_row = near.by_rows[0][-1]
@@ -92,25 +92,25 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         near=near,
         far=far,
         compute_slowdown=max(
-            1.0, measured("compute_slowdown", compute_slowdown, "products beside copies")
+            1.0, measured("compute_slowdown", compute_slowdown, "GEMMs during copies")
         ),
-        link_slowdown=max(1.0, measured("link_slowdown", link_slowdown, "copies beside products")),
+        link_slowdown=max(1.0, measured("link_slowdown", link_slowdown, "copies during GEMMs")),
         layer_overhead_us=assumed("layer_overhead_us", LAYER_CALLS),
     )
     machine = Machine(
         read_gb_per_s=measured("read_gb_per_s", read_gb_per_s, "the largest transfer"),
         write_gb_per_s=measured("write_gb_per_s", write_gb_per_s, "the largest transfer"),
-        near_gb_per_s=measured("near_gb_per_s", near_gb_per_s, "the largest product, 1 row"),
+        near_gb_per_s=measured("near_gb_per_s", near_gb_per_s, "the largest GEMM, 1 row"),
         tflops=measured(
             "tflops",
             2 * most_bytes / width * most_rows / most_seconds / 1e12,
-            f"the largest product, {most_rows} rows",
+            f"the largest GEMM, {most_rows} rows",
         ),
         storage_read_gb_per_s=_storage(probe.get("storage"), measured),
         near_bytes_per_copied_byte=measured(
             "near_bytes_per_copied_byte",
             curves.near_bytes_per_copied_byte(near_gb_per_s, read_gb_per_s),
-            "products beside copies",
+            "GEMMs during copies",
         ),
         step_overhead_ms=assumed("step_overhead_ms", STEP_CALLS, 1e-3),
         request_overhead_us=assumed("request_overhead_us", REQUEST_CALLS),
@@ -123,9 +123,9 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
 
 
 def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One probe with the medians of several of the same scope.
+    """Return one probe with the medians of several of the same scope.
 
-    A machine that others disturb at times, or that gets slower for a while, is measured better so.
+    Medians are less sensitive to other programs, and to a machine that slows down for a while.
     """
 
     def median(values: Sequence[Any]) -> Any:
@@ -143,7 +143,7 @@ def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class _Figures:
-    """Notes each figure's provenance as it is made."""
+    """Recorder of each figure's provenance."""
 
     def __init__(self, where: str, call_us: float) -> None:
         self.found: dict[str, dict[str, object]] = {}
@@ -163,7 +163,7 @@ class _Figures:
 
 
 def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:
-    """The fastest of its sequential reads; None if it was not measured."""
+    """Return the rate of the fastest sequential reads; None if storage was not measured."""
     if curves is None:
         return None
     rates = [
@@ -174,7 +174,7 @@ def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -
     return measured("storage_read_gb_per_s", max(rates), "the fastest sequential reads")
 
 
-def _products(entries: Sequence[Mapping[str, Any]]) -> GemmCurve:
+def _gemm_curve(entries: Sequence[Mapping[str, Any]]) -> GemmCurve:
     seconds = {
         (int(_positive(entry["rows"], "rows")), int(_positive(entry["num_bytes"], "num_bytes"))): (
             _positive(entry["seconds"], "seconds")
@@ -182,12 +182,12 @@ def _products(entries: Sequence[Mapping[str, Any]]) -> GemmCurve:
         for entry in entries
     }
     if not seconds:
-        raise ValueError("no products")
+        raise ValueError("no GEMMs")
     return GemmCurve.of(seconds)
 
 
 def _samples(entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """(bytes, seconds), by rising bytes."""
+    """Return (bytes, seconds) by ascending bytes."""
     return sorted(
         (int(_positive(entry["num_bytes"], "num_bytes")), _positive(entry["seconds"], "seconds"))
         for entry in entries

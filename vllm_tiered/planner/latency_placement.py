@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The near set that makes a step shortest (ours; HeLM V-B is its idea).
+"""Placement with the shortest step in a memory budget (ours, after the idea of HeLM V-B).
 
-What stays near is an integer program's solution (:mod:`vllm_tiered.planner.placement_milp`). It is
-solved where something of every sublayer is far, where whole layers may be near, and where any
-sublayer may, which asks for larger slots. The last round through the slots may be longer, which is
-not in the last two: where its slots do not fit, even rounds are tried, and a budget without them.
+The placement MILP (:mod:`vllm_tiered.planner.placement_milp`) chooses what stays near. It is solved
+for three scopes: something of every sublayer is offloaded, whole layers may stay near, or any
+sublayer may stay near, which needs larger weight buffers. The last two scopes do not model that the
+last round through the buffers may be longer. Where its buffers do not fit, the MILP is solved again
+for even rounds, and for a budget without the excess.
 
-With more slots transfers begin earlier, and one that is longer than the compute before it hides
-behind what comes before that too, as long as the link has time somewhere. Where attention's
-transfers are shorter than the FFN's compute and the FFN's longer than attention's, as with HeLM's
-placement on Optane, that is worth a slot or two. Two and three ahead the program is also solved
-for the fewest bytes, and the pipeline's model says which of all is the best.
+At a greater prefetch depth transfers begin earlier. One that is longer than the compute before it
+then hides behind earlier compute too, as long as the link is idle at times. Where attention's
+transfers are shorter than the FFN's compute and the FFN's are longer than attention's (HeLM's
+placement on Optane), that is worth a buffer or two. At depths 2 and 3 the MILP is solved for the
+fewest offloaded bytes. The pipeline model compares all solutions.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from vllm_tiered.weights.placement import Placement, place, spill_to_storage
 
 
 class SearchEffort(NamedTuple):
-    """How much is tried.
+    """Extent of the search.
 
     Attributes:
-        depths: how many far sublayers may be on their way while one computes.
-        stays: which sublayers may be wholly near.
-        gap: how far from a program's best, in parts of it, is near enough.
+        depths: prefetch depths to try.
+        stays: scopes of sublayers that may be wholly near.
+        gap: relative distance to a MILP's optimum at which the solver may stop.
     """
 
     depths: tuple[int, ...]
@@ -55,10 +56,10 @@ class SearchEffort(NamedTuple):
 
 
 FULL_EFFORT = SearchEffort(depths=(1, 2, 3), stays=tuple(NearScope), gap=SOLVED)
-"""With three ahead attention and FFN take turns in two slots each."""
+"""At depth 3 attention and FFN alternate in two buffers each."""
 
 DEPTH_ONE_EFFORT = FULL_EFFORT._replace(depths=(1,))
-"""As the papers' pipeline."""
+"""The papers' pipeline: prefetch depth 1."""
 
 
 def place_for_latency(
@@ -72,23 +73,23 @@ def place_for_latency(
     slowdown: Slowdown = NO_SLOWDOWN,
     effort: SearchEffort = FULL_EFFORT,
 ) -> Placement:
-    """The placement with the shortest step that fits near memory, and far memory where it can.
+    """Return the placement with the shortest step that fits near memory, and far memory if it can.
 
-    It says how many slots it takes too (``Placement.ahead``).
-
-    Never slower, in the model of :mod:`vllm_tiered.planner.pipeline_time`, than HeLM's or All-CPU's
-    where those fit, with what exceeds far memory on storage.
+    In the model of :mod:`vllm_tiered.planner.pipeline_time` it is never slower than HeLM's or
+    All-CPU where those fit, with what exceeds far memory on storage. It sets the prefetch depth.
 
     Args:
-        times: compute of each of ``sublayers``.
-        near_bytes: for parameters and slots.
-        far_bytes: None for as much as it takes.
+        sublayers: all sublayers, in the order of computation.
+        times: compute times of the sublayers.
+        link: far to near.
+        near_bytes: budget for resident parameters and weight buffers.
+        far_bytes: budget of far memory; None for no limit.
         storage: storage to near, if weights may be stored.
-        slowdown: what compute and transfers do to each other.
-        effort: how much is tried.
+        slowdown: of compute and transfers while both run.
+        effort: extent of the search.
 
     Raises:
-        BudgetError: even the largest sublayer's slots do not fit.
+        BudgetError: even the buffers of the largest sublayers do not fit.
     """
     links = Links(link, storage, slowdown)
     candidates = [place("all_far", sublayers), place("helm", sublayers)]
@@ -106,7 +107,7 @@ def place_for_latency(
     fitting = [candidate for candidate in candidates if candidate.near_bytes <= near_bytes]
     enough = [c for c in fitting if far_bytes is None or c.far_bytes <= far_bytes]
     if not enough and far_bytes is not None:
-        # Too much will be far: the caller knows what may be done about that.
+        # The result exceeds far memory: the caller decides what to do.
         candidates += _solutions(sublayers, times, links, near_bytes, None, effort)
         fitting = [candidate for candidate in candidates if candidate.near_bytes <= near_bytes]
     if not fitting:
@@ -119,7 +120,7 @@ def place_for_latency(
     best = min(
         enough or fitting,
         key=lambda candidate: (
-            # Sums of the same numbers differ in the last bits.
+            # Rounded: sums of the same numbers differ in the last bits.
             round(
                 pipeline_step_time(
                     transfer_seconds(candidate, link, storage),
@@ -145,12 +146,14 @@ def _solutions(
     far_bytes: int | None,
     effort: SearchEffort,
 ) -> Iterator[Placement]:
-    """For each number of slots, and for what may be wholly near."""
-    at_once = ComputeTimes(compute=(0.0,) * len(sublayers))  # the fewest bytes: nothing hides them
+    """Yield the MILP's solutions for each prefetch depth and scope."""
+    at_once = ComputeTimes(
+        compute=(0.0,) * len(sublayers)
+    )  # fewest bytes: no compute hides a transfer
     for prefetch_depth in effort.depths:
         for stay in effort.stays:
             if stay is NearScope.LAYERS and prefetch_depth % 2 == 0:
-                continue  # attention and FFN take turns in slots of an even number only
+                continue  # attention and FFN alternate in an even number of buffers only
             problem = PlacementProblem(
                 sublayers=sublayers,
                 times=times if prefetch_depth == 1 else at_once,
@@ -164,7 +167,7 @@ def _solutions(
 
 
 def _fitted(problem: PlacementProblem, near_bytes: int) -> Iterator[Placement]:
-    """Its solution; the slots of a longer last round may make that exceed near memory."""
+    """Yield its solution, and smaller ones where a longer last round's buffers do not fit."""
     solved = solve_placement(problem, near_bytes)
     if solved is None:
         return

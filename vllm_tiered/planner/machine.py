@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines as cost models see them: a few figures each, every one with where it comes from."""
+"""Machines as the cost models see them: a few figures, each with its provenance."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _MAY_BE_KNOWN = {"storage_read_gb_per_s"}
 _KINDS = {"measured", "published", "calibrated", "assumed"}
 
 Figures: TypeAlias = Mapping[str, Mapping[str, object]]
-"""Each figure of a machine with its value, its kind and its source."""
+"""Value, kind and source of each figure of a machine, by the figure's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a step's time follows from.
+    """Figures of a machine that determine the time of a step.
 
     Attributes:
         read_gb_per_s: far to near, alone on the link (10^9 bytes).
         write_gb_per_s: near to far.
         near_gb_per_s: near-tier bandwidth that decoding reaches.
         tflops: dense 16-bit throughput that large batches reach.
-        near_bytes_per_copied_byte: near-tier traffic of a copied byte, which compute then lacks.
-        step_overhead_ms: of a step apart from the layers: scheduling, sampling, launches.
-        request_overhead_us: of a step, for each request in it.
-        far_layer_overhead_us: of a step, for each far layer: submitting and awaiting its copies,
-            which are two, of KV in and out, or of the weights of attention and FFN.
-        storage_read_gb_per_s: from its disk, in large sequential reads; None where not known.
-        power: what it draws; None where that is not known.
-        curves: what a probe measured beside these; None of a machine that was not probed.
+        near_bytes_per_copied_byte: near-tier traffic that a copied byte takes from compute.
+        step_overhead_ms: time of a step outside the layers: scheduling, sampling, launches.
+        request_overhead_us: time of a step for each request in it.
+        far_layer_overhead_us: time of a step for each far layer: submitting and awaiting its two
+            copies (KV in and out, or the weights of attention and FFN).
+        storage_read_gb_per_s: large sequential reads from storage; None where not known.
+        power: power that the machine draws; None where not known.
+        curves: curves that a probe measured; None for a machine that was not probed.
     """
 
     read_gb_per_s: float
@@ -54,15 +54,15 @@ class Machine:
 
 
 def profile_names() -> list[str]:
-    """Return the machines there are files for."""
+    """Return the names of the machine profiles."""
     return sorted(path.stem for path in _PROFILES.glob("*.toml"))
 
 
 def provenance(name: str) -> Figures:
-    """Each figure of a machine with its value, its kind and its source.
+    """Return the figures of a profile with value, kind and source.
 
     Raises:
-        As :func:`machine`.
+        As :func:`load_profile`.
     """
     load_profile(name)  # checked there
     return tomllib.loads((_PROFILES / f"{name}.toml").read_text(encoding="utf-8"))
@@ -70,10 +70,11 @@ def provenance(name: str) -> Figures:
 
 @cache
 def load_profile(name: str) -> Machine:
-    """Return a machine by name.
+    """Return the machine of a profile.
 
-    Raises KeyError, naming those there are, for an unknown one, and ValueError for a file with
-    figures that are missing, unknown or without a kind and a source.
+    Raises:
+        KeyError: there is no such profile; the message names those there are.
+        ValueError: a figure is missing, unknown, or has no kind and source.
     """
     path = _PROFILES / f"{name}.toml"
     if not path.is_file():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine was measured to do, where one bandwidth and one throughput say too little."""
+"""Measured GEMM times of a machine, where one bandwidth and one throughput say too little."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class GemmCurve:
-    """Seconds of a product by the weight's bytes and the rows that it is multiplied with.
+    """Seconds of a GEMM by the weight's bytes and the number of activation rows.
 
     Attributes:
-        rows: that were measured, rising.
-        by_rows: for each of them (bytes, seconds) of each weight, by rising bytes.
+        rows: numbers of rows that were measured, ascending.
+        by_rows: for each of them the (bytes, seconds) of each weight, by ascending bytes.
     """
 
     rows: tuple[int, ...]
@@ -23,7 +23,7 @@ class GemmCurve:
 
     @classmethod
     def of(cls, seconds: Mapping[tuple[int, int], float]) -> GemmCurve:
-        """From the seconds by (rows, bytes)."""
+        """Build a curve from seconds by (rows, bytes)."""
         rows = tuple(sorted({rows for rows, _ in seconds}))
         by_rows = tuple(
             tuple(sorted((size, value) for (at, size), value in seconds.items() if at == number))
@@ -33,7 +33,7 @@ class GemmCurve:
 
     @property
     def points(self) -> dict[tuple[int, int], float]:
-        """What was measured: seconds by (rows, bytes), in the order of both."""
+        """Measured seconds by (rows, bytes), in the order of both."""
         return {
             (rows, num_bytes): seconds
             for rows, points in zip(self.rows, self.by_rows, strict=True)
@@ -41,7 +41,7 @@ class GemmCurve:
         }
 
     def seconds(self, num_bytes: int, rows: int) -> float:
-        """Between what was measured, linear; beyond it, in proportion; nothing takes no time."""
+        """Interpolate between measured points, and extrapolate in proportion; 0 bytes take 0 s."""
         if not num_bytes:
             return 0.0
         times = [_at(curve, num_bytes) for curve in self.by_rows]
@@ -60,14 +60,15 @@ def _at(curve: tuple[tuple[int, float], ...], num_bytes: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCurves:
-    """Measured beside the figures of a machine.
+    """Measured curves of a machine, beside its single figures.
 
     Attributes:
-        near, far: products with weights that stay near, and that pass through a staging slot.
-        compute_slowdown, link_slowdown: how much longer compute and a transfer take while both run.
-        layer_overhead_us: of a step for each layer: its calls, apart from its products.
-        compressed: products with weights in 4 bit, by the bytes that they have in 16; None where
-            they were not measured, and are taken to be as long as in 16 bit.
+        near: GEMMs with weights that stay near.
+        far: GEMMs with weights in a weight buffer.
+        compute_slowdown, link_slowdown: factors of compute and of a transfer while both run.
+        layer_overhead_us: time of a layer's calls in a step, without its GEMMs.
+        compressed: GEMMs with weights in 4 bit, by their bytes in 16 bit; None where they were not
+            measured, and are taken to last as long as in 16 bit.
     """
 
     near: GemmCurve
@@ -78,7 +79,10 @@ class MeasuredCurves:
     compressed: GemmCurve | None = None
 
     def near_bytes_per_copied_byte(self, near_gb_per_s: float, read_gb_per_s: float) -> float:
-        """What compute lacks of near memory's traffic while a byte is copied: what it would have
-        read in the time that it loses. Both rates are those without the other."""
+        """Return the near-memory traffic that compute loses for each copied byte.
+
+        That is what compute would have read in the time it loses. Each rate is that of its side
+        alone.
+        """
         lost = (1 - 1 / self.compute_slowdown) * near_gb_per_s
         return lost * self.link_slowdown / read_gb_per_s

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near memory shared by layers and KV cache: what a placement leaves, and the plan for a target.
+"""Near memory split between layers and KV cache, and the plan for a target.
 
-``auto`` plans for latency and for throughput and takes the target's own plan, unless the other is
-predicted to be better at it by more than predictions tell apart. The engine and
+``auto`` plans for latency and for throughput. It takes the target's own plan, unless the other is
+predicted to be better by more than predictions can tell apart. The engine and
 ``vllm-tiered plan`` decide by the same functions.
 """
 
@@ -34,20 +34,21 @@ FLEXGEN_PERCENTS = (20, 80, 0)
 """The share that HeLM's paper asks FlexGen for (section V-A)."""
 
 _AS_GOOD = 1.01
-"""Plans whose predictions differ by less are equally good: the figures they rest on are measured,
-and two runs of the same program would come to either by chance."""
+"""Ratio below which two predictions are equal.
+
+They rest on measured figures: two runs of the planner may return either plan by chance."""
 
 BASELINES = ("all near", "flexgen", "helm", "all_far")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """What is to be shared.
+    """Budgets of a plan.
 
     Attributes:
-        near_bytes: for layers, slots and the KV cache; ``ModelShape.other_bytes`` are not in it.
-        far_bytes: None for as much as it takes.
-        has_storage: what exceeds far memory is stored.
+        near_bytes: for layers, weight buffers and the KV cache, without ``ModelShape.other_bytes``.
+        far_bytes: of far memory; None for no limit.
+        has_storage: weights that exceed far memory are stored.
     """
 
     near_bytes: int
@@ -57,12 +58,12 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySplit:
-    """A placement, what it leaves to the KV cache, and what the load gets from both.
+    """Memory split: a placement, the KV cache it leaves room for, and predictions for both.
 
     Attributes:
         kv_bytes: the rest of near memory.
-        served: with as many requests as fit there, or as the load has.
-        alone: with one request.
+        served: prediction for as many requests as fit there, or as the workload has.
+        alone: prediction for one request.
     """
 
     placement: Placement
@@ -72,7 +73,7 @@ class MemorySplit:
 
 
 def baseline(name: str, shape: ModelShape) -> Placement:
-    """A placement of the papers, or "all near"."""
+    """Return one of the papers' placements, or "all near"."""
     if name == "all near":
         none: tuple[()] = ()
         return Placement(policy=name, sublayers=shape.sublayers, far=(none,) * len(shape.sublayers))
@@ -82,8 +83,11 @@ def baseline(name: str, shape: ModelShape) -> Placement:
 def split_with(
     placement: Placement, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
 ) -> MemorySplit | None:
-    """The KV cache gets what the placement leaves; None if that does not hold one request, or if
-    the layers do not fit far memory."""
+    """Return the split in which the KV cache gets what the placement leaves.
+
+    Returns:
+        None if the rest does not hold one request, or the layers do not fit far memory.
+    """
     if room.has_storage and room.far_bytes is not None:
         placement = spill_to_storage(placement, room.far_bytes)
     kv_bytes = room.near_bytes - placement.near_bytes
@@ -101,13 +105,13 @@ def split_with(
 def split_for_latency(
     shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
 ) -> MemorySplit:
-    """The split with the shortest predicted decode step of one request.
+    """Return the split with the shortest predicted decode step of one request.
 
     Raises:
         BudgetError: no placement fits beside the KV cache of one request.
     """
     candidates = [*(baseline(name, shape) for name in BASELINES)]
-    candidates += near_sets(shape, machine, load, room, 1)
+    candidates += milp_placements(shape, machine, load, room, 1)
     splits = [split_with(c, shape, machine, load, room) for c in candidates]
     fitting = [split for split in splits if split]
     if not fitting:
@@ -124,14 +128,14 @@ def split_for_latency(
     return replace(best, placement=replace(best.placement, policy="latency"))
 
 
-def near_sets(
+def milp_placements(
     shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget, requests: int
 ) -> Iterator[Placement]:
-    """What the integer program keeps near beside the KV cache of so many requests: for a decode
-    step, for a prefill, and with nothing to hide behind.
+    """Yield the MILP's placements beside the KV cache of so many requests.
 
-    Its sum takes each transfer with one compute; in a pipeline they reach further. So the best near
-    set for a step may be that for another.
+    They are solved for a decode step, for a prefill, and for a step without compute. The MILP pairs
+    each transfer with one compute, but in the pipeline a transfer may overlap more. So the best
+    placement for one kind of step may be the solution for another.
     """
     prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
     for times, effort in (
@@ -140,12 +144,12 @@ def near_sets(
         (ComputeTimes(compute=(0.0,) * len(shape.sublayers)), DEPTH_ONE_EFFORT),
     ):
         kv_bytes = load.kv_bytes(shape, requests)
-        placement = near_set(shape, machine, times, room, kv_bytes, effort)
+        placement = milp_placement(shape, machine, times, room, kv_bytes, effort)
         if placement:
             yield placement
 
 
-def near_set(
+def milp_placement(
     shape: ModelShape,
     machine: Machine,
     times: ComputeTimes,
@@ -153,9 +157,14 @@ def near_set(
     kv_bytes: int,
     effort: SearchEffort = FULL_EFFORT,
 ) -> Placement | None:
-    """What the integer program keeps near beside so much KV cache; None if nothing fits.
+    """Return the MILP's placement beside so much KV cache; None if nothing fits.
 
     Args:
+        shape: of the model.
+        machine: its links and contention.
+        times: compute times that transfers hide behind.
+        room: the budgets.
+        kv_bytes: reserved for the KV cache.
         effort: as for :func:`~vllm_tiered.planner.latency_placement.place_for_latency`.
     """
     budget = room.near_bytes - kv_bytes
@@ -177,8 +186,10 @@ def near_set(
 
 
 def pick_split(target: Target, splits: Sequence[MemorySplit]) -> MemorySplit:
-    """The shortest decode step of one request, or the most tokens/s; the target's own plan where
-    that is as good as can be told."""
+    """Return the split with the shortest decode step of one request, or with the most tokens/s.
+
+    The target's own plan wins where the predictions cannot be told apart.
+    """
 
     def cost(split: MemorySplit) -> float:
         is_latency = target == "latency"
@@ -190,12 +201,12 @@ def pick_split(target: Target, splits: Sequence[MemorySplit]) -> MemorySplit:
 
 
 def target_for(max_requests: int) -> Target:
-    """Where nobody says: latency is what counts if requests are served one by one."""
+    """Return the default target: latency if requests are served one by one."""
     return "latency" if max_requests == 1 else "throughput"
 
 
 def no_room(shape: ModelShape, load: Workload, room: MemoryBudget) -> BudgetError:
-    """The error for a room in which no placement fits."""
+    """Return the error for budgets in which no placement fits."""
     least = baseline("all_far", shape).near_bytes
     one = load.kv_bytes(shape)
     if least + one > room.near_bytes:

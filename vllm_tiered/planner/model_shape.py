@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tensors from its config.json alone, by the names and in the shapes that vLLM has them.
+"""Shapes of a model's tensors from its config.json alone, with vLLM's names and fusions.
 
     attention   qkv_proj [(heads + 2 kv heads) head size, hidden]   o_proj [hidden, heads head size]
     FFN         gate_up_proj [2 inner, hidden], fc1 [inner, hidden]   down_proj, fc2 [hidden, inner]
 
 A rank of tensor parallelism holds its share of each matrix, all norms, and its share of the KV
-heads, one at least.
+heads, at least one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What a family of architectures has in common.
+    """Family of architectures with the same layer structure.
 
     Attributes:
-        gated: gate and up, in one matrix, instead of fc1.
-        names: qkv, out, first and second FFN matrix, in the layer.
-        norms: in the layer; ``norm_bias`` says whether they have biases too.
+        gated: gate and up, in one matrix, replace fc1.
+        names: of the qkv, out, first and second FFN matrix in the layer.
+        norms: names of the norms in the layer.
+        norm_bias: norms have biases too.
         qkv_bias, bias: defaults where the config does not say.
-        inner: the config's key for the FFN's size.
+        inner: the config's key of the FFN's size.
     """
 
     gated: bool
@@ -83,16 +84,16 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What a planner needs to know of a model; bytes are one rank's.
+    """Sizes of a model for planning; bytes are one rank's.
 
     Attributes:
-        family: its model type, or "unknown" where the generic shape was taken.
+        family: the model type, or "unknown" where Llama's shapes were assumed.
         sublayers: of all layers, in the order of computation.
         other_bytes: embeddings, head and last norm, which stay near.
-        head_bytes: of them, what each step reads.
+        head_bytes: the part of ``other_bytes`` that each step reads.
         kv_bytes_per_token: in all layers.
         dtype_bytes: of a weight that is not compressed, and of an element of the KV cache.
-        matrices: (out, in) of each matrix of a layer, by its name, where the config told them.
+        matrices: (out, in) of each matrix of a layer by its name, where the config gives them.
     """
 
     family: str
@@ -106,21 +107,21 @@ class ModelShape:
 
     @property
     def layer_bytes(self) -> int:
-        """Of all layers' parameters."""
+        """Bytes of all layers' parameters."""
         return sum(sublayer.num_bytes for sublayer in self.sublayers)
 
     def weights_in(self, parameter: Parameter) -> float:
-        """How many, whatever they take."""
+        """Return the number of weights in a parameter, whatever their bytes."""
         matrix = self.matrices.get(parameter.name)
         return parameter.num_bytes / self.dtype_bytes if matrix is None else math.prod(matrix)
 
     def is_compressed(self, parameter: Parameter) -> bool:
-        """Whether its weights take less than the dtype's bytes each."""
+        """Return whether a parameter's weights take fewer bytes than the dtype's."""
         return parameter.num_bytes < self.weights_in(parameter) * self.dtype_bytes
 
 
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:
-    """Of all layers' tensors by what they are, and of what is beside the layers."""
+    """Return the bytes of all layers' tensors by class, and of embeddings and head."""
     classes = {Role.FFN_FIRST: "first FFN matrix", Role.NORM: "norms", Role.BIAS: "biases"}
     matrices = {Kind.ATTENTION: "attention matrices", Kind.FFN: "second FFN matrix"}
     found: dict[str, int] = {}
@@ -138,10 +139,16 @@ def model_shape(
     tensor_parallel: int = 1,
     compress: str = "none",
 ) -> ModelShape:
-    """The shapes that follow from a Hugging Face config.
+    """Return the shape of a model from its Hugging Face config.
 
-    A model type that is not in ``FAMILIES`` is taken for one of Llama's shapes: sizes are right to
-    a few percent, as long as it is a plain decoder.
+    A model type that is not in ``FAMILIES`` is assumed to have Llama's shapes: sizes are right to a
+    few percent, as long as it is a plain decoder.
+
+    Args:
+        config: contents of config.json.
+        dtype: of weights and KV.
+        tensor_parallel: number of ranks.
+        compress: "none", or "int4" for matrices in 4 bit.
 
     Raises:
         ConfigError: a size is missing or does not divide by ``tensor_parallel``; no such dtype or
@@ -217,7 +224,7 @@ class _Sizes:
 def _layer_shapes(
     family: Family, sizes: _Sizes, tensor_parallel: int
 ) -> dict[str, tuple[int, ...]]:
-    """The parameters of a layer: [out, in] of matrices, [out] of others."""
+    """Return the shapes of a layer's parameters: [out, in] of matrices, [out] of others."""
     for what, size in (("attention heads", sizes.heads), ("FFN neurons", sizes.inner)):
         if size % tensor_parallel:
             raise ConfigError(f"{size} {what} do not divide by {tensor_parallel} ranks")

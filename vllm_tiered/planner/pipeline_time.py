@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step takes whose far sublayers arrive one ahead (HeLM, figure 8), or more.
+"""Time of a step whose offloaded sublayers are prefetched (HeLM, figure 8).
 
     compute   │ attention 0 │   FFN 0    │·stall·│ attention 1 │ ...
     link      │   FFN 0     │     attention 1    │    FFN 1    │ ...
 
-The transfer of a far sublayer begins when the far one before it begins to compute, as the ring of
-staging slots does it, and not before the link is free. With more slots it begins so many far
-sublayers earlier, and a long transfer also hides behind what computes before the one before it:
+At prefetch depth 1 the transfer of an offloaded sublayer begins when the offloaded one before it
+begins to compute (as the weight buffer pool does it), and not before the link is free. At depth n
+it begins n offloaded sublayers earlier, so a long transfer also hides behind earlier compute:
 
-    compute   │ attention 0 │   FFN 0    │ attention 1 │ ...         two ahead
+    compute   │ attention 0 │   FFN 0    │ attention 1 │ ...         depth 2
     link      │ FFN 0 │  attention 1  │   FFN 1   │ ...
 """
 
@@ -24,32 +24,34 @@ from vllm_tiered.weights.placement import Placement
 
 _STEADY = 1e-9
 _MOST_STEPS = 64
-"""One ahead the second step is like all that follow. With more, a link that is a little too slow
-falls behind by a little each step, until it has fallen behind by all that may be on its way."""
+"""Steps until a steady state is assumed.
+
+At depth 1 the second step is like all that follow. At a greater depth a link that is a little too
+slow falls behind a little in each step, until all that may be in transfer is late."""
 
 
 class Link(NamedTuple):
-    """A link as a transfer sees it."""
+    """A link between two tiers: bandwidth, and latency of each transfer."""
 
     bytes_per_s: float
     latency_s: float = 0.0
 
     def seconds(self, num_bytes: int) -> float:
-        """Of one transfer; none takes no time."""
+        """Return the seconds of one transfer; no bytes take no time."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
     def slowed_by(self, times: float) -> Link:
-        """One that takes so many times as long."""
+        """Return a link whose transfers take ``times`` as long."""
         return Link(self.bytes_per_s / times, self.latency_s * times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeTimes:
-    """What a step is made of.
+    """Compute times of a step.
 
     Attributes:
-        compute: seconds of each sublayer, if all its weights were near.
-        rest: seconds of what is not a layer: embedding, head, sampling, scheduling.
+        compute: seconds of each sublayer with all its weights near.
+        rest: seconds outside the layers: embedding, head, sampling, scheduling.
     """
 
     compute: tuple[float, ...]
@@ -57,7 +59,7 @@ class ComputeTimes:
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, of the link, and of compute standing still."""
+    """Seconds of a step, of its transfers, and of compute stalls."""
 
     seconds: float
     link_seconds: float
@@ -65,9 +67,10 @@ class StepTime(NamedTuple):
 
 
 def transfer_seconds(placement: Placement, link: Link, storage: Link | None = None) -> list[float]:
-    """Of each sublayer; 0 where all is near.
+    """Return the transfer time of each sublayer; 0 where all of it is near.
 
     Args:
+        placement: says what is far and what is stored.
         link: far to near.
         storage: storage to near, for placements that use it. The two take turns.
     """
@@ -80,14 +83,14 @@ def transfer_seconds(placement: Placement, link: Link, storage: Link | None = No
 
 
 class Slowdown(NamedTuple):
-    """How much longer compute and the link take while both are busy, at least 1 each."""
+    """Factors by which compute and the link slow down while both are busy, each >= 1."""
 
     compute: float = 1.0
     link: float = 1.0
 
 
 NO_SLOWDOWN = Slowdown()
-"""A link that takes nothing from compute."""
+"""Compute and the link do not slow each other."""
 
 
 def pipeline_step_time(
@@ -96,12 +99,13 @@ def pipeline_step_time(
     slowdown: Slowdown = NO_SLOWDOWN,
     prefetch_depth: int = 1,
 ) -> StepTime:
-    """A step in the steady state: its first far sublayers were queued by the step before.
+    """Return the time of a step in the steady state, in which steps follow each other.
 
     Args:
-        transfers: of each sublayer, from :func:`transfer_seconds`.
-        slowdown: what the two do to each other.
-        ahead: far sublayers on their way while one computes.
+        transfers: seconds of each sublayer, from :func:`transfer_seconds`.
+        times: compute times.
+        slowdown: of compute and the link while both are busy.
+        prefetch_depth: offloaded sublayers in transfer while one computes.
     """
     begin, clock, waits = _steady(transfers, times, slowdown, prefetch_depth)
     return StepTime(clock.now - begin, sum(_moved(transfers, prefetch_depth)), sum(waits))
@@ -113,21 +117,21 @@ def waits_by_sublayer(
     slowdown: Slowdown = NO_SLOWDOWN,
     prefetch_depth: int = 1,
 ) -> list[float]:
-    """Seconds for which each sublayer waits in such a step."""
+    """Return the seconds for which each sublayer waits in such a step."""
     return _steady(transfers, times, slowdown, prefetch_depth)[2]
 
 
 def _steady(
     transfers: Sequence[float], times: ComputeTimes, slowdown: Slowdown, prefetch_depth: int
 ) -> tuple[float, _Clock, list[float]]:
-    """When the step began, the clock at its end, and what each sublayer waited."""
+    """Return when the step began, the clock at its end, and how long each sublayer waited."""
     order = _moved(transfers, prefetch_depth)
     clock = _Clock(slowdown)
     begin, waits = 0.0, [0.0] * len(transfers)
-    # At first all is there that may be on its way; until as much of it is left after a step as was
-    # before.
+    # At first everything that may be in transfer has arrived. Repeat until a step leaves as much in
+    # transfer as the step before.
     for _ in range(_MOST_STEPS):
-        begin, left = clock.now, clock.on_the_way
+        begin, left = clock.now, clock.in_transfer
         at = 0
         for position, seconds in enumerate(times.compute):
             if transfers[position]:
@@ -135,17 +139,17 @@ def _steady(
                     order[(at + further) % len(order)] for further in range(1, prefetch_depth + 1)
                 ]
                 waits[position] = clock.drain_to(sum(after[:-1]))
-                clock.on_the_way += after[-1]
+                clock.in_transfer += after[-1]
                 at += 1
             clock.compute(seconds)
         clock.compute(times.rest)
-        if math.isclose(clock.on_the_way, left, rel_tol=_STEADY):
+        if math.isclose(clock.in_transfer, left, rel_tol=_STEADY):
             break
     return begin, clock, waits
 
 
 def _moved(transfers: Sequence[float], prefetch_depth: int) -> list[float]:
-    """Of the far sublayers, in their order; 0 for one that has a slot for itself."""
+    """Return the transfers of offloaded sublayers in order; 0 for one with its own buffer."""
     far = [seconds for seconds in transfers if seconds]
     return [
         seconds if is_moved else 0.0
@@ -154,36 +158,36 @@ def _moved(transfers: Sequence[float], prefetch_depth: int) -> list[float]:
 
 
 def overlapped_seconds(compute: float, transfer: float, slowdown: Slowdown = NO_SLOWDOWN) -> float:
-    """Until both are done, which begin together."""
+    """Return the seconds until a compute and a transfer that begin together are done."""
     clock = _Clock(slowdown)
-    clock.on_the_way = transfer
+    clock.in_transfer = transfer
     clock.compute(compute)
     clock.drain_to(0.0)
     return clock.now
 
 
 class _Clock:
-    """Compute, and the transfers on the way beside it, one after the other.
+    """Simulated time of compute and of the transfers that overlap it, one after the other.
 
     Attributes:
         now: seconds since the start.
-        on_the_way: what is left of them, in seconds that they would take alone.
+        in_transfer: seconds of transfers that are left, as they would take alone.
     """
 
     def __init__(self, slowdown: Slowdown) -> None:
         self._slowdown = slowdown
-        self.now = self.on_the_way = 0.0
+        self.now = self.in_transfer = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Both run until one is done, then compute alone."""
+        """Advance by a compute: both run until one is done, then compute alone."""
         slower = self._slowdown
-        together = min(seconds * slower.compute, self.on_the_way * slower.link)
-        self.on_the_way -= together / slower.link
+        together = min(seconds * slower.compute, self.in_transfer * slower.link)
+        self.in_transfer -= together / slower.link
         self.now += together + seconds - together / slower.compute
 
     def drain_to(self, left: float) -> float:
-        """Compute stands still until no more than that is on the way; for how long."""
-        waits = max(0.0, self.on_the_way - left)
+        """Stall compute until at most ``left`` is in transfer; return for how long."""
+        waits = max(0.0, self.in_transfer - left)
         self.now += waits
-        self.on_the_way -= waits
+        self.in_transfer -= waits
         return waits

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integer program that counts what stays near (ours; HeLM V-B is its idea).
+"""Placement MILP: the integer program that counts what stays near (ours; idea of HeLM V-B).
 
-Sublayer i computes while sublayer i+1 arrives, so a step takes the sum over sublayers of
+Sublayer i computes while sublayer i+1 is in transfer. A step takes the sum over sublayers of
 max(compute i, transfer i+1), and more where each slows the other. Layers are alike, so the program
 does not choose parameters but counts:
 
     n[class, choice]     how many sublayers of a class have these parameters near, these far, ...
     minimise             sum of n[class, choice] * (compute before, with transfer of the rest)
-    subject to           near bytes + the slots <= the near budget
+    subject to           near bytes + the weight buffers <= the near budget
                          far bytes <= the far budget
 
-A class is a kind of sublayer with the same parameters behind a compute of the same length. A slot
-holds the largest sublayer that passes through it, which is a constraint for each choice in use. As
-far sublayers take turns in the slots, attention has every other one and the FFN the others, if
-slots are even in number and sublayers are wholly near by layers only; else all must hold either.
+A class is a kind of sublayer with equal parameters behind a compute of equal length. A buffer holds
+the largest sublayer that it receives: one constraint for each choice in use. Offloaded sublayers
+take turns in the buffers. If buffers are even in number, and sublayers are wholly near by layers
+only, attention has every other buffer and the FFN the rest; else all must hold either.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from vllm_tiered.weights.placement import Placement
 
 _MOST_MODULES = 8
 _MOST_STORED_MODULES = 4
-"""Of more modules in a sublayer (experts) the largest are chosen singly, the others together.
-Three tiers to choose from allow fewer than two."""
+"""Modules of a sublayer that are placed singly, largest first; the others (experts) go together.
+
+Three tiers allow fewer than two."""
 
 _MOST_SECONDS = 3.0
-"""Of a program, which takes 0.02 s; then the best so far is taken."""
+"""Time limit of a solve, which takes 0.02 s; the best solution so far counts then."""
 
 SOLVED = 1e-4
-"""How far from the program's best, in parts of it, counts as the best."""
+"""Relative distance to the optimum that counts as optimal."""
 
 
 class Links(NamedTuple):
-    """To the near tier, and what transfers and compute do to each other."""
+    """Links to the near tier, and the slowdown of concurrent transfers and compute."""
 
     far: Link
     storage: Link | None
@@ -61,18 +62,18 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """What may be far or stored in a sublayer, and what follows from it."""
+    """One way to place a sublayer's parameters, with its bytes and time."""
 
     far: frozenset[int]  # positions among the parameters
     stored: frozenset[int]
     near_bytes: int
     far_extent: int
-    extent: int  # in a slot: of both
-    seconds: float  # of the sublayer before, with this one's transfer beside it
+    extent: int  # in a weight buffer: far and stored
+    seconds: float  # of the compute before, overlapped with this transfer
 
 
 class NearScope(Enum):
-    """Which sublayers may be wholly near."""
+    """Scope of sublayers that may be wholly near."""
 
     NONE = "none"
     LAYERS = "both of a layer"
@@ -81,14 +82,16 @@ class NearScope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementProblem:
-    """What is solved for a near budget.
+    """Placement problem, but for the near budget.
 
     Attributes:
-        times: compute that transfers hide behind.
-        far_bytes: None for as much as it takes.
-        gap: how far from the best, in parts of it, is near enough.
+        sublayers: all sublayers, in the order of computation.
+        times: compute times that transfers hide behind.
+        links: to the near tier.
+        far_bytes: budget of far memory; None for no limit.
+        gap: relative distance to the optimum at which the solver may stop.
         stay: which sublayers may be wholly near.
-        ahead: far sublayers on their way while one computes.
+        prefetch_depth: offloaded sublayers in transfer while one computes.
     """
 
     sublayers: Sequence[Sublayer]
@@ -103,10 +106,12 @@ class PlacementProblem:
 def solve_placement(
     problem: PlacementProblem, near_bytes: int, *, is_even: bool = False
 ) -> Placement | None:
-    """The placement with the least sum in a near budget; None if nothing fits.
+    """Return the placement with the least sum in a near budget; None if nothing fits.
 
     Args:
-        is_even: as many far sublayers pass through one slot as through another.
+        problem: what to solve.
+        near_bytes: budget for resident parameters and weight buffers.
+        is_even: each buffer receives equally many offloaded sublayers.
     """
     sublayers, times = problem.sublayers, problem.times
     members = _classes(sublayers, times)
@@ -121,13 +126,13 @@ def solve_placement(
         for positions in members
     ]
     kinds = [sublayers[positions[0]].kind for positions in members]
-    is_any, num_slots = _slots(problem)
+    is_any, num_buffers = _buffers_by_kind(problem)
     counts = _counts(
         choices=choices,
         sizes=[len(positions) for positions in members],
-        slots=[[0, 1] if is_any else [list(Kind).index(kind)] for kind in kinds],
+        buffers=[[0, 1] if is_any else [list(Kind).index(kind)] for kind in kinds],
         kinds=kinds if problem.stay is NearScope.LAYERS else (),
-        num_slots=num_slots,
+        num_buffers=num_buffers,
         near_bytes=near_bytes,
         far_bytes=problem.far_bytes,
         gap=problem.gap,
@@ -163,11 +168,11 @@ def solve_placement(
     )
 
 
-def _slots(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
-    """Whether any slot may have to hold attention and FFN, and how many there are of each.
+def _buffers_by_kind(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
+    """Return whether a buffer may receive both kinds, and the number of buffers of each kind.
 
-    Where nothing may stay it is known which sublayer passes through which slot; else a last round
-    may be longer, and have more.
+    Where no sublayer may be wholly near, the buffer of each sublayer is known. Else the last round
+    may be longer and have more buffers.
     """
     if problem.stay is not NearScope.NONE:
         each = (problem.prefetch_depth + 1) / 2
@@ -175,8 +180,8 @@ def _slots(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
     order = list(Kind)
     holds: dict[int, set[int]] = {}
     for position, sublayer in enumerate(problem.sublayers):
-        slot = buffer_of(position, len(problem.sublayers), problem.prefetch_depth)
-        holds.setdefault(slot, set()).add(order.index(sublayer.kind))
+        buffer = buffer_of(position, len(problem.sublayers), problem.prefetch_depth)
+        holds.setdefault(buffer, set()).add(order.index(sublayer.kind))
     if any(len(kinds) > 1 for kinds in holds.values()):
         return True, (len(holds) / 2, len(holds) / 2)
     num_attention = sum(kinds == {0} for kinds in holds.values())
@@ -184,7 +189,7 @@ def _slots(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
 
 
 def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[int]]:
-    """Positions of sublayers that are alike."""
+    """Return the positions of equal sublayers, class by class."""
     classes: dict[object, list[int]] = {}
     for position, sublayer in enumerate(sublayers):
         sizes = tuple((p.num_bytes, p.role) for p in sublayer.parameters)
@@ -194,12 +199,12 @@ def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[in
 
 
 def _before(times: ComputeTimes, position: int) -> float:
-    """Seconds beside which the sublayer arrives; the first one has the rest of the step too."""
+    """Return the compute that overlaps the transfer; for the first, with the step's rest."""
     return times.compute[position - 1] + (0.0 if position else times.rest)
 
 
 def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterator[_Choice]:
-    """Every way to give the modules to the tiers: a matrix goes with its bias."""
+    """Yield every way to place the modules in tiers; a matrix and its bias go together."""
     modules: dict[str, list[int]] = {}
     for index, parameter in enumerate(sublayer.parameters):
         if parameter.may_move:
@@ -212,11 +217,13 @@ def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterato
     if others:
         groups.append([index for group in others for index in group])
     tiers = ("near", "far", "stored") if links.storage else ("near", "far")
-    for homes in itertools.product(tiers, repeat=len(groups)):
+    for tier_of_group in itertools.product(tiers, repeat=len(groups)):
         far, stored = (
             frozenset(
                 itertools.chain.from_iterable(
-                    group for group, home in zip(groups, homes, strict=True) if home == tier
+                    group
+                    for group, chosen_tier in zip(groups, tier_of_group, strict=True)
+                    if chosen_tier == tier
                 )
             )
             for tier in ("far", "stored")
@@ -243,25 +250,29 @@ def _counts(
     *,
     choices: Sequence[Sequence[_Choice]],
     sizes: Sequence[int],
-    slots: Sequence[Sequence[int]],
+    buffers: Sequence[Sequence[int]],
     kinds: Sequence[Kind],
-    num_slots: tuple[float, float],
+    num_buffers: tuple[float, float],
     near_bytes: int,
     far_bytes: int | None,
     gap: float,
     is_even: bool,
 ) -> list[list[int]] | None:
-    """How often each choice is taken; None if nothing fits.
+    """Return how often each choice is taken; None if nothing fits.
 
     Args:
-        slots: for each class, which of two sizes must hold its sublayers.
-        kinds: of each class, if as much attention as FFN is wholly near; else none.
-        num_slots: of each of the two sizes.
-        far_bytes: None for as much as it takes.
-        is_even: as many sublayers pass through one slot as through another.
+        choices: for each class, the ways to place one of its sublayers.
+        sizes: for each class, the number of its sublayers.
+        buffers: for each class, which of the two buffer sizes must hold its sublayers.
+        kinds: of each class, if as much attention as FFN is wholly near; else empty.
+        num_buffers: of each of the two sizes.
+        near_bytes: the near budget.
+        far_bytes: the far budget; None for no limit.
+        gap: relative distance to the optimum at which the solver may stop.
+        is_even: each buffer receives equally many sublayers.
 
-    Variables: the counts, then a flag for each that is not 0, then the two sizes of slots in bytes,
-    then the number of sublayers that pass through one of them.
+    Variables: the counts, then a flag for each count > 0, then the two buffer sizes in bytes, then
+    the number of sublayers that each buffer receives.
     """
     flat = [(group, choice) for group, options in enumerate(choices) for choice in options]
     num_choices = len(flat)
@@ -289,17 +300,17 @@ def _counts(
         used = np.zeros(num_variables)
         used[index], used[num_choices + index] = 1, -sizes[group]
         add(used, -np.inf, 0)
-        for slot in slots[group]:
+        for buffer in buffers[group]:
             holds = np.zeros(num_variables)
             holds[num_choices + index] = choice.extent * unit
-            holds[2 * num_choices + slot] = -1
+            holds[2 * num_choices + buffer] = -1
             add(holds, -np.inf, 0)
-    budget[2 * num_choices : -1] = num_slots
+    budget[2 * num_choices : -1] = num_buffers
     add(budget, -np.inf, near_bytes * unit)
     if is_even:
         half = np.zeros(num_variables)
         half[:num_choices] = [choice.extent > 0 for _, choice in flat]
-        half[-1] = -sum(num_slots)
+        half[-1] = -sum(num_buffers)
         add(half, 0, 0)
     if kinds:
         pairs = np.zeros(num_variables)
@@ -334,10 +345,10 @@ def _counts(
 
 
 def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choice]:
-    """FFNs that are wholly near in the layers whose attention is, as far as there are as many.
+    """Order FFNs so that they are wholly near where their layer's attention is.
 
-    Where layers differ (dense and sparse FFNs) there may not be; slots are larger then, and what
-    does not fit is not taken.
+    Where layers differ (dense and sparse FFNs) there may be too few. Then buffers are larger, and
+    the caller drops what does not fit.
     """
     near = [item for item in items if not item.extent]
     others = [item for item in items if item.extent]
@@ -350,7 +361,7 @@ def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choi
 
 
 def _spread(items: list[_Choice]) -> list[_Choice]:
-    """Different choices alternate over the layers, so that the link's load is even."""
+    """Alternate the choices over the layers, so that the link's load is even."""
     by_choice: dict[int, list[_Choice]] = {}
     for item in items:
         by_choice.setdefault(id(item), []).append(item)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load gets from a placement: time to first token, between tokens, tokens/s, joules."""
+"""Predicted serving of a workload: time to first token, between tokens, tokens/s, joules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_tiered.weights.placement import Placement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Requests of one length.
+    """Workload of requests of one length.
 
     Attributes:
-        prompt_tokens, output_tokens: of each.
-        max_requests: that run at a time, memory permitting.
-        block_tokens: KV memory is given in blocks of so many.
-        max_batched_tokens: that a step computes: prompts share the prefill steps.
+        prompt_tokens, output_tokens: of each request.
+        max_requests: requests that run at a time if memory permits.
+        block_tokens: tokens of a KV block.
+        max_batched_tokens: tokens of a step; prompts share the prefill steps.
     """
 
     prompt_tokens: int
@@ -29,21 +29,21 @@ class Workload:
     max_batched_tokens: int = 2048
 
     def kv_bytes(self, shape: ModelShape, requests: int = 1) -> int:
-        """Of requests at their full length, and of the block that vLLM sets aside."""
+        """Return the KV bytes of requests at full length, and of the block that vLLM reserves."""
         return (requests * self._blocks + 1) * self._block_bytes(shape)
 
     def max_requests_in(self, shape: ModelShape, kv_bytes: int) -> int:
-        """Those that run at a time in so much KV cache, ``max_requests`` at most."""
+        """Return the requests that run at a time in so much KV cache, ``max_requests`` at most."""
         blocks = kv_bytes // self._block_bytes(shape) - 1
         return max(0, min(self.max_requests, blocks // self._blocks))
 
     def decode(self, requests: int) -> Batch:
-        """A step in which each adds a token, in the middle of its output."""
+        """Return a step in which each request adds a token, in the middle of its output."""
         context = self.prompt_tokens + self.output_tokens // 2
         return Batch(requests=requests, new_tokens=1, context_tokens=context)
 
     def prefill(self, requests: int = 1) -> Batch:
-        """A step in which each computes its prompt."""
+        """Return a step in which each request computes its prompt."""
         return Batch(requests=requests, new_tokens=self.prompt_tokens, context_tokens=0)
 
     @property
@@ -56,12 +56,12 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingEstimate:
-    """What so many requests at a time get.
+    """Predicted times and rates of so many requests at a time.
 
     Attributes:
-        prefill_seconds: of one request's prompt, alone: its time to first token.
-        decode_seconds: of a step with all of them: the time between tokens.
-        stall_share: of that step, for which compute waits for weights.
+        prefill_seconds: of one request's prompt alone: its time to first token.
+        decode_seconds: of a step with all requests: the time between tokens.
+        stall_share: share of that step for which compute waits for weights.
         tokens_per_s: output tokens, with the prefills in between.
         joules_per_token: of output, prefills included; None where the machine's power is unknown.
     """
@@ -77,12 +77,14 @@ class ServingEstimate:
 def estimate_serving(
     shape: ModelShape, machine: Machine, placement: Placement, load: Workload, requests: int
 ) -> ServingEstimate:
-    """Predict ``requests`` of the load, all the time."""
+    """Predict the steady state with ``requests`` of the workload."""
     decode = predict_step(shape, machine, placement, load.decode(requests))
     alone = predict_step(shape, machine, placement, load.prefill())
     together = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
-    prompts = predict_step(shape, machine, placement, load.prefill(together))
-    # While prompts are computed the others' tokens wait.
+    prompts = alone
+    if together > 1:
+        prompts = predict_step(shape, machine, placement, load.prefill(together))
+    # Prefill steps delay the other requests' tokens.
     steps = requests / together
     seconds = load.output_tokens * decode.seconds + steps * prompts.seconds
     stall = load.output_tokens * decode.stall_seconds + steps * prompts.stall_seconds

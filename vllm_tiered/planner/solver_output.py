@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiGHS 1.12 prints a line to stdout where it mends a solution, whatever it is told."""
+"""Suppression of a line that HiGHS 1.12 prints to stdout when it repairs a solution."""
 
 import contextlib
 import ctypes
@@ -13,8 +13,10 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @contextlib.contextmanager
 def suppress_solver_output() -> Iterator[None]:
-    """Without that line, which would be in the midst of ``vllm-tiered plan --json``. What others
-    print meanwhile appears afterwards."""
+    """Drop the solver's line from stdout: it would break ``vllm-tiered plan --json``.
+
+    HiGHS prints it whatever its options say. Output of other threads appears afterwards.
+    """
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a process without stdout
             stdout = os.dup(1)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step takes on a machine: compute of each sublayer, and what arrives meanwhile.
+"""Predicted time of a step on a machine: compute of each sublayer, and transfers that overlap it.
 
-Of a machine that was probed a sublayer takes what its products were measured to take; else the
-longer of its memory traffic and its arithmetic (roofline). Attention reads the KV cache beside
-that. While copies run both are slower, as measured, or as they share the near tier's bandwidth.
-What a step costs beside the layers comes from the machine, and from the head, which reads its
-weights like a layer.
+On a probed machine a sublayer takes as long as its GEMMs were measured to take; else the longer of
+its memory traffic and its arithmetic (roofline). Attention reads the KV cache in addition. While
+copies run, compute and link slow down as measured, or as they share the near tier's bandwidth. The
+machine gives the cost of a step outside the layers, to which the head adds the read of its weights.
 
-Of weights in 4 bit transfers are less, and memory traffic where it is computed. An engine measures
-products with them; `vllm-tiered probe` does not, and its machine's are those of 16 bit.
+Weights in 4 bit have shorter transfers, and less memory traffic where the roofline is used. An
+engine measures GEMMs with them; `vllm-tiered probe` does not, so its machine takes 16-bit times.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from vllm_tiered.weights.placement import Placement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What a step computes.
+    """Batch of a step.
 
     Attributes:
         requests: in the step.
-        new_tokens: of each: 1 in decoding, the prompt in prefill.
-        context_tokens: of each, whose KV attention reads.
+        new_tokens: of each request: 1 in decoding, the prompt in prefill.
+        context_tokens: of each request; attention reads their KV.
     """
 
     requests: int
@@ -52,19 +51,19 @@ class Batch:
 
 
 def far_link(machine: Machine) -> Link:
-    """Far to near, as transfers of weights see it."""
+    """Return the far-to-near link of weight transfers."""
     latency_s = machine.far_layer_overhead_us * 1e-6 / 2  # a layer has two transfers
     return Link(bytes_per_s=machine.read_gb_per_s * 1e9, latency_s=latency_s)
 
 
 def storage_link(machine: Machine) -> Link | None:
-    """Storage to near, where the machine has it."""
+    """Return the storage-to-near link; None where the machine has none."""
     rate = machine.storage_read_gb_per_s
     return None if rate is None else Link(bytes_per_s=rate * 1e9)
 
 
 class Roofline(NamedTuple):
-    """Seconds of a sublayer's parts: weights are read while they are multiplied with, then KV."""
+    """Seconds of a sublayer's parts: reading weights overlaps arithmetic; reading KV follows."""
 
     weights: float
     arithmetic: float
@@ -76,7 +75,7 @@ class Roofline(NamedTuple):
 
     @property
     def is_arithmetic(self) -> bool:
-        """Whether arithmetic is most of it, and not memory traffic."""
+        """Whether arithmetic takes longest, and not memory traffic."""
         return self.arithmetic > max(self.weights, self.kv)
 
 
@@ -104,10 +103,16 @@ def roofline(
     batch: Batch,
     far: Sequence[Parameter] = (),
 ) -> Roofline:
-    """With no copies beside it; of a measured machine a product of one row is its memory traffic.
+    """Return the seconds of a sublayer's parts without concurrent copies.
+
+    On a probed machine the GEMM of one row stands for the memory traffic.
 
     Args:
-        far: those of its parameters, which may take longer to multiply with.
+        sublayer: to predict.
+        shape: of its model.
+        machine: to predict for.
+        batch: of the step.
+        far: the sublayer's offloaded parameters, whose GEMMs may take longer.
     """
     kv_bytes = 0.0
     if sublayer.kind is Kind.ATTENTION:
@@ -130,10 +135,10 @@ def roofline(
 
 
 def slowdown(machine: Machine) -> Slowdown:
-    """What compute and transfers do to each other: as measured, else by their bytes.
+    """Return the slowdown of concurrent compute and transfers: measured, or from their bytes.
 
-    Where copies take ``near_bytes_per_copied_byte`` of the bus that compute reads from, they share
-    it in proportion to what each would take alone.
+    Copies take ``near_bytes_per_copied_byte`` of the near tier's bus. They share it with compute in
+    proportion to what each would take alone.
     """
     if machine.curves:
         return Slowdown(machine.curves.compute_slowdown, machine.curves.link_slowdown)
@@ -145,14 +150,17 @@ def slowdown(machine: Machine) -> Slowdown:
 def compute_times(
     shape: ModelShape, machine: Machine, batch: Batch, placement: Placement | None = None
 ) -> ComputeTimes:
-    """Of each sublayer, with no copies beside it.
+    """Return the compute time of each sublayer without concurrent copies.
 
     Args:
-        placement: far weights may take longer to multiply with; None for all near.
+        shape: of the model.
+        machine: to predict for.
+        batch: of the step.
+        placement: GEMMs with its offloaded weights may take longer; None for all near.
     """
     requests = batch.requests
     rest = step_overhead_seconds(machine, requests)
-    # Of what is beside the layers, a step reads the head; of the embedding a few rows.
+    # Outside the layers a step reads the head, and a few rows of the embedding.
     if machine.curves:
         # An engine that places weights keeps embeddings and head once, and does not pack them.
         places = placement is not None and placement.policy != "all near"
@@ -173,7 +181,7 @@ def compute_times(
 def predict_step(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> StepTime:
-    """A step with the placement's far weights arriving as far ahead as it says."""
+    """Predict a step with the placement's weights prefetched at its depth."""
     times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
     return pipeline_step_time(transfers, times, slowdown(machine), placement.prefetch_depth)
@@ -186,7 +194,7 @@ def _measured_seconds(
     curves: MeasuredCurves,
     tokens: int,
 ) -> float:
-    """Each product as it was measured, and half of what a layer costs beside its products."""
+    """Return the measured time of each GEMM, and half of the layer's overhead."""
     names = {parameter.name for parameter in far}
     seconds = curves.layer_overhead_us * 1e-6 / 2
     for parameter in sublayer.parameters:

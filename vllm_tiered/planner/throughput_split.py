@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near memory split between weights and the KV cache, for throughput (ours; HeLM V-C is its idea).
+"""Memory split between weights and KV cache for throughput (ours, after HeLM V-C).
 
-All-CPU gives the KV cache everything: many requests share each arriving weight. That is one end.
-At the other the KV cache has what the load can use; more of it would lie idle while weights are
-far. In between a request more costs the bytes of its KV, and so longer transfers:
+All-CPU gives the KV cache everything: many requests share each transferred weight. That is one
+end. At the other end the KV cache has only what the workload can use. In between, one more request
+costs the bytes of its KV, and so longer transfers:
 
-    near memory   │ weights near │ slots │ KV of n requests │        n = 1, 2, ... that fit
+    near memory   │ resident weights │ buffers │ KV of n requests │     n = 1, 2, ... that fit
     tokens/s      n * output / (output * decode step(n, placement) + prefills(n, placement))
 
 For a number of requests :mod:`vllm_tiered.planner.latency_placement` chooses what stays near,
-and the prediction of :mod:`vllm_tiered.planner.serving` says what that gives. Numbers are searched
-coarsely first, then around the best. The placements of the papers are candidates too, so under its
-own model the split is never worse than those.
+and :mod:`vllm_tiered.planner.serving` predicts the result. The search is coarse first, then around
+the best. The papers' placements are candidates too, so under its own model the split is never worse
+than theirs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vllm_tiered.planner.memory_split import (
     MemorySplit,
     Target,
     baseline,
-    near_set,
-    near_sets,
+    milp_placement,
+    milp_placements,
     no_room,
     pick_split,
     split_for_latency,
@@ -41,20 +41,21 @@ from vllm_tiered.planner.step_time import compute_times
 from vllm_tiered.weights.placement import Placement
 
 _GRID = 16
-"""Numbers of requests tried at a time; one takes 0.08 s for 96 layers (a core of a Xeon)."""
+"""Numbers of requests per round of the search; one takes 0.08 s for 96 layers (a Xeon core)."""
 
 _SEARCH = SearchEffort(depths=(1,), stays=(NearScope.NONE, NearScope.ANY), gap=3e-3)
-"""Of each number's near set while numbers are compared; the best number's is solved out. Three
-tiers are searched in half the time, and predictions are off by more than that."""
+"""Effort while numbers are compared; the best number gets the full effort.
+
+The wider gap halves the time with three tiers, and predictions are off by more than that."""
 
 _SAME = 1e-9
-"""By which equal scores may differ, as they are sums."""
+"""Relative difference of equal scores, which are sums in different orders."""
 
 
 def split_for(
     target: Target, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
 ) -> MemorySplit:
-    """The better of both plans at the target, its own where they are as good.
+    """Return the better of both plans at the target; the target's own where they are as good.
 
     Raises:
         BudgetError: no placement fits beside the KV cache of one request.
@@ -69,7 +70,7 @@ def split_for(
 def split_for_throughput(
     shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
 ) -> MemorySplit:
-    """The split with the most predicted output tokens/s.
+    """Return the split with the most predicted output tokens/s.
 
     Raises:
         BudgetError: no placement fits beside the KV cache of one request.
@@ -83,11 +84,11 @@ def split_for_throughput(
             times = compute_times(shape, machine, load.decode(requests))
             kv_bytes = load.kv_bytes(shape, requests)
             score[requests] = search.consider(
-                near_set(shape, machine, times, room, kv_bytes, _SEARCH)
+                milp_placement(shape, machine, times, room, kv_bytes, _SEARCH)
             )
     if score:
         best = max(score, key=score.__getitem__)
-        for placement in near_sets(shape, machine, load, room, best):
+        for placement in milp_placements(shape, machine, load, room, best):
             search.consider(placement)
     if search.best is None:
         raise no_room(shape, load, room)
@@ -95,7 +96,7 @@ def split_for_throughput(
 
 
 class _Search:
-    """The best split so far."""
+    """Search state: the best split so far."""
 
     def __init__(
         self, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
@@ -104,7 +105,7 @@ class _Search:
         self.best: MemorySplit | None = None
 
     def consider(self, placement: Placement | None) -> float:
-        """Its tokens/s; 0 where it does not fit."""
+        """Return the placement's tokens/s, or 0 where it does not fit, and keep the best."""
         split = split_with(placement, *self._given) if placement else None
         if split is None:
             return 0.0
@@ -115,18 +116,19 @@ class _Search:
 
 
 def _rank(split: MemorySplit) -> tuple[float, int]:
-    """More tokens/s; of splits as fast the one that leaves more to the KV cache."""
+    """Return the sort key: tokens/s, then bytes left to the KV cache."""
     return split.served.tokens_per_s, split.kv_bytes
 
 
 def _coarse_to_fine(most: int, score: Mapping[int, float]) -> Iterator[int]:
-    """All numbers if they are few; else some in equal ratios, then those around the best.
+    """Yield all numbers if they are few; else some in equal ratios, then those around the best.
 
-    Often many are equally good, as the same weights stay near or the link sets the pace. What is
-    better, if anything, lies behind the last of them, before the next that is worse.
+    Often many are equally good, because the same weights stay near or the link is the bottleneck. A
+    better one, if any, lies between the last of them and the next that is worse.
 
     Args:
-        score: of each number that was given before, filled by the caller.
+        most: the largest number.
+        score: the result of each number that was yielded before; the caller fills it.
     """
     low, high = 1, most
     while high >= low:
@@ -142,7 +144,7 @@ def _coarse_to_fine(most: int, score: Mapping[int, float]) -> Iterator[int]:
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """Up to ``_GRID`` numbers between, and both, in equal ratios where they are far apart."""
+    """Return up to ``_GRID`` numbers from low to high, in equal ratios where they are far apart."""
     if high - low < _GRID:
         return list(range(low, high + 1))
     ratio = (high / low) ** (1 / (_GRID - 1))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights over mixed memory: sublayers that are far arrive while those before compute (HeLM)."""
+"""Weights over several memory tiers: layout, placement, prefetch and storage (HeLM)."""

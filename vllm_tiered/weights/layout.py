@@ -17,6 +17,7 @@ This module is free of torch, so that the planner can use it.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 BUFFER_ALIGNMENT = 64 * 1024
@@ -143,8 +144,7 @@ def buffer_sizes(extents: Sequence[int], prefetch_depth: int = 1) -> list[int]:
         extents: aligned bytes of each offloaded sublayer, in the order of computation.
         prefetch_depth: offloaded sublayers in transfer while one computes.
     """
-    count = len(extents)
-    buffers = [buffer_of(position, count, prefetch_depth) for position in range(count)]
+    buffers = _buffer_indices(len(extents), prefetch_depth)
     return [
         max(size for size, at in zip(extents, buffers, strict=True) if at == buffer)
         for buffer in range(1 + max(buffers, default=-1))
@@ -156,8 +156,14 @@ def moved_each_step(num_extents: int, prefetch_depth: int = 1) -> list[bool]:
 
     A sublayer with a buffer of its own is copied once.
     """
-    buffers = [buffer_of(position, num_extents, prefetch_depth) for position in range(num_extents)]
+    buffers = _buffer_indices(num_extents, prefetch_depth)
     return [buffers.count(buffer) > 1 for buffer in buffers]
+
+
+@cache
+def _buffer_indices(num_extents: int, prefetch_depth: int) -> tuple[int, ...]:
+    """Return the buffer of each position; planners ask for the same few numbers all the time."""
+    return tuple(buffer_of(at, num_extents, prefetch_depth) for at in range(num_extents))
 
 
 def assign_extents(sizes: Sequence[tuple[int, int]], prefetch_depth: int = 1) -> list[Extent]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's file of stored weights: filled by the first start, read by all later ones.
+"""File of a rank's stored weights: filled by the first start, read by all later ones.
 
-The file holds bytes in the order of computation, and says of which model, for which settings and in
-which placement: a placement made from measured times would differ from start to start.
+The file holds bytes in the order of computation. Its header names the model, the settings and the
+placement: a placement made from measured times would differ from start to start.
 """
 
 import logging
@@ -25,17 +25,17 @@ KNOB = "weights.storage_path"
 
 
 class WeightStore:
-    """Stored weights of one rank.
+    """File of one rank's stored weights.
 
     Args:
         folder: ``weights.storage_path``.
         rank, num_ranks: of tensor parallelism.
-        model: which weights: name, fingerprint, and changed, which tells when.
-        settings: what the placement and the parameters' bytes depend on; JSON-safe.
+        model: identity of the weights: name, fingerprint, and changed, the time of change.
+        settings: those that the placement and the parameters' bytes depend on; JSON-safe.
 
     Attributes:
         path: of the file.
-        is_filled: it has the weights of this model with these settings.
+        is_filled: the file has the weights of this model with these settings.
 
     Raises:
         ConfigError: the file holds another model's weights, or is of another version.
@@ -65,13 +65,14 @@ class WeightStore:
         return self._pages is not None
 
     def placement(self, sublayers: Sequence[Sublayer], far_bytes: int | None) -> Placement | None:
-        """As it was when the file was filled.
+        """Return the placement that the file was filled for.
 
         Args:
-            far_bytes: that far memory has; None for as much as it takes.
+            sublayers: of the model.
+            far_bytes: of far memory; None for no limit.
 
         Returns:
-            None if the file is not filled, or cannot be used: it is filled anew then.
+            None if the file is not filled, or cannot be used and will be filled anew.
         """
         if self._pages is None:
             return None
@@ -107,19 +108,22 @@ class WeightStore:
         return None
 
     def discard(self, reason: str) -> None:
-        """Fill the file anew; until then the old one stays. The file is filled."""
+        """Discard a filled file, which stays until it is filled anew."""
         assert self._pages is not None
         self._reason = reason
         logger.warning("tiered weights: %s %s: it is filled anew", self.path, reason)
         self._pages.close()
         self._pages = None
 
-    def keep(self, placement: Placement) -> None:
-        """The placement that the file is going to say."""
+    def record_placement(self, placement: Placement) -> None:
+        """Record the placement that will be written to the file."""
         self._tiers = _tiers(placement)
 
     def memory(self, num_pages: int) -> torch.Tensor | None:
-        """Where to load stored weights to, uint8 [num_pages, SLOT_ALIGNMENT]; None if filled.
+        """Return memory to load stored weights to, uint8 [num_pages, BUFFER_ALIGNMENT].
+
+        Returns:
+            None if the file is filled.
 
         Raises:
             ConfigError, BudgetError: as :class:`Draft`.
@@ -138,7 +142,7 @@ class WeightStore:
         return self._draft.memory
 
     def publish(self) -> PageBuffer:
-        """The stored weights as a source of copies; they are loaded.
+        """Publish the loaded weights, and return them as a source of copies.
 
         Raises:
             BudgetError: the disk is full.
@@ -152,12 +156,12 @@ class WeightStore:
         return self._pages.buffer()
 
     def cancel(self) -> None:
-        """Nobody waits for a silent disk any more: what is being read fails."""
+        """Make pending reads fail, so that nothing waits for a silent disk."""
         if self._pages is not None:
             self._pages.cancel()
 
     def close(self) -> None:
-        """Let go of the file; what is not published goes away. Idempotent."""
+        """Close the file, and drop an unpublished draft. Idempotent."""
         if self._draft is not None:
             self._draft.close()
         if self._pages is not None:
@@ -185,13 +189,13 @@ class WeightStore:
             self.discard("is of other settings")
 
     def _where(self, page: int) -> str:
-        """Whose page it is."""
+        """Return the sublayer of a page, for messages."""
         owners = [owner for owner, count in self._tiers["pages"] for _ in range(count)]
         return f"page {page} ({owners[page]})"
 
 
 def _tiers(placement: Placement) -> dict[str, Any]:
-    """What a file says of its placement, JSON-safe."""
+    """Return the file's description of a placement, JSON-safe."""
     owners = [f"layer {part.layer}, {part.kind.value}" for part in placement.sublayers]
     return {
         "policy": placement.policy,

@@ -43,6 +43,9 @@ EXPANDED_WEIGHTS_PER_S = 47e9
 """Calibrated on table IV's decode rows (least worst error): what is left of compute there when the
 products' memory traffic is taken off."""
 
+CARD_BYTES = 40 << 30
+"""Memory of the paper's A100: only All-CPU leaves room there for 44 requests."""
+
 MACHINE = load_profile("a100-optane")
 """What `vllm-tiered plan` takes for it too. Links are those of `LINK_GB_PER_S`, each in turn."""
 
@@ -118,6 +121,13 @@ def stage(
     )
 
 
+def card_bytes(shape: ModelShape, placement: Placement, requests: int) -> float:
+    """Return the card's bytes for compressed layers, 16-bit embeddings and head, and KV (V-C)."""
+    packed = COMPRESSED_BYTES_PER_WEIGHT / shape.dtype_bytes
+    kv_bytes = requests * (PROMPT_TOKENS + OUTPUT_TOKENS) * shape.kv_bytes_per_token
+    return packed * placement.near_bytes + shape.other_bytes + kv_bytes
+
+
 def _placement(name: str, shape: ModelShape) -> Placement:
     return place(name, shape.sublayers, FLEXGEN_PERCENTS if name == "flexgen" else None)
 
@@ -163,8 +173,8 @@ def _runs(shape: ModelShape) -> list[dict[str, Any]]:
     for name in ("flexgen", "helm", "all_far"):
         placement = _placement(name, shape)
         for requests in BATCHES:
-            if requests == max(BATCHES) and name != "all_far":
-                continue  # does not fit (V-C)
+            if card_bytes(shape, placement, requests) > CARD_BYTES:
+                continue
             for link in LINK_GB_PER_S:
                 prefill = stage(shape, placement, link, requests, PROMPT_TOKENS)
                 decode = stage(shape, placement, link, requests, 1)

@@ -66,7 +66,7 @@ class Model:
         if store is not None:
             placement = spill_to_storage(placement, placement.far_bytes // 2)
             assert placement.stored and placement.far_bytes
-            store.keep(placement)
+            store.record_placement(placement)
         groups = [
             OffloadedSublayer(
                 *([self.offloaded(one.layer, p.name) for p in part] for part in parts)

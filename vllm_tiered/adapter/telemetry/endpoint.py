@@ -8,8 +8,11 @@ between processes; a function would need vLLM's insecure serialization.
 vLLM serves an endpoint plugin only if VLLM_PLUGINS names it. `--plugin tiered` names it just as
 plainly, so then the route is added as well. VLLM_PLUGINS itself is left unchanged: it is one list
 for every kind of plugin; setting it would drop platform plugins and open other packages' routes.
+vLLM's warning that VLLM_PLUGINS is not set would be wrong about this route; it is suppressed where
+this route is the only one.
 """
 
+import importlib.metadata
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +80,20 @@ def announce() -> None:
 
 
 def _load_endpoint_plugins(original: Any, *args: Any, **kwargs: Any) -> Any:
-    plugins = original(*args, **kwargs)
+    plugins = [] if _would_warn_of_this_route_alone() else original(*args, **kwargs)
     if _announced and all(plugin.name != ROOT_KEY for plugin in plugins):
         logger.info("tiered: serving GET %s, because the plugin is switched on", PATH)
         plugins.append(make_endpoint_plugin())
     return plugins
+
+
+def _would_warn_of_this_route_alone() -> bool:
+    """Return whether vLLM would load no endpoint plugin and warn that it found one, this one."""
+    from vllm import envs
+    from vllm.plugins import ENDPOINT_PLUGINS_GROUP
+
+    found = importlib.metadata.entry_points(group=ENDPOINT_PLUGINS_GROUP)
+    return envs.VLLM_PLUGINS is None and found.names == {ROOT_KEY}
 
 
 def _worker_manifest(worker: Any) -> dict[str, Any] | None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs and compiled code around far weights.
+"""CUDA graphs and compiled code with offloaded weights.
 
-A captured graph repeats what the GPU was given, and no Python: a copy that the ring queued while it
-was captured would be queued once for ever, and at every replay overwrite a slot. So the two calls
-of a module with far parameters are where vLLM cuts the graph, as attention is, and each product is
-a piece of its own; the slots' addresses, which it keeps, never change:
+A captured graph replays GPU work, but no Python. A load queued during a capture would be
+queued once and for all, and each replay would overwrite a buffer. So vLLM splits the graph at the
+two calls of a module with offloaded parameters, as it does at attention, and each GEMM
+is a piece of its own. The graph keeps the buffers' addresses, which never change:
 
-    captured    ... norm │                │ product │                         │ product │ ...
-    Python               │ wait_prefetch  │         │ start_prefetch,         │
-                         │                │         │ attention, wait_prefetch│
+    captured    ... norm │                │ GEMM │                         │ GEMM │ ...
+    Python               │ wait_prefetch  │      │ start_prefetch,         │
+                         │                │      │ attention, wait_prefetch│
 """
 
 import json
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tiered")
 
 SPLITTING_OPS = ("vllm::wait_prefetch", "vllm::start_prefetch")
-"""vLLM's ops for offloaders, as its splitting_ops name them."""
+"""vLLM's ops for offloaders, by their names in ``splitting_ops``."""
 
 PLACEMENT_KEY = "tiered_placement"
 
 
 def partition_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
-    """Let vLLM capture between the waits for weights, or nothing; one log line says which.
+    """Let vLLM capture between the waits for weights, or nothing, and log which.
 
-    Only pieces are captured: no graph of a whole step, as vLLM would have for decode steps.
+    Only pieces are captured, and no graphs of whole decode steps.
     """
     compilation = vllm_config.compilation_config
     before = compilation.cudagraph_mode
@@ -50,14 +50,14 @@ def partition_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
         return
     cuda_graphs.split_graphs_at(SPLITTING_OPS, compilation)
     logger.info(
-        "tiered weights: CUDA graphs are PIECEWISE (%s without far weights), cut where sublayers "
-        "wait for their weights",
+        "tiered weights: CUDA graphs are PIECEWISE (%s without far weights), split where "
+        "sublayers wait for their weights",
         before,
     )
 
 
 def _why_none(config: WeightsConfig, compilation: Any) -> str | None:
-    """Why no graph can be captured, and what would change that; None if pieces can be."""
+    """Return why no graph can be captured, and the remedy; None if pieces can be captured."""
     if config.storage_path is not None:
         return (
             "threads read weights.storage_path while the model runs, and CUDA lets no other thread "
@@ -69,7 +69,7 @@ def _why_none(config: WeightsConfig, compilation: Any) -> str | None:
 
 
 def check_not_captured() -> None:
-    """Raises IntegrityError in a capture: what is called from here would not be repeated."""
+    """Raise IntegrityError during a capture: its replays would not repeat the caller's work."""
     if torch.cuda.is_current_stream_capturing():
         raise IntegrityError(
             "a CUDA graph is captured around a wait for far weights, which its replays would not "
@@ -78,8 +78,11 @@ def check_not_captured() -> None:
 
 
 def remember_placement(placement: Placement) -> None:
-    """Into the key of vLLM's compiled code: which modules wait follows from the placement, and that
-    not from the configuration alone where it was measured."""
+    """Add the placement to the key of vLLM's compiled code.
+
+    The placement decides which modules wait. Where it was measured, it does not follow from the
+    configuration alone.
+    """
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_config = get_current_vllm_config_or_none()

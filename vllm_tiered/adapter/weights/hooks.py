@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules with far parameters wait for them, and say when they are done."""
+"""Forward hooks of modules with offloaded parameters: acquire and release their weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,13 @@ from vllm_tiered.adapter.weights.layer_weights import disable_weight_processing
 def register_hooks(
     layer: nn.Module, names: Sequence[str], position: int, offloader: BaseOffloader
 ) -> None:
-    """Let each module that has far parameters itself wait for them.
+    """Register hooks on each module that owns offloaded parameters.
 
     Args:
+        layer: a decoder layer.
         names: of the parameters, in the layer.
-        position: of their sublayer, as the offloader counts.
+        position: of their sublayer among those with offloaded parameters.
+        offloader: acquires and releases the weights.
     """
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = layer.get_submodule(path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layers with weights in 4 bit: which they are, and how they multiply.
+"""vLLM's linear layers with weights in 4 bit: their selection and their GEMM.
 
-The product is a custom op, so that compiled code calls it as it is, and it chooses by the number of
-tokens when it runs.
+The GEMM is a custom op: compiled code calls it as it is, and it chooses a kernel by the number of
+tokens at run time.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Apply = Callable[[nn.Module, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def compressible_weights(layers: Sequence[nn.Module]) -> list[set[str]]:
-    """Of each layer, the weights of linear layers that can be kept in 4 bit.
+    """Return the linear weights of each layer that can be kept in 4 bit.
 
     Raises:
         UnsupportedError: there is none in the whole model.
@@ -38,7 +38,7 @@ def compressible_weights(layers: Sequence[nn.Module]) -> list[set[str]]:
 
 
 def _compressible(layer: nn.Module) -> set[str]:
-    """Not those that vLLM leaves unpacked itself: others read them."""
+    """Return a layer's compressible weights, without those that vLLM leaves unpacked for others."""
     names = movable_parameters(layer)
     return {
         f"{path}.weight"
@@ -52,10 +52,10 @@ def _compressible(layer: nn.Module) -> set[str]:
 
 
 class CompressedLinear:
-    """A linear layer whose weight is kept in 4 bit.
+    """Linear layer whose weight is kept in 4 bit.
 
     Args:
-        module: of vLLM, not loaded yet; it will not be packed, nor moved.
+        module: vLLM's layer, not loaded yet; vLLM will neither pack nor move its weight.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,10 +66,10 @@ class CompressedLinear:
         disable_weight_processing(module)
 
     def multiply_compressed(self) -> None:
-        """From now on; the weight is compressed.
+        """Make the layer multiply with its compressed weight from now on.
 
         Raises:
-            UnsupportedError: the layer has another weight than when it was built.
+            UnsupportedError: the layer's weight was replaced since it was built.
         """
         if self._module.weight is not self.weight:
             raise UnsupportedError(
@@ -80,25 +80,25 @@ class CompressedLinear:
         setattr(self._module.quant_method, "apply", _apply(self._rows))  # noqa: B010 (its types)
 
     def compress(self, near_device: torch.device) -> None:
-        """Into near memory; the memory that it was loaded into is freed."""
+        """Compress the weight into near memory, and free the memory it was loaded to."""
         compress = packing_for(near_device).compress
         self.weight.data = compress(self.weight.data.cpu(), None).to(near_device)
 
 
 def _apply(rows: int) -> Apply:
-    """What multiplies for a linear layer with so many rows."""
+    """Return the ``apply`` of a linear layer with so many rows."""
     op = _op()
 
     def apply(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return op(x, layer.weight, rows, bias)
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        return _product(x, weight, rows, bias)
+        return _gemm(x, weight, rows, bias)
 
     return apply
 
 
-def _product(
+def _gemm(
     x: torch.Tensor, weight: torch.Tensor, rows: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
     return packing_for(x.device).linear(x, weight, rows, bias)
@@ -106,12 +106,12 @@ def _product(
 
 @cache
 def _op() -> Callable[..., torch.Tensor]:
-    """``tiered::int4_linear``, registered when it is first asked for."""
+    """Return the op ``tiered::int4_linear``, registered on first use."""
     library = torch.library.Library("tiered", "FRAGMENT")
     library.define("int4_linear(Tensor x, Tensor weight, int rows, Tensor? bias) -> Tensor")
     for backend in ("CPU", "CUDA"):
-        library.impl("int4_linear", _product, backend)
-    library._register_fake("int4_linear", _shape_of_product)
+        library.impl("int4_linear", _gemm, backend)
+    library._register_fake("int4_linear", _fake_gemm)
     _libraries.append(library)  # an op goes away with its library
     op: Callable[..., torch.Tensor] = torch.ops.tiered.int4_linear.default
     return op
@@ -120,7 +120,7 @@ def _op() -> Callable[..., torch.Tensor]:
 _libraries: list[torch.library.Library] = []
 
 
-def _shape_of_product(
+def _fake_gemm(
     x: torch.Tensor, weight: torch.Tensor, rows: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], rows))

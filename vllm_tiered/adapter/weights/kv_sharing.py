@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements that share near memory with the KV cache: "throughput" and "auto" (HeLM, V-C).
+"""Placements that share near memory with the KV cache: "throughput" and "auto" (HeLM V-C).
 
-``weights.near_gib`` is then what the layers and the KV cache of a rank have together. The plan is
-that of ``vllm-tiered plan``, by the same functions, on a machine measured here; vLLM's KV cache
-gets the rest of near memory, to the byte.
+Layers and KV cache of a rank then share ``weights.near_gib``. The plan is that of `vllm-tiered
+plan`, made by the same functions for the machine measured here. vLLM's KV cache gets the rest of
+near memory, to the byte.
 
-    arguments      what else sizes the KV cache is refused
+    arguments      other settings of the KV cache's size are refused
     configuration  kv_cache_memory_bytes = near_gib: no worker reserves a share of all memory
-    model built    measured, agreed on by all ranks, planned, or as the file of stored weights says;
-                   kv_cache_memory_bytes = the rest
+    model built    measure, agree with all ranks, plan (or read the placement of the file of stored
+                   weights); kv_cache_memory_bytes = the rest
     KV cache       vLLM asks each worker, and takes the blocks that fit all of them
 """
 
@@ -45,10 +45,10 @@ logger = logging.getLogger("vllm.tiered")
 
 
 def check_args(engine_args: Any, environment: Any) -> None:
-    """Whether anything else says how large the KV cache is.
+    """Check that no other setting sizes the KV cache.
 
     Raises:
-        UnsupportedError: naming it.
+        UnsupportedError: one does; the message names it.
     """
     given = {
         "--kv-cache-memory-bytes": engine_args.kv_cache_memory_bytes,
@@ -73,7 +73,10 @@ def check_args(engine_args: Any, environment: Any) -> None:
 
 
 def reserve_kv_memory(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
-    """Before the layers are known the KV cache has all of it; workers allocate nothing yet."""
+    """Give the KV cache all of ``weights.near_gib`` until the layers are known.
+
+    Workers allocate nothing before that.
+    """
     vllm_config.cache_config.kv_cache_memory_bytes = _near_bytes(config)
 
 
@@ -91,11 +94,17 @@ def plan_with_kv(
     far_bytes: int | None,
     is_first: bool,
 ) -> Placement:
-    """The placement that shares ``weights.near_gib`` with the KV cache best.
+    """Return the placement that shares ``weights.near_gib`` with the KV cache best.
 
     Args:
-        compressed: of each layer, the matrices that will be in 4 bit.
-        far_bytes: None for as much as it takes; with ``weights.storage_path`` the rest is stored.
+        config: placement and budgets.
+        device: whose links are measured.
+        layers: the decoder layers.
+        sublayers: of the layers, in the order of computation.
+        near_device: torch's device that computes.
+        compressed: for each layer, the matrices that will be in 4 bit.
+        far_bytes: None for no limit; with ``weights.storage_path`` the rest is stored.
+        is_first: this rank logs the plan.
 
     Raises:
         BudgetError: the layers leave nothing to one request of ``--max-model-len`` tokens.
@@ -124,7 +133,7 @@ def plan_with_kv(
 
 
 def give_rest_to_kv(config: WeightsConfig, placement: Placement) -> None:
-    """vLLM's KV cache of this rank gets what the placement leaves of ``weights.near_gib``."""
+    """Give this rank's KV cache what the placement leaves of ``weights.near_gib``."""
     from vllm.config import get_current_vllm_config
 
     rest = _near_bytes(config) - placement.near_bytes
@@ -132,8 +141,10 @@ def give_rest_to_kv(config: WeightsConfig, placement: Placement) -> None:
 
 
 def plan_inputs() -> dict[str, Any]:
-    """What a plan depends on beside the weights' settings, JSON-safe: a file of stored weights has
-    one placement, and another load would have another."""
+    """Return the plan's inputs beside the weights' settings, JSON-safe.
+
+    A file of stored weights has one placement, and another workload would have another.
+    """
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()
@@ -141,12 +152,12 @@ def plan_inputs() -> dict[str, Any]:
 
 
 def all_ranks_have(has: bool) -> bool:
-    """Whether all ranks have it, said to each of them."""
+    """Return on every rank whether all ranks have it."""
     return not any(_worst_of_ranks([0.0 if has else 1.0]))
 
 
 def workload_of(vllm_config: "VllmConfig") -> Workload:
-    """What is planned for: as many of the longest requests as may run, half of each its prompt."""
+    """Return the planned workload: the longest requests, half of each its prompt."""
     scheduler = vllm_config.scheduler_config
     longest = vllm_config.model_config.max_model_len
     prompt = max(1, longest // 2)
@@ -160,18 +171,20 @@ def workload_of(vllm_config: "VllmConfig") -> Workload:
 
 
 def target_of(vllm_config: "VllmConfig") -> Target:
-    """vLLM's ``--performance-mode``; where that is balanced, by ``--max-num-seqs``."""
+    """Return the target of ``--performance-mode``; if balanced, that of ``--max-num-seqs``."""
     modes: dict[str, Target] = {"interactivity": "latency", "throughput": "throughput"}
     by_requests = target_for(vllm_config.scheduler_config.max_num_seqs)
     return modes.get(vllm_config.performance_mode, by_requests)
 
 
 def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int | None]:
-    """The slowest rank's figures, and the least far memory: shards are alike, so all ranks come to
-    the same plan."""
+    """Return the slowest rank's figures and the least far memory.
+
+    Shards are alike, so all ranks make the same plan from them.
+    """
     curves = machine.curves
     assert curves is not None
-    products = [curve for curve in (curves.near, curves.far, curves.compressed) if curve]
+    gemm_curves = [curve for curve in (curves.near, curves.far, curves.compressed) if curve]
     costs = [
         1 / machine.read_gb_per_s,
         1 / machine.near_gb_per_s,
@@ -181,13 +194,13 @@ def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int
         curves.compute_slowdown,
         curves.link_slowdown,
         -float(far_bytes or 0),
-        *(seconds for curve in products for seconds in curve.points.values()),
+        *(seconds for curve in gemm_curves for seconds in curve.points.values()),
     ]
     worst = _worst_of_ranks(costs)
     read, near, tflops, overhead, storage, compute_slower, link_slower, far = worst[:8]
     rest = iter(worst[8:])
     near_curve, far_curve, *compressed = (
-        GemmCurve.of({key: next(rest) for key in curve.points}) for curve in products
+        GemmCurve.of({key: next(rest) for key in curve.points}) for curve in gemm_curves
     )
     agreed = replace(
         machine,
@@ -210,7 +223,7 @@ def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int
 
 
 def _worst_of_ranks(costs: list[float]) -> list[float]:
-    """The largest of each over all ranks."""
+    """Return the maximum of each cost over all ranks."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
@@ -228,7 +241,7 @@ def _shape(
     sublayers: Sequence[Sublayer],
     compressed: Sequence[Collection[str]],
 ) -> ModelShape:
-    """The layers as they are built, and a token's KV as vLLM's specs give it."""
+    """Return the shape of the built layers, with a token's KV bytes from vLLM's specs."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -245,7 +258,7 @@ def _shape(
         head_bytes=vocabulary * model_config.get_hidden_size() * width,
         kv_bytes_per_token=sum(-(-s.page_size_bytes // s.block_size) for s in specs if s),
         dtype_bytes=width,
-        # Of others the bytes say how many weights there are.
+        # The bytes of uncompressed matrices give their number of weights.
         matrices={
             name: matrix.shape
             for layer in matrices_of(layers, compressed)
@@ -271,8 +284,8 @@ def _announce(
     wanted = f"auto, for {target}: " if config.placement == "auto" else ""
     logger.info(
         "tiered weights: %s%s leaves %s of %s near memory to the KV cache, for %d of up to %d "
-        "requests of %d tokens at a time; planned in %.1f s from measured figures: products %.1f "
-        "GB/s and %.2f TFLOPS, link %.1f GB/s, products beside copies %.2fx as long",
+        "requests of %d tokens at a time; planned in %.1f s from measured figures: GEMMs %.1f "
+        "GB/s and %.2f TFLOPS, link %.1f GB/s, GEMMs during copies %.2fx as long",
         wanted,
         split.placement.policy,
         format_bytes(split.kv_bytes),

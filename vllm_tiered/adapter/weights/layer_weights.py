@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a vLLM layer can be placed, and how a layer leaves the near tier while it is built."""
+"""Parameters of a vLLM layer: which can be placed, and where they are while it is built."""
 
 from collections.abc import Collection
 
@@ -13,7 +13,10 @@ from vllm_tiered.weights.int4.layout import compressed_bytes
 
 
 def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, int]:
-    """Of each parameter where it will be, ``compressed`` ones in 4 bit; call it before that."""
+    """Return the bytes of each parameter in its tier, with ``compressed`` ones in 4 bit.
+
+    Call it before parameters are compressed.
+    """
     return {
         name: compressed_bytes(p.shape[0], p.shape[1], p.itemsize)
         if name in compressed
@@ -23,10 +26,10 @@ def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, 
 
 
 def movable_parameters(layer: nn.Module) -> set[str]:
-    """Parameters that a linear layer alone multiplies with, or adds within its own call.
+    """Return the parameters that only a linear layer reads, within its own call.
 
-    Others are read by somebody else, at any time: convolutions of state-space models, biases that
-    are returned to be added later.
+    Other modules may read the rest at any time: convolutions of state-space models, biases that are
+    returned to be added later.
     """
     names: set[str] = set()
     for path, module in layer.named_modules():
@@ -40,7 +43,7 @@ def movable_parameters(layer: nn.Module) -> set[str]:
 
 
 def move_to_host(layer: nn.Module) -> None:
-    """As soon as it is built: a model larger than the near tier can be."""
+    """Move a new layer's parameters to the host: the model may be larger than near memory."""
     for name, parameter in layer.named_parameters():
         if not parameter.is_contiguous():
             raise UnsupportedError(
@@ -51,18 +54,18 @@ def move_to_host(layer: nn.Module) -> None:
 
 
 def move_to_near(layer: nn.Module, far_names: Collection[str], near_device: torch.device) -> None:
-    """What has no home in far memory."""
+    """Move all parameters but those in ``far_names`` to near memory."""
     for name, parameter in layer.named_parameters():
         if name not in far_names:
             parameter.data = parameter.data.to(near_device)
 
 
 def disable_weight_processing(module: nn.Module) -> None:
-    """Let vLLM leave the layer's weight as it was loaded, and where.
+    """Let vLLM leave the layer's weight as and where it was loaded.
 
-    Its CPU backend would keep a packed copy near. On a GPU, where an unquantized weight is not
-    processed, it would move it to the GPU and back, to other memory: pinned, and a second time as
-    much as all that is far.
+    vLLM's CPU backend would keep a packed copy near. On a GPU, where an unquantized weight is not
+    processed, vLLM would move it to the GPU and back to new pinned memory: that would take as much
+    memory again as all that is far.
     """
     module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
     method = getattr(module, "quant_method", None)
@@ -71,9 +74,10 @@ def disable_weight_processing(module: nn.Module) -> None:
 
 
 def skip_loading(parameter: nn.Parameter) -> None:
-    """Let vLLM's loaders pass by: the file of weights has it, and the slot is another's too.
+    """Make vLLM's loaders skip a parameter that the file of stored weights already has.
 
-    They read a checkpoint's tensors when they are copied, so those of the parameter are not read.
+    Its memory is a weight buffer, which sublayers share. Loaders read a tensor when they copy it,
+    so the parameter's tensors are not read.
     """
     parameter.weight_loader = _load_nothing  # type: ignore[attr-defined]
 
@@ -83,7 +87,7 @@ def _load_nothing(*args: object, **kwargs: object) -> None:
 
 
 def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product with a weight as the checkpoint has it, where vLLM would have packed it.
+    """Multiply with a weight in the checkpoint's layout, where vLLM would have packed it.
 
     For several rows torch is faster with the weight on the left: 2048 x 8192 in bfloat16, 8, 38 and
     256 rows on one core: 2.4, 4.2 and 7.8 ms against 2.9, 6.0 and 9.9; packed 2.5, 4.2 and 10.1

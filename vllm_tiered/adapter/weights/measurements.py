@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured where the model is about to run: how long sublayers compute, how long they travel.
+"""Measurements where the model is about to run: GEMM times, links, and their contention.
 
-``measure`` takes the products of the layers' own shapes at one number of rows: enough for a step
-of one request. ``measure_machine`` takes those of the smallest and the largest matrix by rows, and
-what copies and compute do to each other: a plan for many requests needs both.
+``measure_sublayers`` times the GEMMs of the layers' own shapes at one number of rows: enough for a
+step of one request. ``measure_machine`` times those of the smallest and the largest matrix by rows,
+and the contention of copies and compute: a plan for many requests needs both.
 """
 
 import math
@@ -38,20 +38,20 @@ from vllm_tiered.weights.layout import Sublayer, extent_bytes
 from vllm_tiered.weights.store import KNOB
 
 ROWS = (1, 4, 16, 64, 256)
-"""Of the products that a machine is described by: those of a probe."""
+"""Activation rows of the measured GEMMs, as in a probe."""
 
 _POINT_SECONDS = 0.05
-"""For each of them: there are some 20 to 30."""
+"""Time for each GEMM, of which there are some 20 to 30."""
 
 _BESIDE_SECONDS = 1.0
 
 _COPY_SECONDS = 0.02
-"""A copy beside products takes about so long, or less: a slow link is not waited for."""
+"""Longest copy of the contention probe, so that a slow link does not delay the start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSublayers:
-    """What the placement is made from.
+    """Measured compute times and links for a placement.
 
     Attributes:
         times: compute of each sublayer at ``num_tokens``, weights near.
@@ -65,12 +65,12 @@ class MeasuredSublayers:
 
 
 class Matrix(NamedTuple):
-    """What a product takes its time from.
+    """Matrix as the time of its GEMM depends on it.
 
     Attributes:
         shape: (out, in).
         dtype: of the activations, and of weights that are not compressed.
-        is_compressed: it will be in 4 bit.
+        is_compressed: its weights will be in 4 bit.
     """
 
     shape: tuple[int, int]
@@ -79,7 +79,7 @@ class Matrix(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Not compressed."""
+        """Bytes without compression."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
@@ -93,12 +93,18 @@ def measure_sublayers(
     storage_folder: Path | None = None,
     num_tokens: int = 1,
 ) -> MeasuredSublayers:
-    """A second or two: each link once, and the products of each distinct shape.
+    """Measure each link once, and the GEMMs of each distinct shape, in a second or two.
 
-    Attention itself is not counted: it reads the KV cache, whose length nobody knows yet.
+    Attention itself is not counted: it reads the KV cache, whose length is not known yet.
 
     Args:
-        compressed: of each layer, the matrices that will be in 4 bit.
+        device: whose links are measured.
+        layers: the decoder layers.
+        sublayers: of the layers, in the order of computation.
+        near_device: torch's device that computes.
+        compressed: for each layer, the matrices that will be in 4 bit.
+        storage_folder: of the file of stored weights; None if there is none.
+        num_tokens: rows of the activations.
     """
     by_name = matrices_of(layers, compressed)
     seconds = {
@@ -130,19 +136,19 @@ def measure_machine(
     compressed: Sequence[Collection[str]],
     storage_folder: Path | None = None,
 ) -> Machine:
-    """The machine that a plan for many requests sees, as :func:`measure` would measure it.
+    """Measure the machine that a plan for many requests needs.
 
-    What a step costs beside the layers, and requests cost apart from their KV, is not known before
-    the model runs, and counted as nothing; it is the same for every placement.
+    The costs of a step outside the layers, and of requests apart from their KV, are not known
+    before the model runs. They count as nothing, because they are equal for every placement.
     """
     all_of = {matrix for layer in matrices_of(layers, compressed) for matrix in layer.values()}
     largest = max(all_of, key=lambda matrix: matrix.num_bytes)._replace(is_compressed=False)
     plain = _ends(matrix for matrix in all_of if not matrix.is_compressed) or [largest]
     packed = _ends(matrix for matrix in all_of if matrix.is_compressed)
     near, far = (_curve(plain, near_device, is_far=is_far) for is_far in (False, True))
-    # A far weight is at best the same product: what was measured faster was disturbed less.
+    # A far weight's GEMM is at best as fast as a near one's: a faster one was disturbed less.
     far = GemmCurve.of({key: max(far.points[key], near.points[key]) for key in near.points})
-    # A page first: what a transfer takes before any byte comes.
+    # One page first: the latency of a transfer.
     sizes = [PAGE_BYTES, _link_bytes(sublayers)]
     smallest, sample = link_curve(device, Direction.READ, near_device, sizes)
     link = link_of(sample)
@@ -182,7 +188,7 @@ def measure_machine(
 def matrices_of(
     layers: Sequence[nn.Module], compressed: Sequence[Collection[str]]
 ) -> list[dict[str, Matrix]]:
-    """Of each layer, by their names in it."""
+    """Return the matrices of each layer by their names in it."""
     return [
         {
             name: Matrix((p.shape[0], p.shape[1]), p.dtype, name in names)
@@ -194,12 +200,12 @@ def matrices_of(
 
 
 def link_of(sample: Sample) -> Link:
-    """A link as fast as the transfer that was measured."""
+    """Return a link as fast as the measured transfer."""
     return Link(bytes_per_s=sample.num_bytes / sample.seconds)
 
 
 def _link_bytes(sublayers: Sequence[Sublayer]) -> int:
-    """Of the largest sublayer: what a link is measured with."""
+    """Return the bytes of the largest sublayer, with which the link is measured."""
     largest = max(extent_bytes(p.num_bytes for p in sublayer.parameters) for sublayer in sublayers)
     return min(max(largest, PAGE_BYTES), max(SIZES))
 
@@ -211,7 +217,7 @@ def _storage(device: Device, folder: Path | None, near_device: torch.device) -> 
 
 
 def _ends(matrices: Iterator[Matrix]) -> list[Matrix]:
-    """The smallest and the largest: products of sizes in between take times in between."""
+    """Return the smallest and the largest matrix: GEMMs in between take times in between."""
     by_size = {matrix.num_bytes: matrix for matrix in matrices}
     return [by_size[size] for size in sorted({min(by_size), max(by_size)})] if by_size else []
 
@@ -219,7 +225,7 @@ def _ends(matrices: Iterator[Matrix]) -> list[Matrix]:
 def _curve(
     matrices: Sequence[Matrix], near_device: torch.device, *, is_far: bool = False
 ) -> GemmCurve:
-    """By the bytes that they have before they are compressed."""
+    """Return GEMM times by the matrices' uncompressed bytes and by rows."""
     found: dict[tuple[int, int], float] = {}
     for matrix in matrices:
         seconds = _seconds(matrix, ROWS, near_device, is_far=is_far, seconds=_POINT_SECONDS)
@@ -235,7 +241,7 @@ def _seconds(
     is_far: bool = False,
     seconds: float = SECONDS,
 ) -> list[float]:
-    """Of products by the activations' rows."""
+    """Return the seconds of GEMMs with each number of activation rows."""
     if matrix.is_compressed:
         return _compressed_seconds(matrix, rows, near_device, seconds)
     gemm_of = far_gemm if is_far else near_gemm
@@ -248,7 +254,7 @@ def _seconds(
 def _compressed_seconds(
     matrix: Matrix, rows: Sequence[int], near_device: torch.device, seconds: float
 ) -> list[float]:
-    """Products with a matrix in 4 bit that is in no cache; near or far, they are the same."""
+    """Time GEMMs with a 4-bit matrix that is in no cache; near and far ones are equal."""
     out_features, in_features = matrix.shape
     packing = packing_for(near_device)
     weight = torch.randn(matrix.shape, device=near_device).to(matrix.dtype)
@@ -267,7 +273,7 @@ def _compressed_seconds(
 
 
 def _copied_shape(matrix: Matrix, link: Link) -> tuple[int, int]:
-    """Rows of the matrix that are copied beside products: whole pages, and not too many."""
+    """Return the shape of the matrix part that is copied during GEMMs, in whole pages."""
     row_bytes = matrix.shape[1] * matrix.dtype.itemsize
     least = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)  # rows of whole pages
     wanted = min(matrix.num_bytes, _COPY_SECONDS * link.bytes_per_s) / (least * row_bytes)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far weights in vLLM's model: homes as layers are built, slots when they are loaded (HeLM, V).
+"""vLLM offloader that places the decoder layers' weights (HeLM, section V).
 
-vLLM hands each decoder layer to its offloader as it builds it. There the layer's parameters leave
-the near tier, so that a model larger than it can be built; when all layers are known, the placement
-gives every parameter its home, into which vLLM's loader then writes.
+vLLM hands each decoder layer to its offloader as it builds it. The offloader moves the layer's
+parameters out of near memory, so that a model larger than it can be built. When all layers are
+known, the placement gives every parameter its tier, and vLLM's loader writes to the tiers.
 
-    wrap_modules   homes         far parameters are views of far memory
-    (loading)                    weights are written to their homes
-    post_init      slots         far parameters are views of the staging slots, always the same ones
-                                 (those in 4 bit go to their homes only here, one by one)
-    forward        enter, leave  each module with far parameters waits, and frees its slot
+    wrap_modules   tiers             far parameters are views of far memory
+    (loading)                        the loader writes weights to their tiers
+    post_init      buffers           far parameters are views of the weight buffers, always the same
+                                     (those in 4 bit go to their tiers only here, one by one)
+    forward        acquire, release  each module with offloaded parameters waits, then frees its
+                                     buffer
 
-The two calls go through vLLM's own custom ops for offloaders where the model is compiled.
+In compiled models the two calls go through vLLM's own custom ops for offloaders.
 """
 
 import json
@@ -71,16 +72,16 @@ logger = logging.getLogger("vllm.tiered")
 
 
 class TieredOffloader(BaseOffloader):
-    """Places the parameters of the decoder layers, and brings far ones in time.
+    """vLLM offloader that places the decoder layers' parameters and prefetches offloaded ones.
 
     Args:
         config: the placement and its budgets.
-        rank, num_ranks: of the engine; the first logs.
-        model: says which weights the model has, for a file of them.
+        model: returns the identity of the model's weights, for a file of stored weights.
+        rank, num_ranks: of the engine; the first rank logs.
 
     Attributes:
-        placement: of the layers, when they are built.
-        ring: the staging slots, when all weights are loaded.
+        placement: of the layers, once they are built.
+        buffer_pool: the weight buffers, once all weights are loaded.
         is_used: it has the layers of a model.
     """
 
@@ -110,7 +111,7 @@ class TieredOffloader(BaseOffloader):
     def wrap_modules(
         self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
     ) -> list[nn.Module]:
-        """Give each parameter of each layer its home.
+        """Place each parameter of each layer, and return the layers.
 
         Raises:
             UnsupportedError: the model has a second stack of layers, or parameters that are not
@@ -120,7 +121,7 @@ class TieredOffloader(BaseOffloader):
         if self.is_used:
             raise UnsupportedError(
                 "the model has more than one stack of layers (a draft model, an encoder), and "
-                "weights are staged in one order: set weights.placement=off"
+                "weights are prefetched in one order: set weights.placement=off"
             )
         self.is_used = True
         try:
@@ -141,13 +142,13 @@ class TieredOffloader(BaseOffloader):
         self.placement = placement = self._place(layers, compressed, near_device)
         store = self._store if placement.storage_bytes else None
         if store is not None:
-            store.keep(placement)
-        self._give_homes(layers, compressed, placement, near_device, store)
+            store.record_placement(placement)
+        self._assign_tiers(layers, compressed, placement, near_device, store)
         remember_placement(placement)
         self._announce(placement)
         return layers
 
-    def _give_homes(
+    def _assign_tiers(
         self,
         layers: Sequence[nn.Module],
         compressed: Sequence[Collection[str]],
@@ -194,7 +195,7 @@ class TieredOffloader(BaseOffloader):
             for group in groups:
                 for one in group.stored:
                     skip_loading(one.parameter)
-        stay_away = list(map(set, compressed))  # near ones too, until they are compressed
+        stay_away = list(map(set, compressed))  # near ones too, until compression
         for position, (index, far, stored) in enumerate(moved):
             names = [p.name for p in (*far, *stored)]
             stay_away[index].update(names)
@@ -206,13 +207,13 @@ class TieredOffloader(BaseOffloader):
 
     @property
     def stores(self) -> bool:
-        """Some weights are in a file."""
+        """Whether some weights are in a file."""
         return (
             self._store is not None and self.placement is not None and bool(self.placement.stored)
         )
 
     def close(self) -> None:
-        """Give far memory and slots back; the model cannot run any more. Idempotent."""
+        """Free far memory and weight buffers; the model cannot run any more. Idempotent."""
         if self._store is not None:
             self._store.cancel()
         self._device.close()
@@ -222,10 +223,10 @@ class TieredOffloader(BaseOffloader):
         manifest.publish_weights(None)
 
     def post_init(self) -> None:
-        """All weights are loaded: they pass through the slots from now on. Idempotent.
+        """Start streaming through the weight buffers, as all weights are loaded. Idempotent.
 
         Raises:
-            UnsupportedError: a far parameter is not what the layer computes with any more.
+            UnsupportedError: an offloaded parameter was replaced while loading.
         """
         if self.buffer_pool is not None or self._weights is None:
             return
@@ -233,7 +234,7 @@ class TieredOffloader(BaseOffloader):
             if dict(layer.named_parameters()).get(name) is not parameter:
                 raise UnsupportedError(
                     f"{name} was replaced by another tensor while the model was loaded (packed, or "
-                    "quantized), so it cannot be staged: set weights.placement=off"
+                    "quantized), so it cannot be offloaded: set weights.placement=off"
                 )
         for layer, name, _ in self._far:
             module = layer.get_submodule(name.rpartition(".")[0])
@@ -245,10 +246,10 @@ class TieredOffloader(BaseOffloader):
             if id(linear.weight) not in far:
                 linear.compress(self._near_device)
         self.buffer_pool = self._weights.start_streaming()
-        self.take_use()  # what was measured before is not the model's
+        self.take_use()  # drop what was counted before the model ran
 
     def take_use(self) -> dict[str, float]:
-        """Bytes and seconds of the link, and of compute waiting, since the last call."""
+        """Return bytes and seconds of the link, and compute's stall, since the last call."""
         if self.buffer_pool is None:
             return {}
         link = self._device.use(Direction.READ)
@@ -260,7 +261,7 @@ class TieredOffloader(BaseOffloader):
         before, self._use_before = self._use_before, use
         return {name: value - before.get(name, 0.0) for name, value in use.items()}
 
-    # Called in the forward pass, by the hooks or by vLLM's custom ops in compiled code.
+    # Called in the forward pass: by the hooks, or by vLLM's custom ops in compiled code.
 
     def _wait_for_layer(self, layer_idx: int) -> None:
         assert self.buffer_pool is not None, "the model runs before its weights are loaded"
@@ -293,8 +294,8 @@ class TieredOffloader(BaseOffloader):
         if config.storage_path is not None:
             at_most = far_bytes
             if far_bytes is None:
-                # What is usable differs a little from start to start; a file is used as long as
-                # what it leaves to far memory is there at all.
+                # Usable memory differs a little from start to start. A file is used as long as its
+                # far part fits at all.
                 at_most = read_host_memory().usable_bytes // self._num_ranks
                 far_bytes = int(FAR_SHARE * at_most)
             self._store = self._open_store(config.storage_path, layers, near_device)
@@ -315,7 +316,7 @@ class TieredOffloader(BaseOffloader):
     def _recorded(
         self, store: WeightStore, sublayers: Sequence[Sublayer], far_bytes: int | None
     ) -> Placement | None:
-        """As the file says. What ranks agree on is planned by all of them or by none."""
+        """Return the file's placement; with a shared plan all ranks use their files or none."""
         recorded = store.placement(sublayers, far_bytes)
         if not self._config.shares_with_kv or all_ranks_have(recorded is not None):
             return recorded
@@ -363,7 +364,7 @@ class TieredOffloader(BaseOffloader):
     def _open_store(
         self, folder: str, layers: Sequence[nn.Module], near_device: torch.device
     ) -> WeightStore:
-        """What the stored bytes and their placement depend on is what a file must agree in."""
+        """Open the file of stored weights with the settings that determine its contents."""
         config = self._config
         shapes = [
             [(name, str(p.dtype), list(p.shape)) for name, p in layer.named_parameters()]
@@ -398,7 +399,7 @@ class TieredOffloader(BaseOffloader):
 def _check_distinct(parameters: Sequence[nn.Parameter]) -> None:
     if len({id(parameter) for parameter in parameters}) < len(parameters):
         raise UnsupportedError(
-            "layers share parameters, and a sublayer is staged with its own: set "
+            "layers share parameters, and a sublayer is offloaded with its own: set "
             "weights.placement=off"
         )
 

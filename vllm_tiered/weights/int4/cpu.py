@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in 4 bit: FlexGen's group-wise min/max, 64 to a group (FlexGen, section 5; HeLM IV-B).
+"""Weights in 4 bit on a CPU: FlexGen's group-wise min/max, 64 to a group (FlexGen 5; HeLM IV-B).
 
     w_NK  is about  (q_NK - 8) * scale_GN + zero_GN,    q from 0 to 15,    G groups of 64 along K
 
 N out features, K in features, B tokens. A compressed matrix is one row of bytes:
 
-    codes [N / block, K, block / 2]     as torch's kernels want them, two to a byte
-    figures [G, N, 2]                   scale and zero, in the activations' dtype
+    codes              [N / block, K, block / 2]   two to a byte, in the order of torch's kernels
+    scales and zeros   [G, N, 2]                   in the activations' dtype
 
-Few tokens are multiplied with it as it is, by torch's product, which expands it in registers. For
-many, rows are expanded as many at a time as a cache holds: no memory ever has the whole matrix.
+For few tokens torch's GEMM expands the compressed weights in registers. For many tokens, rows are
+expanded first, as many at a time as a cache holds: no memory ever has the whole matrix.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ import torch
 from vllm_tiered.weights.int4.layout import BLOCK, GROUP, can_compress, compressed_bytes
 
 DIRECT_TOKENS = 60
-"""Up to so many, torch's product for compressed weights is faster than expanding them first."""
+"""Tokens up to which torch's GEMM for compressed weights is faster than expanding them."""
 
 _LEVELS = 15
 _MIDDLE = 8  # torch's zero point: what it calls zero is the value of code 8
@@ -28,7 +28,7 @@ _CHUNK_WEIGHTS = 1 << 17  # half a MiB in float32, and its 16-bit copy: in a cor
 
 
 def can_compress_matrix(weight_NK: torch.Tensor) -> bool:
-    """Whether it has whole groups and a dtype that the kernels take."""
+    """Return whether a matrix has whole groups and a dtype that the kernels support."""
     return weight_NK.ndim == 2 and weight_NK.dtype in _DTYPES and can_compress(*weight_NK.shape)
 
 
@@ -36,7 +36,7 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
     """Round each weight to the nearest of 16 values between its group's minimum and maximum.
 
     Args:
-        weight_NK: one that :func:`can_compress_matrix`.
+        weight_NK: a matrix that :func:`can_compress_matrix`.
         out: uint8, of ``compressed_bytes``, to write to; None for new memory.
 
     Returns:
@@ -48,7 +48,7 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
         num_bytes = compressed_bytes(rows, columns, dtype.itemsize)
         out = torch.empty(num_bytes, dtype=torch.uint8, device=weight_NK.device)
     codes, scales_and_zeros_GN2 = parts(out, rows, dtype)
-    # A few rows at a time: rounding takes several times their size in float32.
+    # A few rows at a time: rounding needs several times their size in float32.
     step = _chunk_rows(columns)
     for first in range(0, rows, step):
         chosen = slice(first, min(first + step, rows))
@@ -62,7 +62,7 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 def parts(
     compressed: torch.Tensor, rows: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a compressed matrix: codes uint8 [N, K / 2] in the kernels' order, figures."""
+    """Return views of a compressed matrix: codes uint8 [N, K / 2], scales and zeros [G, N, 2]."""
     per_group = GROUP // 2 + 2 * dtype.itemsize
     groups = compressed.numel() // (rows * per_group)
     num_code_bytes = rows * groups * GROUP // 2
@@ -73,10 +73,10 @@ def parts(
 def linear(
     x: torch.Tensor, compressed: torch.Tensor, rows: int, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ w.T + bias`` with the weight in 4 bit.
+    """Return ``x @ w.T + bias`` with the weight in 4 bit.
 
     Args:
-        x: [..., K], in the dtype of the figures.
+        x: [..., K], in the dtype of the scales.
         compressed: from :func:`compress`.
         rows: N.
 
@@ -85,14 +85,14 @@ def linear(
     """
     codes, scales_and_zeros_GN2 = parts(compressed, rows, x.dtype)
     flat_BK = x.reshape(-1, x.shape[-1]).contiguous()
-    # In float32 a row takes torch's product 30 times as long as in bfloat16.
+    # In float32 a row takes torch's GEMM 30 times as long as in bfloat16.
     is_direct = x.dtype != torch.float32 and len(flat_BK) <= DIRECT_TOKENS
     if is_direct or _half_block() is None:
         out_BN = torch.ops.aten._weight_int4pack_mm_for_cpu(
             flat_BK, codes, GROUP, scales_and_zeros_GN2
         )
     else:
-        out_BN = _expanding_product(flat_BK, codes, scales_and_zeros_GN2)
+        out_BN = _expand_and_multiply(flat_BK, codes, scales_and_zeros_GN2)
     if bias_N is not None:
         out_BN += bias_N
     result: torch.Tensor = out_BN.view(*x.shape[:-1], rows)
@@ -100,18 +100,18 @@ def linear(
 
 
 def layout() -> str:
-    """Names the order of the codes: it depends on the processor's instruction set."""
+    """Return the name of the codes' order, which depends on the processor's instruction set."""
     half = _half_block()
     return torch.backends.cpu.get_cpu_capability() if half is None else f"halves of {half}"
 
 
 def _round(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int32 [N, K] and figures [N, G, 2]."""
+    """Return codes int32 [N, K], and scales and zeros [N, G, 2]."""
     rows, columns = weight_NK.shape
     groups_NGg = weight_NK.float().view(rows, columns // GROUP, GROUP)
     low_NG1 = groups_NGg.amin(dim=2, keepdim=True)
     scale_NG1 = (groups_NGg.amax(dim=2, keepdim=True) - low_NG1) / _LEVELS
-    # Rounded as it will be used, so that the codes fit the figures.
+    # Rounded to the stored dtype, so that the codes fit the stored scales and zeros.
     scale_NG1 = scale_NG1.to(weight_NK.dtype).float()
     zero_NG1 = (low_NG1 + _MIDDLE * scale_NG1).to(weight_NK.dtype).float()
     codes_NGg = torch.where(scale_NG1 > 0, (groups_NGg - zero_NG1) / scale_NG1, 0)
@@ -120,7 +120,7 @@ def _round(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes_NGg.view(rows, columns).to(torch.int32), scales_and_zeros_NG2
 
 
-def _expanding_product(
+def _expand_and_multiply(
     x_BK: torch.Tensor, codes: torch.Tensor, scales_and_zeros_GN2: torch.Tensor
 ) -> torch.Tensor:
     rows, columns = len(codes), x_BK.shape[1]
@@ -129,7 +129,7 @@ def _expanding_product(
     assert half is not None
     scale_GN, zero_GN = (part.contiguous() for part in scales_and_zeros_GN2.float().unbind(dim=2))
     zero_GN.sub_(scale_GN, alpha=_MIDDLE)
-    # Made once: memory that comes and goes with every chunk took a quarter of the time.
+    # Allocated once: allocating for each chunk took a quarter of the time.
     nibbles = torch.empty(columns * step // 2, dtype=torch.uint8)
     expanded = torch.empty(columns * step)
     rounded = torch.empty(columns * step, dtype=x_BK.dtype)
@@ -149,10 +149,14 @@ def _expanding_product(
 
 
 def _unpack(codes_bKh: torch.Tensor, out_KN: torch.Tensor, nibbles_bKh: torch.Tensor) -> None:
-    """Blocks of rows, as float32: the byte at k, i has row i in its lower half, i + h in its upper.
+    """Unpack blocks of rows to float32.
+
+    The byte at k, i has row i in its lower half and row i + h in its upper half.
 
     Args:
-        nibbles_bKh: to compute in.
+        codes_bKh: packed codes.
+        out_KN: the result.
+        nibbles_bKh: scratch memory.
     """
     blocks, columns, half = codes_bKh.shape
     out_2bKh = out_KN.view(columns, blocks, 2, half).permute(2, 1, 0, 3)
@@ -166,10 +170,10 @@ def _chunk_rows(columns: int) -> int:
 
 @cache
 def _half_block() -> int | None:
-    """Half the rows of the kernels' blocks on this processor; None if it packs in another way.
+    """Return half the rows of the kernels' blocks on this processor; None for another order.
 
-    Found by packing each row's number: torch's order is not documented, 64 rows with AVX512 and 32
-    with AVX2.
+    It is found by packing each row's number, because torch does not document the order: 64 rows
+    with AVX512, 32 with AVX2.
     """
     rows = torch.arange(BLOCK, dtype=torch.int32, device="cpu")
     for half in (32, 16):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights in 4 bit lie, by the device that multiplies with them: the same values and bytes.
+"""Packings of weights in 4 bit by device: the same values and bytes in different orders.
 
-A CPU's kernels want an order of their own (``int4.py``); a GPU's are ours, and want another one
-(``kernels/dequant_linear``). Both are made when a weight is loaded, on the host.
+A CPU's kernels need an order of their own (``cpu.py``). Our GPU kernel needs another one
+(``kernels/dequant_linear``). Either is made on the host when a weight is loaded.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ import torch
 from vllm_tiered.weights.int4 import cpu as int4
 from vllm_tiered.weights.int4.layout import compressed_bytes
 
-_CHUNK_WEIGHTS = 1 << 22  # rounding takes several times their size in float32
+_CHUNK_WEIGHTS = 1 << 22  # rounding needs several times their size in float32
 
 
-class Product(Protocol):
-    """``x @ w.T + bias``, [..., rows], of x [..., K] and a compressed weight of so many rows."""
+class Gemm(Protocol):
+    """GEMM with a compressed weight: ``x @ w.T + bias`` [..., rows] of x [..., K]."""
 
     def __call__(
         self,
@@ -30,27 +30,27 @@ class Product(Protocol):
 
 
 class Packing(NamedTuple):
-    """An order of bytes.
+    """Order of a compressed weight's bytes, with the functions that make and use it.
 
     Attributes:
-        compress: a weight [N, K] to ``out``, uint8 of ``compressed_bytes``; new memory beside the
-            weight if that is None.
-        linear: the product with it.
-        layout: names the order.
+        compress: writes a weight [N, K] to ``out``, uint8 of ``compressed_bytes``, or to new memory
+            on the weight's device if that is None.
+        linear: the GEMM.
+        layout: returns the name of the order.
     """
 
     compress: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    linear: Product
+    linear: Gemm
     layout: Callable[[], str]
 
 
 def packing_for(device: torch.device) -> Packing:
-    """That of the products of a device."""
+    """Return the packing that a device's GEMM needs."""
     return ON_CPU if device.type == "cpu" else ON_GPU
 
 
 def compress_for_kernels(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As ``dequant_linear.reference.pack``, some rows at a time."""
+    """Compress like ``dequant_linear.reference.pack``, some rows at a time."""
     from vllm_tiered.kernels.dequant_linear import reference
 
     rows, columns = weight_NK.shape
@@ -71,7 +71,7 @@ def compress_for_kernels(weight_NK: torch.Tensor, out: torch.Tensor | None = Non
 def linear_on_gpu(
     x: torch.Tensor, compressed: torch.Tensor, rows: int, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """By our kernel, which reads the weight where it lies and expands it in registers."""
+    """Multiply by our kernel, which reads the weight in place and expands it in registers."""
     from vllm_tiered.kernels.dequant_linear import api
 
     x_BK = x.reshape(-1, x.shape[-1]).contiguous()
