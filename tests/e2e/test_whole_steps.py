@@ -102,7 +102,7 @@ def test_a_page_does_not_move_before_they_are_removed(broken, whole, monkeypatch
     monkeypatch.setattr(*BROKEN[broken])
     with (
         engine("deep", {}, **TIGHT) as llm,
-        pytest.raises(IntegrityError, match="were not taken from the model runner"),
+        pytest.raises(IntegrityError, match="were not removed from the model runner"),
     ):
         generate(llm, MANY)
     assert whole.count("FULL", as_vllm=True) > 0
@@ -115,7 +115,7 @@ def test_a_whole_step_that_would_not_see_the_translation_is_an_error(whole, monk
     monkeypatch.setattr(FullGraphs, "check_removed", lambda graphs: None)
     with (
         engine("deep", {}, **TIGHT) as llm,
-        pytest.raises(IntegrityError, match="whose KV pages moved"),
+        pytest.raises(IntegrityError, match="and KV pages have moved"),
     ):
         generate(llm, MANY)
     assert whole.count("FULL", as_vllm=False) == 0

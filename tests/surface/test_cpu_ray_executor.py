@@ -27,5 +27,5 @@ def test_as_many_lists_as_ranks_are_asked_for():
 
 
 def test_more_ranks_than_cores_are_refused():
-    with pytest.raises(ConfigError, match="3 ranks on a machine of which Ray has 2 cores"):
+    with pytest.raises(ConfigError, match="3 ranks on a machine of which Ray may use 2 cores"):
         cores_of_rank(0, 3, "auto", {0, 1})

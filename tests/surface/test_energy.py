@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the meter to metrics, report and log: units, sums and labels."""
+"""Energy in metrics, report and log: units, sums and labels."""
 
 import pytest
 

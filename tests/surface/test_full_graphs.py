@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of whole steps: which configurations keep them, and when they are taken from vLLM's
-own dispatchers, whose choice is asked for here without a graph."""
+"""CUDA graphs of whole steps: which configurations keep them, and when they are removed.
+
+The graphs are removed from vLLM's own dispatchers, whose choice is tested without a graph.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +97,7 @@ def test_the_connector_says_what_was_configured(keeps):
 
 
 def compiled(data_parallel_size: int = 1) -> Any:
-    """As much of a VllmConfig as vLLM's dispatchers look at."""
+    """The part of a VllmConfig that vLLM's dispatchers read."""
     compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
     compilation.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -115,7 +117,7 @@ def compiled(data_parallel_size: int = 1) -> Any:
 
 
 class FirstRunner:
-    """vLLM's V1 as far as graphs go: chooses when the connector has begun the step."""
+    """vLLM's V1 runner, as far as graphs go: it chooses when the connector has begun the step."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -131,7 +133,7 @@ class FirstRunner:
 
 
 class SecondRunner:
-    """vLLM's V2 as far as graphs go: chooses before the connector begins the step."""
+    """vLLM's V2 runner, as far as graphs go: it chooses before the connector begins the step."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -151,7 +153,7 @@ class SecondRunner:
 
 @pytest.fixture(params=[FirstRunner, SecondRunner], ids=["v1", "v2"])
 def runner(request, monkeypatch):
-    """One whose steps are begun by us, as :class:`Swapper` would answer: far_layers moves pages."""
+    """A runner whose steps the test begins, with the swapper's answers: far_layers moves pages."""
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -194,7 +196,7 @@ def test_without_being_watched_whole_steps_go_on(runner):
     graphs = watched(runner)
     full_graphs.unwatch(runner.vllm_config)
     assert step(runner, FAR) == FULL
-    with pytest.raises(IntegrityError, match="were not taken from the model runner"):
+    with pytest.raises(IntegrityError, match="were not removed from the model runner"):
         graphs.check_removed()
 
 
@@ -222,7 +224,7 @@ def test_a_runner_is_wrapped_once(runner):
     assert type(runner).execute_model is wrapped
 
 
-def test_none_is_captured_again(runner):
+def test_no_graph_is_captured_again(runner):
     watched(runner)
     step(runner, FAR)
     if isinstance(runner, FirstRunner):
@@ -238,7 +240,7 @@ def test_a_runner_that_keeps_graphs_elsewhere_is_refused(runner):
         runner.cudagraph_dispatcher = SimpleNamespace()
     else:
         runner.cudagraph_manager = SimpleNamespace(graphs=[])
-    with pytest.raises(VersionError, match=r"has to take .* from (First|Second)Runner\.cudagraph"):
+    with pytest.raises(VersionError, match=r"to remove .* from (First|Second)Runner\.cudagraph"):
         step(runner, NEAR)
 
 

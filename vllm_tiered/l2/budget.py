@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much may be prefetched at a time: what a rank has of its processors' last-level cache."""
+"""The prefetch budget: a rank's share of its processors' last-level cache."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +9,17 @@ from vllm_tiered.errors import UnsupportedError
 SYSFS = Path("/sys/devices/system/cpu")
 
 SHARE = 0.5
-"""Of the cache: hidden states, KV of the step and the other operand of a product pass through it
-too."""
+"""Share of the cache for prefetches.
+
+Hidden states, the step's KV and the other operands of matmuls pass through it too.
+"""
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cache:
-    """A last-level cache. ``cpus`` share it."""
+    """A last-level cache, shared by ``cpus``."""
 
     level: int
     num_bytes: int
@@ -25,10 +27,10 @@ class Cache:
 
 
 def last_level_cache(cpu: int, root: Path = SYSFS) -> Cache:
-    """Of one processor, as Linux tells it.
+    """Return the last-level cache of one processor, as Linux reports it.
 
     Raises:
-        UnsupportedError: it does not tell.
+        UnsupportedError: Linux does not report it.
     """
     caches = [_read(index) for index in sorted((root / f"cpu{cpu}" / "cache").glob("index*"))]
     known = [cache for cache in caches if cache is not None]
@@ -41,7 +43,7 @@ def last_level_cache(cpu: int, root: Path = SYSFS) -> Cache:
 
 
 def auto_budget_bytes(cache: Cache, num_ranks: int) -> int:
-    """Of one of the ranks that share the cache."""
+    """Return the budget of one of the ranks that share the cache."""
     return int(cache.num_bytes * SHARE / num_ranks)
 
 
@@ -61,7 +63,7 @@ def _read(index: Path) -> Cache | None:
 
 
 def _cpus(text: str) -> list[int]:
-    """ "0-2,8" as [0, 1, 2, 8]."""
+    """Parse a list of CPUs: "0-2,8" is [0, 1, 2, 8]."""
     cpus: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same on a GPU: a side stream that forks before an all-reduce and joins after it.
+"""The GPU runtime of prefetches: a side stream that forks before an all-reduce and joins after it.
 
-Never run (2026-11): it takes two GPUs. Its order of streams and launches is tested on doubles, its
+Never run (2026-11): it takes two GPUs. The order of streams and launches is tested on fakes, the
 kernels in Triton's interpreter and as PTX.
 
  main stream   … fork │ all-reduce … │ join │ products …
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 
 MIN_ARCHITECTURE = 80
-"""Compute capability times 10 from which there is a kernel (A100)."""
+"""Lowest compute capability, times 10, with a kernel (A100)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepKv:
-    """What one attention of the step reads.
+    """The KV that one attention of the step reads.
 
     Attributes:
         cache_PX: [pages, ...], each page contiguous.
         block_table_BM: int32 [requests, blocks], on the device.
         seq_lens_B: int32 [requests], on the device.
-        block_tokens: of a page.
+        block_tokens: tokens of a page.
     """
 
     cache_PX: torch.Tensor
@@ -35,28 +35,28 @@ class StepKv:
 
 
 KvOf = Callable[[int], StepKv | None]
-"""Of this step's how-many-th attention; None if it reads none that is known when it is asked."""
+"""Takes the index of an attention in the step and returns its KV, or None if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """What is launched, on the current stream. Both read the switch, int32 [1], on the device."""
+    """Launchers for the current stream; the kernels read the switch, int32 [1], on the device."""
 
     prefetch: Callable[[torch.Tensor, torch.Tensor], None]
     prefetch_kv: Callable[[StepKv, torch.Tensor, int], None]
 
 
 class CudaRuntime:
-    """Prefetches of one rank.
+    """GPU runtime of one rank.
 
-    The switch is in device memory: a CUDA graph captures the launches whatever it says, and each
-    replay asks it anew. Outside a capture nothing is launched while it is off. A replayed graph
+    The switch is in device memory: a CUDA graph captures the launches whatever its value, and each
+    replay reads it again. Outside a capture nothing is launched while it is off. A replayed graph
     with the switch off still forks, launches and joins; "off" of a trial includes that.
 
-    As long as it ``is_counting``, the first calls tell how many prefetches a step has.
+    While ``is_counting``, the first calls count the prefetches of a step.
 
     Attributes:
-        num_kv_skipped: prefetches of KV of which not one page fitted what the weights had left.
+        num_kv_skipped: prefetches of KV without one page that fits the budget left by weights.
     """
 
     def __init__(self, kernels: Kernels, kv_of: KvOf, switch: torch.Tensor) -> None:
@@ -82,17 +82,17 @@ class CudaRuntime:
 
     @property
     def num_weights(self) -> int:
-        """Weights that a step prefetches."""
+        """Number of weights that a step prefetches."""
         return sum(len(sizes) for sizes in self._weights.values())
 
     @property
     def weight_bytes(self) -> int:
-        """Theirs."""
+        """Bytes of these weights."""
         return sum(sum(sizes) for sizes in self._weights.values())
 
     @property
     def num_attentions(self) -> int:
-        """Attentions of which a step prefetches the KV."""
+        """Number of attentions whose KV a step prefetches."""
         return len(self._attentions)
 
     def prefetch(self, weights: list[torch.Tensor]) -> None:
@@ -125,18 +125,18 @@ class CudaRuntime:
             self._has_forked = False
 
     def counts(self) -> tuple[int, int]:
-        """Bytes of weights asked for by launches from Python, and 0: nothing is ever taken back.
+        """Return the bytes of weights prefetched by launches from Python, and 0 bytes dropped.
 
         Neither replays of a CUDA graph nor KV, whose bytes only the device knows, are in it.
         """
         return self._asked_bytes, 0
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything: what a step takes shows only then."""
+        """Wait until the device is idle, as a step's time shows only then."""
         torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the runtime. Idempotent."""
         self.is_on = False
 
     def _launches(self) -> bool:
@@ -151,7 +151,7 @@ class CudaRuntime:
 
 def make_runtime(device: torch.device, kv_of: KvOf) -> CudaRuntime:
     """Return the runtime of a device; its kernels are compiled at their first launch."""
-    # Triton is not there on every machine without a GPU.
+    # Machines without a GPU may lack Triton.
     from vllm_tiered.kernels.l2_prefetch import api
 
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights and KV a compiled graph can prefetch behind each all-reduce (PRESERVE algorithm 1).
+"""The plan of what a compiled graph prefetches behind each all-reduce (PRESERVE, algorithm 1).
 
-Pure: a graph is read, a plan comes out. ``graph_pass.py`` carries it out.
+Pure: it reads a graph and returns a plan, which ``graph_pass.py`` applies.
 """
 
 import operator
@@ -15,13 +15,13 @@ from torch import fx
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpNames:
-    """What an engine's graphs call things: ``namespace.operator``, without overloads.
+    """Names of an engine's operators in its graphs: ``namespace.operator``, without overloads.
 
     Attributes:
         collectives: all-reduces, with the name of the argument that they reduce.
-        waits: what waits for a collective that only started it.
-        matmuls: products, with the name of the argument that is the weight; None if the weight is
-            behind a handle, where nobody can see it.
+        waits: operators that wait for a collective that was only started.
+        matmuls: matmuls, with the name of the argument that is the weight; None if the weight is
+            packed behind a handle, where it has no address.
         attentions: self-attention over a KV cache.
     """
 
@@ -38,17 +38,17 @@ class OpNames:
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """What is prefetched behind one all-reduce.
+    """The prefetches behind one all-reduce.
 
     Attributes:
         collective: the all-reduce.
         reduced: its input, ready when the prefetch may begin.
-        result: its output, after it was waited for.
-        weights: to prefetch, in the order in which they are used.
-        weight_bytes: theirs.
-        attention: the how many-th attention of the graph is prefetched too; None for none.
-        kv_bytes: the budget that is left for that one's KV.
-        num_hidden: products in reach whose weights nobody can see.
+        result: its output, after the wait.
+        weights: the weights to prefetch, in the order in which they are used.
+        weight_bytes: the bytes of these weights.
+        attention: the index, in the graph, of the attention whose KV is prefetched; None for none.
+        kv_bytes: the budget that is left for that KV.
+        num_hidden: matmuls within reach whose weights are behind a handle.
         num_left_out: weights that did not fit.
     """
 
@@ -68,12 +68,13 @@ class Group:
 
 
 def plan_prefetches(graph: fx.Graph, names: OpNames, budget_bytes: int) -> list[Group]:
-    """Algorithm 1: from each all-reduce breadth first through its consumers until the next one.
+    """Plan the prefetches by algorithm 1.
 
-    Two things differ from the paper's listing. A residual connection leads around the next
+    The algorithm searches breadth first from each all-reduce through its consumers until the next
+    one. Two things differ from the paper's listing. A residual connection bypasses the next
     all-reduce, so a consumer counts only if no later all-reduce is among its ancestors. And how
-    much KV a step reads is not known here: weights take the budget first, and what they leave is
-    the bound that the attention's prefetch gets.
+    much KV a step reads is not known here: weights take the budget first, and the rest limits the
+    attention's prefetch.
 
     Returns:
         A group for each all-reduce, empty ones included.
@@ -86,7 +87,7 @@ def plan_prefetches(graph: fx.Graph, names: OpNames, budget_bytes: int) -> list[
         if argument is None:
             continue
         reduced, result = argument_of(node, argument), _result(node, names)
-        # A graph's own input is not ours to order anything by.
+        # Nothing can be ordered by an input of the graph.
         if isinstance(reduced, fx.Node) and reduced.op != "placeholder" and result is not None:
             group = Group(collective=node, reduced=reduced, result=result)
             _fill(group, names, budget_bytes, latest, attentions)
@@ -124,7 +125,7 @@ def _fill(
 
 
 def _consumers(start: fx.Node, latest: Mapping[fx.Node, fx.Node | None]) -> Iterator[fx.Node]:
-    """Breadth first, those that wait for no later all-reduce."""
+    """Yield consumers breadth first, those that wait for no later all-reduce."""
     queue, seen = deque([start]), {start}
     while queue:
         for user in queue.popleft().users:
@@ -135,7 +136,7 @@ def _consumers(start: fx.Node, latest: Mapping[fx.Node, fx.Node | None]) -> Iter
 
 
 def _latest_collectives(graph: fx.Graph, names: OpNames) -> dict[fx.Node, fx.Node | None]:
-    """Of each node the last all-reduce that it is, or has among its ancestors."""
+    """Return for each node the last all-reduce among itself and its ancestors."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     latest: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
@@ -148,7 +149,7 @@ def _latest_collectives(graph: fx.Graph, names: OpNames) -> dict[fx.Node, fx.Nod
 
 
 def operator_name(node: fx.Node) -> str | None:
-    """``namespace.operator`` of a call, looking into functionalised ones; None of anything else."""
+    """Return ``namespace.operator`` of a call, also if functionalized; None of other nodes."""
     overload = _overload(node)
     return None if overload is None else str(overload._schema.name).replace("::", ".")
 
@@ -178,7 +179,7 @@ def _is_functionalised(node: fx.Node) -> bool:
 
 
 def _result(collective: fx.Node, names: OpNames) -> fx.Node | None:
-    """Where the sum can be read; None if nobody reads it."""
+    """Return the node with the reduced result; None if nothing reads it."""
     users = list(collective.users)
     if _is_functionalised(collective):
         mutated = [u for u in users if u.target is operator.getitem and u.args[1] == 1]
@@ -200,7 +201,7 @@ def _stored(argument: object) -> fx.Node | None:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Of a tensor of known size; 0 of anything else."""
+    """Return the bytes of a tensor of known size; 0 of anything else."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0

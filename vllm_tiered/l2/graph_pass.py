@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph pass: prefetches beside the all-reduces of a compiled model.
+"""The graph pass that inserts prefetches around the all-reduces of a compiled model.
 
 A decoder layer before, on one of several ranks, and after:
 
@@ -15,8 +15,8 @@ A decoder layer before, on one of several ranks, and after:
                                          l2_join(t!)
     q = mm(norm(t + …), w_qkv)           q = mm(norm(t + …), w_qkv)
 
-The operators say that they write what they are ordered by (``!``), which they do not: that is what
-keeps them, and keeps them in their place, through the compiler.
+The operators declare that they write the tensor that orders them (``!``), which they do not. That
+makes the compiler keep them, and keep them in their place.
 """
 
 import hashlib
@@ -39,9 +39,9 @@ class Inserted:
 
     Attributes:
         num_collectives: all-reduces that were found.
-        num_weights: weights that are prefetched, with ``weight_bytes`` in all.
-        num_attentions: attentions whose KV is.
-        num_hidden: weights that nobody can see.
+        num_weights: weights that are prefetched, of ``weight_bytes`` together.
+        num_attentions: attentions whose KV is prefetched.
+        num_hidden: weights behind a handle.
         num_left_out: weights that did not fit.
     """
 
@@ -58,25 +58,25 @@ class Inserted:
 
 
 class PrefetchPass(CustomGraphPass):
-    """Inserts the prefetches of algorithm 1 into post-grad graphs.
+    """The custom pass that inserts the prefetches of algorithm 1 into post-grad graphs.
 
     Args:
         names: the engine's operators.
         budget_bytes: what may be prefetched behind one all-reduce, the paper's C.
-        refusal: why the device cannot prefetch; the pass then leaves graphs as they are.
+        obstacle: why the device cannot prefetch; the pass then leaves graphs unchanged.
 
     Attributes:
-        inserted: of the last graph.
+        inserted: what was inserted into the last graph.
     """
 
-    def __init__(self, names: OpNames, budget_bytes: int, refusal: str | None = None) -> None:
+    def __init__(self, names: OpNames, budget_bytes: int, obstacle: str | None = None) -> None:
         self.names = names
         self.budget_bytes = budget_bytes
-        self.refusal = refusal
+        self.obstacle = obstacle
         self.inserted: Inserted | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.refusal is not None:
+        if self.obstacle is not None:
             return
         register_ops()
         groups = plan_prefetches(graph, self.names, self.budget_bytes)
@@ -93,9 +93,9 @@ class PrefetchPass(CustomGraphPass):
         )
 
     def uuid(self) -> str:
-        """For the compile cache: another budget, other names or another version compile anew."""
+        """Return the key for the compile cache, which changes with budget, names and version."""
         folder = Path(__file__).parent
-        text = [str(self.budget_bytes), self.names.key(), str(self.refusal is None)]
+        text = [str(self.budget_bytes), self.names.key(), str(self.obstacle is None)]
         text += [(folder / name).read_text(encoding="utf-8") for name in _SOURCES]
         return hashlib.sha256("\0".join(text).encode()).hexdigest()
 

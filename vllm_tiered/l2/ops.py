@@ -14,7 +14,7 @@ import torch
 
 
 class Runtime(Protocol):
-    """What carries prefetches out."""
+    """The runtime that executes prefetches."""
 
     def prefetch(self, weights: list[torch.Tensor]) -> None: ...
 
@@ -30,7 +30,7 @@ _runtime: Runtime | None = None
 
 
 def set_runtime(runtime: Runtime | None) -> None:
-    """Of this process: compiled graphs reach it through the operators."""
+    """Set this process's runtime, which compiled graphs reach through the operators."""
     global _runtime
     _runtime = runtime
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings memory to the last-level cache behind the caller's back.
+"""Threads that prefetch memory into the last-level cache.
 
-A prefetch has no result and may be dropped at any time: what was not fetched is read by whoever
-needs it, as without.
+A prefetch has no result and may be dropped at any time: memory that was not prefetched is read
+when it is used, as without prefetching.
 """
 
 import ctypes
@@ -30,29 +30,29 @@ _TOUCHED_AT_ONCE = 256 << 10
 
 class Prefetcher(Protocol):
     def begin(self, spans: Spans) -> None:
-        """Start fetching, after what was begun before. Returns at once."""
+        """Queue the spans behind what was queued before, and return at once."""
 
     def cancel(self) -> None:
-        """Drop what is not fetched yet."""
+        """Drop what is not prefetched yet."""
 
     def is_idle(self) -> bool:
-        """Whether everything begun was fetched or dropped."""
+        """Whether everything that was queued is prefetched or dropped."""
 
     def counts(self) -> tuple[int, int]:
-        """Bytes fetched and bytes dropped since it was opened."""
+        """Return the bytes prefetched and the bytes dropped since it was opened."""
 
     def close(self) -> None:
         """End the thread. Idempotent."""
 
 
 class NativePrefetcher:
-    """A thread in C++ reads a byte of each line, without the interpreter's lock.
+    """Prefetcher whose C++ thread reads a byte of each cache line, without the interpreter's lock.
 
     Args:
         cpus: where the thread may run; empty for anywhere.
 
     Raises:
-        UnsupportedError: the library was not built, or the system gives no thread.
+        UnsupportedError: the library was not built, or no thread could be started.
     """
 
     def __init__(self, cpus: Collection[int] = ()) -> None:
@@ -60,14 +60,14 @@ class NativePrefetcher:
         if library is None:
             raise UnsupportedError(
                 "the prefetching thread was not built: install a C++ compiler (g++), then "
-                "vllm-tiered again"
+                "reinstall vllm-tiered"
             )
         self._library = library
         mask = np.array(sorted(cpus), dtype=np.int32)
         self._worker: int | None = library.tiered_l2_open(mask.ctypes.data, len(mask))
         if not self._worker:
             raise UnsupportedError(
-                "the system gave no thread for prefetching: set tiered.l2.prefetch to off"
+                "no thread for prefetching could be started: set tiered.l2.prefetch to off"
             )
         self._last = (0, 0)
 
@@ -95,9 +95,9 @@ class NativePrefetcher:
 
 
 class TouchingPrefetcher:
-    """The same without a compiler, from a thread in Python.
+    """Prefetcher with a Python thread, for installations without a compiler.
 
-    numpy lets go of the interpreter's lock while it reads, but takes it between pieces.
+    numpy releases the interpreter's lock while it reads, and takes it between pieces.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of a rank reach: a switch, and a prefetcher behind it."""
+"""The CPU runtime behind the operators of one rank: a switch and a prefetcher."""
 
 from collections.abc import Callable
 
@@ -9,18 +9,18 @@ import torch
 from vllm_tiered.l2.prefetcher import Prefetcher, Spans
 
 KvSpans = Callable[[int], Spans | None]
-"""The KV that this step's how-many-th attention reads; None if it reads none."""
+"""Takes the index of an attention in the step and returns the KV that it reads, or None."""
 
 
 class L2Runtime:
-    """Prefetches of one rank, while ``is_on``.
+    """CPU runtime of one rank; it prefetches while ``is_on``.
 
-    The switch is read at each call, so that compiled code stays as it is. As long as it
-    ``is_counting``, the first calls tell how many prefetches a step has: a graph that comes out of
-    a compile cache never saw the pass.
+    The switch is read at each call, so that compiled code need not change. While ``is_counting``,
+    the first calls count the prefetches of a step: the pass never sees a graph that comes out of a
+    compile cache.
 
     Attributes:
-        num_kv_skipped: prefetches of KV that did not fit what the weights had left.
+        num_kv_skipped: prefetches of KV that did not fit the budget left by the weights.
     """
 
     def __init__(self, prefetcher: Prefetcher, kv_spans: KvSpans) -> None:
@@ -34,17 +34,17 @@ class L2Runtime:
 
     @property
     def num_weights(self) -> int:
-        """Weights that a step prefetches."""
+        """Number of weights that a step prefetches."""
         return sum(len(spans) for spans in self._weights.values())
 
     @property
     def weight_bytes(self) -> int:
-        """Theirs."""
+        """Bytes of these weights."""
         return sum(int(spans[:, 1].sum()) for spans in self._weights.values())
 
     @property
     def num_attentions(self) -> int:
-        """Attentions of which a step prefetches the KV."""
+        """Number of attentions whose KV a step prefetches."""
         return len(self._attentions)
 
     def prefetch(self, weights: list[torch.Tensor]) -> None:
@@ -62,7 +62,7 @@ class L2Runtime:
         if spans is None:
             return
         if spans[:, 1].sum() > max_bytes:
-            self.num_kv_skipped += 1  # part of it would push out weights, or itself
+            self.num_kv_skipped += 1  # a part of it would evict weights, or itself
         else:
             self._prefetcher.begin(spans)
 
@@ -71,11 +71,11 @@ class L2Runtime:
             self._prefetcher.cancel()
 
     def counts(self) -> tuple[int, int]:
-        """Bytes that were fetched, and that were not by the end of their all-reduce."""
+        """Return the bytes prefetched, and the bytes not prefetched when their all-reduce ended."""
         return self._prefetcher.counts()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the prefetcher. Idempotent."""
         self.is_on = False
         self._prefetcher.close()
 

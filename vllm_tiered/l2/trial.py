@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether prefetching pays, measured: off, on, off, by decode steps (A/B/A).
+"""The trial that measures in decode steps whether prefetching is faster: off, on, off (A/B/A).
 
-Pure. Every rank counts the same steps, so all are in the same phase; only the verdict needs what
-the others measured.
+Pure. Every rank counts the same steps, so all are in the same phase; only the verdict needs the
+other ranks' times.
 
     batch 4 ─ warm ─┬─ off ─┬─ on ─┬─ off ─┬─ verdict for batches of 2 to 8
                     └ 16 steps ┘           batch 9: another trial
@@ -14,7 +14,7 @@ from statistics import median
 WARM_STEPS = 8
 PHASE_STEPS = 16
 MIN_GAIN = 0.01
-"""On has to be faster by that share, and than either time off: less is within the noise."""
+"""Share by which "on" must be faster, and than each "off" phase: less is within the noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """Of time with prefetching over time without."""
+        """Time with prefetching divided by time without."""
         return 2 * self.on / (self.off_before + self.off_after)
 
     @property
@@ -39,12 +39,12 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is known so far.
+    """State of the trials.
 
     Attributes:
-        batch_size: of the trial that runs; None if none does.
-        seconds: of its decode steps, warm ones included.
-        verdicts: of the trials that are over, oldest first.
+        batch_size: batch size of the current trial; None without one.
+        seconds: times of its decode steps, warm-up included.
+        verdicts: results of finished trials, oldest first.
     """
 
     batch_size: int | None = None
@@ -53,7 +53,7 @@ class Trial:
 
 
 def is_on(trial: Trial, batch_size: int) -> bool:
-    """Whether the next decode step of that size prefetches."""
+    """Return whether the next decode step of that batch size prefetches."""
     if trial.batch_size is not None and _is_near(trial.batch_size, batch_size):
         return (len(trial.seconds) - WARM_STEPS) // PHASE_STEPS == 1
     verdict = verdict_for(trial, batch_size)
@@ -67,10 +67,10 @@ def verdict_for(trial: Trial, batch_size: int) -> Measured | None:
 
 
 def step(trial: Trial, batch_size: int, seconds: float) -> tuple[Trial, Measured | None]:
-    """After a decode step.
+    """Add the time of a decode step.
 
     Returns:
-        What is known now, and at the end of the last phase what this rank measured, for
+        The new state, and, at the end of the last phase, what this rank measured, for
         :func:`conclude`.
     """
     if trial.batch_size is None or not _is_near(trial.batch_size, batch_size):
@@ -92,10 +92,10 @@ def step(trial: Trial, batch_size: int, seconds: float) -> tuple[Trial, Measured
 
 
 def conclude(trial: Trial, measured: Measured) -> Trial:
-    """With what the slowest rank of each phase measured."""
+    """End the trial with the times of the slowest rank in each phase."""
     return Trial(verdicts=(*trial.verdicts, measured))
 
 
 def _is_near(size: int, other: int) -> bool:
-    """Within a factor of two."""
+    """Return whether two batch sizes are within a factor of two."""
     return size <= 2 * other and other <= 2 * size

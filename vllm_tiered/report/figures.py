@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the report: a timeline in, a figure out."""
+"""The pictures of the report, each drawn from a timeline."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,12 +44,12 @@ class Picture:
 
 
 def pictures(timeline: Timeline) -> list[Picture]:
-    """Those that this timeline has data for; it has at least one window."""
+    """Return the pictures that the timeline, of at least one window, has data for."""
     return [picture for picture in PICTURES if timeline.layers or picture.draw is not draw_layers]
 
 
 def draw_expansion(timeline: Timeline) -> Figure:
-    """Expansion and far layers over time, with a strip of events below."""
+    """Draw expansion and far layers over time, with a strip of events below."""
     kinds = _kinds(timeline.events)
     figure, axes = panels([2.0, 1.2, 0.3 + 0.22 * len(kinds)][: 3 if kinds else 2])
     time = TimeAxis.of(timeline.windows)
@@ -69,7 +69,7 @@ def draw_expansion(timeline: Timeline) -> Figure:
 
 
 def draw_throughput(timeline: Timeline) -> Figure:
-    """Output tokens per second, requests running and waiting, preemptions."""
+    """Draw output tokens per second, requests running and waiting, and preemptions."""
     figure, axes = panels([2.0, 1.4, 0.8])
     time = TimeAxis.of(timeline.windows)
     tokens = ratio(series(time.windows, "tokens"), series(time.windows, "seconds"))
@@ -92,7 +92,7 @@ def draw_throughput(timeline: Timeline) -> Figure:
 
 
 def draw_stall(timeline: Timeline) -> Figure:
-    """Share of step time in which compute waits for a transfer, with the 1 % line."""
+    """Draw the share of step time in which compute waits for a transfer, with the 1 % line."""
     figure, (axis,) = panels([2.2])
     time = TimeAxis.of(timeline.windows)
     percent = 100 * ratio(series(time.windows, "stall_seconds"), series(time.windows, "seconds"))
@@ -104,7 +104,7 @@ def draw_stall(timeline: Timeline) -> Figure:
     axis.axhline(limit, color=VERMILLION, linewidth=1.2, linestyle=_DASHED, label=f"{limit:g} %")
     axis.set_ylabel("stall (% of step time)")
     axis.set_ylim(0, max(1.5 * limit, 1.08 * percent.max()))
-    if percent.max() > 10 * limit:  # on a linear axis the 1 % line would lie on the ground
+    if percent.max() > 10 * limit:  # on a linear axis the 1 % line would lie on the x axis
         axis.set_yscale("symlog", linthresh=limit)
         axis.set_yticks([y for y in (0, 1, 2, 5, 10, 20, 50, 100) if y <= 1.3 * percent.max()])
         axis.yaxis.set_major_formatter("{x:g}")
@@ -115,7 +115,7 @@ def draw_stall(timeline: Timeline) -> Figure:
 
 
 def draw_links(timeline: Timeline) -> Figure:
-    """Both directions of the link: share of step time busy, and bytes per second of step time."""
+    """Draw both directions of the link: busy share and bytes per second of step time."""
     figure, axes = panels([1.6, 1.6])
     time = TimeAxis.of(timeline.windows)
     seconds = series(time.windows, "seconds")
@@ -182,21 +182,21 @@ PICTURES = (
     Picture(
         name="stall",
         title="Stall",
-        caption="Time in which compute stood still for a transfer. Below 1 % of the step, swapping "
+        caption="Time in which compute waited for a transfer. Below 1 % of the step, swapping "
         "is transparent.",
         draw=draw_stall,
     ),
     Picture(
         name="links",
         title="Link",
-        caption="How long each direction was copying, and how much it moved, per second of step "
+        caption="How long each direction copied, and how many bytes, per second of step "
         "time. Full blocks are written once and read in every step.",
         draw=draw_links,
     ),
     Picture(
         name="blocks",
         title="KV blocks",
-        caption="The engine's block pool (line: its size at the largest expansion). Withheld "
+        caption="The engine's block pool (line: its size at the largest expansion). Reserved "
         "blocks pay for partly filled blocks, where those stay near in every layer.",
         draw=draw_blocks,
     ),
@@ -217,7 +217,7 @@ def _above(*values: Series, least: float = 1.0) -> float:
 
 
 def _kinds(events: Sequence[Event]) -> list[str]:
-    """Kinds of events, the most frequent first; rare ones count as "other" beyond a few."""
+    """Return the kinds of events, most frequent first; beyond a few, rare ones are "other"."""
     kinds = [kind for kind, _ in Counter(event.kind for event in events).most_common()]
     if len(kinds) > _MAX_KINDS:
         kinds = [*kinds[: _MAX_KINDS - 1], _OTHER_KINDS]

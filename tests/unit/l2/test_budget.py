@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a processor's last-level cache is, as a sysfs of ours tells it."""
+"""The size of a processor's last-level cache, read from a fake sysfs."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_the_last_level_counts(tmp_path) -> None:
     assert auto_budget_bytes(found, 2) == 8 << 20
 
 
-def test_a_machine_that_does_not_say(tmp_path) -> None:
+def test_a_machine_that_does_not_report_it(tmp_path) -> None:
     write_cache(tmp_path, 0, "Unified", 2, "much", "3")
     with pytest.raises(UnsupportedError, match=r"set tiered\.l2\.budget_mib"):
         last_level_cache(3, tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fork, launch and join on doubles of CUDA's streams: what is launched where, after what."""
+"""Fork, launch and join on fakes of CUDA's streams: what is launched where, after what."""
 
 from contextlib import contextmanager
 
@@ -48,16 +48,16 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    double = Cuda()
+    fake = Cuda()
     for name, replacement in (
-        ("Stream", lambda: Cuda.Stream(double, "side")),
-        ("current_stream", lambda: Cuda.Stream(double, double.current)),
-        ("stream", double.on),
-        ("is_current_stream_capturing", lambda: double.is_capturing),
-        ("synchronize", lambda: double.launched("synchronized")),
+        ("Stream", lambda: Cuda.Stream(fake, "side")),
+        ("current_stream", lambda: Cuda.Stream(fake, fake.current)),
+        ("stream", fake.on),
+        ("is_current_stream_capturing", lambda: fake.is_capturing),
+        ("synchronize", lambda: fake.launched("synchronized")),
     ):
         monkeypatch.setattr(torch.cuda, name, replacement)
-    return double
+    return fake
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def test_kv_of_which_no_page_fits_is_skipped_and_a_dummy_step_has_none(runtime, 
     assert runtime.num_kv_skipped == 1
 
 
-def test_what_was_asked_for_is_counted(runtime):
+def test_prefetched_bytes_are_counted(runtime):
     runtime.is_on = True
     step(runtime)
     step(runtime)
     assert runtime.counts() == (104, 0)
 
 
-def test_a_clock_is_read_after_the_device_is_done(runtime, cuda):
+def test_synchronize_waits_for_the_device(runtime, cuda):
     runtime.synchronize()
     assert cuda.take() == [("main", "synchronized")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithm 1 on small graphs: what is prefetched where, and that results stay what they are."""
+"""Algorithm 1 on small graphs: what is prefetched where, and that results do not change."""
 
 import itertools
 from typing import Any
@@ -29,7 +29,7 @@ AMPLE = 1 << 20
 
 
 class Recorder:
-    """A runtime that writes down what it is called with, in order."""
+    """A runtime that records its calls in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple] = []
@@ -98,7 +98,7 @@ def test_the_budget_holds(budget_bytes, expected) -> None:
         assert group.weight_bytes + group.kv_bytes <= budget_bytes
 
 
-def test_a_weight_behind_a_handle_is_counted_and_passed_by() -> None:
+def test_a_weight_behind_a_handle_is_counted_and_skipped() -> None:
     graph = traced(packs=True).graph
     prefetches = PrefetchPass(NAMES, AMPLE)
     prefetches(graph)
@@ -108,7 +108,7 @@ def test_a_weight_behind_a_handle_is_counted_and_passed_by() -> None:
     assert prefetches.inserted.num_attentions == 1
 
 
-def test_what_is_inserted_stands_around_its_all_reduce() -> None:
+def test_prefetches_are_inserted_around_their_all_reduce() -> None:
     graph = traced().graph
     before = len(graph.nodes)
     prefetches = PrefetchPass(NAMES, AMPLE)
@@ -132,14 +132,14 @@ def test_what_is_inserted_stands_around_its_all_reduce() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "options"),
+    ("obstacle", "options"),
     [(None, {"reduces": False}), (find_device_obstacle("cuda", 75), {})],
     ids=["no-all-reduce", "unsupported-device"],
 )
-def test_it_must_not_fire(refusal, options) -> None:
+def test_it_must_not_fire(obstacle, options) -> None:
     module = traced(**options)
     before = module.code
-    PrefetchPass(NAMES, AMPLE, refusal)(module.graph)
+    PrefetchPass(NAMES, AMPLE, obstacle)(module.graph)
     module.recompile()
     assert module.code == before
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both prefetchers, and the runtime over them."""
+"""Both prefetchers, and the runtime on top of them."""
 
 import os
 import time
@@ -43,7 +43,7 @@ def test_everything_is_fetched(prefetcher) -> None:
     assert prefetcher.counts() == (1 + 64 + 100_001 + (1 << 20) + 4096, 0)
 
 
-def test_what_is_cancelled_is_dropped(prefetcher) -> None:
+def test_cancelled_bytes_are_dropped(prefetcher) -> None:
     count = 4096  # half a second and more, as this thread may have to wait for a core to cancel
     total = count * MEMORY.nbytes
     prefetcher.begin(spans(*[MEMORY.nbytes] * count))

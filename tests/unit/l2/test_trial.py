@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off, on, off: what is kept."""
+"""Trials of off, on, off, and what they decide."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_another_batch_size_is_measured_and_a_known_one_is_not() -> None:
     assert all(switched) and len(state.verdicts) == 2
 
 
-def test_a_trial_that_is_left_begins_anew() -> None:
+def test_an_interrupted_trial_starts_again() -> None:
     state, _ = drive(Trial(), 16, LENGTH - 1)
     state, _ = drive(state, 1, 3)
     assert state.batch_size == 1 and len(state.seconds) == 3 and not state.verdicts

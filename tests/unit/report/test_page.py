@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: complete, self-contained, safe to open, and drawn from whatever a timeline holds."""
+"""The page: complete, self-contained, safe to open, and drawn from any timeline."""
 
 import base64
 import html
@@ -107,7 +107,7 @@ def test_the_page_needs_neither_scripts_nor_the_network(page):
             assert attrs.get(name, "data:").startswith("data:")
 
 
-def test_names_from_outside_are_text(folder, page):
+def test_names_from_outside_are_escaped(folder, page):
     source = (folder / "index.html").read_text(encoding="utf-8")
     assert "<b>Llama" not in source
     assert html.escape("<b>Llama & friends</b>") in source
@@ -278,7 +278,7 @@ def test_blocks_stack_up_to_the_pool(run):
 
 
 def test_a_step_is_drawn_as_in_pies_figure_4():
-    """Nine layers, two far: each row holds its layers' boxes, in their role's colour."""
+    """Nine layers, two far: each row holds its layers' boxes, in their role's color."""
     step_in_detail: Any = pipeline_step(num_layers=9, far_layers=2, slow_read=True)
     axis = layer_figure.draw_layers(timeline_of([step(1.0)], layers=[step_in_detail])).axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == [

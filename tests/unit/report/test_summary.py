@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the report's tables, and the choice of windows and steps to draw."""
+"""The report's summary, and the choice of windows and steps to draw."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline file: it reads as it was told, stays small, survives its engine, costs nothing."""
+"""The timeline file: what is added is read back; it stays small and survives its engine."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_this_machine_is_described():
 
 
 @given(st.lists(STEPS, min_size=1, max_size=60), st.floats(0.01, 100), st.floats(0.01, 100))
-def test_windows_combine_to_the_same_whole_however_they_are_cut(steps, slot, coarser):
+def test_windows_merge_to_the_same_whole_however_they_are_cut(steps, slot, coarser):
     single = [Window.from_step(each, level_changed=False) for each in one_after_another(steps)]
     whole = merge_windows(single)
     twice = merge_windows(coarsen(coarsen(single, slot), coarser))
@@ -228,7 +228,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_engine_leaves_what_it_told(path):
+def test_a_killed_engine_leaves_what_it_added(path):
     with subprocess.Popen([sys.executable, "-c", DYING_ENGINE, path], cwd=ROOT) as engine:
         try:
             # It is idle: nothing but the writer's own clock brings its last steps to the file.
@@ -268,7 +268,7 @@ def test_a_last_line_cut_anywhere_is_the_end(path):
         pytest.param(b'{"type":"header","cwd":"/"}\n', "line 1: not the header", id="other_log"),
     ],
 )
-def test_what_is_no_timeline_is_named(path, content, says):
+def test_a_file_that_is_not_a_timeline_is_named(path, content, says):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=says) as caught:
         read_timeline(path)
@@ -333,7 +333,7 @@ def test_a_file_that_is_no_timeline_is_left_alone(path):
     assert path.read_text() == "my thesis\n"
 
 
-def test_the_timeline_of_the_run_before_is_kept(path):
+def test_the_timeline_of_the_previous_run_is_kept(path):
     for model in ("first", "second"):
         timeline = TimelineWriter(path, header(model=model))
         timeline.add_step(step(0.1))
@@ -435,7 +435,7 @@ def test_a_disk_that_hangs_holds_up_neither_steps_nor_memory(path, monkeypatch):
     assert whole.end == pytest.approx(30.0)  # the newest
 
 
-def test_closing_twice_and_telling_more_does_nothing(path):
+def test_closing_twice_and_adding_more_does_nothing(path):
     timeline = TimelineWriter(path, header())
     timeline.add_step(step(0.1))
     timeline.close()
@@ -486,5 +486,5 @@ def step_as_an_engine_makes_it(end):
 
 
 def test_made_up_runs_hold_steps_and_events():
-    told = list(adaptive_run(60.0))
-    assert {type(each) for each in told} == {StepSample, Event}
+    added = list(adaptive_run(60.0))
+    assert {type(each) for each in added} == {StepSample, Event}
