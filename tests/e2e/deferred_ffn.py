@@ -10,7 +10,6 @@ import torch
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.deferred_torch import NEAR, DeferredTorch
 from vllm_tiered.adapter.ffn import engine as ffn_engine
-from vllm_tiered.ffn import layer as layers
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layer import FfnLayer
 
@@ -23,27 +22,26 @@ def defer_compute(monkeypatch: pytest.MonkeyPatch, haste: float) -> DeferredTorc
         haste: of the fake.
     """
     device = SimulatedCudaDevice(random.Random(3), haste=haste)
-    late = DeferredTorch(device)
-    for name in ("activations", "add_down"):
-        monkeypatch.setattr(layers, name, late.late(getattr(layers, name)))
+    deferred = DeferredTorch(device)
+    deferred.defer_matmul(monkeypatch)
     monkeypatch.setattr(ffn_engine, "make_device", lambda: device)
     start, compute = ffn_engine.FfnEngine.start, FfnLayer.compute
 
     def start_near(self: Any, near_device: torch.device) -> None:
-        with late:
+        with deferred:
             start(self, NEAR)
         device.cuda.run_all()
-        late.keep()
+        deferred.keep()
 
     def compute_near(self: Any, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
-        with late:
+        with deferred:
             found = compute(self, x_BH, only_decodes)
             device.compute_event().wait()
-        late.forget()
+        deferred.release()
         return found
 
     monkeypatch.setattr(ffn_engine.FfnEngine, "start", start_near)
     monkeypatch.setattr(FfnLayer, "compute", compute_near)
     # So small a model is computed faster densely.
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
-    return late
+    return deferred

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a few tokens with each of some configurations, one engine after the other, and prints the
-tokens and by how much resident memory rose at most, as JSON.
+"""Serve a few tokens with each of some configurations, one engine after the other.
+
+Prints the tokens, and by how much resident memory rose at most, as JSON.
 
 Usage: python -m tests.e2e.memory_script MODEL_DIR PROMPTS_JSON CONFIGURATIONS_JSON
 
-What is freed may not be given back, and a later engine takes it up unseen: the one that is to need
-less comes first. Nothing of the first is an import, as a small engine runs before it.
+Freed memory may stay with the process, and a later engine reuses it unseen: the configuration that
+should need less comes first. A small engine runs before it, so that imports do not count.
 """
 
 import json
@@ -26,7 +27,7 @@ def kib(name: str) -> int:
 
 
 def served(model: str, prompts: Tokens, sections: dict[str, Any]) -> dict[str, Any]:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = kib("VmRSS")
     arguments: dict[str, Any] = {
         "max_model_len": 128,

@@ -53,7 +53,7 @@ def main() -> None:
             if whole:
                 rise_after(patched, num_steps=6)
             found = harness.run(model, [], tiered, drive=drive, **arguments)
-        assert late is None or late.num_late > 50
+        assert late is None or late.num_deferred > 50
         steps = whole.steps if whole else []
         print(json.dumps({"name": name, "steps": steps, **asdict(found)}), flush=True)
 

@@ -70,7 +70,7 @@ def test_some_near_some_far_some_stored(near_gib) -> None:
     result = run("opt", PROMPTS, KV_OFF, ffn=ffn)
     assert result.tokens == vllm_tokens("opt", PROMPTS)
     stated = result.manifest["ffn"]
-    assert stated["num_far_layers"] == 2 and stated["near_bytes"] <= near_gib * 2**30
+    assert stated["far_layers"] == 2 and stated["near_bytes"] <= near_gib * 2**30
     assert 0 < stated["cache_rows"]["full"] <= stated["neurons"]
 
 
@@ -100,14 +100,14 @@ def test_a_real_model_with_a_kv_cache_that_follows_the_load() -> None:
 
 
 def test_with_attention_weights_placed() -> None:
-    """What is left of a layer passes through staging slots, its FFN through neurons."""
+    """The other matrices of a layer pass through weight buffers, its FFN through neurons."""
     ffn = {"store": store_of("llama3"), "exact": True, "far_gib": 0}
     result = run("llama3", PROMPTS, KV_OFF, ffn=ffn, weights={"placement": "all_far"})
     assert result.tokens == vllm_tokens("llama3", PROMPTS)
     assert result.manifest["weights"]["far_bytes"] > 0
 
 
-@pytest.mark.parametrize("policy", ["atu", "window", "lru", "none"])
+@pytest.mark.parametrize("policy", ["atu", "window", "none"])
 def test_every_neuron_through_the_cache(policy) -> None:
     """A mix that leaves nothing out, at decode: what the cache does shows in the tokens.
 
@@ -147,7 +147,7 @@ def test_compiled() -> None:
 
 
 def damage(store: Path, layer: int, neuron: int) -> None:
-    """In full precision."""
+    """Overwrite part of a neuron's bundle in full precision."""
     opened = NeuronStore.open(store)
     stride = bundle_stride(opened.shape, Precision.FULL)
     offset = opened._form.offset(layer, Precision.FULL) + neuron * stride
@@ -158,7 +158,7 @@ def damage(store: Path, layer: int, neuron: int) -> None:
 
 
 def test_a_damaged_bundle_stops_the_engine_with_its_neuron_named(tmp_path, caplog_vllm) -> None:
-    """For good: what the step was to compute is missing in the KV cache."""
+    """Every later step fails: the KV cache lacks what the failed step was to compute."""
     store = tmp_path / "store"
     shutil.copytree(store_of("opt"), store)
     damage(store, layer=2, neuron=300)
@@ -168,7 +168,7 @@ def test_a_damaged_bundle_stops_the_engine_with_its_neuron_named(tmp_path, caplo
             generate(llm, PROMPTS)
         said = "layer 2, neuron 300, full is damaged (checksum); reading it"
         assert caplog_vllm.text.count(said) == 1
-        with pytest.raises(IntegrityError, match=r"neuron 300.* start the engine anew"):
+        with pytest.raises(IntegrityError, match=r"neuron 300.* start the engine again"):
             generate(llm, PROMPTS[1:])
 
 
@@ -184,7 +184,7 @@ def test_a_damaged_bundle_of_far_memory_stops_the_start(tmp_path) -> None:
     assert not threads()
 
 
-def test_what_came_wrong_once_is_read_again(monkeypatch, caplog_vllm) -> None:
+def test_a_bundle_read_wrong_once_is_read_again(monkeypatch, caplog_vllm) -> None:
     damaged = ScatterPlan.damaged
     calls = iter(range(1 << 20))
 
@@ -212,7 +212,7 @@ def threads_of_others():
 
 
 def threads() -> list[str]:
-    """Of devices and stores that the test made."""
+    """Return the threads of devices and stores that the test made."""
     made = set(threading.enumerate()) - _OTHERS[0]
     return [thread.name for thread in made if thread.name.startswith("tiered-")]
 
@@ -231,8 +231,8 @@ def test_an_engine_that_fails_later_leaves_nothing_behind() -> None:
     assert run("opt", PROMPTS, KV_OFF, ffn=ffn).tokens == vllm_tokens("opt", PROMPTS)
 
 
-def test_memory_is_given_back_with_the_engine() -> None:
-    """The KV cache too: vLLM's offloader, which knows the FFN's engine, outlives it."""
+def test_memory_is_freed_with_the_engine() -> None:
+    """The KV cache too: vLLM's offloader, which refers to the FFN's engine, outlives it."""
     ffn = {"store": store_of("opt"), "exact": True}
     with engine("opt", KV_OFF, ffn=ffn) as llm:
         runtime = weakref.ref(worker_hooks._ffns[0].runtime)
@@ -246,7 +246,7 @@ def test_memory_is_given_back_with_the_engine() -> None:
 
 
 def test_an_engine_without_neurons_beside_it() -> None:
-    """It is not taken for one with them: they would be opened again, and closed with its end."""
+    """It is not taken for one with neurons, which would be opened again and closed at its end."""
     ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
     expected = vllm_tokens("opt", PROMPTS)
     with engine("opt", KV_OFF, ffn=ffn) as llm:
@@ -298,7 +298,7 @@ def test_a_store_in_another_dtype_is_refused() -> None:
         pass
 
 
-def test_made_up_weights_are_refused() -> None:
+def test_dummy_weights_are_refused() -> None:
     with (
         pytest.raises(UnsupportedError, match="load_format"),
         engine("opt", KV_OFF, ffn={"store": store_of("opt")}, load_format="dummy"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real engine's FFN on the GPU's device: on a fake CUDA runtime, and on a GPU if present.
 
-On the fake vLLM is the CPU backend's, and each layer's FFN runs late: its copies and products are
+On the fake vLLM is the CPU backend's, and each layer's FFN runs deferred: its copies and GEMMs are
 in the fake's streams, in random orders over poisoned memory, until vLLM has the layer's output.
 """
 
@@ -57,40 +57,40 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM takes
 
 
 @pytest.fixture(params=[0.0, 0.7])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeferredTorch:
+def deferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeferredTorch:
     """FFNs are computed on the fake."""
     return defer_compute(monkeypatch, request.param)
 
 
 @without_a_gpu
 @pytest.mark.parametrize("near_gib", [0.01, "auto"])
-def test_every_neuron(late: DeferredTorch, near_gib: Any) -> None:
+def test_every_neuron(deferred: DeferredTorch, near_gib: Any) -> None:
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": near_gib, "far_gib": 0.003}
     expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)  # never beside another engine
     with engine("opt", KV_ON, ffn=ffn) as llm:
         assert generate(llm, PROMPTS, MAX_TOKENS) == expected
         assert metric("tiered_ffn_storage_bytes") > 0 and metric("tiered_ffn_far_bytes") > 0
-    assert late.num_late > 50
+    assert deferred.num_deferred > 50
 
 
 @without_a_gpu
-def test_every_neuron_through_the_cache(late: DeferredTorch) -> None:
+def test_every_neuron_through_the_cache(deferred: DeferredTorch) -> None:
     ffn = {"store": store_of("llama3"), "mix": [1, 0, 0], "far_gib": 0}
     expected = vllm_tokens("llama3", PROMPTS, MAX_TOKENS)
     with engine("llama3", KV_ON, ffn=ffn) as llm:
         assert generate(llm, PROMPTS, MAX_TOKENS) == expected
         assert metric("tiered_ffn_sparse_steps") > 0 and metric("tiered_ffn_misses") > 0
         assert metric("tiered_ffn_hits") > 0
-    assert late.num_late > 50
+    assert deferred.num_deferred > 50
 
 
 @without_a_gpu
 @pytest.mark.parametrize("model", ["opt", "llama3"])
-def test_every_neuron_with_the_books_on_the_gpu(
-    late: DeferredTorch, monkeypatch: pytest.MonkeyPatch, model: str
+def test_every_neuron_with_the_cache_index_on_the_gpu(
+    deferred: DeferredTorch, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """All layers far: decode steps wait for nothing, and prompts are dense between them."""
-    gpu = DeferredGpu(monkeypatch, late)
+    gpu = DeferredGpu(monkeypatch, deferred)
     ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
     expected = vllm_tokens(model, PROMPTS, MAX_TOKENS)
     with engine(model, KV_ON, ffn=ffn) as llm:
@@ -113,7 +113,7 @@ def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("model", ["opt", "llama3"])
-def test_every_neuron_by_the_gpus_books(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_every_neuron_by_the_gpus_cache_index(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Read from far memory while they are multiplied: float32 tokens are vLLM's."""
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
@@ -122,15 +122,17 @@ def test_every_neuron_by_the_gpus_books(monkeypatch: pytest.MonkeyPatch, model: 
         assert generate(llm, PROMPTS) == expected
         runtime = worker_hooks._ffns[-1].runtime
         assert runtime is not None and runtime.stats.sparse_steps > 0 and runtime.stats.hits > 0
-        assert all(layer.on_gpu is not None for layer in runtime.layers)
+        assert all(layer.on_device is not None for layer in runtime.layers)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("far_gib", [0, 2], ids=["stored", "far"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: float) -> None:
-    """As the CPU backend's test of it: the demo model says nearly the same. Far layers' books are
-    the GPU's."""
+    """As the CPU backend's test of it: the demo model says nearly the same.
+
+    Far layers' cache indices are on the GPU.
+    """
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
@@ -143,7 +145,7 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: f
         assert runtime is not None and runtime.stats.sparse_steps >= 30 * 23
         assert runtime.predictor == "base4"
         owns_index = [
-            layer.on_gpu is not None and layer.on_gpu.owns_index for layer in runtime.layers
+            layer.on_device is not None and layer.on_device.owns_index for layer in runtime.layers
         ]
         assert owns_index == [far_gib > 0] * len(owns_index)
     expected = vllm_tokens("demo", prompts, 24)[0]
@@ -151,7 +153,7 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: f
 
 
 @on_a_gpu
-def test_what_regions_take_is_not_given_to_the_kv_cache() -> None:
+def test_what_cache_buffers_take_is_not_given_to_the_kv_cache() -> None:
     """vLLM's profile sees them, and what a prompt's product takes."""
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": 0.01}
     sized: dict[str, Any] = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A runtime's layers on the fake CUDA runtime, whose compute and copies run late, in any order; and
-what tests break of it on purpose."""
+"""A runtime's layers on the fake CUDA runtime, and the faults that tests inject into them.
+
+Compute and copies of the fake run deferred, in any order.
+"""
 
 import random
 
@@ -10,16 +12,15 @@ import torch
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.deferred_torch import NEAR, DeferredTorch, now
 from tests.fixtures.ffn_models import Ffn
-from tests.unit.ffn.test_runtime import Scripted, close
-from vllm_tiered.ffn import layer as layers
-from vllm_tiered.ffn import mailbox as host_link
+from tests.fixtures.ffn_runtimes import Scripted, close
 from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.runtime import FfnRuntime
 
 HASTES = pytest.mark.parametrize("haste", [0.0, 0.6, 0.95])
 
 Due = list[tuple[torch.Tensor, torch.Tensor]]
-"""What was found, when it is computed, and what is expected."""
+"""Pairs of an output, valid once it is computed, and the expected one."""
 
 
 class ScriptedNear(Scripted):
@@ -30,7 +31,7 @@ class ScriptedNear(Scripted):
 
 
 class DeferredRig:
-    """A runtime on the fake."""
+    """Builds runtimes on the fake, and compares what they compute once it has run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ffn: Ffn, seed: int, haste: float) -> None:
         print(f"seed {seed}, haste {haste}")
@@ -39,8 +40,7 @@ class DeferredRig:
         self.device = SimulatedCudaDevice(self.rng, haste=haste)
         self.torch = DeferredTorch(self.device)
         self.due: Due = []
-        for name in ("activations", "add_down"):
-            monkeypatch.setattr(layers, name, self.torch.late(getattr(layers, name)))
+        self.torch.defer_matmul(monkeypatch)
 
     def runtime(self, plan, predictors=(), **kwargs) -> FfnRuntime:
         return FfnRuntime(
@@ -63,8 +63,8 @@ def resident_neurons(runtime: FfnRuntime, layer: int) -> dict[Precision, torch.T
     return {p: torch.from_numpy(neurons[neurons >= 0]) for p, neurons in rows.items()}
 
 
-def at_once(device):
-    """An event of which nothing was recorded: a stream does not wait for it."""
+def done_event(device):
+    """Return an event that was never recorded: a stream does not wait for it."""
     event = device._new_event()
     event.is_recorded = event._is_done = True
     return event
@@ -75,11 +75,11 @@ def compute_is_not_held(monkeypatch):
 
 
 def scores_are_read_early(monkeypatch):
-    d2h = host_link.Mailbox.d2h
+    d2h = Mailbox.d2h
 
     def hasty(self, tensors):
         with monkeypatch.context() as patched:
-            patched.setattr(self._device, "compute_event", lambda: at_once(self._device))
+            patched.setattr(self._device, "compute_event", lambda: done_event(self._device))
             return d2h(self, tensors)
 
-    monkeypatch.setattr(host_link.Mailbox, "d2h", hasty)
+    monkeypatch.setattr(Mailbox, "d2h", hasty)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's torch, without a GPU: operations on near tensors run late, in the fake's stream.
+"""A GPU's torch, without a GPU: operations on near tensors run deferred, in the fake's stream.
 
 Where a tensor is made for ``NEAR``, or from one that was, the operation is queued on the fake of
 the CUDA runtime (tests/fakes/cuda.py) and runs when the stream gets there, with what its inputs
@@ -11,27 +11,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from vllm_tiered.ffn.strategy import base, sparse
 
 NEAR = torch.device("cpu", 1)
-"""Its memory is the host's, and torch forgets the number; the mode does not."""
+"""A near device whose memory is the host's; torch drops its index, the mode keeps track."""
 
 _READS_ON_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
 class DeferredTorch(TorchDispatchMode):
-    """While it is on, in the thread that submits compute."""
+    """Defers operations on near tensors while it is on, in the thread that submits compute."""
 
     def __init__(self, device: SimulatedCudaDevice) -> None:
         super().__init__()
         self._cuda = device.cuda
-        self._near: dict[int, Any] = {}  # storages, by address; kept, so that none is used again
+        self._near: dict[
+            int, Any
+        ] = {}  # storages by address; held, so that no address is used again
         self._kept: set[int] = set()
-        self.num_late = 0
+        self.num_deferred = 0
 
     def __torch_dispatch__(
         self,
@@ -72,22 +76,28 @@ class DeferredTorch(TorchDispatchMode):
         return tensor
 
     def keep(self) -> None:
-        """What was made so far stays near when others are forgotten."""
+        """Keep the near tensors made so far when others are released."""
         self._kept = set(self._near)
 
-    def forget(self) -> None:
-        """Let go of what was made since; all that was late has run."""
+    def release(self) -> None:
+        """Release the near tensors made since :meth:`keep`; all deferred operations have run."""
         self._near = {address: one for address, one in self._near.items() if address in self._kept}
 
-    def late(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """A kernel that torch does not see: it fills its first argument, or what it returns."""
+    def defer_matmul(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Defer the layers' matmul, which torch does not see, too."""
+        for module in (base, sparse):
+            for name in ("activations", "add_down"):
+                monkeypatch.setattr(module, name, self._defer(getattr(module, name)))
+
+    def _defer(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the kernel deferred; it fills its first argument, or a tensor that is returned."""
 
         def launch(*args: Any) -> Any:
             if kernel.__name__ == "add_down":
                 self._submit(lambda: kernel(*args))
                 return None
-            x_BH, _, num_rows, *_ = args
-            out = self.mark(torch.full((len(x_BH), num_rows), torch.nan))
+            x_BH, _, num_slots, *_ = args
+            out = self.mark(torch.full((len(x_BH), num_slots), torch.nan))
             self._submit(lambda: out.copy_(kernel(*args)))
             return out
 
@@ -98,14 +108,14 @@ class DeferredTorch(TorchDispatchMode):
             with _disable_current_modes():
                 kernel()
 
-        self.num_late += 1
+        self.num_deferred += 1
         with _disable_current_modes():
             self._cuda.compute(run)
 
 
 @contextmanager
 def now() -> Iterator[None]:
-    """For what a test does with tensors itself."""
+    """Run a test's own tensor operations at once."""
     with _disable_current_modes():
         yield
 

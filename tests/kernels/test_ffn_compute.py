@@ -12,7 +12,7 @@ from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_str
 from vllm_tiered.ffn.matmul import compute, native
 from vllm_tiered.kernels.neuron_ffn import api, bundles
 
-HIDDEN, NUM_ROWS = 128, 9
+HIDDEN, NUM_SLOTS = 128, 9
 
 
 def a_buffer(precision, *, gated, device):
@@ -20,20 +20,20 @@ def a_buffer(precision, *, gated, device):
     torch.manual_seed(0)
     matrices = 3 if gated else 2
     shape = FfnShape(num_layers=1, hidden=HIDDEN, neurons=20, gated=gated, dtype_bytes=2)
-    capacity = NUM_ROWS + 2
+    capacity = NUM_SLOTS + 2
     rows = torch.full((capacity, bundle_stride(shape, precision)), 0xFF, dtype=torch.uint8)
     num_bytes = bundle_bytes(shape, precision)
     scales = None
     if precision is Precision.FULL:
-        numbers = torch.randn(NUM_ROWS, num_bytes // 2).bfloat16()
-        rows[:NUM_ROWS, :num_bytes] = numbers.view(torch.uint8)
+        numbers = torch.randn(NUM_SLOTS, num_bytes // 2).bfloat16()
+        rows[:NUM_SLOTS, :num_bytes] = numbers.view(torch.uint8)
     else:
-        rows[:NUM_ROWS, :num_bytes] = torch.randint(0, 256, (NUM_ROWS, num_bytes))
+        rows[:NUM_SLOTS, :num_bytes] = torch.randint(0, 256, (NUM_SLOTS, num_bytes))
         scales = torch.full((capacity, matrices, 2), torch.nan, dtype=torch.float16)
-        scales[:NUM_ROWS] = torch.rand(NUM_ROWS, matrices, 2) / 64
+        scales[:NUM_SLOTS] = torch.rand(NUM_SLOTS, matrices, 2) / 64
         scales = scales.to(device)
     return NeuronCacheBuffer(
-        rows=rows.to(device),
+        bundles=rows.to(device),
         scales=scales,
         up_bias=None if gated else torch.randn(capacity).to(device),
         shape=shape,
@@ -50,22 +50,22 @@ def test_products_are_those_of_the_processor(monkeypatch, precision, num_tokens,
     x_BH = torch.randn(num_tokens, 2 * HIDDEN).bfloat16()[:, ::2]
     buffer = a_buffer(precision, gated=gated, device=torch.device("cpu"))
     before = torch.randn(num_tokens, HIDDEN)
-    a_Bn = compute.activations(x_BH, buffer, NUM_ROWS, activation)
+    a_Bn = compute.activations(x_BH, buffer, NUM_SLOTS, activation)
     out_BH = before.clone()
-    compute.add_down(out_BH, a_Bn, buffer, NUM_ROWS)
-    product_BH = compute.product(x_BH, buffer, NUM_ROWS, activation)
+    compute.add_down(out_BH, a_Bn, buffer, NUM_SLOTS)
+    product_BH = compute.ffn_output(x_BH, buffer, NUM_SLOTS, activation)
 
     # The region's device chooses; here the processor stands in for it.
     monkeypatch.setattr(compute, "gpu_kernels", lambda buffer: api)
     monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
     buffer, x_BH = a_buffer(precision, gated=gated, device=device), x_BH.to(device)
-    found_Bn = compute.activations(x_BH, buffer, NUM_ROWS, activation)
+    found_Bn = compute.activations(x_BH, buffer, NUM_SLOTS, activation)
     found_BH = before.to(device)
-    compute.add_down(found_BH, found_Bn, buffer, NUM_ROWS)
-    assert found_Bn.device == found_BH.device == buffer.rows.device
+    compute.add_down(found_BH, found_Bn, buffer, NUM_SLOTS)
+    assert found_Bn.device == found_BH.device == buffer.bundles.device
     close(found_Bn, a_Bn)
     close(found_BH, out_BH)
-    close(compute.product(x_BH, buffer, NUM_ROWS, activation), product_BH)
+    close(compute.ffn_output(x_BH, buffer, NUM_SLOTS, activation), product_BH)
 
 
 def close(found, expected):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of ffn/ over the GPU's kernels: chosen, brought from far memory and multiplied by them.
+"""Layers of ffn/ over the GPU's kernels: selected, loaded from far memory and multiplied by them.
 
 Without a GPU the device is the fake CUDA runtime, in haste: its copies are over when they are
 submitted, as the interpreter's kernels are.
@@ -15,7 +15,7 @@ import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.unit.ffn.test_runtime import (
+from tests.fixtures.ffn_runtimes import (
     Scripted,
     base_scores,
     check_bytes,
@@ -24,16 +24,16 @@ from tests.unit.ffn.test_runtime import (
     mixed,
 )
 from vllm_tiered.devices.base import Device
-from vllm_tiered.ffn import on_gpu
-from vllm_tiered.ffn import runtime as runtimes
-from vllm_tiered.ffn import selector as choice
-from vllm_tiered.ffn.layer import LayerStats
+from vllm_tiered.ffn import runtime
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul import compute, native
 from vllm_tiered.ffn.memory_plan import FfnPlan
-from vllm_tiered.ffn.on_gpu import MAX_DEVICE_TOKENS
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
+from vllm_tiered.ffn.selector import Selector
+from vllm_tiered.ffn.strategy import sparse_on_device
+from vllm_tiered.ffn.strategy.base import LayerStats
+from vllm_tiered.ffn.strategy.sparse_on_device import MAX_DEVICE_TOKENS
 from vllm_tiered.kernels.neuron_ffn import api
 
 MIX = (0.1, 0.2, 0.3)
@@ -46,14 +46,14 @@ def ffn(request: pytest.FixtureRequest, tmp_path) -> Ffn:
 
 @pytest.fixture
 def tiers(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Device:
-    """The GPU's, or the fake's, whose regions are taken for a GPU's."""
+    """The GPU's, or the fake's, whose cache buffers are taken for a GPU's."""
     if device.type == "cuda":
         from vllm_tiered.adapter.device import cuda_device
 
         return cuda_device()
-    for module in (compute, runtimes):
+    for module in (compute, runtime):
         monkeypatch.setattr(module, "gpu_kernels", lambda buffer: api)
-    monkeypatch.setattr(choice.Selector, "encode", choice.Selector.rank)
+    monkeypatch.setattr(Selector, "encode", Selector.rank)
     monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
     return SimulatedCudaDevice(random.Random(0), haste=1.0)
 
@@ -90,12 +90,12 @@ class Steps:
         return self.runtime.stats
 
     def owns_index(self, layer: int) -> bool:
-        """Whether the GPU has a layer's books."""
-        on_gpu = self.runtime.layers[layer].on_gpu
-        return on_gpu is not None and on_gpu.owns_index
+        """Whether the GPU has a layer's cache index."""
+        on_device = self.runtime.layers[layer].on_device
+        return on_device is not None and on_device.owns_index
 
     def near(self, layer: int) -> dict[Precision, torch.Tensor]:
-        """In the rows, whose bytes are checked, as the books are."""
+        """What is in the slots; checks their bytes and the cache index."""
         self.runtime.layers[layer].check_integrity()
         rows = self.runtime.layers[layer].resident_neurons()
         for precision in rows:
@@ -122,7 +122,7 @@ def test_chosen_neurons(ffn, num_far_layers, policy, num_tokens, tiers, device) 
         x_BH, found = steps.compute(layer, num_tokens)
         near = steps.near(layer)
         check_precisions(select(scores_BN, Mix.from_shares(MIX)), near)
-        check(found, ffn.product(layer, x_BH, near))
+        check(found, ffn.output_of(layer, x_BH, near))
         assert steps.owns_index(layer) == bool(num_far_layers)
     stats, backend = steps.stats(), steps.runtime.backend.stats
     assert stats.sparse_steps == 6 and stats.misses > 0 and stats.hits > 0
@@ -130,7 +130,7 @@ def test_chosen_neurons(ffn, num_far_layers, policy, num_tokens, tiers, device) 
     steps.runtime.close()
 
 
-def test_the_books_change_hands(ffn, tiers, device) -> None:
+def test_the_cache_index_migrates(ffn, tiers, device) -> None:
     """With more tokens than the GPU plans for, and back; what is near stays near."""
     steps = Steps(ffn, mixed(ffn, MIX, far_bytes=2 << 20), tiers, device)
     for num_tokens in (2, MAX_DEVICE_TOKENS + 1, MAX_DEVICE_TOKENS, 1):
@@ -138,7 +138,7 @@ def test_the_books_change_hands(ffn, tiers, device) -> None:
         x_BH, found = steps.compute(0, num_tokens)
         near = steps.near(0)
         check_precisions(select(scores_BN, Mix.from_shares(MIX)), near)
-        check(found, ffn.product(0, x_BH, near))
+        check(found, ffn.output_of(0, x_BH, near))
         assert steps.owns_index(0) == (num_tokens <= MAX_DEVICE_TOKENS)
         before = steps.stats()
         steps.compute(0, num_tokens)  # the same scores
@@ -148,8 +148,8 @@ def test_the_books_change_hands(ffn, tiers, device) -> None:
     steps.runtime.close()
 
 
-def test_what_no_row_is_left_for_is_multiplied(monkeypatch, ffn, tiers, device) -> None:
-    """A batch that wants more than a region holds is no dense step where the GPU plans."""
+def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) -> None:
+    """A batch that wants more than a buffer holds is no dense step where the GPU plans."""
     plan = mixed(ffn, (0.25, 0, 0), far_bytes=2 << 20)
     plan = replace(plan, cache_slots={Precision.FULL: 12})
     steps = Steps(ffn, plan, tiers, device)
@@ -159,14 +159,14 @@ def test_what_no_row_is_left_for_is_multiplied(monkeypatch, ffn, tiers, device) 
         wanted = torch.from_numpy(select(scores_BN, Mix.from_shares((0.25, 0, 0))).full)
         near = steps.near(0)[Precision.FULL]
         assert len(near) == 12 < len(wanted) and set(near.tolist()) <= set(wanted.tolist())
-        check(found, ffn.product(0, x_BH, {Precision.FULL: wanted}))
+        check(found, ffn.output_of(0, x_BH, {Precision.FULL: wanted}))
     stats = steps.stats()
     assert stats.dense_steps == 0 and stats.sparse_steps == 3
-    stride = steps.runtime.layers[0].buffers[Precision.FULL].rows.shape[1]
+    stride = steps.runtime.layers[0].resources.buffers[Precision.FULL].bundles.shape[1]
     # 4 tokens are one launch: nothing is read twice.
     assert steps.runtime.backend.stats.far_bytes == stats.misses * stride
     before = steps.runtime.backend.stats.far_bytes
-    monkeypatch.setattr(on_gpu, "num_fills", lambda buffer, num_tokens: 3)
+    monkeypatch.setattr(sparse_on_device, "num_fills", lambda buffer, num_tokens: 3)
     steps.scores(0, 4, spread=2.0)
     steps.compute(0, 4)
     missing = steps.stats().misses - stats.misses
@@ -198,7 +198,7 @@ def test_top_ranks_over_a_base(ffn, mix, policy, tiers, device) -> None:
         rest = everyone if is_all else torch.from_numpy(wanted.int4)
         better = torch.cat([*near.values(), torch.empty(0, dtype=torch.int64)])
         chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-        check(found, ffn.product(step % 2, x_BH, chosen))
+        check(found, ffn.output_of(step % 2, x_BH, chosen))
     assert steps.owns_index(0) and steps.owns_index(1)
     assert steps.runtime.stats.sparse_steps == 4
     steps.runtime.close()
@@ -218,7 +218,7 @@ def test_a_step_that_fails_leaves_nothing_that_the_next_one_takes_for_near(
     assert all(len(one) == 0 for one in steps.near(0).values())
     steps.scores(0, 1)
     x_BH, found = steps.compute(0, 1)
-    check(found, ffn.product(0, x_BH, steps.near(0)))
+    check(found, ffn.output_of(0, x_BH, steps.near(0)))
     steps.runtime.close()
 
 

@@ -37,12 +37,11 @@ class FfnConfig(Section):
         Bool(),
         "Whether every neuron is computed in full precision, instead of a mix.",
     )
-    cache: Literal["atu", "window", "lru", "none"] = option(
+    cache: Literal["atu", "window", "none"] = option(
         "atu",
-        OneOf(words=("atu", "window", "lru", "none")),
+        OneOf(words=("atu", "window", "none")),
         'Which neurons stay near: `"atu"` those of the last token, `"window"` those of the last '
-        '`window` tokens, `"lru"` the most recently used. `"none"` loads all of them every time, '
-        "for comparison.",
+        '`window` tokens. `"none"` loads all of them every time, to measure what caching gains.',
     )
     preload: Literal["auto", "on", "off"] = option(
         "auto",

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse or dense, by what steps took so far (M2Cache, 5.5.2: sparsity pays for small batches).
+"""The dense/sparse cost model: which way a step takes less time (M2Cache, 5.5.2).
 
     sparse    s0 + s1 missing bytes + s2 bytes multiplied + s3 bytes multiplied x tokens
     dense     d0 + d1 tokens
 
-Every prompt is a dense step, so both sides are measured in any run; all layers add to them.
+Sparsity pays for small batches. Every prompt is a dense step, so both ways are measured in any run;
+the steps of all layers count.
 
-What is near decides how much is missing, and only sparse steps bring it near. So a sparse step is
-judged by what its layer misses, at batches of about that size, once the steps before were sparse
-too: a cold cache is paid for once. And a layer that is computed densely tries the other side again
-now and then:
+The cache decides how much is missing, and only sparse steps fill it. So a sparse step is judged by
+what its layer misses, at batches of about that size, when the steps before were sparse too: a cold
+cache costs once. A layer that is computed densely tries sparse steps again now and then:
 
     sparse ... | dense for 128 steps | 4 sparse | dense for 256 | 4 sparse | ...
 
-What a layer wants is not even asked for in most of a row of dense steps: scoring is no small part
-of a step that has no use for it.
+In most of a row of dense steps, neurons are not even scored: scoring is no small part of a step
+that has no use for it.
 """
 
 import statistics
@@ -27,49 +27,49 @@ import numpy as np
 import numpy.typing as npt
 
 _KEPT = 64
-"""Steps of a kind that count, so that many of one do not crowd out another."""
+"""Steps of a kind that are kept, so that many of one kind do not crowd out another."""
 
 _FORGOTTEN = 8192
-"""Steps after which one does not count any more: it may be of another load."""
+"""Steps after which a step is ignored: it may be of another workload."""
 
 _LEAST = 16
-"""Steps of one side before anything is said of it."""
+"""Steps of one way before its times are predicted."""
 
 _REFIT = 64
 
-_HELD_UP = 1.5
-"""Times what a step was expected to take: something else was in its way."""
+_OUTLIER = 1.5
+"""Times the expected seconds from which a step is an outlier: something else delayed it."""
 
 _ROUNDS = 3
 
 _LEAST_WARM = 3
-"""Sparse steps behind sparse ones, of a layer, before it prefers dense ones."""
+"""A layer's sparse steps that follow sparse ones, before it may prefer dense ones."""
 
 _KEPT_WARM = 5
-"""A trial's three are most of them."""
+"""Warm steps that are kept; a trial's three are most of them."""
 
 _TRIAL = 4
-"""Steps: one whose neurons are missing, and three as they usually are."""
+"""Steps of a trial: one with a cold cache, and three warm ones."""
 
 _PATIENCE = 128
 _MOST_PATIENCE = 4096
 _SETTLED = 16
-"""Sparse steps, one after the other, that a layer prefers before it is as patient as at first."""
+"""Sparse steps in a row that a layer prefers before its patience is reset."""
 
-_SURE = 8
-"""Dense steps in a row, preferred each, before the next ones are without a look."""
+_SURE_ROW = 8
+"""Preferred dense steps in a row, after which the next ones are dense without scoring."""
 
-_LOOK = 8
-"""One step of so many is judged by what its layer wants then."""
+_SCORED_EVERY = 8
+"""One step of so many is scored and judged all the same."""
 
 _Table: TypeAlias = npt.NDArray[np.float64]
 
 
 class StepTimes:
-    """Seconds of steps as a sum of what they had to do, each part with a rate that is not below 0.
+    """Linear fit of steps' seconds to their amounts of work, with rates that are not below 0.
 
     Args:
-        num_parts: of a step.
+        num_parts: kinds of work in a step.
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -79,7 +79,12 @@ class StepTimes:
         self._num_steps = self._age = 0
 
     def add(self, kind: Hashable, parts: Sequence[float], seconds: float) -> None:
-        """A step was measured, one of those that are alike in ``kind``."""
+        """Add a measured step.
+
+        Args:
+            kind: steps of one kind are alike; the newest of each kind are kept.
+            parts: amounts of work.
+        """
         assert len(parts) == self._num_parts
         steps = self._steps.setdefault(kind, deque(maxlen=_KEPT))
         steps.append((self._num_steps, *parts, seconds))
@@ -91,7 +96,7 @@ class StepTimes:
             self._rates = self._fit()
 
     def expected(self, parts: Sequence[float]) -> float | None:
-        """Seconds; None as long as too few steps are known."""
+        """Return the expected seconds; None while too few steps are known."""
         return None if self._rates is None else float(self._rates @ np.asarray(parts))
 
     def _fit(self) -> _Table | None:
@@ -102,18 +107,18 @@ class StepTimes:
         table = np.asarray(kept, dtype=np.float64)
         parts, seconds = table[:, :-1], table[:, -1]
         rates = _rates(parts, seconds)
-        # Steps that were held up by something else would pull.
-        usual = seconds <= _HELD_UP * (parts @ _rates(parts, seconds))
+        # Outliers, which something else delayed, would bias the fit.
+        usual = seconds <= _OUTLIER * (parts @ _rates(parts, seconds))
         for _ in range(_ROUNDS):
             if not usual.any():
                 break
             rates = _rates(parts[usual], seconds[usual])
-            usual = seconds <= _HELD_UP * (parts @ rates)
+            usual = seconds <= _OUTLIER * (parts @ rates)
         return rates
 
 
 def _rates(parts: _Table, seconds: _Table) -> _Table:
-    """Non-negative, with the least relative errors."""
+    """Return the non-negative rates with the least relative squared errors."""
     relative = parts / seconds[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-30)
     left = list(range(parts.shape[1]))
@@ -129,14 +134,16 @@ def _rates(parts: _Table, seconds: _Table) -> _Table:
 
 
 @dataclass(slots=True)
-class _Habit:
-    """Of one layer at batches of about one size.
+class _LayerHistory:
+    """Recent steps of one layer at batches of about one size.
 
     Attributes:
-        missing_shares: of what warm sparse steps multiplied, the newest ones'.
-        dense, sparse: steps that were better so, since the last trial and one after the other.
-        row: dense steps that were preferred, one after the other.
-        trial: steps that are left of it.
+        missing_shares: missing over multiplied bytes of the newest warm sparse steps.
+        dense: preferred dense steps since the last trial.
+        sparse: preferred sparse steps in a row.
+        row: preferred dense steps in a row.
+        trial: steps that are left of a trial.
+        patience: preferred dense steps before the next trial.
     """
 
     missing_shares: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_WARM))
@@ -148,7 +155,7 @@ class _Habit:
 
 
 class DenseSparseCostModel:
-    """What both kinds of steps have taken, and what each layer does of late.
+    """Predicts for each step whether dense or sparse computation takes less time.
 
     Attributes:
         num_switched: steps that could have been sparse and were computed densely.
@@ -157,7 +164,7 @@ class DenseSparseCostModel:
     def __init__(self) -> None:
         self._sparse = StepTimes(4)
         self._dense = StepTimes(2)
-        self._habits: dict[tuple[int, int], _Habit] = {}
+        self._histories: dict[tuple[int, int], _LayerHistory] = {}
         self.num_switched = 0
 
     def add_sparse(
@@ -170,66 +177,70 @@ class DenseSparseCostModel:
         *,
         is_warm: bool,
     ) -> None:
-        """Bytes of neurons that were brought, and of those that were multiplied.
+        """Add a measured sparse step.
 
-        ``is_warm``: the layer's last decode step was sparse too.
+        Args:
+            missing, multiplied: bytes of neurons that were loaded, and that were multiplied.
+            is_warm: the layer's last decode step was sparse too.
         """
         kind = tokens.bit_length(), is_warm
         self._sparse.add(kind, _sparse_parts(missing, multiplied, tokens), seconds)
         if is_warm:
-            self._habit(layer, tokens).missing_shares.append(missing / max(1, multiplied))
+            self._history(layer, tokens).missing_shares.append(missing / max(1, multiplied))
 
     def add_dense(self, seconds: float, tokens: int) -> None:
-        """Of a layer whose neurons were all computed."""
+        """Add a measured dense step of any layer."""
         self._dense.add(tokens.bit_length(), (1.0, tokens), seconds)
 
     def prefers_dense(self, layer: int, missing: int, multiplied: int, tokens: int) -> bool:
-        """Whether all neurons will take less time than the chosen ones."""
-        habit = self._habit(layer, tokens)
-        if habit.trial:
-            habit.trial -= 1
+        """Return whether computing all neurons will take less time than the selected ones."""
+        history = self._history(layer, tokens)
+        if history.trial:
+            history.trial -= 1
             return False
-        if not self._is_dense_faster(habit, missing, multiplied, tokens):
-            habit.row = 0
-            habit.sparse += 1
-            if habit.sparse >= _SETTLED:
-                habit.dense, habit.patience = 0, _PATIENCE
+        if not self._is_dense_faster(history, missing, multiplied, tokens):
+            history.row = 0
+            history.sparse += 1
+            if history.sparse >= _SETTLED:
+                history.dense, history.patience = 0, _PATIENCE
             return False
-        habit.sparse = 0
-        if habit.dense >= habit.patience:
-            habit.dense, habit.row, habit.trial = 0, 0, _TRIAL - 1
-            habit.patience = min(2 * habit.patience, _MOST_PATIENCE)
+        history.sparse = 0
+        if history.dense >= history.patience:
+            history.dense, history.row, history.trial = 0, 0, _TRIAL - 1
+            history.patience = min(2 * history.patience, _MOST_PATIENCE)
             return False
-        self._count_dense(habit)
+        self._count_dense(history)
         return True
 
     def is_surely_dense(self, layer: int, tokens: int) -> bool:
-        """Whether the layer is computed densely whatever it wants: it was, for a row of steps.
+        """Return whether a step is dense without scoring, because a row of steps before was.
 
-        To be asked once a step, before :meth:`prefers_dense`, which is not asked if this is true.
+        Call it once a step, before :meth:`prefers_dense`, which is not called if this is true.
         """
-        habit = self._habit(layer, tokens)
-        is_look = (habit.row + 1) % _LOOK == 0 or habit.dense >= habit.patience
-        if habit.trial or habit.row < _SURE or is_look:
+        history = self._history(layer, tokens)
+        is_scored = (history.row + 1) % _SCORED_EVERY == 0 or history.dense >= history.patience
+        if history.trial or history.row < _SURE_ROW or is_scored:
             return False
-        self._count_dense(habit)
+        self._count_dense(history)
         return True
 
-    def _count_dense(self, habit: _Habit) -> None:
-        habit.dense += 1
-        habit.row += 1
+    def _count_dense(self, history: _LayerHistory) -> None:
+        history.dense += 1
+        history.row += 1
         self.num_switched += 1
 
-    def _is_dense_faster(self, habit: _Habit, missing: int, multiplied: int, tokens: int) -> bool:
-        if len(habit.missing_shares) < _LEAST_WARM:
+    def _is_dense_faster(
+        self, history: _LayerHistory, missing: int, multiplied: int, tokens: int
+    ) -> bool:
+        if len(history.missing_shares) < _LEAST_WARM:
             return False
-        usual = int(statistics.median(habit.missing_shares) * multiplied)
+        usual = int(statistics.median(history.missing_shares) * multiplied)
         sparse = self._sparse.expected(_sparse_parts(min(missing, usual), multiplied, tokens))
         dense = self._dense.expected((1.0, tokens))
         return sparse is not None and dense is not None and dense < sparse
 
-    def _habit(self, layer: int, tokens: int) -> _Habit:
-        return self._habits.setdefault((layer, tokens.bit_length()), _Habit())
+    def _history(self, layer: int, tokens: int) -> _LayerHistory:
+        return self._histories.setdefault((layer, tokens.bit_length()), _LayerHistory())
 
 
 def _sparse_parts(missing: int, multiplied: int, tokens: int) -> tuple[float, float, float, float]:

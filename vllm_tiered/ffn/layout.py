@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a feed-forward network's neurons take, each with its rows and its column side by side.
+"""Layout of a feed-forward network's neurons: each has its rows and its column side by side.
 
     neuron i    row i of gate and up (or fc1), column i of down (or fc2)
     bundle      its codes in one precision:   [gate i │] up i │ down i      (LLM in a flash, 3.2)
     stride      a bundle's place in a file: never across a boundary of 4 KiB unless it is longer
 
-What 8 and 4 bit need beside the codes, a scale for each group of weights, is kept in tables that
-stay near.
+The scales of 8 and 4 bit codes, one for each group of weights, are kept in tables that stay near.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
 BLOCK_BYTES = 4096
-"""What a disk reads at once, and O_DIRECT counts in."""
+"""Unit of a disk's reads, and of O_DIRECT."""
 
 
 class Precision(Enum):
-    """What a neuron's weights are kept in. FULL is the model's own dtype, the papers' 16 bit."""
+    """Precision of a neuron's weights. FULL is the model's own dtype, the papers' 16 bit."""
 
     FULL = "full"
     INT8 = "int8"
@@ -26,7 +25,7 @@ class Precision(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnShape:
-    """A model's FFN layers; they are all alike.
+    """Shape of a model's FFN layers; they are all alike.
 
     Attributes:
         hidden: features of the hidden state; even.
@@ -43,12 +42,12 @@ class FfnShape:
 
     @property
     def num_matrices(self) -> int:
-        """Of a neuron: its rows and its column."""
+        """The matrices of a neuron: its rows and its column."""
         return 3 if self.gated else 2
 
 
 def bundle_bytes(shape: FfnShape, precision: Precision) -> int:
-    """Of one neuron's codes."""
+    """Return the bytes of one neuron's codes."""
     num_weights = shape.num_matrices * shape.hidden
     match precision:
         case Precision.FULL:
@@ -60,10 +59,10 @@ def bundle_bytes(shape: FfnShape, precision: Precision) -> int:
 
 
 def bundle_stride(shape: FfnShape, precision: Precision) -> int:
-    """From one bundle to the next in a file and in a cache, bytes.
+    """Return the bytes from one bundle to the next in a file and in a cache.
 
-    A multiple of ``BLOCK_BYTES``, or the least power of two that holds the bundle: then one read
-    of whole blocks has it, whichever it is.
+    A multiple of ``BLOCK_BYTES``, or the least power of two that holds the bundle: so one read of
+    whole blocks holds any bundle.
     """
     num_bytes = bundle_bytes(shape, precision)
     if num_bytes >= BLOCK_BYTES:

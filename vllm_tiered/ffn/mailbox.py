@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host and compute tell each other in a step of a layer, each once.
+"""Small messages between the host and compute: scores one way, lists of the cache plan the other.
 
-    near     scores ─┐                    ┌─► rows to move, rows to fill, what counts
-    host             └─► choice ─► books ─┘
+    near     scores ─ d2h ┐                          ┌ h2d ─► slots to move, slots to fill
+    host                  └─► selection ─► cache plan ┘
 
-Where near memory is the host's, nothing is copied. On a GPU both go through registered memory:
-``d2h`` holds the host until compute has come so far, ``h2d`` does not. Nor does ``report``, of
-steps whose books are on the GPU: it is heard of when somebody looks.
+Where near memory is the host's, nothing is copied. On a GPU both directions go through pinned
+memory: ``d2h`` holds the host until compute has come that far, ``h2d`` does not. ``async_stats``
+does not either: the host reads the statistics of a step, whose cache index is on the GPU, later.
 """
 
 from collections import deque
@@ -19,82 +19,92 @@ import torch
 from vllm_tiered.devices.base import Device, Event
 
 _ALIGNMENT = 16
-_SLOTS = 4
-"""Messages on their way: a layer sends one, and hears of its scores before the next does. Where
-layers send without hearing, as when the GPU takes over their books, the fifth waits for the first.
-"""
+_NUM_H2D_BUFFERS = 4
+"""Messages under way: a layer sends one, and waits for its scores before the next does. Where
+layers send without waiting, as when cache indices migrate to the GPU, the fifth waits for the
+first."""
 
-_NEWS_BYTES = 64
-_NEWS = 64
-"""Reports that room is made for at a time: of a layer each, in some steps that are on their way."""
+_STATS_BYTES = 64
+_NUM_STATS = 64
+"""Places that the async stats buffer grows by: one for each layer in a few steps under way."""
 
 
 class Mailbox:
-    """Of one thread, which is the one that submits compute.
+    """Copies small tensors between the host and near memory, for the thread that submits compute.
 
     Args:
         near: torch's device.
+
+    Attributes:
+        near: as given.
     """
 
     def __init__(self, device: Device, near: torch.device) -> None:
         self.near = near
         self._device = device
-        self._answer = device.host_buffer(0)
-        self._slots: deque[tuple[torch.Tensor, Event | None]] = deque(
-            (device.host_buffer(0), None) for _ in range(_SLOTS)
+        self._d2h_buffer = device.host_buffer(0)
+        self._h2d_buffers: deque[tuple[torch.Tensor, Event | None]] = deque(
+            (device.host_buffer(0), None) for _ in range(_NUM_H2D_BUFFERS)
         )
-        self._news: list[torch.Tensor] = []
+        self._free_stats: list[torch.Tensor] = []
 
     def d2h(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Near tensors on the host, until the next call; holds the host until they are computed."""
+        """Return near tensors on the host, valid until the next call; waits for compute."""
         if not self._device.has_device_memory:
             return list(tensors)
         ends = _ends(tensors)
-        if len(self._answer) < ends[-1]:
-            self._answer = self._device.host_buffer(2 * ends[-1])
-        found = _cut(self._answer, tensors, ends)
+        if len(self._d2h_buffer) < ends[-1]:
+            self._d2h_buffer = self._device.host_buffer(2 * ends[-1])
+        found = _views(self._d2h_buffer, tensors, ends)
         for host, tensor in zip(found, tensors, strict=True):
             host.copy_(tensor, non_blocking=True)
         self._device.compute_event().wait()
         return found
 
-    def report(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small near tensor on the host, some time: it is not to be read before an event of
-        compute that comes after this is done, and given back then, to :meth:`heard`."""
-        assert self._device.has_device_memory and tensor.nbytes <= _NEWS_BYTES
-        if not self._news:
-            made = self._device.host_buffer(_NEWS * _NEWS_BYTES)
-            self._news += made.view(_NEWS, _NEWS_BYTES).unbind()
-        buffer = self._news.pop()
-        (host,) = _cut(buffer, [tensor], _ends([tensor]))
+    def async_stats(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a place in the async stats buffer to which a near tensor is being copied.
+
+        It must not be read before a later event of compute is done, and then goes to
+        :meth:`recycle`.
+
+        Args:
+            tensor: at most 64 bytes.
+        """
+        assert self._device.has_device_memory and tensor.nbytes <= _STATS_BYTES
+        if not self._free_stats:
+            made = self._device.host_buffer(_NUM_STATS * _STATS_BYTES)
+            self._free_stats += made.view(_NUM_STATS, _STATS_BYTES).unbind()
+        place = self._free_stats.pop()
+        (host,) = _views(place, [tensor], _ends([tensor]))
         host.copy_(tensor, non_blocking=True)
         return host
 
-    def heard(self, report: torch.Tensor) -> None:
-        """A report has been read: its memory is another's."""
-        self._news.append(report.view(torch.uint8).flatten().as_strided((_NEWS_BYTES,), (1,)))
+    def recycle(self, stats: torch.Tensor) -> None:
+        """Give a place of the async stats buffer to later statistics; it has been read."""
+        place = stats.view(torch.uint8).flatten().as_strided((_STATS_BYTES,), (1,))
+        self._free_stats.append(place)
 
     def h2d(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """Arrays as near tensors, for compute that is submitted from now on."""
+        """Return arrays as near tensors, for compute that is submitted from now on."""
         tensors = [torch.from_numpy(array) for array in arrays]
         if not self._device.has_device_memory:
             return tensors
         ends = _ends(tensors)
-        host, sent = self._slots.popleft()
-        if sent is not None and not sent.done():
-            sent.wait()
+        host, copied = self._h2d_buffers.popleft()
+        if copied is not None and not copied.done():
+            copied.wait()
         if len(host) < ends[-1]:
             host = self._device.host_buffer(2 * ends[-1])
-        for into, tensor in zip(_cut(host, tensors, ends), tensors, strict=True):
-            into.copy_(tensor)
+        for view, tensor in zip(_views(host, tensors, ends), tensors, strict=True):
+            view.copy_(tensor)
         near = torch.empty(ends[-1], dtype=torch.uint8, device=self.near)
         near.copy_(host[: ends[-1]], non_blocking=True)
-        self._slots.append((host, self._device.compute_event()))
-        return _cut(near, tensors, ends)
+        self._h2d_buffers.append((host, self._device.compute_event()))
+        return _views(near, tensors, ends)
 
 
 def _ends(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where each ends in a buffer of bytes, rounded up."""
+    """Return where each tensor ends in a buffer of bytes, rounded up."""
     ends: list[int] = []
     for tensor in tensors:
         begin = ends[-1] if ends else 0
@@ -102,10 +112,10 @@ def _ends(tensors: Sequence[torch.Tensor]) -> list[int]:
     return ends
 
 
-def _cut(
+def _views(
     memory: torch.Tensor, tensors: Sequence[torch.Tensor], ends: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Room for each in bytes."""
+    """Return each tensor's part of the bytes, with its dtype and shape."""
     begins = [0, *ends[:-1]]
     return [
         memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

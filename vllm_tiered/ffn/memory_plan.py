@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the FFN is near and how much is far, before any memory is taken.
+"""How much of the FFN is near and how much is far, before any memory is allocated.
 
-near    regions    of each layer, one for each precision: what the cache holds
+near    cache      buffers of each layer, one for each precision
         tables     scales and biases of all neurons; predictors
         staging    chunks through which a layer passes that is computed densely
-far     the first layers' bundles (M2Cache, 5.4: the fixed area)
+far     the first layers' bundles (M2Cache, 5.4: the fixed area), and neurons that are read ahead
 store   everything, read when it is needed
 """
 
@@ -23,15 +23,15 @@ PREFETCH_LAYERS = 2
 KNOB = "tiered.ffn.near_gib"
 
 _CHUNK_BYTES = 4 * MIB
-"""Of a chunk of staging: 2 ms of a fast disk, many bundles of the largest models."""
+"""Bytes of a staging buffer: 2 ms of a fast disk, many bundles of the largest models."""
 
 NUM_CHUNKS = 3
-"""One that is computed with, and two that are read."""
+"""Staging buffers: one that is computed with, and two that are loaded."""
 
-_ROOM = 2.0
-"""A region's rows over what one token wants, where nobody says: for a window, and for batches."""
+_SLOTS_PER_WANTED = 2.0
+"""Default slots of a buffer over what one token wants: room for a window, and for batches."""
 
-_LEAST_ROOM = 1.25
+_LEAST_SLOTS_PER_WANTED = 1.25
 """The same where twice would be more than all neurons: tokens differ in what they want."""
 
 
@@ -40,15 +40,15 @@ class FfnPlan:
     """Memory of one rank's FFN; all layers are alike.
 
     Attributes:
-        shape: of the rank's neurons.
+        shape: the rank's layers and neurons.
         mix: None if every neuron is computed in full precision.
         cache_slots: slots of each precision's cache buffer in each layer. With ``mix`` None, the
             neurons that stay near for good.
-        has_base: the 4-bit region holds every neuron for good: it ranks them, and what it gives
-            for the low ranks is used.
-        reads_ahead: neurons that later layers are expected to want are read to far memory.
+        has_base: the 4-bit buffer holds every neuron for good: it ranks them, and its activations
+            of the low ranks are used.
+        prefetches: neurons that later layers are predicted to want are read into far memory.
         streamed: the precision in which layers are computed densely.
-        far_layers: whose bundles far memory has.
+        num_far_layers: layers whose bundles far memory holds, the first ones.
         table_bytes: of tables and predictors.
     """
 
@@ -63,45 +63,45 @@ class FfnPlan:
 
     @property
     def dynamic_slots(self) -> dict[Precision, int]:
-        """Of each of the ``PREFETCH_LAYERS + 1`` slots of far memory for what is read ahead."""
+        """Neurons in each of the ``PREFETCH_LAYERS + 1`` far buffers for what is read ahead."""
         return {p: self.cache_slots[p] for p in self.cached} if self.prefetches else {}
 
     @property
     def cached(self) -> tuple[Precision, ...]:
-        """Whose regions change from token to token."""
+        """The precisions whose buffers change from token to token."""
         return tuple(p for p in self.cache_slots if not (self.has_base and p is Precision.INT4))
 
     @property
     def chunk_neurons(self) -> int:
-        """Neurons in a chunk of staging."""
+        """Neurons in a staging buffer."""
         return min(self.shape.neurons, _chunk_neurons(self.shape, self.streamed))
 
     @property
     def cache_bytes(self) -> int:
-        """Of all regions."""
+        """Bytes of all cache buffers."""
         return self.shape.num_layers * _bytes(self.shape, self.cache_slots)
 
     @property
     def staging_bytes(self) -> int:
-        """Of all chunks."""
+        """Bytes of all staging buffers."""
         return NUM_CHUNKS * self.chunk_neurons * bundle_stride(self.shape, self.streamed)
 
     @property
     def near_bytes(self) -> int:
-        """Of everything near."""
+        """Bytes of everything near."""
         return self.cache_bytes + self.staging_bytes + self.table_bytes
 
     @property
     def far_precisions(self) -> tuple[Precision, ...]:
-        """What far memory has of a layer: what steps read."""
-        wanted = {self.streamed, *(p for p, rows in self.cache_slots.items() if rows)}
+        """The precisions that far memory holds of a layer: those that steps read."""
+        wanted = {self.streamed, *(p for p, count in self.cache_slots.items() if count)}
         if self.has_base:
             wanted.discard(Precision.INT4)
         return tuple(p for p in Precision if p in wanted)
 
     @property
     def far_bytes(self) -> int:
-        """Of the far layers, and of what is read ahead."""
+        """Bytes of the far layers, and of what is read ahead."""
         ahead_bytes = (PREFETCH_LAYERS + 1) * _bytes(self.shape, self.dynamic_slots)
         return self.num_far_layers * _layer_bytes(self.shape, self.far_precisions) + ahead_bytes
 
@@ -109,11 +109,12 @@ class FfnPlan:
 def plan_exact(
     shape: FfnShape, *, near_bytes: int | None, far_bytes: int, table_bytes: int
 ) -> FfnPlan:
-    """Every neuron in full precision: as many as fit stay near, the others pass through staging.
+    """Plan every neuron in full precision: as many as fit stay near, the others are staged.
 
     Args:
-        near_bytes: that everything near may take; None keeps nothing near but what is needed.
-        far_bytes: that far memory may take.
+        near_bytes: the limit of everything near; None keeps nothing near but what is needed.
+        far_bytes: the limit of far memory.
+        table_bytes: as in :class:`FfnPlan`.
 
     Raises:
         BudgetError: ``near_bytes`` does not hold tables and staging.
@@ -130,8 +131,8 @@ def plan_exact(
     if near_bytes is None:
         return bare
     _check(near_bytes, bare.near_bytes, "staging and tables alone take")
-    rows = (near_bytes - bare.near_bytes) // (shape.num_layers * stride)
-    return replace(bare, cache_slots={Precision.FULL: min(shape.neurons, rows)})
+    num_slots = (near_bytes - bare.near_bytes) // (shape.num_layers * stride)
+    return replace(bare, cache_slots={Precision.FULL: min(shape.neurons, num_slots)})
 
 
 def plan_mixed(
@@ -146,16 +147,18 @@ def plan_mixed(
     has_base: bool = False,
     prefetches: bool = False,
 ) -> FfnPlan:
-    """Neurons by importance: each precision has a region for what tokens want of it.
+    """Plan neurons by importance: each precision has a buffer for what tokens want of it.
 
     Args:
-        has_base: as in :class:`FfnPlan`.
-        reads_ahead: later layers' neurons can be told; they are read ahead if far memory has room
-            for them, and not for all layers anyway.
         mix: shares of the neurons that are predicted active.
-        active_share: of all neurons, on average; 1 where none is ever inactive.
-        near_bytes: that everything near may take; None for regions of twice what a token wants, or
-            of as many bytes as all neurons have in full precision, if that is less and leaves room.
+        active_share: share of all neurons that is active, on average; 1 where none is ever
+            inactive.
+        streamed, table_bytes, has_base: as in :class:`FfnPlan`.
+        near_bytes: the limit of everything near. None for buffers of twice what a token wants, or
+            of as many bytes as all neurons take in full precision, if that is less and leaves room.
+        far_bytes: the limit of far memory.
+        prefetches: later layers' neurons can be predicted. They are read ahead if far memory has
+            room for them, and does not hold all layers anyway.
 
     Raises:
         BudgetError: ``near_bytes`` does not hold what one token wants.
@@ -178,7 +181,10 @@ def plan_mixed(
     if near_bytes is None:
         dense_bytes = shape.neurons * bundle_stride(shape, Precision.FULL)
         least_bytes = _bytes(shape, wanted)
-        layer_bytes = max(_LEAST_ROOM * least_bytes, min(_ROOM * least_bytes, dense_bytes))
+        layer_bytes = max(
+            _LEAST_SLOTS_PER_WANTED * least_bytes,
+            min(_SLOTS_PER_WANTED * least_bytes, dense_bytes),
+        )
     else:
         _check(near_bytes, bare.near_bytes, "what one token wants, with staging and tables, takes")
         spare_bytes = near_bytes - bare.near_bytes + bare.cache_bytes
@@ -196,23 +202,23 @@ def plan_mixed(
 def _scaled(
     shape: FfnShape, wanted: Mapping[Precision, int], layer_bytes: float
 ) -> dict[Precision, int]:
-    """Regions in proportion; one that has all neurons leaves its share to the others."""
-    rows: dict[Precision, int] = {}
+    """Return slots in proportion; a buffer with all neurons leaves its share to the others."""
+    slots: dict[Precision, int] = {}
     left = dict(wanted)
     while left:
         factor = layer_bytes / _bytes(shape, left)
         full = [p for p, count in left.items() if count * factor >= shape.neurons]
         if not full:
-            return rows | {p: int(count * factor) for p, count in left.items()}
+            return slots | {p: int(count * factor) for p, count in left.items()}
         for precision in full:
-            rows[precision] = shape.neurons
+            slots[precision] = shape.neurons
             layer_bytes -= shape.neurons * bundle_stride(shape, precision)
             del left[precision]
-    return rows
+    return slots
 
 
-def _bytes(shape: FfnShape, rows: Mapping[Precision, int]) -> int:
-    return sum(count * bundle_stride(shape, p) for p, count in rows.items())
+def _bytes(shape: FfnShape, slots: Mapping[Precision, int]) -> int:
+    return sum(count * bundle_stride(shape, p) for p, count in slots.items())
 
 
 def _num_far_layers(shape: FfnShape, precisions: tuple[Precision, ...], far_bytes: int) -> int:

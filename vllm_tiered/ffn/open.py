@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a store and a configuration to layers that compute."""
+"""Open a neuron store: from the configuration to layers that compute."""
 
 import json
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.units import GIB
 
-_BOOK_BYTES = 20
-"""A neuron's on a GPU, at most: its place, its last use, and a row of three regions."""
+_INDEX_BYTES = 20
+"""Bytes of a neuron in a cache index on a GPU: its place, its last use, a slot of three buffers."""
 
 DEFAULT_MIX = Mix(full=0.25, int8=0.25, int4=0.5)
-"""M2Cache's, half the bytes of 16 bit; where `prepare` did not look for a better one."""
+"""M2Cache's mix, half the bytes of 16 bit; used where `prepare` did not search for a better one."""
 
 
 def open_runtime(
@@ -39,10 +39,10 @@ def open_runtime(
     """Lay out near and far memory as configured, and fill far memory.
 
     Args:
-        config: of the ``ffn`` section.
-        store: of the rank's neurons; closed with the runtime.
-        num_ranks: that share the host's memory.
-        near_device: torch's; None for the host.
+        config: the ``ffn`` section.
+        store: the rank's neurons; closed with the runtime.
+        num_ranks: ranks that share the host's memory.
+        near_device: torch's device of near memory; None for the host.
 
     Raises:
         BudgetError: a tier does not have the memory.
@@ -50,7 +50,7 @@ def open_runtime(
     """
     predictors = [] if config.exact else load_predictors(store)
     is_gpu = near_device is not None and near_device.type == "cuda"
-    plan = make_plan(config, store, predictors, num_ranks=num_ranks, has_books=is_gpu)
+    plan = make_plan(config, store, predictors, num_ranks=num_ranks, has_index=is_gpu)
     return FfnRuntime(
         store,
         plan,
@@ -68,12 +68,12 @@ def make_plan(
     predictors: list[Predictor],
     *,
     num_ranks: int,
-    has_books: bool = False,
+    has_index: bool = False,
 ) -> FfnPlan:
-    """What is near and what is far. Raises as :func:`open_runtime`.
+    """Return what is near and what is far. Raises as :func:`open_runtime`.
 
     Args:
-        has_books: near memory has those of far layers, too.
+        has_index: near memory holds the far layers' cache indices, too.
     """
     near_bytes = None if config.near_gib == "auto" else int(config.near_gib * GIB)
     if config.far_gib == "auto":
@@ -81,8 +81,8 @@ def make_plan(
     else:
         far_bytes = int(config.far_gib * GIB)
     table_bytes = store.table_bytes + sum(p.num_bytes for p in predictors)
-    if has_books:
-        table_bytes += store.shape.num_layers * store.shape.neurons * _BOOK_BYTES
+    if has_index:
+        table_bytes += store.shape.num_layers * store.shape.neurons * _INDEX_BYTES
     if config.exact:
         _check_stored(store, [Precision.FULL])
         return plan_exact(
@@ -99,15 +99,15 @@ def make_plan(
         far_bytes=far_bytes,
         table_bytes=table_bytes,
         has_base=not predictors,
-        # On the CPU backend what is read ahead is read on the cores that compute: 205 and 226 ms a
-        # token instead of 159, though nine of ten misses were foreseen (planted OPT-1.3B, 2 cores,
-        # 2026-11-22).
+        # On the CPU backend the cores that compute also read ahead: 205 and 226 ms a token instead
+        # of 159, though nine of ten misses were predicted (OPT-1.3B with synthetic sparsity,
+        # 2 cores, 2026-11-22).
         prefetches=bool(predictors) and config.preload == "on",
     )
 
 
 def load_predictors(store: NeuronStore) -> list[Predictor]:
-    """Those that `prepare` trained, one a layer; none where the 4-bit base ranks neurons.
+    """Return the predictors that `prepare` trained, one a layer; none where the base ranks neurons.
 
     Raises:
         ConfigError: the store has neither.
@@ -117,36 +117,36 @@ def load_predictors(store: NeuronStore) -> list[Predictor]:
     if Precision.INT4 in store.precisions:
         return []
     raise ConfigError(
-        f"{store.path} has no predictors, and no neurons in 4 bit that could tell which matter: "
+        f"{store.path} has no predictors, and no neurons in 4 bit that could rank the others: "
         "prepare it with --predictor low_rank, or with int4 among --precisions, or set "
         "tiered.ffn.exact to true"
     )
 
 
 def searched_mix(store: NeuronStore) -> Mix:
-    """What `prepare` found best, or ``DEFAULT_MIX``."""
-    found = _published(store, MIX_FILE)
+    """Return the mix that `prepare` found best, or ``DEFAULT_MIX``."""
+    found = _read_json(store, MIX_FILE)
     return DEFAULT_MIX if found is None else Mix.from_shares(found["mix"])
 
 
 def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
-    """Of a token's neurons, those that are predicted active; the most that any layer has.
+    """Return the share of a token's neurons that are predicted active, of the layer with the most.
 
-    As `prepare` saw it on calibration text; 1 where it did not look, or where no neuron is ever
+    As `prepare` measured it on calibration text; 1 where it did not, or where no neuron is ever
     inactive.
     """
     layers = range(store.shape.num_layers)
     if any(predictor.threshold is not None for predictor in predictors):
         shares = [_report(store, layer).get("predicted_share") for layer in layers]
     elif store.activation == "relu" and not predictors:
-        shares = [(_published(store, statistics_name(n)) or {}).get("active_share") for n in layers]
+        shares = [(_read_json(store, statistics_name(n)) or {}).get("active_share") for n in layers]
     else:
         return 1.0
     return min(1.0, max(1.0 if share is None else float(share) for share in shares))
 
 
 def _report(store: NeuronStore, layer: int) -> dict[str, Any]:
-    """Of a trained predictor."""
+    """Return the report of a layer's trained predictor."""
     found: dict[str, Any] = read_header(store.file(predictor_name(layer)))["report"]
     return found
 
@@ -161,8 +161,8 @@ def _trained(store: NeuronStore, layer: int) -> Predictor:
     )
 
 
-def _published(store: NeuronStore, name: str) -> dict[str, Any] | None:
-    """A file that `prepare` may have left in the store."""
+def _read_json(store: NeuronStore, name: str) -> dict[str, Any] | None:
+    """Return a JSON file that `prepare` may have put in the store; None if it did not."""
     if name not in store.contents["files"]:
         return None
     found: dict[str, Any] = json.loads(store.file(name).read_text())

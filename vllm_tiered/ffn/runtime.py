@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All layers of a rank: their memory, and what they share."""
+"""All FFN layers of a rank: their memory, and the resources that they share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -9,46 +9,51 @@ import torch
 from vllm_tiered.devices.base import Device
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.base import NeuronCache
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.cache.layer_cache import LayerCache
-from vllm_tiered.ffn.cache.lru import LruCache
 from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
-from vllm_tiered.ffn.layer import FfnLayer, LayerStats
+from vllm_tiered.ffn.layer import FfnLayer
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.backend import NeuronBackend
 from vllm_tiered.ffn.loader.dynamic import DynamicArea
+from vllm_tiered.ffn.loader.loader import NeuronLoader
 from vllm_tiered.ffn.loader.stream import NeuronStream
 from vllm_tiered.ffn.mailbox import Mailbox
-from vllm_tiered.ffn.matmul.compute import NeuronCacheBuffer, gpu_kernels
+from vllm_tiered.ffn.matmul.compute import gpu_kernels
 from vllm_tiered.ffn.memory_plan import NUM_CHUNKS, PREFETCH_LAYERS, FfnPlan
-from vllm_tiered.ffn.on_gpu import SparseOnDevice
 from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.selector import Selector, score_threshold
 from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.ffn.strategy.base import LayerResources, LayerStats, RankResources
+from vllm_tiered.ffn.strategy.sparse_on_device import SparseOnDevice
 from vllm_tiered.ffn.tables import NeuronTables
 from vllm_tiered.storage.direct_file import aligned_pages
 
 BASE = "base4"
-"""What ranks neurons where the 4-bit region does."""
+"""The predictor's name where the 4-bit buffer ranks neurons."""
 
-CachePolicy = Literal["atu", "window", "lru", "none"]
+CachePolicy = Literal["atu", "window", "none"]
 
 
 class FfnRuntime:
     """A rank's FFN layers.
 
     Args:
-        store: of the rank's neurons; closed with this.
+        store: the rank's neurons; closed with the runtime.
         plan: what is near and what is far.
+        device: copies between the tiers; closed with the runtime.
         predictors: one a layer; none if every neuron is computed, or the plan has a 4-bit base.
-        policy: which neurons stay near, with a window of so many tokens.
-        near_device: torch's device, where regions and staging are.
+        policy: which neurons stay near.
+        window: tokens whose neurons stay near with the policy "window".
+        near_device: torch's device of the cache and staging buffers; None for the host.
 
     Attributes:
         layers: in the order of computation.
+        backend: loads neurons from far memory and the store.
         dynamic: what is read ahead; None if nothing is.
-        switch: what sparse and dense steps take.
         predictor: the name of what ranks neurons; None if nothing does.
 
     Raises:
@@ -69,8 +74,9 @@ class FfnRuntime:
     ) -> None:
         self._store = store
         self._device = device
-        self._near_device = near = near_device or torch.device("cpu")
+        self._near_device = near_device or torch.device("cpu")
         self.plan = plan
+        self._policy, self._window = policy, window
         self.predictor = predictors[0].name if predictors else BASE if plan.has_base else None
         self.dynamic = (
             DynamicArea(store, plan.dynamic_slots, device) if plan.dynamic_slots else None
@@ -81,62 +87,26 @@ class FfnRuntime:
             num_far_layers=plan.num_far_layers,
             precisions=plan.far_precisions,
             dynamic=self.dynamic,
-            rows=plan.cache_slots,
+            cache_slots=plan.cache_slots,
             chunks=(plan.chunk_neurons, NUM_CHUNKS),
             streamed=plan.streamed,
         )
-        num_resident = plan.cache_slots[Precision.FULL] if plan.mix is None else 0
-        stream = NeuronStream(
-            self.backend,
-            plan.shape,
-            plan.streamed,
-            chunk_neurons=plan.chunk_neurons,
-            num_chunks=NUM_CHUNKS,
-            firsts=[num_resident] * plan.shape.num_layers,
-            device=near,
-        )
-        self.cost_model = DenseSparseCostModel()
-        self._clock = clock = StepClock(device)
-        mailbox = Mailbox(device, near)
-        # Tokens whose neurons stay near, where that is all there is to a policy.
-        stays = {"atu": 1, "window": window}.get(policy)
-        predictors = [predictor.to(near) for predictor in predictors]
-        new_cache = _new_cache(policy, window, plan.shape.neurons)
+        self._num_permanent = plan.cache_slots[Precision.FULL] if plan.mix is None else 0
+        self._rank = self._make_rank_resources()
+        predictors = [predictor.to(self._near_device) for predictor in predictors]
         self.layers = [
-            FfnLayer(
-                index,
-                store,
-                tables := NeuronTables(store, index, near),
-                self.backend,
-                stream,
-                self.cost_model,
-                clock,
-                mailbox,
-                streamed=plan.streamed,
-                buffers=(buffers := self._buffers(tables)),
-                cache=(
-                    cache := None
-                    if plan.mix is None
-                    else LayerCache({p: new_cache(plan.cache_slots[p]) for p in plan.cached})
-                ),
-                num_resident=num_resident,
-                predictor=predictors[index] if predictors else None,
-                mix=plan.mix,
-                has_base=plan.has_base,
-                on_gpu=None
-                if cache is None or stays is None
-                else self._on_gpu(index, cache, buffers, tables, mailbox, stays),
-            )
+            self._make_layer(index, predictors[index] if predictors else None)
             for index in range(plan.shape.num_layers)
         ]
         if plan.dynamic_slots:
             for layer, later in zip(self.layers, self.layers[PREFETCH_LAYERS:], strict=False):
-                layer.later = later
+                assert layer.on_host is not None
+                layer.on_host.prefetch_target = later.on_host
 
     @property
     def stats(self) -> LayerStats:
-        """Of all layers together, as far as it is known."""
-        self._clock.poll()
+        """The counts of all layers together, as far as they are known."""
+        self._rank.clock.poll()
         total = LayerStats()
         for layer in self.layers:
             total.hits += layer.stats.hits
@@ -146,71 +116,99 @@ class FfnRuntime:
         return total
 
     def close(self) -> None:
-        """Far memory and the store are given back; no layer computes any more. Idempotent."""
+        """Free far memory and close the store; no layer computes any more. Idempotent."""
         self._device.close()
         self._store.close()
 
-    def _on_gpu(
-        self,
-        index: int,
-        cache: LayerCache,
-        buffers: Mapping[Precision, NeuronCacheBuffer],
-        tables: NeuronTables,
-        mailbox: Mailbox,
-        window: int,
-    ) -> SparseOnDevice | None:
-        """None where the host has a part: it multiplies, or reads files for the layer or a later
-        one."""
-        found = {p: self.backend.slab(index, p) for p in cache.caches}
-        far = {p: rows for p, rows in found.items() if rows is not None}
-        later = index + PREFETCH_LAYERS
-        is_last = later >= self.plan.shape.num_layers
-        reads_for_later = self.plan.prefetches and not is_last and later >= self.plan.num_far_layers
-        is_host = not buffers or not all(map(gpu_kernels, buffers.values()))
-        if is_host or len(far) < len(found) or reads_for_later:
-            return None
-        return SparseOnDevice(
-            cache,
-            buffers,
-            far,
-            tables,
-            mailbox,
-            num_neurons=self.plan.shape.neurons,
-            window=window,
-            activation=self._store.activation,
+    def _make_rank_resources(self) -> RankResources:
+        plan = self.plan
+        stream = NeuronStream(
+            self.backend,
+            plan.shape,
+            plan.streamed,
+            chunk_neurons=plan.chunk_neurons,
+            num_chunks=NUM_CHUNKS,
+            firsts=[self._num_permanent] * plan.shape.num_layers,
+            device=self._near_device,
+        )
+        return RankResources(
+            store=self._store,
+            backend=self.backend,
+            stream=stream,
+            cost_model=DenseSparseCostModel(),
+            clock=StepClock(self._device),
+            mailbox=Mailbox(self._device, self._near_device),
         )
 
-    def _buffers(self, tables: NeuronTables) -> dict[Precision, NeuronCacheBuffer]:
-        return {
-            p: self._buffer(p, rows, tables) for p, rows in self.plan.cache_slots.items() if rows
-        }
+    def _make_layer(self, index: int, predictor: Predictor | None) -> FfnLayer:
+        plan, rank = self.plan, self._rank
+        tables = NeuronTables(self._store, index, self._near_device)
+        buffers = {p: self._make_buffer(p, n, tables) for p, n in plan.cache_slots.items() if n}
+        cache = selector = None
+        if plan.mix is not None:
+            new_cache = self._cache_maker()
+            cache = LayerCache({p: new_cache(plan.cache_slots[p]) for p in plan.cached})
+            selector = Selector(plan.mix, score_threshold(self._store, predictor))
+        resources = LayerResources(
+            index=index,
+            rank=rank,
+            tables=tables,
+            buffers=buffers,
+            loader=NeuronLoader(index, buffers, tables, self.backend, rank.mailbox),
+            cache=cache,
+            num_permanent=self._num_permanent,
+            selector=selector,
+            predictor=predictor,
+            has_base=plan.has_base,
+        )
+        return FfnLayer(resources, self._make_device_strategy(resources))
 
-    def _buffer(
-        self, precision: Precision, num_rows: int, tables: NeuronTables
+    def _make_device_strategy(self, resources: LayerResources) -> SparseOnDevice | None:
+        """Return a layer's strategy on the GPU alone.
+
+        None where the host has a part in its steps: it multiplies, the policy needs its index, or
+        it reads files for the layer or for a later one.
+        """
+        # Tokens whose neurons stay near, for the policies that keep a neuron by its age.
+        window = {"atu": 1, "window": self._window}.get(self._policy)
+        buffers, cache = resources.buffers, resources.cache
+        if cache is None or window is None:
+            return None
+        slabs = {p: self.backend.slab(resources.index, p) for p in cache.caches}
+        far = {p: slab for p, slab in slabs.items() if slab is not None}
+        later = resources.index + PREFETCH_LAYERS
+        is_last = later >= self.plan.shape.num_layers
+        prefetches = self.plan.prefetches and not is_last and later >= self.plan.num_far_layers
+        is_host = not buffers or not all(map(gpu_kernels, buffers.values()))
+        if is_host or len(far) < len(slabs) or prefetches:
+            return None
+        return SparseOnDevice(resources, far, window)
+
+    def _make_buffer(
+        self, precision: Precision, num_slots: int, tables: NeuronTables
     ) -> NeuronCacheBuffer:
         stride = bundle_stride(self.plan.shape, precision)
-        of_neurons = tables.of(precision, 0, 1)
+        one_neuron = tables.slice(precision, 0, 1)
 
         def like(table: torch.Tensor | None) -> torch.Tensor | None:
-            return None if table is None else table.new_zeros((num_rows, *table.shape[1:]))
+            return None if table is None else table.new_zeros((num_slots, *table.shape[1:]))
 
         return NeuronCacheBuffer(
-            rows=aligned_pages(num_rows, stride, self._near_device),
-            scales=like(of_neurons["scales"]),
-            up_bias=like(of_neurons["up_bias"]),
+            bundles=aligned_pages(num_slots, stride, self._near_device),
+            scales=like(one_neuron["scales"]),
+            up_bias=like(one_neuron["up_bias"]),
             shape=self.plan.shape,
             precision=precision,
             dtype=self._store.dtype,
         )
 
-
-def _new_cache(policy: CachePolicy, window: int, num_neurons: int) -> Callable[[int], NeuronCache]:
-    match policy:
-        case "atu":
-            return lambda rows: AdjacentTokenCache(rows, num_neurons)
-        case "window":
-            return lambda rows: WindowCache(rows, num_neurons, window)
-        case "lru":
-            return lambda rows: LruCache(rows, num_neurons)
-        case "none":
-            return lambda rows: NoCache(rows, num_neurons)
+    def _cache_maker(self) -> Callable[[int], NeuronCache]:
+        """Return the function that makes the index of a buffer with so many slots."""
+        num_neurons, window = self.plan.shape.neurons, self._window
+        match self._policy:
+            case "atu":
+                return lambda capacity: AdjacentTokenCache(capacity, num_neurons)
+            case "window":
+                return lambda capacity: WindowCache(capacity, num_neurons, window)
+            case "none":
+                return lambda capacity: NoCache(capacity, num_neurons)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which neurons a step computes with, and in what precision (M2Cache, 5.2).
+"""The selection of a step's neurons and their precisions (M2Cache, 5.2).
 
 Neurons are ranked by a predictor's scores. The first share of the ranks is computed in full
 precision, the next in 8 bit, the next in 4 bit; the rest is left out:
@@ -20,7 +20,7 @@ from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision
 
 Neurons = npt.NDArray[np.int64]
-"""Numbers of neurons in a layer, ascending."""
+"""Neuron ids of a layer, ascending."""
 
 _Scores = npt.NDArray[np.float32]
 _Mask = npt.NDArray[np.bool_]
@@ -28,7 +28,7 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mix:
-    """Shares of the neurons by precision; what is missing to 1 is left out.
+    """Shares of the neurons by precision; the rest, up to 1, is left out.
 
     Raises:
         ConfigError: a share is not between 0 and 1, or all are 0, or they exceed 1 together.
@@ -47,7 +47,11 @@ class Mix:
 
     @classmethod
     def from_shares(cls, shares: Sequence[float]) -> "Mix":
-        """From [full, int8, int4]. Raises ConfigError as above, or if there are not three."""
+        """Return the mix of [full, int8, int4].
+
+        Raises:
+            ConfigError: as above, or there are not three shares.
+        """
         if len(shares) != 3:
             raise ConfigError(
                 f"tiered.ffn.mix={list(shares)}: expected 3 shares (full precision, 8 bit, 4 bit)"
@@ -56,15 +60,15 @@ class Mix:
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """In the order of :class:`Precision`."""
+        """The shares in the order of :class:`Precision`."""
         return self.full, self.int8, self.int4
 
     def bits(self, full_bits: int = 16) -> float:
-        """Of a weight, on average over all neurons, without scales: 8 for [.25, .25, .5]."""
+        """Return the average bits of a weight, without scales: 8 for [.25, .25, .5]."""
         return self.full * full_bits + self.int8 * 8 + self.int4 * 4
 
     def counts(self, num_neurons: int) -> tuple[int, int, int]:
-        """How many of so many neurons each precision gets; all of them where the shares make 1."""
+        """Return how many neurons each precision gets; all of them if the shares sum to 1."""
         edges = [round(sum(self.shares[: i + 1]) * num_neurons) for i in range(3)]
         return edges[0], edges[1] - edges[0], edges[2] - edges[1]
 
@@ -78,8 +82,9 @@ class Selection:
     """Neurons to compute with; none is in two of the arrays.
 
     Attributes:
-        num_demoted: got a lower precision than their rank asks for, or none, by ``limits``.
-        scores_N: the best of the batch, float32; None where they are not on the host.
+        num_demoted: neurons that got a lower precision than their rank asks for, or none, because
+            of ``limits``.
+        scores_N: best scores of the batch, float32; None where they are not on the host.
     """
 
     full: Neurons
@@ -90,11 +95,11 @@ class Selection:
 
     @property
     def num_neurons(self) -> int:
-        """Of all precisions."""
+        """The number of neurons in all precisions."""
         return len(self.full) + len(self.int8) + len(self.int4)
 
     def neurons_in(self, precision: Precision) -> Neurons:
-        """Those in this precision."""
+        """Return the neurons in one precision."""
         match precision:
             case Precision.FULL:
                 return self.full
@@ -110,19 +115,20 @@ def select(
     threshold: float | None = None,
     limits: tuple[int, int, int] | None = None,
 ) -> Selection:
-    """Choose a step's neurons.
+    """Select a step's neurons.
 
     Each token ranks them for itself; the step takes the union, and a neuron that several tokens
-    chose gets the best precision that one of them gave it. Of equal scores the lower neuron is
-    first. NaN is never chosen. Ranks are cut, not sorted: 16,384 neurons and one token take 116 us,
-    or 52 where all active ones are in full (an EPYC core with AVX2, best of 500, 2026-11-22).
+    chose gets the best precision that one of them gave it. Of equal scores the lower neuron id
+    comes first. NaN is never chosen. Ranks are cut, not sorted: 16,384 neurons and one token take
+    116 us, or 52 where all active ones are in full (an EPYC core with AVX2, best of 500,
+    2026-11-22).
 
     Args:
         scores_BN: float32 on the CPU, larger = matters more.
         threshold: neurons with lower scores are predicted inactive and left out; the shares are
             then shares of a token's active neurons (ReLU models). None: there are no inactive ones.
-        limits: how many each precision has room for. The lowest of what is too much (by their
-            best score in the batch) fall to the next precision, and from the last out.
+        limits: how many each precision has room for. Those in excess with the lowest best scores
+            in the batch fall to the next precision, and from the last one out.
     """
     scores: _Scores = scores_BN.detach().numpy()
     mix = mix if isinstance(mix, Mix) else Mix.from_shares(mix)
@@ -138,7 +144,7 @@ def select(
 def select_each(
     scores_BN: torch.Tensor, mix: Mix, threshold: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`select` chooses for each token by itself: bool [B, N] in full, 8 and 4 bit."""
+    """Return what :func:`select` chooses for each token alone: bool [B, N] by precision."""
     scores: _Scores = scores_BN.detach().numpy()
     reached = np.zeros((3, *scores.shape), dtype=np.bool_)
     for token, scores_N in enumerate(scores):
@@ -148,7 +154,7 @@ def select_each(
 
 
 def _add_reached(scores_N: _Scores, mix: Mix, threshold: float | None, reached: _Mask) -> None:
-    """Set the ranks that reach full, at least 8 and at least 4 bit: [3, N], each in the next."""
+    """Set the neurons that reach full, at least 8 and at least 4 bit: [3, N], each in the next."""
     is_active = None if threshold is None else scores_N >= threshold
     num_ranked = len(scores_N) if is_active is None else int(np.count_nonzero(is_active))
     top = 0
@@ -161,7 +167,7 @@ def _add_reached(scores_N: _Scores, mix: Mix, threshold: float | None, reached: 
 
 
 def _without_better(reached: _Mask) -> _Mask:
-    """What reached a precision and not the one before."""
+    """Return the neurons that reached a precision but not the one before."""
     chosen = np.empty_like(reached)
     chosen[0] = reached[0]
     np.greater(reached[1:], reached[:-1], out=chosen[1:])
@@ -175,8 +181,8 @@ def _add_top(scores_N: _Scores, count: int, chosen_N: _Mask) -> None:
     if count >= len(scores_N):
         chosen_N |= scores_N == scores_N
         return
-    # One place at a time: numpy has a vectorised selection for one place only (25 us against 210
-    # for two places at once).
+    # One cut at a time: numpy vectorises a partition about one place only (25 us against 210 for
+    # two places at once).
     lowest = np.partition(scores_N, len(scores_N) - count)[len(scores_N) - count]
     top_N = scores_N >= lowest
     surplus = int(np.count_nonzero(top_N)) - count
@@ -186,13 +192,13 @@ def _add_top(scores_N: _Scores, count: int, chosen_N: _Mask) -> None:
 
 
 def _best(scores_BN: _Scores) -> _Scores:
-    """Of the tokens, [N]."""
+    """Return the best of the tokens' scores, [N]."""
     best_N: _Scores = scores_BN.max(axis=0, initial=-np.inf)
     return best_N
 
 
 def _demote(chosen: _Mask, scores_BN: _Scores, limits: tuple[int, int, int]) -> int:
-    """Move what exceeds the limits down, in place. Return how many neurons moved."""
+    """Move what exceeds the limits down, in place; return how many neurons moved."""
     best_N = _best(scores_BN)
     moved_N = np.zeros(len(best_N), dtype=np.bool_)
     for index, limit in enumerate(limits):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer has of every neuron, near."""
+"""What a layer keeps near of every neuron beside the bundles: scales, biases, norms."""
 
 import torch
 
@@ -8,11 +8,17 @@ from vllm_tiered.ffn.store.reader import NeuronStore
 
 
 class NeuronTables:
-    """What a layer has beside bundles: scales by precision, biases, norms; near.
+    """Near tables of one layer's neurons.
 
     Args:
-        store: of this rank's neurons.
+        store: this rank's neurons.
         near: torch's device.
+
+    Attributes:
+        scales: float16 [N, M, G] by precision; none for full precision.
+        up_bias: float32 [N], of fc1; None if the model has none.
+        down_bias: [H], of fc2, in the model's dtype; None if the model has none.
+        down_norms: float32 [N], Euclidean norms of the down columns.
     """
 
     def __init__(self, store: NeuronStore, layer: int, near: torch.device) -> None:
@@ -20,13 +26,13 @@ class NeuronTables:
             p: store.scales(layer, p).to(near) for p in store.precisions if p != Precision.FULL
         }
         up_bias, down_bias = store.up_bias(layer), store.down_bias(layer)
-        # As regions have it: kernels add in float32 whatever the weights are.
+        # float32 as in cache buffers: kernels add in float32 whatever the weights are.
         self.up_bias = None if up_bias is None else up_bias.float().to(near)
         self.down_bias = None if down_bias is None else down_bias.to(near)
         self.down_norms = store.down_norms(layer).to(near)
 
-    def of(self, precision: Precision, first: int, count: int) -> dict[str, torch.Tensor | None]:
-        """For neurons in a row, views."""
+    def slice(self, precision: Precision, first: int, count: int) -> dict[str, torch.Tensor | None]:
+        """Return views of the tables for ``count`` neurons from ``first`` on, by field name."""
         scales = self.scales.get(precision)
         return {
             "scales": None if scales is None else scales[first : first + count],

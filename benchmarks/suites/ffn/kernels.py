@@ -25,7 +25,7 @@ from benchmarks.harness.tables import markdown, number
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul import native
-from vllm_tiered.ffn.matmul.compute import activations, add_down, product
+from vllm_tiered.ffn.matmul.compute import activations, add_down, ffn_output
 from vllm_tiered.storage.direct_file import aligned_pages
 
 RESULT_KEYS = ("memory_gb_per_s", "kernels", "foreign_cpu_share", "definitions")
@@ -131,7 +131,7 @@ def _region(hidden: int, precision: Precision, settings: Settings) -> NeuronCach
         num_groups = hidden // settings.group if precision is Precision.INT4 else 1
         scales = torch.rand(num_rows, shape.num_matrices, num_groups).half()
     return NeuronCacheBuffer(
-        rows=rows, scales=scales, up_bias=None, shape=shape, precision=precision,
+        bundles=rows, scales=scales, up_bias=None, shape=shape, precision=precision,
         dtype=torch.bfloat16,
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def _measure(
     ours: dict[str, tuple[int, Callable[[], object]]] = {
         "gate, up": (2 * matrix_bytes, lambda: activations(x, region, n, "silu")),
         "down": (matrix_bytes, lambda: add_down(out, a, region, n)),
-        "all": (3 * matrix_bytes, lambda: product(x, region, n, "silu")),
+        "all": (3 * matrix_bytes, lambda: ffn_output(x, region, n, "silu")),
     }
     theirs = _torch_products(region, x, a.bfloat16())
     found = []
@@ -180,7 +180,7 @@ def _torch_products(
     if region.precision is not Precision.FULL:
         return {}
     hidden = region.shape.hidden
-    weights = region.rows[:, : 6 * hidden].view(torch.bfloat16)
+    weights = region.bundles[:, : 6 * hidden].view(torch.bfloat16)
     return {
         "gate, up": lambda: x @ weights[:, :hidden].T + x @ weights[:, hidden : 2 * hidden].T,
         "down": lambda: a @ weights[:, 2 * hidden :],

@@ -18,7 +18,7 @@ LAYERS = "layer streaming"
 DENSE = "vLLM, all in memory"
 LLAMA_CPP = "llama_cpp"
 
-POLICIES = {"atu": OURS, "window": "cache: window", "lru": "cache: lru"}
+POLICIES = {"atu": OURS, "window": "cache: window"}
 """The contender that runs each policy."""
 
 DEFINITIONS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which side is faster, told from measured steps of a machine whose rates are known here."""
+"""The cost model, fed with steps of a machine whose rates are known here."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def trained(seed: int, noise: float) -> DenseSparseCostModel:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_better_side_within_five_percent(seed: int) -> None:
+def test_it_is_within_five_percent_of_the_faster_way(seed: int) -> None:
     """Far beyond the batches it was trained on."""
     cost_model = trained(seed, noise=0.04)
     # What is usual is that all is missing: steps are judged by what is missing of each.
@@ -58,7 +58,7 @@ def test_the_better_side_within_five_percent(seed: int) -> None:
     assert 0 < num_dense < 300 and cost_model.num_switched == num_dense
 
 
-def test_nothing_is_switched_before_both_are_known() -> None:
+def test_no_step_becomes_dense_before_both_ways_are_known() -> None:
     cost_model = DenseSparseCostModel()
     for _ in range(100):
         cost_model.add_sparse(0, 10.0, 1000, 1000, 64, is_warm=True)
@@ -96,7 +96,7 @@ class Engine:
         self._is_warm = [False] * LAYERS
 
     def step(self, tokens: int = 1) -> tuple[float, list[int]]:
-        """Its seconds, and the layers that were computed densely."""
+        """Return the seconds, and the layers that were computed densely."""
         total, dense = 0.0, []
         for layer in range(LAYERS):
             is_warm = self._is_warm[layer]
@@ -144,7 +144,7 @@ def test_dense_where_it_is_faster_but_for_trials_that_become_rare() -> None:
     assert trials == [*range(4), *range(132, 136), *range(392, 396), *range(908, 912)]
 
 
-def test_in_a_row_of_dense_steps_an_eighth_is_looked_at() -> None:
+def test_in_a_row_of_dense_steps_an_eighth_is_scored() -> None:
     engine = Engine(warm_share=0.5, overhead=1e-3, dense=1.2e-3)
     for _ in range(20):
         engine.step()
@@ -156,7 +156,7 @@ def test_in_a_row_of_dense_steps_an_eighth_is_looked_at() -> None:
     assert not engine.cost_model.is_surely_dense(0, 8), "another size of batch"
 
 
-def test_a_row_of_dense_steps_ends_with_the_next_look() -> None:
+def test_a_row_of_dense_steps_ends_with_the_next_scored_step() -> None:
     engine = Engine(warm_share=0.5, overhead=1e-3, dense=1.2e-3)
     assert [engine.step()[1] for _ in range(50)][-1] == ALL
     engine.dense = 0.1

@@ -24,13 +24,13 @@ def auto(shares: tuple[float, float, float], active_share: float, has_base: bool
     )
 
 
-def test_a_few_neurons_have_twice_their_room() -> None:
-    rows = auto((0.25, 0.25, 0.5), 0.04, has_base=False).cache_slots
+def test_a_few_neurons_get_twice_the_slots_that_a_token_wants() -> None:
+    slots = auto((0.25, 0.25, 0.5), 0.04, has_base=False).cache_slots
     wanted = Mix.from_shares((0.25, 0.25, 0.5)).counts(62)
-    assert [rows[p] for p in Precision] == [2 * count for count in wanted]
+    assert [slots[p] for p in Precision] == [2 * count for count in wanted]
 
 
-def test_regions_of_a_model_that_wants_most_are_no_larger_than_the_dense_ffn() -> None:
+def test_buffers_of_a_model_that_wants_most_are_no_larger_than_the_dense_ffn() -> None:
     plan = auto((0.25, 0.25, 0.5), 1.0, has_base=True)
     assert 0.95 * DENSE_BYTES < plan.cache_bytes <= DENSE_BYTES
     assert plan.cache_slots[Precision.INT4] == 1536
@@ -40,5 +40,5 @@ def test_regions_of_a_model_that_wants_most_are_no_larger_than_the_dense_ffn() -
 @pytest.mark.parametrize("active_share", [0.7, 0.8, 0.9])
 def test_tokens_that_want_more_than_the_mean_fit_too(active_share: float) -> None:
     """In full precision beside the base, all of which is more than the dense FFN."""
-    rows = auto((1, 0, 0), active_share, has_base=True).cache_slots
-    assert rows[Precision.FULL] >= min(1536, int(1.2 * active_share * 1536))
+    slots = auto((1, 0, 0), active_share, has_base=True).cache_slots
+    assert slots[Precision.FULL] >= min(1536, int(1.2 * active_share * 1536))

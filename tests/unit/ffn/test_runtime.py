@@ -11,39 +11,26 @@ import torch
 
 from tests.fakes.devices import DelayedDevice
 from tests.fixtures.ffn_models import Ffn, random_ffn
+from tests.fixtures.ffn_runtimes import (
+    POLICIES,
+    Scripted,
+    base_scores,
+    check_bytes,
+    check_precisions,
+    close,
+    exact,
+    least,
+    mixed,
+)
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn import memory_plan
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
-from vllm_tiered.ffn.layer import FfnLayer
-from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.matmul.quantise import expand
-from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
-from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.memory_plan import plan_exact
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
-from vllm_tiered.ffn.selection import Mix, Selection, select
-
-POLICIES: tuple[CachePolicy, ...] = ("atu", "window", "lru", "none")
-
-
-class Scripted(Predictor):
-    """Scores that the test sets before each step."""
-
-    name = "scripted"
-
-    def __init__(self, num_neurons: int) -> None:
-        self._num_neurons = num_neurons
-        self.next_BN = torch.rand(1, num_neurons)
-
-    @property
-    def num_neurons(self) -> int:
-        return self._num_neurons
-
-    def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
-        return self.next_BN
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
+from vllm_tiered.ffn.selection import Mix, select
+from vllm_tiered.ffn.strategy.sparse_on_host import SparseOnHost
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
@@ -53,12 +40,12 @@ def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
+    monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 10 * 1024)
 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is near before anything is brought, and what a chunk held, is not a number."""
+    """What is near before anything is loaded, and what a chunk held, is not a number."""
     import vllm_tiered.ffn.loader.stream as stream
     import vllm_tiered.ffn.runtime as runtime
 
@@ -76,57 +63,20 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoning(self, layer: int, *, wraps: bool) -> Iterator:
         for chunk in chunks(self, layer, wraps=wraps):
             yield chunk
-            self.slots[chunk.slot].data.fill_(0xFF)
+            self.staging[chunk.buffer_id].data.fill_(0xFF)
 
     monkeypatch.setattr(stream.NeuronStream, "chunks", poisoning)
 
 
-def exact(ffn: Ffn, *, near_rows: int, num_far_layers: int) -> FfnPlan:
-    shape = ffn.shape
-    stride = bundle_stride(shape, Precision.FULL)
-    bare = plan_exact(shape, near_bytes=None, far_bytes=0, table_bytes=0)
-    return plan_exact(
-        shape,
-        near_bytes=bare.near_bytes + near_rows * stride * shape.num_layers,
-        far_bytes=num_far_layers * shape.neurons * stride,
-        table_bytes=0,
-    )
-
-
-def mixed(
-    ffn: Ffn,
-    mix: tuple[float, float, float],
-    *,
-    near_bytes: int | None = None,
-    far_bytes: int = 0,
-    table_bytes: int = 0,
-    has_base: bool = False,
-    prefetches: bool = False,
-) -> FfnPlan:
-    return plan_mixed(
-        ffn.shape,
-        Mix.from_shares(mix),
-        active_share=1.0,
-        streamed=Precision.FULL,
-        near_bytes=near_bytes,
-        far_bytes=far_bytes,
-        table_bytes=table_bytes,
-        has_base=has_base,
-        prefetches=prefetches,
-    )
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
-
-
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("near_rows", [0, 1, 50, 96])
+@pytest.mark.parametrize("num_permanent", [0, 1, 50, 96])
 @pytest.mark.parametrize("num_far_layers", [0, 2, 3])
-def test_every_neuron_wherever_it_is(ffn: Ffn, near_rows: int, num_far_layers: int) -> None:
+def test_every_neuron_wherever_it_is(ffn: Ffn, num_permanent: int, num_far_layers: int) -> None:
     device = DelayedDevice(seed=3, max_delay_seconds=0.0005)
-    plan = exact(ffn, near_rows=near_rows, num_far_layers=num_far_layers)
-    assert plan.cache_slots[Precision.FULL] == near_rows and plan.num_far_layers == num_far_layers
+    plan = exact(ffn, num_permanent=num_permanent, num_far_layers=num_far_layers)
+    assert (
+        plan.cache_slots[Precision.FULL] == num_permanent and plan.num_far_layers == num_far_layers
+    )
     runtime = FfnRuntime(ffn.open(), plan, device)
     generator = torch.Generator().manual_seed(1)
     # In the order of the model, and as no model would.
@@ -138,7 +88,7 @@ def test_every_neuron_wherever_it_is(ffn: Ffn, near_rows: int, num_far_layers: i
 
 
 def test_a_resident_layer_reads_nothing(ffn: Ffn) -> None:
-    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=96, num_far_layers=0), CpuDevice())
+    runtime = FfnRuntime(ffn.open(), exact(ffn, num_permanent=96, num_far_layers=0), CpuDevice())
     before = runtime.backend.stats.storage_bytes
     runtime.layers[1].compute(torch.ones(2, 64), False)
     assert runtime.backend.stats.storage_bytes == before
@@ -177,13 +127,13 @@ def test_chosen_neurons_in_their_precision(
             continue
         sparse += 1
         wanted = select(scores_BN, chosen_mix)
-        cache = runtime.layers[layer].cache
+        cache = runtime.layers[layer].resources.cache
         assert cache is not None
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
         check_precisions(wanted, near)
         for precision in near:
             check_bytes(ffn, runtime, layer, precision)
-        assert close(found, ffn.product(layer, x_BH, near))
+        assert close(found, ffn.output_of(layer, x_BH, near))
     assert sparse >= 20
     if runtime.dynamic is not None:
         assert runtime.dynamic.hits > 0
@@ -197,30 +147,9 @@ def test_a_mix_so_small_that_no_neuron_is_left(ffn: Ffn) -> None:
         CpuDevice(),
         [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)],
     )
-    assert not runtime.layers[0].buffers
+    assert not runtime.layers[0].resources.buffers
     assert torch.equal(runtime.layers[0].compute(torch.ones(2, 64), True), torch.zeros(2, 64))
     runtime.close()
-
-
-def check_precisions(wanted: Selection, near: dict[Precision, torch.Tensor]) -> None:
-    """All that is wanted is there. Neurons may change places, but not numbers: of each precision,
-    with those better than it, there are as many as are wanted."""
-    asked: set[int] = set()
-    there: set[int] = set()
-    for precision in (p for p in Precision if p in near):
-        there |= set(near[precision].tolist())
-        asked |= set(wanted.neurons_in(precision).tolist())
-        assert len(there) >= len(asked)
-    assert asked <= there
-
-
-def check_bytes(ffn: Ffn, runtime: FfnRuntime, layer: int, precision: Precision) -> None:
-    """Each near row holds its neuron's bundle, bit for bit."""
-    of_layer = runtime.layers[layer]
-    rows = of_layer.buffers[precision].rows.cpu().numpy()
-    num_bytes = bundle_bytes(ffn.shape, precision)
-    for row, neuron in enumerate(of_layer.resident_neurons()[precision].tolist()):
-        assert neuron < 0 or rows[row, :num_bytes].tobytes() == ffn.bundle(layer, precision, neuron)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -242,40 +171,22 @@ def test_top_ranks_over_a_base_in_4_bit(
         x = 0.7 * x + 0.5 * rng.standard_normal(64)
         x_BH = torch.from_numpy(x[None]).float()
         found = runtime.layers[layer].compute(x_BH, True)
-        cache = runtime.layers[layer].cache
+        cache = runtime.layers[layer].resources.cache
         assert cache is not None and Precision.INT4 not in cache.caches
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
         wanted = select(base_scores(ffn, layer, x_BH), Mix.from_shares(mix), least(ffn))
         better = torch.cat(list(near.values()))
         rest = everyone if sum(mix) == 1 and ffn.shape.gated else torch.from_numpy(wanted.int4)
         chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-        assert close(found, ffn.product(layer, x_BH, chosen))
+        assert close(found, ffn.output_of(layer, x_BH, chosen))
         assert len(cache.caches[Precision.FULL].resident()) >= len(wanted.full)
         assert np.isin(np.concatenate((wanted.full, wanted.int8)), better).all()
     assert runtime.stats.sparse_steps == 30
     runtime.close()
 
 
-def base_scores(ffn: Ffn, layer: int, x_BH: torch.Tensor) -> torch.Tensor:
-    codes, scales = ffn.quantised(layer, Precision.INT4)
-    w_NMH = expand(codes, scales, ffn.shape, Precision.INT4, torch.float32)
-    a_BN = x_BH @ w_NMH[:, -2].T
-    if ffn.shape.gated:
-        a_BN = torch.nn.functional.silu(x_BH @ w_NMH[:, 0].T) * a_BN
-    else:
-        bias_N = ffn.up_bias[layer]
-        assert bias_N is not None
-        a_BN = torch.relu(a_BN + bias_N)
-    norms_N: torch.Tensor = ffn.weights[layer][:, -1].norm(dim=1)
-    return a_BN.abs() * norms_N
-
-
-def least(ffn: Ffn) -> float | None:
-    return None if ffn.shape.gated else 1e-38
-
-
 def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step fails; what did not arrive is brought by the next one that wants it."""
+    """The step fails; what did not arrive is loaded by the next one that wants it."""
     shape, mix = ffn.shape, Mix.from_shares((0.3, 0, 0))
     plan = mixed(ffn, (0.3, 0, 0))
     predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
@@ -296,7 +207,7 @@ def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.Monke
                     runtime.layers[0].compute(x_BH, True)
         found = runtime.layers[0].compute(x_BH, True)
         chosen = select(predictors[0].next_BN, mix).full
-        expected = ffn.product(0, x_BH, {Precision.FULL: torch.from_numpy(chosen)})
+        expected = ffn.output_of(0, x_BH, {Precision.FULL: torch.from_numpy(chosen)})
         assert close(found, expected)
         check_bytes(ffn, runtime, 0, Precision.FULL)
     runtime.close()
@@ -313,12 +224,14 @@ def test_prompts_take_every_neuron(ffn: Ffn) -> None:
 
 
 @pytest.mark.parametrize("has_base", [False, True])
-def test_a_layer_that_is_dense_for_now_is_not_asked_what_it_wants(
+def test_a_layer_that_is_dense_for_now_does_not_score_neurons(
     ffn: Ffn, has_base: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DenseSparseCostModel, "is_surely_dense", lambda *args: True)
-    monkeypatch.setattr(Scripted, "scores", lambda *args: pytest.fail("it was asked"))
-    monkeypatch.setattr(FfnLayer, "_activations", lambda *args: pytest.fail("all were ranked"))
+    monkeypatch.setattr(Scripted, "scores", lambda *args: pytest.fail("neurons were scored"))
+    monkeypatch.setattr(
+        SparseOnHost, "_base_activations", lambda *args: pytest.fail("all were ranked")
+    )
     of_layer = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
     plan = mixed(ffn, (0.1, 0, 0), has_base=has_base)
     runtime = FfnRuntime(ffn.open(), plan, CpuDevice(), [] if has_base else of_layer)
@@ -332,13 +245,13 @@ def test_a_layer_that_is_dense_for_now_is_not_asked_what_it_wants(
 def test_a_dense_step_between_makes_the_next_one_cold_and_scoring_is_part_of_sparse_ones(
     ffn: Ffn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[float, bool]] = []
+    measured: list[tuple[float, bool]] = []
     is_dense = iter([False, False, True, False, False])
 
     def add_sparse(
         _: DenseSparseCostModel, layer: int, seconds: float, *rest: int, is_warm: bool
     ) -> None:
-        told.append((seconds, is_warm))
+        measured.append((seconds, is_warm))
 
     def scores(predictor: Scripted, x_BH: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
@@ -351,8 +264,8 @@ def test_a_dense_step_between_makes_the_next_one_cold_and_scoring_is_part_of_spa
     runtime = FfnRuntime(ffn.open(), mixed(ffn, (0.1, 0, 0)), CpuDevice(), predictors)
     for _ in range(5):
         runtime.layers[0].compute(torch.randn(1, 64), True)
-    assert [is_warm for _, is_warm in told] == [False, True, False, True]
-    assert all(seconds >= 0.02 for seconds, _ in told)
+    assert [is_warm for _, is_warm in measured] == [False, True, False, True]
+    assert all(seconds >= 0.02 for seconds, _ in measured)
     runtime.close()
 
 
@@ -371,7 +284,7 @@ def test_near_memory_below_a_tokens_neurons_is_refused(ffn: Ffn) -> None:
 def test_a_plan_takes_no_more_than_it_was_given(ffn: Ffn, near_bytes: int) -> None:
     plan = mixed(ffn, (0.1, 0.1, 0.2), near_bytes=near_bytes, far_bytes=200_000, table_bytes=1000)
     assert plan.near_bytes <= near_bytes and plan.far_bytes <= 200_000
-    assert all(0 < rows <= ffn.shape.neurons for rows in plan.cache_slots.values())
+    assert all(0 < slots <= ffn.shape.neurons for slots in plan.cache_slots.values())
 
 
 def test_reading_ahead_is_paid_from_far_memory(ffn: Ffn) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device under the layers, on a fake: compute and copies run late, in any order.
+"""The layers on a fake CUDA runtime: compute and copies run deferred, in any order.
 
 What a layer gives is compared when everything has run: its steps overlap as far as they may.
 """
@@ -15,15 +15,14 @@ from tests.fakes.deferred_rig import (
     HASTES,
     DeferredRig,
     ScriptedNear,
-    at_once,
     compute_is_not_held,
+    done_event,
     resident_neurons,
     scores_are_read_early,
 )
 from tests.fakes.deferred_torch import NEAR, now
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.fixtures.neuron_stores import flip
-from tests.unit.ffn.test_runtime import (
+from tests.fixtures.ffn_runtimes import (
     base_scores,
     check_bytes,
     check_precisions,
@@ -31,15 +30,14 @@ from tests.unit.ffn.test_runtime import (
     least,
     mixed,
 )
+from tests.fixtures.neuron_stores import flip
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.ffn import mailbox as host_link
-from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn import memory_plan
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.loader import backend as backends
-from vllm_tiered.ffn.loader import bounce_pipeline as bounce_pipeline
-from vllm_tiered.ffn.loader import dynamic
+from vllm_tiered.ffn.loader import backend, bounce_pipeline, dynamic
+from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.store.format import NEURONS
 
@@ -51,20 +49,22 @@ def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few neurons, and rooms of fewer: all are used again and again."""
-    monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
-    monkeypatch.setattr(backends, "_BUFFER_BYTES", 3 * 1024)
-    monkeypatch.setattr(backends, "_NUM_BUFFERS", 2)
+    """Chunks of a few neurons, and bounce buffers of fewer: all are reused often."""
+    monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 10 * 1024)
+    monkeypatch.setattr(backend, "_BUFFER_BYTES", 3 * 1024)
+    monkeypatch.setattr(backend, "_NUM_BUFFERS", 2)
 
 
 @HASTES
-@pytest.mark.parametrize("near_rows", [0, 50])
+@pytest.mark.parametrize("num_permanent", [0, 50])
 @pytest.mark.parametrize("num_far_layers", [0, 2])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_neuron(monkeypatch, ffn, near_rows, num_far_layers, seed, haste):
+def test_every_neuron(monkeypatch, ffn, num_permanent, num_far_layers, seed, haste):
     rig = DeferredRig(monkeypatch, ffn, seed, haste)
     with rig.torch:
-        runtime = rig.runtime(exact(ffn, near_rows=near_rows, num_far_layers=num_far_layers))
+        runtime = rig.runtime(
+            exact(ffn, num_permanent=num_permanent, num_far_layers=num_far_layers)
+        )
         for layer in (0, 1, 2, 0, 1, 2, 2, 1, 1, 0):
             with now():
                 x_BH = torch.randn(3, 64)
@@ -72,7 +72,7 @@ def test_every_neuron(monkeypatch, ffn, near_rows, num_far_layers, seed, haste):
             rig.due.append((runtime.layers[layer].compute(rig.near(x_BH), False), expected))
         rig.settle()
         runtime.close()
-    assert rig.torch.num_late > 100
+    assert rig.torch.num_deferred > 100
 
 
 @HASTES
@@ -114,7 +114,7 @@ def chosen_neurons(
                     rig.due.append((found, ffn.dense(layer, x_BH)))
                     continue
                 check_precisions(select(scores_BN, Mix.from_shares(mix)), near)
-                rig.due.append((found, ffn.product(layer, x_BH, near)))
+                rig.due.append((found, ffn.output_of(layer, x_BH, near)))
             if rig.rng.random() < 0.2:
                 rig.settle()
         rig.settle()
@@ -156,15 +156,15 @@ def ranks_over_a_base(rig: DeferredRig, mix: tuple[float, float, float], seed: i
                 is_all = sum(mix) == 1 and ffn.shape.gated
                 rest = everyone if is_all else torch.from_numpy(wanted.int4)
                 chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-                rig.due.append((found, ffn.product(layer, x_BH, chosen)))
+                rig.due.append((found, ffn.output_of(layer, x_BH, chosen)))
         rig.settle()
         assert runtime.stats.sparse_steps == 24
         runtime.close()
 
 
 @HASTES
-def test_a_damaged_bundle_takes_no_room_with_it(monkeypatch, tmp_path, haste):
-    """The step fails as often as it wants it; what others want comes through the same rooms."""
+def test_a_damaged_bundle_frees_its_bounce_buffer(monkeypatch, tmp_path, haste):
+    """Steps that want it fail each time; other steps' bundles pass through the same buffers."""
     ffn = random_ffn(tmp_path / "ffn", gated=True)
     with ffn.open() as store:
         offset = store._form.offset(0, Precision.FULL) + 5 * bundle_stride(
@@ -189,51 +189,51 @@ def test_a_damaged_bundle_takes_no_room_with_it(monkeypatch, tmp_path, haste):
                 continue
             found = runtime.layers[0].compute(rig.near(x_BH), True)
             with now():
-                rig.due.append((found, ffn.product(0, x_BH, resident_neurons(runtime, 0))))
+                rig.due.append((found, ffn.output_of(0, x_BH, resident_neurons(runtime, 0))))
         assert runtime.stats.sparse_steps == 8
         rig.settle()
         runtime.close()
 
 
-def rows_are_not_waited_for(monkeypatch):
-    """Copies overwrite rows that compute still reads."""
-    load = backends.NeuronBackend._copy
+def slots_are_not_waited_for(monkeypatch):
+    """Copies overwrite slots that compute still reads."""
+    load = backend.NeuronBackend._copy
 
-    def careless(self, far, ids, into, rows, after):
-        return load(self, far, ids, into, rows, at_once(self._device))
+    def careless(self, far, ids, into, slots, after):
+        return load(self, far, ids, into, slots, done_event(self._device))
 
-    monkeypatch.setattr(backends.NeuronBackend, "_copy", careless)
-    passing = bounce_pipeline.BouncePipeline.load
+    monkeypatch.setattr(backend.NeuronBackend, "_copy", careless)
+    bounce_load = bounce_pipeline.BouncePipeline.load
 
-    def hasty(self, layer, neurons, into, rows, after):
-        return passing(self, layer, neurons, into, rows, at_once(self.device))
+    def hasty(self, layer, neurons, into, slots, after):
+        return bounce_load(self, layer, neurons, into, slots, done_event(self.device))
 
     monkeypatch.setattr(bounce_pipeline.BouncePipeline, "load", hasty)
 
 
-def rooms_are_read_to_at_once(monkeypatch):
+def bounce_buffers_are_reused_early(monkeypatch):
     """A disk writes to memory that is still being copied."""
-    read_on = bounce_pipeline.BounceLoad._read_on
+    submit_reads = bounce_pipeline.BounceLoad._submit_reads
 
     def careless(self):
         free = self._pipeline.free
         for index, (buffer, _) in enumerate(free):
             free[index] = (buffer, None)
-        read_on(self)
+        submit_reads(self)
 
-    monkeypatch.setattr(bounce_pipeline.BounceLoad, "_read_on", careless)
+    monkeypatch.setattr(bounce_pipeline.BounceLoad, "_submit_reads", careless)
 
 
 @pytest.mark.parametrize(
     "mutate",
     [
-        rows_are_not_waited_for,
+        slots_are_not_waited_for,
         compute_is_not_held,
-        rooms_are_read_to_at_once,
+        bounce_buffers_are_reused_early,
         scores_are_read_early,
     ],
 )
-def test_what_is_broken_on_purpose_is_found(monkeypatch, ffn, mutate):
+def test_injected_faults_are_found(monkeypatch, ffn, mutate):
     """At the latest in one of a few runs."""
     mutate(monkeypatch)
     for seed, haste in product((1, 2, 3, 4), (0.0, 0.6, 0.9)):
@@ -247,13 +247,13 @@ def test_what_is_broken_on_purpose_is_found(monkeypatch, ffn, mutate):
     pytest.fail(f"{mutate.__name__} was not noticed")
 
 
-# What steps alone do not show, as each waits for the scores of the one before -------------------
+# Faults that steps do not show, as each waits for the scores of the one before ------------------
 
 
-def test_lists_are_not_changed_while_they_are_on_their_way(monkeypatch, ffn):
-    """More of them than there are places."""
+def test_lists_are_not_changed_while_they_are_copied(monkeypatch, ffn):
+    """More of them than there are host buffers."""
     rig = DeferredRig(monkeypatch, ffn, seed=0, haste=0.0)
-    mailbox = host_link.Mailbox(rig.device, NEAR)
+    mailbox = Mailbox(rig.device, NEAR)
     with rig.torch:
         sent = [mailbox.h2d([np.full(n, n), np.full(3, n % 2 == 0)]) for n in range(1, 20)]
         with now():
@@ -262,7 +262,7 @@ def test_lists_are_not_changed_while_they_are_on_their_way(monkeypatch, ffn):
                 assert numbers.tolist() == [n] * n and flags.tolist() == [n % 2 == 0] * 3
 
 
-def test_what_was_read_ahead_is_not_written_over_before_it_is_copied(monkeypatch, ffn):
+def test_what_was_read_ahead_is_not_overwritten_before_it_is_copied(monkeypatch, ffn):
     rig = DeferredRig(monkeypatch, ffn, seed=0, haste=0.0)
     neurons = np.arange(4)
     with ffn.open() as store, rig.torch:
@@ -274,7 +274,7 @@ def test_what_was_read_ahead_is_not_written_over_before_it_is_copied(monkeypatch
             near = PageBuffer(torch.zeros(4, held.page_bytes, dtype=torch.uint8))
             pages = Pages(rows)
             copied = rig.device.copy(Direction.READ, held, pages, near, Pages(neurons))
-        area.is_copied(0, Precision.FULL, copied)
+        area.set_copied(0, Precision.FULL, copied)
         area.prefetch(0, {Precision.FULL: neurons + 20})
         area.find(0, Precision.FULL, neurons + 20)
         copied.wait()

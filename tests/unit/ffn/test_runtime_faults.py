@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers when reads fail, are interrupted or late: an error, or the right neurons; never others."""
+"""Layers when reads fail, are interrupted or slow: an error, or the right neurons; never others."""
 
 import itertools
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 
 from tests.fakes.devices import DelayedDevice
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.unit.ffn.test_runtime import (
+from tests.fixtures.ffn_runtimes import (
     POLICIES,
     Scripted,
     check_bytes,
@@ -22,7 +22,7 @@ from tests.unit.ffn.test_runtime import (
 )
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.ffn import memory_plan as planning
+from vllm_tiered.ffn import memory_plan
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.arrival import settle
 from vllm_tiered.ffn.loader.backend import NeuronBackend
@@ -39,7 +39,7 @@ def ffn(tmp_path_factory: pytest.TempPathFactory) -> Ffn:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
+    monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 10 * 1024)
 
 
 def scripted(ffn: Ffn, plan: FfnPlan, policy: CachePolicy = "atu", device: CpuDevice | None = None):
@@ -82,7 +82,7 @@ class Failing:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monkeypatch) -> None:
-    """Whichever region's bundles failed, and whatever was to be moved."""
+    """Whichever buffer's bundles failed, and whatever was to be moved."""
     faults = Faults(monkeypatch, seed)
     mix = (0.1, 0.15, 0.2)
     runtime, predictors = scripted(ffn, mixed(ffn, mix), policy)
@@ -99,7 +99,7 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
             failed += 1
         faults.share = 0
         runtime.layers[0].check_integrity()
-        cache = runtime.layers[0].cache
+        cache = runtime.layers[0].resources.cache
         for precision in cache.caches:
             check_bytes(ffn, runtime, 0, precision)
         before = runtime.stats.sparse_steps
@@ -110,7 +110,7 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
         near = {p: torch.from_numpy(one.resident()) for p, one in cache.caches.items()}
         wanted = select(predictors[0].next_BN, Mix.from_shares(mix))
         check_precisions(wanted, near)
-        assert close(found, ffn.product(0, x_BH, near))
+        assert close(found, ffn.output_of(0, x_BH, near))
     assert failed > 10
     runtime.close()
 
@@ -118,7 +118,7 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
 def test_dense_steps_after_failed_ones_have_every_neuron(ffn, monkeypatch) -> None:
     """Also where whoever caught the error still has it, and with it what the step had begun."""
     faults = Faults(monkeypatch, seed=1)
-    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=10, num_far_layers=1), CpuDevice())
+    runtime = FfnRuntime(ffn.open(), exact(ffn, num_permanent=10, num_far_layers=1), CpuDevice())
     x_BH = torch.randn(2, 64)
     errors = []
     for layer in itertools.islice(itertools.cycle(range(5)), 60):
@@ -136,8 +136,8 @@ def test_dense_steps_after_failed_ones_have_every_neuron(ffn, monkeypatch) -> No
 def test_one_layer_is_streamed_once_a_step(tmp_path) -> None:
     """What is read ahead of its end is its beginning."""
     ffn = random_ffn(tmp_path / "one", gated=False, num_layers=1)
-    runtime = FfnRuntime(ffn.open(), exact(ffn, near_rows=0, num_far_layers=0), CpuDevice())
-    chunks = runtime.layers[0]._stream.chunks(0, wraps=True)
+    runtime = FfnRuntime(ffn.open(), exact(ffn, num_permanent=0, num_far_layers=0), CpuDevice())
+    chunks = runtime._rank.stream.chunks(0, wraps=True)
     found = [chunk.num_neurons for chunk in itertools.islice(chunks, 200)]
     assert sum(found) == 96 and len(found) > 3
     for _ in range(3):
@@ -148,8 +148,8 @@ def test_one_layer_is_streamed_once_a_step(tmp_path) -> None:
 
 def test_streamed_in_8_bit(ffn, monkeypatch) -> None:
     """A store without full precision; the last chunk is smaller than the others."""
-    monkeypatch.setattr(planning, "_CHUNK_BYTES", 7 * bundle_stride(ffn.shape, Precision.INT8))
-    plan = planning.plan_mixed(
+    monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 7 * bundle_stride(ffn.shape, Precision.INT8))
+    plan = memory_plan.plan_mixed(
         ffn.shape,
         Mix.from_shares((0, 0.5, 0)),
         active_share=1.0,
@@ -164,7 +164,7 @@ def test_streamed_in_8_bit(ffn, monkeypatch) -> None:
     everyone = {Precision.INT8: torch.arange(96)}
     for layer in range(5):
         found = runtime.layers[layer].compute(x_BH, False)
-        assert close(found, ffn.product(layer, x_BH, everyone))
+        assert close(found, ffn.output_of(layer, x_BH, everyone))
     runtime.close()
 
 
@@ -174,7 +174,7 @@ def test_a_base_alone(ffn) -> None:
     everyone = {Precision.INT4: torch.arange(96)}
     for layer in range(5):
         found = runtime.layers[layer].compute(x_BH, True)
-        assert close(found, ffn.product(layer, x_BH, everyone))
+        assert close(found, ffn.output_of(layer, x_BH, everyone))
         runtime.layers[layer].check_integrity()
     runtime.close()
 
@@ -192,8 +192,8 @@ def test_no_token_at_all(ffn, only_decodes) -> None:
 # Read ahead -----------------------------------------------------------------------------
 
 
-def test_a_dense_layer_does_not_wait_in_what_others_expect(ffn) -> None:
-    """Far memory's slots go round; a chunk that was read ahead may be used much later."""
+def test_a_dense_layer_does_not_use_what_is_prefetched_for_others(ffn) -> None:
+    """Layers take turns in far memory; a chunk that was read ahead may be used much later."""
     plan = replace(mixed(ffn, (1, 0, 0)), prefetches=True)
     device = DelayedDevice(seed=1, max_delay_seconds=0.05)
     runtime, _ = scripted(ffn, plan, device=device)
@@ -202,7 +202,7 @@ def test_a_dense_layer_does_not_wait_in_what_others_expect(ffn) -> None:
     for _ in range(10):
         runtime.backend.prefetch(1, everyone)
         runtime.layers[0].compute(x_BH, False)
-        runtime.backend.prefetch(4, everyone)  # in the same slot
+        runtime.backend.prefetch(4, everyone)  # in the same far buffer
         assert close(runtime.layers[1].compute(x_BH, False), ffn.dense(1, x_BH))
     runtime.close()
 
@@ -222,7 +222,7 @@ def test_what_was_read_ahead_in_vain_may_be_damaged(tmp_path: Path) -> None:
     runtime.backend.prefetch(2, {Precision.FULL: np.array([40, 90, 95])})
     predictors[2].next_BN = scores
     chosen = {Precision.FULL: torch.arange(72, 96)}
-    assert close(runtime.layers[2].compute(x_BH, True), ffn.product(2, x_BH, chosen))
+    assert close(runtime.layers[2].compute(x_BH, True), ffn.output_of(2, x_BH, chosen))
     predictors[2].next_BN = -scores
     runtime.backend.prefetch(2, {Precision.FULL: np.array([0, 40])})
     predictors[2].next_BN = -(scores - 40).abs()
@@ -250,7 +250,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("error", [None, IntegrityError("damaged"), SystemExit("a reader's end")])
-def test_nothing_is_on_its_way_after_an_interrupt(error) -> None:
+def test_no_load_is_under_way_after_an_interrupt(error) -> None:
     arrivals = [Interrupted(), Interrupted(error), Interrupted()]
     errors = settle(arrivals)
     assert all(arrival.num_calls >= 3 for arrival in arrivals)

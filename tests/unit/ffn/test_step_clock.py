@@ -10,19 +10,19 @@ from vllm_tiered.ffn.step_clock import StepClock
 
 
 def test_on_the_host_a_step_is_over_when_it_was_computed() -> None:
-    told: list[float] = []
+    reported: list[float] = []
     device = CpuDevice()
     clock = StepClock(device)
     begin = clock.now()
     time.sleep(0.01)
-    clock.measure(begin, told.append)
+    clock.measure(begin, reported.append)
     device.close()
-    assert len(told) == 1 and 0.01 <= told[0] < 1
+    assert len(reported) == 1 and 0.01 <= reported[0] < 1
 
 
 def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
     """A step that ends later than the host has gone on, and the next, in their order."""
-    told: list[tuple[str, float]] = []
+    reported: list[tuple[str, float]] = []
     device = SimulatedCudaDevice(random.Random(0), haste=0.0)
     clock = StepClock(device)
 
@@ -30,25 +30,25 @@ def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
         begin = clock.now()
         for _ in range(num_kernels):
             device.compute(lambda: None)
-        clock.measure(begin, lambda seconds: told.append((name, seconds)))
+        clock.measure(begin, lambda seconds: reported.append((name, seconds)))
 
     step("long", 40)
     step("short", 2)
-    assert not told
+    assert not reported
     device.cuda.run_all()
-    assert not told  # nobody asked since
+    assert not reported  # nobody asked since
     step("last", 1)
-    (first, long), (second, short) = told
+    (first, long), (second, short) = reported
     assert (first, second) == ("long", "short")
     assert 0.04 <= long < 0.05 and 0 < short < 0.01  # a piece is a millisecond of the fake's
     device.close()
 
 
 def test_a_step_that_took_nothing_can_be_divided_by() -> None:
-    told: list[float] = []
+    reported: list[float] = []
     device = SimulatedCudaDevice(random.Random(0), haste=1.0)
     device.cuda.seconds_between = lambda begin, end: 0.0  # type: ignore[method-assign]
     clock = StepClock(device)
-    clock.measure(clock.now(), told.append)
+    clock.measure(clock.now(), reported.append)
     device.close()
-    assert len(told) == 1 and told[0] > 0
+    assert len(reported) == 1 and reported[0] > 0

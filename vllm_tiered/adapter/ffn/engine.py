@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse FFN of an engine: taken out of the model as it is built, computed from a neuron store.
+"""The sparse FFN of an engine: replaced as the model is built, computed from a neuron store.
 
-layers are built   each dense FFN leaves the layer that was just built
-weights are loaded the loader passes by what is not there
-the model is whole the store is opened, regions are laid out, and layers can compute
+layers are built     each dense FFN is taken out of the layer that was just built
+weights are loaded   the loader skips the weights of what is not there
+the model is loaded  the store is opened, cache buffers are allocated, and layers can compute
 """
 
 import logging
@@ -40,12 +40,12 @@ class FfnEngine:
     """The FFN of one engine's rank.
 
     Args:
-        config: the store, and what is taken of it.
+        config: the ``ffn`` section; it names a store.
         context: vLLM's modules that ops find by name (``static_forward_context``).
-        fingerprint: says which model the engine serves.
+        fingerprint: returns the fingerprint of the model that the engine serves.
 
     Attributes:
-        runtime: when the model is loaded.
+        runtime: None until the model is loaded.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class FfnEngine:
         register_op()
 
     def is_of(self, context: dict[str, Any]) -> bool:
-        """Whether it is the FFN of the engine that has this context; a process may have several."""
+        """Return whether this is the FFN of the engine with ``context``, of maybe several."""
         return self._context is context
 
     def take_out(self, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
-        """The layers as they are built, without their FFNs.
+        """Yield the layers as they are built, without their FFNs.
 
         Raises:
-            UnsupportedError: a layer's FFN has no known form, or there is a second stack of layers.
+            UnsupportedError: a layer's FFN has an unknown form, or there is a second stack.
         """
         if self._modules:
             raise UnsupportedError(
                 "the model has more than one stack of layers (a draft model, an encoder), and a "
-                "neuron store is of one: leave tiered.ffn.store out"
+                "neuron store serves one: leave tiered.ffn.store out"
             )
         for name, layer in named(iter(layers)):
             start, end = replace_ffn(layer, name)
@@ -87,10 +87,10 @@ class FfnEngine:
         """Open the store; the model can compute from now on.
 
         Args:
-            near_device: torch's, which the model is on.
+            near_device: torch's device of the model.
 
         Raises:
-            ConfigError: it is of another model.
+            ConfigError: the store is another model's.
             BudgetError: a tier does not have the memory.
         """
         if not self._modules:
@@ -128,7 +128,7 @@ class FfnEngine:
             logger.info("%s", stated.describe())
 
     def take_use(self) -> dict[str, float]:
-        """What was brought and computed since the last call, by metric."""
+        """Return what was loaded and computed since the last call, by metric."""
         if self.runtime is None:
             return {}
         backend, layers = self.runtime.backend.stats, self.runtime.stats
@@ -145,10 +145,10 @@ class FfnEngine:
         return {name: value - before.get(name, 0.0) for name, value in stats.items()}
 
     def close(self) -> None:
-        """Give memory and files back. Idempotent."""
+        """Free memory and close files. Idempotent."""
         for start, _ in self._modules:
             start.compute = start.rehearse = None
-        # vLLM's offloader outlives the engine, and knows this; the context has its KV cache.
+        # vLLM's offloader outlives the engine and refers to this; the context has the KV cache.
         self._modules, self._context = [], {}
         if self.runtime is not None:
             self.runtime.close()
@@ -156,22 +156,25 @@ class FfnEngine:
         manifest.publish_ffn(None)
 
     def _rehearse(self, x_BH: torch.Tensor) -> None:
-        """In the first dummy steps, which are vLLM's largest: it gives the KV cache what they leave
-        of a GPU's memory, so what a layer takes for a prompt has to be among it."""
+        """Compute a layer in the first dummy steps, which are vLLM's largest.
+
+        vLLM gives the KV cache what these steps leave of a GPU's memory. So they have to allocate
+        what a layer allocates for a prompt.
+        """
         if self.runtime is not None and len(x_BH) > self._rehearsed_tokens:
             self._rehearsed_tokens = len(x_BH)
             self.runtime.layers[0].compute(x_BH, only_decodes=False)
 
     def _compute(self, layer: FfnLayer, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
-        """A layer's step, after a failed one never again.
+        """Compute a layer's step; refuse to after a step has failed.
 
-        vLLM takes what a step was to compute for computed, also where an error is caught: its KV
-        cache would have blocks that nobody wrote.
+        vLLM takes a step's tokens for computed even if its error is caught. Its KV cache would then
+        have blocks that were never written.
         """
         if self._failure is not None:
             raise IntegrityError(
-                f"an earlier step failed ({self._failure}), and what it was to compute is missing: "
-                "start the engine anew"
+                f"an earlier step failed ({self._failure}), and its results are missing: "
+                "start the engine again"
             ) from self._failure
         try:
             return layer.compute(x_BH, only_decodes)

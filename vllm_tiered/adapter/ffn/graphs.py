@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFNs from a neuron store beside CUDA graphs: never in one.
+"""CUDA graphs beside FFNs from a neuron store, which are never captured in one.
 
-The host chooses a layer's neurons in each step, so ``tiered::sparse_ffn`` has to run between
-graphs, as attention does in vLLM's piecewise ones:
+The host selects a layer's neurons in each step, so ``tiered::sparse_ffn`` has to run between
+graphs, as attention does in vLLM's piecewise mode:
 
     graph │ attention │ graph │ sparse FFN │ graph │ attention │ ...
 
-What cannot be split there is run without graphs.
+A model that cannot be split there runs without graphs.
 """
 
 import logging
@@ -23,9 +23,9 @@ logger = logging.getLogger("vllm.tiered")
 
 
 def split_at_ffn(vllm_config: "VllmConfig") -> None:
-    """Have graphs end before each FFN and begin anew behind it, or leave them out.
+    """Split graphs at each FFN, or disable them.
 
-    Changes ``vllm_config``; with a notice where that is another mode than asked for.
+    Changes ``vllm_config``, and warns where the mode is then not the one asked for.
     """
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
@@ -38,7 +38,7 @@ def split_at_ffn(vllm_config: "VllmConfig") -> None:
         cuda_graphs.disable_cuda_graphs(compilation)
     if compilation.cudagraph_mode != mode:
         logger.warning(
-            "tiered ffn: CUDA graphs are %s instead of %s: the host chooses a layer's neurons in "
+            "tiered ffn: CUDA graphs are %s instead of %s: the host selects a layer's neurons in "
             "each step, which no graph can repeat%s",
             compilation.cudagraph_mode.name,
             mode.name,

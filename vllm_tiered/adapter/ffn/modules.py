@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's FFN in vLLM's model, taken out as the layer is built and computed from neurons instead.
+"""The modules that replace a layer's FFN in vLLM's model as the layer is built.
 
     fc1, gate_up_proj     SparseFfn: the whole FFN, through one op that is opaque to torch.compile
-    activation            nothing is left to do
+    activation            identity
     fc2, down_proj        FfnEnd: sums over ranks, adds the bias
 
-The names stay, so vLLM's loaders pass by what is not there any more: a checkpoint's dense FFN
-weights are never read.
+The names stay, so vLLM's loaders skip a checkpoint's dense FFN weights and never read them.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,22 +27,22 @@ _PLACES = (
     ("mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h"),
     ("fc1", "activation_fn", "fc2"),
 )
-"""First matrix, activation, second matrix of a layer: Llama and its kin, Falcon, OPT."""
+"""First matrix, activation, second matrix of a layer: Llama and similar models, Falcon, OPT."""
 
 _library: torch.library.Library | None = None
 _captures = False
 
 Compute = Callable[[torch.Tensor, bool], torch.Tensor]
-"""Hidden states [B, H] of a step, and whether each is of a request of its own that decodes; the
-FFN's output [B, H] of this rank's neurons, without the last bias."""
+"""Takes a step's hidden states [B, H], and whether each row is the token of a decoding request of
+its own. Returns the FFN's output [B, H] of this rank's neurons, without the last bias."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnSizes:
-    """Of a layer's dense FFN on this rank.
+    """Sizes of a layer's dense FFN on this rank.
 
     Attributes:
-        neurons: of this rank.
+        neurons: this rank's.
         activation: the class name of the module that vLLM computes it with.
         first_bias, last_bias: whether the matrices have biases.
     """
@@ -58,11 +57,11 @@ class FfnSizes:
 
 
 class SparseFfn(nn.Module):
-    """The FFN, in place of its first matrix.
+    """The whole FFN, in place of its first matrix.
 
     Attributes:
-        compute: set when the store is open.
-        rehearse: called in dummy steps, if anything.
+        compute: computes a step; set when the store is open.
+        rehearse: called in dummy steps, if set.
     """
 
     def __init__(self, name: str, sizes: FfnSizes) -> None:
@@ -74,17 +73,17 @@ class SparseFfn(nn.Module):
         _leave_names(self, sizes.first_bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Made here: between pieces of CUDA graphs a tensor has to be where it was at the capture.
+        # Allocated here: between pieces of CUDA graphs a tensor's address must not change.
         out = torch.empty_like(x)
         torch.ops.tiered.sparse_ffn(x, out, self.name)
         return out, None
 
 
 class FfnEnd(nn.Module):
-    """What is left to do after the FFN, in place of its second matrix.
+    """The reduction over ranks and the last bias, in place of the FFN's second matrix.
 
     Attributes:
-        bias_H: of the second matrix, near; set when the store is open.
+        bias_H: the second matrix's bias, near; set when the store is open.
     """
 
     bias_H: torch.Tensor | None
@@ -92,7 +91,7 @@ class FfnEnd(nn.Module):
     def __init__(self, second: Any, has_bias: bool) -> None:
         super().__init__()
         self._reduces = second.reduce_results and second.tp_size > 1
-        # Ranks add up their parts: here, or further on in the layer.
+        # The ranks' parts are summed here, or later in the layer.
         self._adds_bias = self._reduces or second.tp_rank == 0
         self.register_buffer("bias_H", None, persistent=False)
         _leave_names(self, has_bias)
@@ -106,7 +105,7 @@ class FfnEnd(nn.Module):
 
 
 def replace_ffn(layer: nn.Module, name: str) -> tuple[SparseFfn, FfnEnd]:
-    """Take a decoder layer's FFN out.
+    """Replace a decoder layer's FFN, and return the two modules in its place.
 
     Args:
         name: the layer's, unique in its engine.
@@ -120,8 +119,8 @@ def replace_ffn(layer: nn.Module, name: str) -> tuple[SparseFfn, FfnEnd]:
             break
     else:
         raise UnsupportedError(
-            f"{type(layer).__name__} has no FFN of two matrices where OPT, Falcon, Llama and their "
-            "kin have theirs: leave tiered.ffn.store out for this model"
+            f"{type(layer).__name__} has no FFN of two matrices where OPT, Falcon, Llama and "
+            "similar models have theirs: leave tiered.ffn.store out for this model"
         )
     first, activation, second = found
     start = SparseFfn(name, _sizes(first, activation, second))
@@ -144,7 +143,7 @@ def register_op() -> None:
 
 @contextmanager
 def capture() -> Iterator[None]:
-    """CUDA graphs are captured: steps are dummies, though they have an attention's metadata."""
+    """Mark that CUDA graphs are captured: steps are dummies though they have attention metadata."""
     global _captures
     before, _captures = _captures, True
     try:
@@ -157,14 +156,14 @@ def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             f"{OP} was about to be captured in a CUDA graph, which would repeat the neurons of one "
-            "step for ever: give --enforce-eager, or leave tiered.ffn.store out"
+            "step in every step: give --enforce-eager, or leave tiered.ffn.store out"
         )
     context = get_forward_context()
     module = context.no_compile_layers[name]
     metadata = context.attn_metadata
     of_layers = metadata[0] if isinstance(metadata, list) else metadata
     if of_layers is None or _captures:
-        out.zero_()  # a dummy step, of which nothing is used
+        out.zero_()  # a dummy step, whose output is not used
         if module.rehearse is not None and not _captures:
             module.rehearse(x.reshape(-1, x.shape[-1]))
         return
@@ -172,7 +171,7 @@ def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
         raise IntegrityError(f"{name} has no neurons: its engine is closed, or was not started")
     flat_BH, out_BH = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
     of_one: Any = next(iter(of_layers.values()), None)
-    # Behind the tokens is what fills a CUDA graph's batch: it would choose neurons too.
+    # The padding of a CUDA graph's batch behind the tokens would select neurons too.
     num_tokens = min(len(flat_BH), getattr(of_one, "num_actual_tokens", len(flat_BH)))
     only_decodes = getattr(of_one, "max_query_len", 0) == 1
     out_BH[:num_tokens].copy_(module.compute(flat_BH[:num_tokens], only_decodes))
@@ -180,7 +179,7 @@ def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
 
 
 def _leave_names(module: nn.Module, has_bias: bool) -> None:
-    """Parameters without memory, for loaders that look them up."""
+    """Register parameters without memory, for loaders that look them up."""
     for name in ("weight", "bias") if has_bias else ("weight",):
         parameter = nn.Parameter(torch.empty(0), requires_grad=False)
         skip_loading(parameter)
@@ -215,6 +214,6 @@ def _sizes(first: Any, activation: nn.Module, second: Any) -> FfnSizes:
 
 
 def named(layers: Iterator[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Each layer, and the name that its op calls it by."""
+    """Yield each layer with the name by which its op finds it."""
     for index, layer in enumerate(layers):
         yield f"tiered.ffn.{index}", layer

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache region: the neurons of a layer that are near in one precision, one to a row.
+"""A neuron cache buffer: neurons of a layer that are near in one precision, one to a slot.
 
 n neurons, M matrices of a neuron, G groups of weights with a scale of their own, H hidden.
 
-    row    [gate │] up │ down │ nothing    the neuron's bundle, as it is in the store
+    slot    [gate │] up │ down │ nothing    the neuron's bundle, as it is in the store
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ _WORD = torch.int64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NeuronCacheBuffer:
-    """A cache region of one layer and precision.
+    """Near memory for one layer's neurons in one precision.
 
     Attributes:
-        rows: uint8 [capacity, stride], the bundles.
+        bundles: uint8 [capacity, stride].
         scales: float16 [capacity, M, G], contiguous; None in full precision.
         up_bias: float32 [capacity], of fc1; None if the model has none.
         shape: of the model's FFN.
         dtype: of the model's weights, and of the codes in full precision.
     """
 
-    rows: torch.Tensor
+    bundles: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
     shape: FfnShape
@@ -36,59 +36,62 @@ class NeuronCacheBuffer:
 
     def __post_init__(self) -> None:
         num_bytes = bundle_bytes(self.shape, self.precision)
-        assert self.rows.dtype == torch.uint8 and self.rows.stride(1) == 1
-        assert self.rows.shape[1] >= num_bytes and self.dtype.itemsize == self.shape.dtype_bytes
+        assert self.bundles.dtype == torch.uint8 and self.bundles.stride(1) == 1
+        assert self.bundles.shape[1] >= num_bytes and self.dtype.itemsize == self.shape.dtype_bytes
         assert (self.scales is None) == (self.precision is Precision.FULL)
         assert self.scales is None or (
             self.scales.dtype == torch.float16
             and self.scales.is_contiguous()
-            and self.scales.shape[:2] == (len(self.rows), self.shape.num_matrices)
+            and self.scales.shape[:2] == (len(self.bundles), self.shape.num_matrices)
             and self.shape.hidden % self.scales.shape[2] == 0
         )
         assert self.up_bias is None or self.up_bias.dtype == torch.float32
 
     @property
     def capacity(self) -> int:
-        """Rows."""
-        return len(self.rows)
+        """The number of slots."""
+        return len(self.bundles)
 
     def move(self, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-        """Bundles, scales and biases of rows to others; no row is in both.
+        """Copy bundles, scales and biases from slots to others; no slot is in both.
 
         Args:
-            src_rows, dst_rows: int64, near.
+            src_slots, dst_slots: int64, near.
         """
         if len(src_slots):
-            for table in (self.rows, self.scales, self.up_bias):
+            for table in (self.bundles, self.scales, self.up_bias):
                 if table is not None:
                     _copy_rows(table, dst_slots, table, src_slots)
 
     def fill(
         self,
-        rows: torch.Tensor,
+        slots: torch.Tensor,
         neurons: torch.Tensor,
         scales: torch.Tensor | None,
         up_bias: torch.Tensor | None,
     ) -> None:
-        """What comes with neurons beside their bundles, from the layer's tables.
+        """Copy what belongs to neurons beside their bundles from the layer's tables.
 
         Args:
-            rows, neurons: int64, near: where each neuron has come to.
+            slots, neurons: int64, near: where each neuron's bundle is loaded.
             scales: float16 [N, M, G], of this precision.
             up_bias: [N].
         """
-        if len(rows):
+        if len(slots):
             if self.scales is not None and scales is not None:
-                _copy_rows(self.scales, rows, scales, neurons)
+                _copy_rows(self.scales, slots, scales, neurons)
             if self.up_bias is not None and up_bias is not None:
-                _copy_rows(self.up_bias, rows, up_bias, neurons)
+                _copy_rows(self.up_bias, slots, up_bias, neurons)
 
 
 def _copy_rows(
     into: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, from_rows: torch.Tensor
 ) -> None:
-    """In words where rows are bytes: 40 bundles of 8 KiB take 42 us, by indexing bytes 350 (2
-    threads of an EPYC with AVX-512, 2026-11-23)."""
+    """Copy rows between tables, in words where rows are bytes.
+
+    40 bundles of 8 KiB take 42 us; by indexing bytes 350 (2 threads of an EPYC with AVX-512,
+    2026-11-23).
+    """
     if table.dtype == torch.uint8 and table.shape[1] % _WORD.itemsize == 0:
         into, table = into.view(_WORD), table.view(_WORD)
     into.index_copy_(0, rows, table.index_select(0, from_rows))

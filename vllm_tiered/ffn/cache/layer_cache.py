@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's regions, one for each precision: a neuron is in at most one of them.
+"""A layer's cache buffers, one for each precision: a neuron is in at most one of them.
 
-Were it in two, its contribution would be added twice. A neuron that is wanted in another precision
-than before therefore leaves the old region with the plan that brings it into the new one.
+In two, its contribution would be added twice. A neuron that is wanted in another precision than
+before therefore leaves the old buffer with the plan that loads it into the new one.
 
-Ranks change from token to token more than what is wanted at all does. So a neuron that is near in a
-better precision than its rank asks for stays there, and for each that does, one that is near in a
-worse one may stay there too, if it is of the lower half of those that its rank is among: every
-precision, with the better ones, has as many neurons as the token asked for, and nothing is read for
-neurons that only changed places about a boundary.
+Ranks change more from token to token than the set of wanted neurons does. So a neuron that is near
+in a better precision than its rank asks for stays there. For each that does, one that is near in a
+worse precision may stay there too, if it belongs to the lower half of its ranks. Every precision,
+together with the better ones, then has as many neurons as the token asked for, and nothing is read
+for neurons that only changed places about a boundary.
 
     asked for    16 bit: a b c      8 bit: d e f      in the order of their ranks
     near         16 bit: a b d      8 bit: c e        d stays, so c may: only f is read
@@ -30,7 +30,7 @@ Scores: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerPlan:
-    """One plan for each region; regions are independent of each other.
+    """One plan for each buffer; buffers are independent of each other.
 
     Attributes:
         plans: for every precision of the layer, also where nothing is wanted.
@@ -44,30 +44,30 @@ class LayerPlan:
 
 
 class LayerCache:
-    """The books of one layer.
+    """Index of one layer's cache buffers.
 
     Args:
-        caches: of the same layer, by precision.
+        caches: the index of each buffer, by precision.
     """
 
     def __init__(self, caches: Mapping[Precision, NeuronCache]) -> None:
         self.caches = dict(caches)
 
     def plan(self, wanted: Mapping[Precision, Ids], scores_N: Scores | None = None) -> LayerPlan:
-        """What has to happen in each region; changes nothing.
+        """Return the changes in each buffer that make the wanted neurons resident; changes nothing.
 
         Args:
             wanted: sorted int64 neurons for each precision; a neuron is in one of them at most.
                 A precision that is left out is wanted for none.
-            scores_N: float32, by which they were ranked: where there is a choice, those that score
-                least stay in a worse precision. None: none does.
+            scores_N: float32, by which they were ranked. Where there is a choice, those that score
+                least stay in a worse precision; with None, none does.
 
         Raises:
-            BudgetError: more neurons are wanted in a precision than its region holds.
-            KeyError: the layer has no region of a precision that is wanted.
+            BudgetError: more neurons are wanted in a precision than its buffer holds.
+            KeyError: the layer has no buffer of a precision that is wanted.
         """
         if unknown := wanted.keys() - self.caches.keys():
-            raise KeyError(f"no region for {', '.join(p.value for p in unknown)}")
+            raise KeyError(f"no buffer for {', '.join(p.value for p in unknown)}")
         found = self._with_better(wanted)
         if scores_N is not None:
             self._leave_worse(found, wanted, scores_N)
@@ -84,10 +84,10 @@ class LayerCache:
         )
 
     def _with_better(self, wanted: Mapping[Precision, Ids]) -> dict[Precision, Ids]:
-        """Neurons that are near in a better precision stay there, as far as its region has room.
+        """Return what is wanted, with neurons left in a better precision as far as there is room.
 
-        56 % of what a token wanted was near with shares of a quarter, a quarter and a half, 79 %
-        where all had one precision (planted OPT-1.3B, before this).
+        Without this, 56 % of what a token wanted was near with shares of a quarter, a quarter and
+        a half; 79 % where all had one precision (OPT-1.3B with synthetic sparsity).
         """
         found = dict(wanted)
         better: list[Precision] = []
@@ -107,13 +107,13 @@ class LayerCache:
     def _leave_worse(
         self, found: dict[Precision, Ids], asked: Mapping[Precision, Ids], scores_N: Scores
     ) -> None:
-        """In place: as many neurons as are better than asked for stay worse than asked for.
+        """Leave as many neurons in a worse precision as there are in a better one; in place.
 
-        Of the lower half of those asked for, or neurons that are wanted for long would keep for
-        ever the precision that they first came in, whatever their ranks.
+        Only the lower half of those asked for may stay. Otherwise neurons that are wanted for long
+        would keep the precision that they first came in for ever, whatever their ranks.
         """
         order = self._precisions
-        # Above the boundary below each precision, by how many more than were asked for.
+        # At each precision, with the better ones: neurons beyond those asked for.
         more = np.cumsum([len(found.get(p, NO_IDS)) - len(asked.get(p, NO_IDS)) for p in order])
         for at, precision in enumerate(order):
             for below, worse in enumerate(order[at + 1 :], at + 1):
@@ -134,21 +134,26 @@ class LayerCache:
 
     @property
     def _precisions(self) -> list[Precision]:
-        """The layer's, the best first."""
+        """The layer's precisions, the best first."""
         return [p for p in Precision if p in self.caches]
 
     def commit(self, plan: LayerPlan) -> None:
-        """Enter a plan into the books of every region."""
+        """Apply a plan to the index of every buffer."""
         for precision, cache in self.caches.items():
             cache.commit(plan.plans[precision])
 
     @property
-    def num_rows(self) -> dict[Precision, int]:
-        """Resident neurons by precision."""
-        return {precision: cache.num_rows for precision, cache in self.caches.items()}
+    def num_resident(self) -> dict[Precision, int]:
+        """The number of resident neurons by precision."""
+        return {precision: cache.num_resident for precision, cache in self.caches.items()}
+
+    def clear(self) -> None:
+        """Drop all resident neurons."""
+        for cache in self.caches.values():
+            cache.evict(cache.resident())
 
     def check_integrity(self) -> None:
-        """Each region's books balance, and no neuron is in two of them.
+        """Check the index of each buffer, and that no neuron is in two of them.
 
         Raises:
             IntegrityError: naming the neurons.
@@ -159,5 +164,5 @@ class LayerCache:
         neurons, counts = np.unique(resident, return_counts=True)
         if len(twice := neurons[counts > 1]):
             raise IntegrityError(
-                f"{len(twice)} neurons are in two regions, {twice[:8].tolist()} among them"
+                f"{len(twice)} neurons are in two buffers, {twice[:8].tolist()} among them"
             )

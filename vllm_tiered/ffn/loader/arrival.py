@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles on their way, and how one waits for them whatever happens meanwhile."""
+"""Loads under way, and how to wait for them whatever happens meanwhile."""
 
 from collections.abc import Iterable
 from typing import Protocol
 
 
 class Arrival(Protocol):
-    """Bundles on their way."""
+    """Bundles that are being loaded."""
 
     def wait(self) -> None:
-        """Until they are there. Raises what went wrong, as often as it is called."""
+        """Wait until they are there. Raises what went wrong, as often as it is called."""
 
 
 def settle(arrivals: Iterable[Arrival]) -> list[BaseException]:
-    """Wait until nothing is on its way; what went wrong, if anything did.
+    """Wait until no load is under way, and return what went wrong, if anything did.
 
-    A wait that is interrupted (ctrl-C, in a notebook whose engine lives on) is begun again: rows
-    that a disk still writes to must not be given to others. The interrupt is among what went wrong.
+    A wait that is interrupted (ctrl-C, in a notebook whose engine lives on) is begun again: slots
+    that a disk still writes to must not be reused. The interrupt is among the errors returned.
     """
     errors: list[BaseException] = []
     for arrival in arrivals:
@@ -26,7 +26,7 @@ def settle(arrivals: Iterable[Arrival]) -> list[BaseException]:
                 arrival.wait()
                 is_over = True
             except BaseException as error:
-                # What a read failed with comes again; an interrupt comes once.
+                # A read's error comes again; an interrupt comes once.
                 is_over = isinstance(error, Exception) or error in errors[-1:]
                 errors.append(error)
     return errors

@@ -25,12 +25,12 @@ from vllm_tiered.units import MIB
 
 _BUFFER_BYTES = 4 * MIB
 _NUM_BUFFERS = 8
-"""A precision's rooms: what a disk needs to be busy, while what it has read is copied on."""
+"""A precision's bounce buffers: enough to keep a disk busy while what it has read is copied on."""
 
 
 @dataclass(slots=True)
 class BackendStats:
-    """What has been brought since the start.
+    """What has been loaded since the start.
 
     Attributes:
         far_bytes, storage_bytes: by where they came from.
@@ -43,7 +43,7 @@ class BackendStats:
 
 
 @dataclass(slots=True)
-class _Copied:
+class _FarCopy:
     device: Device
     event: Event
     standstill_seconds: float = 0.0
@@ -53,44 +53,44 @@ class _Copied:
 
 
 @dataclass(frozen=True, slots=True)
-class _All:
+class _AllArrivals:
     arrivals: Sequence[Arrival]
 
     @property
     def standstill_seconds(self) -> float:
-        return sum(_standstill(arrival) for arrival in self.arrivals)
+        return sum(_standstill_seconds(arrival) for arrival in self.arrivals)
 
     def wait(self) -> None:
         if errors := settle(self.arrivals):
             raise errors[0]
 
 
-def _standstill(arrival: Arrival) -> float:
-    """Of compute, beside the time for which the host was held."""
+def _standstill_seconds(arrival: Arrival) -> float:
+    """Return the seconds that compute stood still, beside those for which the host was held."""
     seconds: float = getattr(arrival, "standstill_seconds", 0.0)
     return seconds
 
 
 class NeuronBackend:
-    """Brings bundles near.
+    """Loads bundles into near memory.
 
-    What is copied to rows waits for compute that was submitted before: it may still read them. On a
-    device that is apart from the host, the store's bundles pass through pinned memory, of which
-    chunks and cached rows have rooms of their own.
+    A copy to slots waits for compute that was submitted before: it may still read them. On a device
+    with memory of its own, the store's bundles pass through pinned memory, of which staging
+    and cache buffers have bounce buffers of their own.
 
     Args:
-        store: of this rank's neurons.
+        store: this rank's neurons.
         device: whose far memory it is.
-        far_layers: that far memory has, the first ones.
-        precisions: that far memory has of them.
-        dynamic: what was read ahead for other layers, if anything is.
-        rows: of a region, by precision.
-        chunks: rows of what is brought without being waited for at once, and how many may be on
-            their way.
+        num_far_layers: layers that far memory holds, the first ones.
+        precisions: that far memory holds of them.
+        dynamic: what is read ahead for other layers, if anything is.
+        cache_slots: slots of a cache buffer, by precision.
+        chunks: neurons of a load that is not waited for at once, and how many such loads may be
+            under way.
         streamed: the precision of chunks.
 
     Attributes:
-        use: what has been brought.
+        stats: what has been loaded.
 
     Raises:
         BudgetError: far memory does not have the room.
@@ -105,7 +105,7 @@ class NeuronBackend:
         num_far_layers: int = 0,
         precisions: Sequence[Precision] = (),
         dynamic: DynamicArea | None = None,
-        rows: Mapping[Precision, int] = MappingProxyType({}),
+        cache_slots: Mapping[Precision, int] = MappingProxyType({}),
         chunks: tuple[int, int] = (0, 0),
         streamed: Precision = Precision.FULL,
     ) -> None:
@@ -114,12 +114,14 @@ class NeuronBackend:
         self._num_far_layers = num_far_layers
         self._dynamic = dynamic
         self.stats = BackendStats()
-        self._far = {p: self._fill(p) for p in precisions} if num_far_layers else {}
+        self._far = {p: self._read_far_layers(p) for p in precisions} if num_far_layers else {}
+        # By precision, and whether the load is waited for at once.
         self._pipelines: dict[tuple[Precision, bool], BouncePipeline] = {}
         if device.has_device_memory:
-            for precision in (p for p, count in rows.items() if count and self._stores(p)):
-                self._pipelines[precision, True] = self._pipeline(precision, rows[precision])
-            if self._stores(streamed):
+            for precision, num_slots in cache_slots.items():
+                if num_slots and self._reads_store(precision):
+                    self._pipelines[precision, True] = self._make_pipeline(precision, num_slots)
+            if self._reads_store(streamed):
                 self._pipelines[streamed, False] = BouncePipeline(
                     store, device, streamed, buffer_neurons=chunks[0], num_buffers=chunks[1]
                 )
@@ -130,52 +132,51 @@ class NeuronBackend:
         precision: Precision,
         neurons: PageIds,
         into: PageBuffer,
-        rows: PageIds,
+        slots: PageIds,
         *,
         is_waited_for: bool = True,
     ) -> Arrival:
-        """Bundle ``neurons[i]`` comes to ``into``'s row ``rows[i]``, for all i.
+        """Begin to load bundle ``neurons[i]`` into slot ``slots[i]`` of ``into``, for all i.
 
-        The caller leaves the rows alone until it has waited.
+        The caller leaves the slots alone until it has waited.
 
         Args:
             neurons: int64 [n], sorted.
-            rows: int64 [n], each once.
-            is_waited_for: the caller waits before any layer expects anything again. Else what was
-                read ahead is not used: its memory may be given to another layer before it has been
-                copied.
+            slots: int64 [n], each once.
+            is_waited_for: the caller waits before the next :meth:`prefetch` of any layer.
+                Otherwise what was read ahead is not used: its memory may be given to another layer
+                before it has been copied.
         """
         before = self._device.compute_event()
         far = self._far.get(precision)
         if far is not None and layer < self._num_far_layers:
             first = layer * self._store.shape.neurons
-            return self._copy(far, first + neurons, into, rows, before)
-        held, there, from_rows = None, NO_IDS, NO_IDS
+            return self._copy(far, first + neurons, into, slots, before)
+        held, there, from_slots = None, NO_IDS, NO_IDS
         if is_waited_for and self._dynamic is not None and self._dynamic.holds(precision):
-            held, there, from_rows = self._dynamic.find(layer, precision, neurons)
+            held, there, from_slots = self._dynamic.find(layer, precision, neurons)
         is_missing = np.ones(len(neurons), dtype=np.bool_)
         is_missing[there] = False
         arrivals: list[Arrival] = []
         if is_missing.any():
-            missing = neurons[is_missing]
+            missing, to_slots = neurons[is_missing], slots[is_missing]
             self.stats.storage_bytes += len(missing) * into.page_bytes
-            to_rows = rows[is_missing]
             if self._device.has_device_memory:
                 pipeline = self._pipelines[precision, is_waited_for]
-                arrivals.append(pipeline.load(layer, missing, into, to_rows, before))
+                arrivals.append(pipeline.load(layer, missing, into, to_slots, before))
             else:
-                arrivals.append(self._store.submit(layer, precision, missing, into.data, to_rows))
+                arrivals.append(self._store.submit(layer, precision, missing, into.data, to_slots))
         if held is not None and len(there):
             assert self._dynamic is not None
-            copied = self._copy(held, from_rows, into, rows[there], before)
-            self._dynamic.is_copied(layer, precision, copied.event)
+            copied = self._copy(held, from_slots, into, slots[there], before)
+            self._dynamic.set_copied(layer, precision, copied.event)
             arrivals.append(copied)
-        return arrivals[0] if len(arrivals) == 1 else _All(arrivals)
+        return arrivals[0] if len(arrivals) == 1 else _AllArrivals(arrivals)
 
     def slab(self, layer: int, precision: Precision) -> torch.Tensor | None:
-        """A layer's bundles in far memory, uint8 [N, stride]; None if it does not have them.
+        """Return a layer's bundles in far memory, uint8 [N, stride]; None if they are not there.
 
-        Whoever reads them there tells ``stats``.
+        A kernel that reads them adds the bytes to ``stats``.
         """
         far = self._far.get(precision)
         if far is None or layer >= self._num_far_layers:
@@ -184,42 +185,42 @@ class NeuronBackend:
         return far.data[layer * neurons : (layer + 1) * neurons]
 
     def prefetch(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
-        """A layer will want these: read them ahead, if there is room to."""
+        """Begin to read what a layer will want into far memory, if there is room to."""
         if self._dynamic is not None and layer >= self._num_far_layers:
             before = self._dynamic.read_bytes
             self._dynamic.prefetch(layer, wanted)
             self.stats.storage_bytes += self._dynamic.read_bytes - before
 
     def wait(self, arrivals: Sequence[Arrival]) -> None:
-        """For all of them; the seconds count.
+        """Wait for all of the loads, and add the seconds to ``stats``.
 
         Raises:
-            What went wrong with the first that failed, when none is on its way any more.
+            What went wrong with the first that failed, once none is under way any more.
         """
         begin = time.perf_counter()
         errors = settle(arrivals)
         self.stats.wait_seconds += time.perf_counter() - begin
         if self._device.has_device_memory:  # else that is the same time
-            self.stats.wait_seconds += sum(map(_standstill, arrivals))
+            self.stats.wait_seconds += sum(map(_standstill_seconds, arrivals))
         if errors:
             raise errors[0]
 
     def _copy(
-        self, far: PageBuffer, ids: PageIds, into: PageBuffer, rows: PageIds, after: Event
-    ) -> _Copied:
+        self, far: PageBuffer, ids: PageIds, into: PageBuffer, slots: PageIds, after: Event
+    ) -> _FarCopy:
         self.stats.far_bytes += len(ids) * into.page_bytes
         pages = Pages(ids, ascending=True)
-        event = self._device.copy(Direction.READ, far, pages, into, Pages(rows), (after,))
-        return _Copied(self._device, event)
+        event = self._device.copy(Direction.READ, far, pages, into, Pages(slots), (after,))
+        return _FarCopy(self._device, event)
 
-    def _stores(self, precision: Precision) -> bool:
-        """Whether bundles of a precision come from the store, at the start or later."""
+    def _reads_store(self, precision: Precision) -> bool:
+        """Return whether bundles of a precision come from the store, at the start or later."""
         return self._num_far_layers < self._store.shape.num_layers or precision not in self._far
 
-    def _pipeline(self, precision: Precision, rows: int) -> BouncePipeline:
+    def _make_pipeline(self, precision: Precision, num_slots: int) -> BouncePipeline:
         stride = bundle_stride(self._store.shape, precision)
-        buffer_neurons = min(rows, max(1, _BUFFER_BYTES // stride))
-        num_buffers = min(_NUM_BUFFERS, -(-rows // buffer_neurons))
+        buffer_neurons = min(num_slots, max(1, _BUFFER_BYTES // stride))
+        num_buffers = min(_NUM_BUFFERS, -(-num_slots // buffer_neurons))
         return BouncePipeline(
             self._store,
             self._device,
@@ -228,7 +229,7 @@ class NeuronBackend:
             num_buffers=num_buffers,
         )
 
-    def _fill(self, precision: Precision) -> PageBuffer:
+    def _read_far_layers(self, precision: Precision) -> PageBuffer:
         neurons = self._store.shape.neurons
         stride = bundle_stride(self._store.shape, precision)
         far = self._device.far_buffer(self._num_far_layers * neurons, stride)

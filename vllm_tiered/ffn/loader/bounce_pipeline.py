@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the store to a GPU: a disk writes to pinned host memory, copies go on from there.
+"""From the store to a GPU: a disk writes to pinned host memory, and copies go on from there.
 
-    store ── ScatterReader ──► room 0 │ room 1 │ ... ── Device.copy ──► rows of a region or staging
-                           read, then copied, then free again
+    store ─── ScatterReader ──► bounce buffer 0 │ 1 │ ... ── Device.copy ──► cache slots, or staging
+                                read, then copied, then free again
 
-A room is read to again only when its last copy is done.
+A bounce buffer is read to again only when its last copy is done.
 """
 
 from collections import deque
@@ -20,10 +20,14 @@ from vllm_tiered.storage.reader import PendingRead
 
 
 class BouncePipeline:
-    """Rooms for bundles of one precision.
+    """Bounce buffers for bundles of one precision.
 
-    One who waits for an arrival before the next is begun may ask for any number of neurons at a
-    time; others for at most ``buffer_neurons`` each, and ``num_buffers`` times.
+    A caller that waits for each load before it begins the next may ask for any number of neurons at
+    a time. Others may have ``num_buffers`` loads of at most ``buffer_neurons`` each under way.
+
+    Attributes:
+        pages: the bounce buffers, one behind the other.
+        free: numbers of the buffers that are not being read to, each with its last copy.
 
     Raises:
         BudgetError: the host does not have the memory.
@@ -45,14 +49,17 @@ class BouncePipeline:
         self.free: deque[tuple[int, Event | None]] = deque((n, None) for n in range(num_buffers))
 
     def load(
-        self, layer: int, neurons: PageIds, into: PageBuffer, rows: PageIds, after: Event
+        self, layer: int, neurons: PageIds, into: PageBuffer, slots: PageIds, after: Event
     ) -> "BounceLoad":
-        """Bundle ``neurons[i]`` comes to ``into``'s row ``rows[i]``, when ``after`` is done."""
-        return BounceLoad(self, layer, neurons, into, rows, after)
+        """Begin to load bundle ``neurons[i]`` into ``into``'s slot ``slots[i]``, for all i.
+
+        The copies to the slots wait for ``after``.
+        """
+        return BounceLoad(self, layer, neurons, into, slots, after)
 
 
 class BounceLoad(Arrival):
-    """Bundles on their way, a room at a time."""
+    """Bundles that pass through the pipeline, a bounce buffer at a time."""
 
     def __init__(
         self,
@@ -60,24 +67,24 @@ class BounceLoad(Arrival):
         layer: int,
         neurons: PageIds,
         into: PageBuffer,
-        rows: PageIds,
+        slots: PageIds,
         after: Event,
     ) -> None:
         self._pipeline, self._layer, self._into, self._after = pipeline, layer, into, after
         step = pipeline.buffer_neurons
         firsts = range(0, len(neurons), step)
-        self._left = deque((neurons[n : n + step], rows[n : n + step]) for n in firsts)
+        self._left = deque((neurons[n : n + step], slots[n : n + step]) for n in firsts)
         self._reads: deque[tuple[int, PendingRead, PageIds]] = deque()
         self._copies: list[Event] = []
         self._error: Exception | None = None
         self.standstill_seconds = 0.0
-        self._read_on()
+        self._submit_reads()
 
     def wait(self) -> None:
-        """The host is held until the disk is done, and compute until the copies are."""
+        """Hold the host until the disk is done, and compute until the copies are."""
         pipeline = self._pipeline
         while self._reads:
-            buffer, read, rows = self._reads[0]
+            buffer, read, slots = self._reads[0]
             try:
                 read.wait()
             except Exception as error:
@@ -90,33 +97,34 @@ class BounceLoad(Arrival):
             copied = pipeline.device.copy(
                 Direction.READ,
                 pipeline.pages,
-                Pages(np.arange(first, first + len(rows)), ascending=True),
+                Pages(np.arange(first, first + len(slots)), ascending=True),
                 self._into,
-                Pages(rows),
+                Pages(slots),
                 (self._after,),
             )
             self._reads.popleft()
             self._copies.append(copied)
             pipeline.free.append((buffer, copied))
-            self._read_on()
-        assert not self._left, "more was asked for at a time than there are rooms"
+            self._submit_reads()
+        assert not self._left, "more was asked for at a time than there are bounce buffers"
         for copied in self._copies:
             self.standstill_seconds += pipeline.device.wait(copied)
         self._copies.clear()
         if self._error is not None:
             raise self._error
 
-    def _read_on(self) -> None:
+    def _submit_reads(self) -> None:
+        """Read to the free bounce buffers, once their last copies are done."""
         pipeline = self._pipeline
         while self._left and pipeline.free:
             buffer, copied = pipeline.free[0]
             if copied is not None and not copied.done():
                 copied.wait()
             pipeline.free.popleft()
-            neurons, rows = self._left.popleft()
+            neurons, slots = self._left.popleft()
             first = buffer * pipeline.buffer_neurons
-            here = np.arange(first, first + len(neurons))
+            pages = np.arange(first, first + len(neurons))
             read = pipeline.store.submit(
-                self._layer, pipeline.precision, neurons, pipeline.pages.data, here
+                self._layer, pipeline.precision, neurons, pipeline.pages.data, pages
             )
-            self._reads.append((buffer, read, rows))
+            self._reads.append((buffer, read, slots))

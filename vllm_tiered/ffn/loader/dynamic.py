@@ -2,7 +2,7 @@
 """Far memory for layers that come next: read from the store while those before them compute.
 
     layer       i            i + 1          i + 2
-                computes     expected       expected: read now     (M2Cache, 5.4: the dynamic area)
+                computes     was read       being read     (M2Cache, 5.4: the dynamic area)
 
 M2Cache reads all of a layer that far memory lacks. Where a predictor says what a layer will want,
 from the hidden state of the layer two before it, only that is read.
@@ -25,10 +25,10 @@ from vllm_tiered.storage.reader import PendingRead
 
 @dataclass(slots=True)
 class _Part:
-    """What a slot has of one precision.
+    """A layer's neurons in one precision.
 
     Attributes:
-        neurons: sorted, in rows 0, 1, ... of ``pages``.
+        neurons: sorted, in slots 0, 1, ... of ``pages``.
         arrival: None once it has been waited for.
         copied: the last copy out of ``pages``; None once it is known to be done.
     """
@@ -40,94 +40,95 @@ class _Part:
 
 
 class DynamicArea:
-    """A few slots, each with neurons of one layer.
+    """Far buffers that layers use in turn, each with neurons of one layer.
 
     Args:
-        store: of this rank's neurons.
-        rows: of a slot, by precision.
+        store: this rank's neurons.
+        slots: neurons that a buffer has room for, by precision.
         device: whose far memory it is.
 
     Attributes:
+        num_bytes: of all buffers.
         hits: neurons that were there when they were wanted.
         read_bytes: of neurons that were read ahead.
     """
 
-    def __init__(self, store: NeuronStore, rows: Mapping[Precision, int], device: Device) -> None:
+    def __init__(self, store: NeuronStore, slots: Mapping[Precision, int], device: Device) -> None:
         self._store = store
-        self._slots = [
-            {p: self._part(p, count, device) for p, count in rows.items()}
+        self._buffers = [
+            {p: self._make_part(p, count, device) for p, count in slots.items()}
             for _ in range(PREFETCH_LAYERS + 1)
         ]
-        self._slot_of: dict[int, int] = {}
+        self._buffer_of: dict[int, int] = {}
         self.num_bytes = sum(
-            part.pages.data.nbytes for slot in self._slots for part in slot.values()
+            part.pages.data.nbytes for parts in self._buffers for part in parts.values()
         )
         self.hits = 0
         self.read_bytes = 0
 
     def holds(self, precision: Precision) -> bool:
-        """Whether it has room for bundles of a precision."""
-        return precision in self._slots[0]
+        """Return whether there is room for bundles of a precision."""
+        return precision in self._buffers[0]
 
     def prefetch(self, layer: int, wanted: Mapping[Precision, Ids]) -> None:
-        """Begin to read what a layer will want; what its slot had is forgotten.
+        """Begin to read what a layer will want over what its buffer held.
 
         Args:
-            wanted: sorted; what a slot has no row for is left out.
+            wanted: sorted; what the buffer has no slot for is left out.
         """
-        index = layer % len(self._slots)
-        slot = self._slots[index]
-        self._forget(index)
-        for precision, part in slot.items():
+        index = layer % len(self._buffers)
+        self._release(index)
+        for precision, part in self._buffers[index].items():
             neurons = wanted.get(precision, NO_IDS)[: part.pages.num_pages]
             part.neurons = neurons
             if len(neurons):
                 self.read_bytes += len(neurons) * part.pages.page_bytes
-                rows = np.arange(len(neurons), dtype=np.int64)
-                part.arrival = self._store.submit(layer, precision, neurons, part.pages.data, rows)
-        self._slot_of[layer] = index
+                slots = np.arange(len(neurons), dtype=np.int64)
+                part.arrival = self._store.submit(layer, precision, neurons, part.pages.data, slots)
+        self._buffer_of[layer] = index
 
     def find(self, layer: int, precision: Precision, neurons: Ids) -> tuple[PageBuffer, Ids, Ids]:
-        """Which neurons are there; waits for them.
+        """Return which neurons are there; waits for them.
 
         Returns:
-            The memory, the positions in ``neurons`` of those that are there, and their rows. None
-            are if one that was read with them is damaged: whoever wants that one hears of it when
-            it is read from the store.
+            The memory, the positions in ``neurons`` of those that are there, and their slots. None
+            are if one that was read with them is damaged: the error comes when that one is read
+            from the store.
         """
-        part = self._slots[layer % len(self._slots)][precision]
-        if layer not in self._slot_of or not len(part.neurons):
+        part = self._buffers[layer % len(self._buffers)][precision]
+        if layer not in self._buffer_of or not len(part.neurons):
             return part.pages, NO_IDS, NO_IDS
-        rows = np.searchsorted(part.neurons, neurons)
-        rows[rows == len(part.neurons)] = 0
-        found = (part.neurons[rows] == neurons).nonzero()[0]
+        slots = np.searchsorted(part.neurons, neurons)
+        slots[slots == len(part.neurons)] = 0
+        found = (part.neurons[slots] == neurons).nonzero()[0]
         if len(found) and not _settle(part):
             return part.pages, NO_IDS, NO_IDS
         self.hits += len(found)
-        return part.pages, found, rows[found]
+        return part.pages, found, slots[found]
 
-    def is_copied(self, layer: int, precision: Precision, copied: Event) -> None:
-        """What :meth:`find` named is on its way out: not to be written over before."""
-        self._slots[layer % len(self._slots)][precision].copied = copied
+    def set_copied(self, layer: int, precision: Precision, copied: Event) -> None:
+        """Protect what :meth:`find` returned from being overwritten before ``copied`` is done."""
+        self._buffers[layer % len(self._buffers)][precision].copied = copied
 
-    def _forget(self, index: int) -> None:
-        for layer, slot in list(self._slot_of.items()):
-            if slot == index:
-                del self._slot_of[layer]
-        for part in self._slots[index].values():
+    def _release(self, index: int) -> None:
+        """Empty a buffer, once nothing reads from it or writes to it."""
+        for layer, buffer in list(self._buffer_of.items()):
+            if buffer == index:
+                del self._buffer_of[layer]
+        for part in self._buffers[index].values():
             _settle(part)
             part.neurons = NO_IDS
-            if part.copied is not None:  # three layers ago: nobody stands still for it
+            if part.copied is not None:  # three layers ago: there is nothing left to wait for
                 part.copied.wait()
                 part.copied = None
 
-    def _part(self, precision: Precision, count: int, device: Device) -> _Part:
+    def _make_part(self, precision: Precision, count: int, device: Device) -> _Part:
         stride = bundle_stride(self._store.shape, precision)
         return _Part(device.far_buffer(count, stride), NO_IDS, None)
 
 
 def _settle(part: _Part) -> bool:
-    """Wait until nothing is on its way to a part; whether it has what it was to have."""
+    """Wait until no read is under way, and return whether the part has all of its neurons."""
     if part.arrival is None:
         return True
     errors = settle([part.arrival])

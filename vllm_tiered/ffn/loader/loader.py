@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How neurons come to a layer's regions: what a plan of the books asks for, in bytes.
+"""How a cache plan's neurons come to a layer's buffers.
 
-rows that stay but lie elsewhere    moved
-rows that are missing               copied, from far memory or the store
+slots that stay but lie elsewhere    moved
+neurons that are missing             copied, from far memory or the store
 """
 
 from collections import deque
@@ -13,17 +13,17 @@ import numpy.typing as npt
 import torch
 
 from vllm_tiered.devices.pages import PageBuffer, PageIds
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.cache.layer_cache import LayerPlan
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.loader.arrival import Arrival, settle
 from vllm_tiered.ffn.loader.backend import NeuronBackend
 from vllm_tiered.ffn.mailbox import Mailbox
-from vllm_tiered.ffn.matmul.compute import NeuronCacheBuffer
 from vllm_tiered.ffn.tables import NeuronTables
 
 
 class NeuronLoader:
-    """Of one layer's regions."""
+    """Loads neurons into one layer's cache buffers."""
 
     def __init__(
         self,
@@ -35,59 +35,59 @@ class NeuronLoader:
     ) -> None:
         self._index = index
         self._buffers = buffers
-        self._pages = {p: PageBuffer(buffer.rows) for p, buffer in buffers.items()}
+        self._pages = {p: PageBuffer(buffer.bundles) for p, buffer in buffers.items()}
         self._tables = tables
         self._backend = backend
         self._mailbox = mailbox
 
     def load(self, precision: Precision, neurons: PageIds) -> None:
-        """The first neurons, each to its own row, for good."""
-        (everyone,) = self._mailbox.h2d([neurons])
-        self._fill(precision, everyone, everyone)
+        """Load the layer's first neurons, each into the slot of its own number, and wait."""
+        (near_neurons,) = self._mailbox.h2d([neurons])
+        self._fill(precision, near_neurons, near_neurons)
         self._backend.wait([self._begin(precision, neurons, neurons)])
 
-    def bytes_of(self, plan: LayerPlan) -> tuple[int, int]:
-        """Of the neurons that a plan brings, and of those that will be multiplied."""
+    def plan_bytes(self, plan: LayerPlan) -> tuple[int, int]:
+        """Return the bytes of the neurons that a plan loads, and of those to be multiplied."""
         missing = multiplied = 0
         for precision, part in plan.plans.items():
             stride = self._pages[precision].page_bytes
             missing += len(part.load_neurons) * stride
-            multiplied += part.num_rows * stride
+            multiplied += part.num_resident * stride
         return missing, multiplied
 
-    def execute(self, plan: LayerPlan, note: npt.NDArray[Any] | None) -> torch.Tensor | None:
-        """Bring what a plan asks for to its rows; on failure nothing is on its way any more.
+    def execute(self, plan: LayerPlan, extra: npt.NDArray[Any] | None) -> torch.Tensor | None:
+        """Make a plan's moves and loads; on failure no load is under way any more.
 
         Args:
-            note: for compute, carried along.
+            extra: an array that compute needs; it is copied with the plan's lists.
 
         Returns:
-            The note, near.
+            ``extra``, near.
         """
         arrivals: list[Arrival] = []
         lists: list[npt.NDArray[Any]] = []
         for part in plan.plans.values():
             lists += (part.src_slots, part.dst_slots, part.load_neurons, part.load_slots)
-        if note is not None:
-            lists.append(note)
+        if extra is not None:
+            lists.append(extra)
         try:
             near = deque(self._mailbox.h2d(lists))
             for precision, part in plan.plans.items():
-                src, dst, neurons, to_rows = (near.popleft() for _ in range(4))
+                src, dst, neurons, slots = (near.popleft() for _ in range(4))
                 self._buffers[precision].move(src, dst)
                 if len(part.load_neurons):
-                    self._fill(precision, neurons, to_rows)
+                    self._fill(precision, neurons, slots)
                     arrivals.append(self._begin(precision, part.load_neurons, part.load_slots))
             self._backend.wait(arrivals)
         except BaseException:
-            settle(arrivals)  # rows are left alone until nothing is on its way to them
+            settle(arrivals)  # slots are not touched until no load to them is under way
             raise
         return near[0] if near else None
 
-    def _fill(self, precision: Precision, neurons: torch.Tensor, rows: torch.Tensor) -> None:
+    def _fill(self, precision: Precision, neurons: torch.Tensor, slots: torch.Tensor) -> None:
         tables = self._tables
-        self._buffers[precision].fill(rows, neurons, tables.scales.get(precision), tables.up_bias)
+        self._buffers[precision].fill(slots, neurons, tables.scales.get(precision), tables.up_bias)
 
-    def _begin(self, precision: Precision, neurons: PageIds, rows: PageIds) -> Arrival:
+    def _begin(self, precision: Precision, neurons: PageIds, slots: PageIds) -> Arrival:
         pages = self._pages[precision]
-        return self._backend.load(self._index, precision, neurons, pages, rows)
+        return self._backend.load(self._index, precision, neurons, pages, slots)

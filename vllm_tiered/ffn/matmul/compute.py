@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's products over the neurons of a region, used where they lie.
+"""The FFN's GEMM over the neurons of a cache buffer, used where they lie.
 
     a_Bn   = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T + bias_n)
     out_BH += a_Bn down_nH                              rows of down are the neurons' columns
 
-B tokens, H hidden, n neurons: rows 0 .. n-1 of a region. What lies behind them is never read.
-Sums are in float32 whatever the weights are, and do not depend on the threads' speed, only on their
-number.
+B tokens, H hidden, n neurons: slots 0 .. n-1 of a buffer. Later slots are never read. Sums are in
+float32 whatever the weights are; they depend on the number of threads, not on their speed.
 
-Regions on a GPU are the Triton kernels' (``vllm_tiered.kernels.neuron_ffn``), all others the C++
-library's, or plain torch's where there is none.
+Buffers on a GPU go to the Triton kernels (``vllm_tiered.kernels.neuron_ffn``), all others to the
+C++ library, or to plain torch where there is none.
 """
 
 import ctypes
@@ -31,16 +30,16 @@ __all__ = [
     "activations",
     "add_down",
     "device_name",
+    "ffn_output",
     "fill_and_add",
     "num_fills",
-    "product",
 ]
 
 
 def activations(
-    x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int, activation: str
+    x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_slots: int, activation: str
 ) -> torch.Tensor:
-    """What the neurons of rows 0 .. num_rows - 1 give to the down product, float32 [B, n].
+    """Return the activations of the neurons in slots 0 .. num_slots - 1, float32 [B, n].
 
     Args:
         x_BH: the layer's input, of any float type.
@@ -49,66 +48,66 @@ def activations(
     Raises:
         UnsupportedError: no such activation.
     """
-    _check(x_BH, buffer, num_rows, activation)
+    _check(x_BH, buffer, num_slots, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
         found: torch.Tensor = kernels.compute_activations(
-            _in_rows(x_BH), _bundles(buffer), num_rows, activation, device_name=device_name(buffer)
+            _in_rows(x_BH), _bundles(buffer), num_slots, activation, device_name=device_name(buffer)
         )
         return found
-    a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
-    x_BH = _dense(x_BH)
-    if not _run(buffer, num_rows, activation, x_BH, a_Bn, None):
+    a_Bn = torch.empty((len(x_BH), num_slots), dtype=torch.float32)
+    x_BH = _float32(x_BH)
+    if not _run(buffer, num_slots, activation, x_BH, a_Bn, None):
         reference.activations(x_BH, buffer, a_Bn, activation)
     return a_Bn
 
 
 def add_down(
-    out_BH: torch.Tensor, a_Bn: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int
+    out_BH: torch.Tensor, a_Bn: torch.Tensor, buffer: NeuronCacheBuffer, num_slots: int
 ) -> None:
-    """Add the down product of rows 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
+    """Add the down GEMM of slots 0 .. num_slots - 1 to ``out_BH``, float32 and contiguous.
 
-    Rows whose activations are all 0 add nothing, whatever they hold, and are not read.
+    Slots whose activations are all 0 add nothing, whatever they hold, and are not read.
     """
-    assert a_Bn.shape == (len(out_BH), num_rows) and out_BH.shape[1] == buffer.shape.hidden
+    assert a_Bn.shape == (len(out_BH), num_slots) and out_BH.shape[1] == buffer.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
     if (kernels := gpu_kernels(buffer)) is not None:
         kernels.add_down_projection(
             out_BH,
             _in_rows(a_Bn.to(torch.float32)),
             _bundles(buffer),
-            num_rows,
+            num_slots,
             device_name=device_name(buffer),
         )
         return
-    a_Bn = _dense(a_Bn)
-    if not _run(buffer, num_rows, "relu", None, a_Bn, out_BH):
+    a_Bn = _float32(a_Bn)
+    if not _run(buffer, num_slots, "relu", None, a_Bn, out_BH):
         reference.add_down(out_BH, a_Bn, buffer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Missing:
-    """Neurons that come to a region while it is multiplied.
+    """Neurons that are loaded into a buffer while it is multiplied.
 
     Attributes:
-        far_rows: uint8 [N, stride], pinned host memory: all of the layer's neurons.
-        neuron_ids, near_ids: int64 [m], near: which of them, and the row that each comes to; -1:
-            none, it is multiplied and not kept.
-        present_ids: int64, near, the region's other rows that count.
-        counts: int32 [2], near, of missing and of present ones, from the first of each list.
-        scales, up_bias: of all of the layer's neurons, as a region has them.
+        slab: uint8 [N, stride], pinned host memory: all of the layer's bundles.
+        neuron_ids, slot_ids: int64 [m], near: the missing neurons, which index the slab, and the
+            slot that each comes to; -1: none, it is multiplied and not kept.
+        retained_slot_ids: int64, near, the buffer's other slots that are multiplied.
+        counts: int32 [2], near: how many missing neurons and present slots the lists hold.
+        scales, up_bias: of all of the layer's neurons, as a buffer has them.
     """
 
     slab: torch.Tensor
     neuron_ids: torch.Tensor
-    near_ids: torch.Tensor
-    present_slot_ids: torch.Tensor
+    slot_ids: torch.Tensor
+    retained_slot_ids: torch.Tensor
     counts: torch.Tensor
     scales: torch.Tensor | None
     up_bias: torch.Tensor | None
 
 
 def num_fills(buffer: NeuronCacheBuffer, num_tokens: int) -> int:
-    """How often :func:`fill_and_add` reads missing neurons that have no row."""
+    """Return how often :func:`fill_and_add` reads missing neurons that have no slot."""
     kernels = gpu_kernels(buffer)
     assert kernels is not None
     found: int = kernels.num_passes(_bundles(buffer), num_tokens, device_name=device_name(buffer))
@@ -122,8 +121,10 @@ def fill_and_add(
     missing: Missing,
     activation: str,
 ) -> None:
-    """Add the output of missing and present neurons to ``out_BH``; the former are in their rows
-    for compute that comes later. Of a region that has :func:`gpu_kernels`."""
+    """Add the output of missing and present neurons to ``out_BH``, and keep the missing ones.
+
+    They are in their slots for compute that comes later. The buffer has :func:`gpu_kernels`.
+    """
     kernels = gpu_kernels(buffer)
     assert kernels is not None
     from vllm_tiered.kernels.neuron_ffn import bundles
@@ -134,47 +135,47 @@ def fill_and_add(
         bundles.Missing(
             slab=missing.slab,
             slab_ids=missing.neuron_ids,
-            slot_ids=missing.near_ids,
+            slot_ids=missing.slot_ids,
             neuron_ids=missing.neuron_ids,
             scales=missing.scales,
             up_bias=missing.up_bias,
         ),
-        missing.present_slot_ids,
+        missing.retained_slot_ids,
         missing.counts,
         activation,
         device_name=device_name(buffer),
     )
 
 
-def product(
-    x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int, activation: str
+def ffn_output(
+    x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_slots: int, activation: str
 ) -> torch.Tensor:
-    """Both at once: the FFN's output without the bias of fc2, float32 [B, H].
+    """Return the FFN's output without the bias of fc2, float32 [B, H], in one call.
 
     Raises:
         UnsupportedError: no such activation.
     """
-    _check(x_BH, buffer, num_rows, activation)
+    _check(x_BH, buffer, num_slots, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
         found: torch.Tensor = kernels.compute_ffn(
-            _in_rows(x_BH), _bundles(buffer), num_rows, activation, device_name=device_name(buffer)
+            _in_rows(x_BH), _bundles(buffer), num_slots, activation, device_name=device_name(buffer)
         )
         return found
-    x_BH = _dense(x_BH)
+    x_BH = _float32(x_BH)
     out_BH = torch.zeros((len(x_BH), buffer.shape.hidden), dtype=torch.float32)
-    a_Bn = torch.empty((len(x_BH), num_rows), dtype=torch.float32)
-    if not _run(buffer, num_rows, activation, x_BH, a_Bn, out_BH):
+    a_Bn = torch.empty((len(x_BH), num_slots), dtype=torch.float32)
+    if not _run(buffer, num_slots, activation, x_BH, a_Bn, out_BH):
         reference.activations(x_BH, buffer, a_Bn, activation)
         reference.add_down(out_BH, a_Bn, buffer)
     return out_BH
 
 
 def gpu_kernels(buffer: NeuronCacheBuffer) -> ModuleType | None:
-    """The launchers of the kernels that a region is for; None if it is the processor's.
+    """Return the launchers of a buffer's GPU kernels; None if it is in the host's memory.
 
     Imported here: without a GPU nothing needs Triton.
     """
-    if buffer.rows.device.type != "cuda":
+    if buffer.bundles.device.type != "cuda":
         return None
     from vllm_tiered.kernels.neuron_ffn import api
 
@@ -183,11 +184,11 @@ def gpu_kernels(buffer: NeuronCacheBuffer) -> ModuleType | None:
 
 
 def _bundles(buffer: NeuronCacheBuffer) -> object:
-    """A region as the kernels take it."""
+    """Return a buffer as the kernels take it."""
     from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
 
     return Bundles(
-        slots=buffer.rows,
+        slots=buffer.bundles,
         scales=buffer.scales,
         up_bias=buffer.up_bias,
         hidden=buffer.shape.hidden,
@@ -197,7 +198,7 @@ def _bundles(buffer: NeuronCacheBuffer) -> object:
 
 
 def _codec(buffer: NeuronCacheBuffer) -> str:
-    """One of ``native.CODECS``."""
+    """Return the buffer's codec, one of ``native.CODECS``."""
     if buffer.precision is Precision.FULL:
         return str(buffer.dtype).removeprefix("torch.")
     codec: str = buffer.precision.value
@@ -205,36 +206,36 @@ def _codec(buffer: NeuronCacheBuffer) -> str:
 
 
 def device_name(buffer: NeuronCacheBuffer) -> str | None:
-    """Whose launch parameters the kernels take; None if it is not a GPU."""
-    if buffer.rows.device.type != "cuda":
+    """Return the GPU whose launch parameters the kernels take; None if it is not a GPU."""
+    if buffer.bundles.device.type != "cuda":
         return None
-    return torch.cuda.get_device_name(buffer.rows.device)
+    return torch.cuda.get_device_name(buffer.bundles.device)
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows of contiguous numbers."""
+    """Return ``x`` with contiguous rows."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _check(x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_rows: int, activation: str) -> None:
-    assert x_BH.shape[1] == buffer.shape.hidden and num_rows <= buffer.capacity
+def _check(x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_slots: int, activation: str) -> None:
+    assert x_BH.shape[1] == buffer.shape.hidden and num_slots <= buffer.capacity
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32).contiguous()
 
 
 def _run(
     buffer: NeuronCacheBuffer,
-    num_rows: int,
+    num_slots: int,
     activation: str,
     x_BH: torch.Tensor | None,
     a_Bn: torch.Tensor,
     out_BH: torch.Tensor | None,
 ) -> bool:
-    """Whether there are kernels, which then have done it."""
+    """Run the C++ kernels; return whether there are any."""
     kernels = native.best()
     if kernels is None:
         return False
@@ -242,14 +243,14 @@ def _run(
         return True
     scales, bias = buffer.scales, buffer.up_bias
     call = native.Call(
-        rows=buffer.rows.data_ptr(),
+        bundles=buffer.bundles.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         up_bias=None if bias is None else bias.data_ptr(),
         x=None if x_BH is None else x_BH.data_ptr(),
         activations=a_Bn.data_ptr(),
         out=None if out_BH is None else out_BH.data_ptr(),
-        stride=buffer.rows.stride(0),
-        num_rows=num_rows,
+        stride=buffer.bundles.stride(0),
+        num_slots=num_slots,
         hidden=buffer.shape.hidden,
         num_matrices=buffer.shape.num_matrices,
         num_groups=0 if scales is None else scales.shape[2],
@@ -259,5 +260,5 @@ def _run(
         num_threads=torch.get_num_threads(),
     )
     if code := kernels(ctypes.byref(call)):
-        raise MemoryError(f"the FFN's kernels failed with code {code}")
+        raise MemoryError(f"the FFN's C++ kernels failed with code {code}")
     return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neurons in 16, 8 and 4 bit: codes of a bundle, and the scales that they are multiplied with.
+"""Neurons in 16, 8 and 4 bit: the codes of a bundle, and the scales that multiply them.
 
     w_nMH  is about  code_nMH * scale_nMG        symmetric: no zero point
 
@@ -11,9 +11,9 @@ n neurons, M matrices ([gate,] up, down), H hidden, G groups of ``group`` weight
     INT4    code + 8, 0 to 15                             two to a byte, of each matrix's row:
             byte h of a row holds weight h in its lower half and weight h + H / 2 in its upper one
 
-So both halves of a row come out in order with one operation each, and ``(u - 8) * scale`` may be
-multiplied as ``u * scale`` with ``8 * scale * sum(x)`` taken off once. Scales may be negative: the
-largest weight then gets code -8, of which there is no positive counterpart.
+Each half of a row is unpacked in order with one operation, and ``(u - 8) * scale`` may be
+multiplied as ``u * scale`` with ``8 * scale * sum(x)`` subtracted once. Scales may be negative: the
+largest weight then gets code -8, which has no positive counterpart.
 """
 
 import torch
@@ -22,29 +22,29 @@ from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes
 
 OFFSET = 8
-"""What is added to a 4-bit code, so that it is stored without a sign."""
+"""Added to a 4-bit code, so that it is stored without a sign."""
 
 GROUP = 64
-"""Weights that share a 4-bit scale, where nothing else is asked for. SmolLM2-135M's FFN, error in
+"""Weights that share a 4-bit scale by default. SmolLM2-135M's FFN, error in
 4 bit by group: 11.7 % for a row, 10.0 with 96, 9.4 with 64, 8.2 with 32, and 15.5 for a row without
 the search below. Down to 64, a bit spent on scales takes more off the error than it would in codes
 (a half); below less (2026-11-22)."""
 
 _CLIPS = (1.0, 0.92, 0.84, 0.76, 0.68)
-"""Of the largest weight, what the scale of 4-bit codes reaches to; the best for each group. Error
-9.39 %; 9.81 with 1.0 alone, 9.35 with 14 of them."""
+"""Shares of the largest weight that a 4-bit scale may reach to; each group takes the best. Error
+ 9.39 %; 9.81 with 1.0 alone, 9.35 with 14 of them."""
 
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB in float32, a few times that in between
 
 
 def default_group(hidden: int) -> int | None:
-    """Weights that share a scale in 4 bit: ``GROUP``, or what is nearest to it from above."""
+    """Return the default group in 4 bit: the least divisor of ``hidden`` from ``GROUP`` on."""
     candidates = (g for g in range(GROUP, hidden) if hidden % g == 0)
     return next(candidates, None)
 
 
 def num_groups(hidden: int, precision: Precision, group: int | None) -> int:
-    """Scales of a row.
+    """Return the number of scales of a row.
 
     Raises:
         ConfigError: groups of this size do not make up a row.
@@ -64,7 +64,7 @@ def num_groups(hidden: int, precision: Precision, group: int | None) -> int:
 def quantise(
     rows_nMH: torch.Tensor, precision: Precision, group: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bundles of neurons.
+    """Return the bundles of neurons and their scales.
 
     Args:
         rows_nMH: rows and columns of n neurons, in a floating-point dtype.
@@ -75,7 +75,7 @@ def quantise(
 
     Raises:
         ConfigError: a row is not made of such groups, or a weight is too large for a scale in
-            float16, or no number at all.
+            float16, or not finite.
     """
     num_neurons, num_matrices, hidden = rows_nMH.shape
     groups = num_groups(hidden, precision, group)
@@ -108,7 +108,7 @@ def expand(
     precision: Precision,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Weights of bundles.
+    """Return the weights of bundles.
 
     Args:
         codes: uint8 [n, at least bundle_bytes]; what follows the bundle is ignored.
@@ -133,13 +133,13 @@ def expand(
 
 
 def _scales8(w_nMGg: torch.Tensor) -> torch.Tensor:
-    """[n, M, G, 1], as they are kept: float16."""
+    """Return the scales of 8-bit codes, [n, M, G, 1], as they are kept: float16."""
     largest = torch.maximum(w_nMGg.amax(dim=3, keepdim=True), -w_nMGg.amin(dim=3, keepdim=True))
     return (largest / 127).half()
 
 
 def _scales4(w_nMGg: torch.Tensor) -> torch.Tensor:
-    """The scales that leave the least squared error, [n, M, G, 1] in float16.
+    """Return the scales with the least squared error in 4 bit, [n, M, G, 1] in float16.
 
     Each candidate lets the largest weight, or less of it, have the code -8; the best one is then
     fitted to the codes that it gives, if that is better still.
@@ -155,14 +155,14 @@ def _scales4(w_nMGg: torch.Tensor) -> torch.Tensor:
     fitted = (w_nMGg * codes).sum(dim=3, keepdim=True) / codes.square().sum(dim=3, keepdim=True)
     fitted = torch.where(fitted.isfinite(), fitted, best.float()).half()
     best, _ = _better(w_nMGg, fitted, best, least)
-    # Nothing was better than what is no number.
+    # No scale is better than NaN.
     return torch.where(least.isfinite(), best, torch.inf)
 
 
 def _better(
     w_nMGg: torch.Tensor, scale: torch.Tensor, best: torch.Tensor, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The better of two scales for each group, and its squared error."""
+    """Return the better of two scales for each group, and its squared error."""
     error = _rounded(w_nMGg, scale, Precision.INT4).mul_(scale).sub_(w_nMGg)
     error = error.square_().sum(dim=3, keepdim=True)
     is_better = error < least
@@ -170,18 +170,18 @@ def _better(
 
 
 def _rounded(w_nMGg: torch.Tensor, scale: torch.Tensor, precision: Precision) -> torch.Tensor:
-    """Codes as float32."""
+    """Return the codes as float32."""
     lowest, highest = (-OFFSET, OFFSET - 1) if precision is Precision.INT4 else (-127, 127)
     inverse = torch.where(scale != 0, scale.float().reciprocal(), 0)
     return (w_nMGg * inverse).round_().clamp_(lowest, highest)
 
 
 def _codes(w_nMGg: torch.Tensor, scale: torch.Tensor, precision: Precision) -> torch.Tensor:
-    """int8, of the shape of the weights."""
+    """Return the codes as int8, in the shape of the weights."""
     return _rounded(w_nMGg, scale, precision).to(torch.int8)
 
 
 def _pack(codes_nMH: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, M, H / 2]."""
+    """Pack two 4-bit codes to a byte; return uint8 [n, M, H / 2]."""
     low, high = (codes_nMH + OFFSET).view(torch.uint8).chunk(2, dim=2)
     return low | (high << 4)

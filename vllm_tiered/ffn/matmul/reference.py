@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's products in plain torch, float32: what the kernels are held against, and the way out
-where they were not built. Expands a chunk of rows at a time, never all of them.
+"""The FFN's GEMM in plain torch, float32: the kernels' reference, and used where none were built.
+
+It expands a chunk of neurons at a time, never all of them.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,13 @@ from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import Precision, bundle_bytes
 
 _CHUNK_BYTES = 1 << 20
-"""Of float32 weights: they stay in a core's cache."""
+"""Float32 weights that are expanded at a time: they stay in a core's cache."""
 
 
 def activations(
     x_BH: torch.Tensor, buffer: NeuronCacheBuffer, a_Bn: torch.Tensor, activation: str
 ) -> None:
-    """Write ``a_Bn``, of the region's first n rows; all float32."""
+    """Write the activations of the buffer's first n slots to ``a_Bn``; all float32."""
     act = activation_function(activation)
     for begin, end in _chunks(buffer, a_Bn.shape[1]):
         up_Bn = x_BH @ _matrix(buffer, -2, begin, end).T
@@ -32,15 +33,15 @@ def activations(
 
 
 def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, buffer: NeuronCacheBuffer) -> None:
-    """Add the down product of the region's first n rows to ``out_BH``; all float32."""
+    """Add the down GEMM of the buffer's first n slots to ``out_BH``; all float32."""
     for begin, end in _chunks(buffer, a_Bn.shape[1]):
         down_nH, some_Bn = _matrix(buffer, -1, begin, end), a_Bn[:, begin:end]
-        down_nH[(some_Bn == 0).all(dim=0)] = 0  # also where it is no number
+        down_nH[(some_Bn == 0).all(dim=0)] = 0  # also where it is NaN
         out_BH.addmm_(some_Bn, down_nH)
 
 
 def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One of ``ACTIVATIONS``. Raises KeyError for others."""
+    """Return one of ``ACTIVATIONS``. Raises KeyError for other names."""
     return _FUNCTIONS[name]
 
 
@@ -56,17 +57,17 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _chunks(buffer: NeuronCacheBuffer, num_rows: int) -> list[tuple[int, int]]:
+def _chunks(buffer: NeuronCacheBuffer, num_slots: int) -> list[tuple[int, int]]:
     step = max(1, _CHUNK_BYTES // (4 * buffer.shape.hidden))
-    return [(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step)]
+    return [(begin, min(begin + step, num_slots)) for begin in range(0, num_slots, step)]
 
 
 def _matrix(buffer: NeuronCacheBuffer, matrix: int, begin: int, end: int) -> torch.Tensor:
-    """One matrix of some rows, float32 [rows, H]."""
+    """Return one matrix of the neurons in some slots, float32 [end - begin, H]."""
     matrix %= buffer.shape.num_matrices
     hidden = buffer.shape.hidden
     num_bytes = bundle_bytes(buffer.shape, buffer.precision) // buffer.shape.num_matrices
-    codes = buffer.rows[begin:end, matrix * num_bytes : (matrix + 1) * num_bytes]
+    codes = buffer.bundles[begin:end, matrix * num_bytes : (matrix + 1) * num_bytes]
     if buffer.precision is Precision.FULL:
         return codes.view(buffer.dtype).to(torch.float32, copy=True)
     if buffer.precision is Precision.INT8:

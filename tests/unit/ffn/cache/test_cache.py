@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neuron caches: whatever is wanted when, each resident row holds its neuron's bytes."""
+"""Neuron caches: whatever is wanted when, each used slot holds its neuron's bytes."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.layer_cache import LayerCache
-from vllm_tiered.ffn.cache.lru import LruCache
 from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.layout import Precision
@@ -20,7 +19,6 @@ CACHES = {
     "window1": lambda capacity, n: WindowCache(capacity, n, 1),
     "window3": lambda capacity, n: WindowCache(capacity, n, 3),
     "window8": lambda capacity, n: WindowCache(capacity, n, 8),
-    "lru": LruCache,
     "none": NoCache,
 }
 POISON = -1
@@ -31,20 +29,20 @@ def ids(*neurons):
 
 
 class ModelBuffer:
-    """A region of one number a row, the neuron's own, and everything else poisoned."""
+    """A buffer of one number a slot, the neuron's own, and everything else poisoned."""
 
     def __init__(self, capacity):
-        self.rows = np.full(capacity, POISON)
+        self.slots = np.full(capacity, POISON)
 
     def replay(self, plan):
         assert not set(plan.src_slots.tolist()) & set(plan.dst_slots.tolist())
-        self.rows[plan.dst_slots] = self.rows[plan.src_slots]
-        self.rows[plan.num_rows :] = POISON
-        self.rows[plan.load_slots] = plan.load_neurons
+        self.slots[plan.dst_slots] = self.slots[plan.src_slots]
+        self.slots[plan.num_resident :] = POISON
+        self.slots[plan.load_slots] = plan.load_neurons
 
     def check(self, cache):
-        assert self.rows[: cache.num_rows].tolist() == cache.resident().tolist()
-        assert (self.rows[cache.num_rows :] == POISON).all()
+        assert self.slots[: cache.num_resident].tolist() == cache.resident().tolist()
+        assert (self.slots[cache.num_resident :] == POISON).all()
 
 
 wants = st.sets(st.integers(0, NUM_NEURONS - 1), max_size=12)
@@ -54,11 +52,11 @@ schedules = st.lists(st.tuples(wants, wants, st.booleans()), max_size=30)
 @pytest.mark.parametrize("name", CACHES)
 @given(capacity=st.integers(12, NUM_NEURONS), schedule=schedules)
 @settings(deadline=None)
-def test_every_row_holds_its_neuron(name, capacity, schedule):
+def test_every_slot_holds_its_neuron(name, capacity, schedule):
     cache, buffer = CACHES[name](capacity, NUM_NEURONS), ModelBuffer(capacity)
-    for wanted, others, forgets in schedule:
-        if forgets:
-            buffer.replay(cache.forget(ids(*others)))
+    for wanted, others, evicts in schedule:
+        if evicts:
+            buffer.replay(cache.evict(ids(*others)))
             gone = set()
             assert not set(cache.resident().tolist()) & others
         else:
@@ -85,7 +83,7 @@ def test_every_row_holds_its_neuron(name, capacity, schedule):
 def test_atu_keeps_what_the_token_wants_and_no_more(capacity, schedule):
     cache = AdjacentTokenCache(capacity, NUM_NEURONS)
     for wanted in schedule:
-        before = cache.num_rows
+        before = cache.num_resident
         plan = cache.plan(ids(*wanted))
         cache.commit(plan)
         assert set(cache.resident().tolist()) == wanted
@@ -109,22 +107,6 @@ def test_the_window_is_the_union_of_the_last_tokens_that_fit(capacity, num_token
         assert set(cache.resident().tolist()) == set().union(*kept)
 
 
-@given(capacity=st.integers(12, NUM_NEURONS), schedule=st.lists(wants, max_size=20))
-@settings(deadline=None)
-def test_lru_drops_the_longest_unused_and_only_when_full(capacity, schedule):
-    cache = LruCache(capacity, NUM_NEURONS)
-    used: dict[int, int] = {}
-    for token, wanted in enumerate(schedule):
-        plan = cache.plan(ids(*wanted))
-        cache.commit(plan)
-        kept, dropped = set(cache.resident().tolist()), plan.dropped.tolist()
-        assert not dropped or cache.num_rows == capacity
-        others = [used[neuron] for neuron in kept - wanted]
-        assert all(used[neuron] <= min(others, default=token) for neuron in dropped)
-        used.update(dict.fromkeys(wanted, token))
-        assert cache.num_rows == min(capacity, len(used))
-
-
 def test_a_missing_neuron_overwrites_one_that_leaves():
     cache = AdjacentTokenCache(8, NUM_NEURONS)
     cache.commit(cache.plan(ids(1, 2, 3, 4)))
@@ -133,7 +115,7 @@ def test_a_missing_neuron_overwrites_one_that_leaves():
     assert len(plan.src_slots) == 0
 
 
-def test_last_rows_fill_the_holes():
+def test_last_slots_fill_the_holes():
     cache = AdjacentTokenCache(8, NUM_NEURONS)
     cache.commit(cache.plan(ids(0, 1, 2, 3, 4, 5, 6, 7)))
     plan = cache.plan(ids(1, 3, 5, 7, 9))
@@ -142,7 +124,7 @@ def test_last_rows_fill_the_holes():
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_more_wanted_than_there_are_rows(name):
+def test_more_wanted_than_there_are_slots(name):
     cache = CACHES[name](4, NUM_NEURONS)
     cache.commit(cache.plan(ids(1, 2)))
     with pytest.raises(BudgetError, match="5 neurons are wanted of a cache that holds 4"):
@@ -152,7 +134,7 @@ def test_more_wanted_than_there_are_rows(name):
 
 def test_what_makes_no_cache():
     with pytest.raises(BudgetError, match="holds none"):
-        LruCache(0, NUM_NEURONS)
+        AdjacentTokenCache(0, NUM_NEURONS)
     with pytest.raises(ConfigError, match="window of 0"):
         WindowCache(4, NUM_NEURONS, 0)
 
@@ -166,21 +148,21 @@ def test_a_stale_plan_is_refused():
     assert cache.resident().tolist() == [3]
 
 
-def test_books_that_do_not_balance_are_found():
+def test_an_inconsistent_index_is_found():
     cache = AdjacentTokenCache(4, NUM_NEURONS)
     cache.commit(cache.plan(ids(1, 2)))
-    cache._row_of[2] = 0
-    with pytest.raises(IntegrityError, match="row 1 holds neuron 2, which is in row 0"):
+    cache._slot_of[2] = 0
+    with pytest.raises(IntegrityError, match="slot 1 holds neuron 2, which is in slot 0"):
         cache.check_integrity()
-    cache.num_rows = 1
-    with pytest.raises(IntegrityError, match="1 rows of 4 hold 2 resident neurons"):
+    cache.num_resident = 1
+    with pytest.raises(IntegrityError, match="1 slots of 4 hold 2 resident neurons"):
         cache.check_integrity()
 
 
 @pytest.mark.parametrize("name", CACHES)
 @given(schedule=st.lists(st.tuples(wants, wants, wants), max_size=20))
 @settings(deadline=None)
-def test_a_neuron_is_in_one_region_of_its_layer(name, schedule):
+def test_a_neuron_is_in_one_buffer_of_its_layer(name, schedule):
     layer = LayerCache({p: CACHES[name](14, NUM_NEURONS) for p in Precision})
     buffers = {precision: ModelBuffer(14) for precision in Precision}
     for full, int8, int4 in schedule:
@@ -200,11 +182,11 @@ def test_a_neuron_is_in_one_region_of_its_layer(name, schedule):
             good_enough |= set(layer.caches[precision].resident())
             assert set(wanted[precision]) <= good_enough
         assert plan.hits + plan.num_loads == sum(map(len, wanted.values()))
-        assert layer.num_rows == {p: cache.num_rows for p, cache in layer.caches.items()}
+        assert layer.num_resident == {p: cache.num_resident for p, cache in layer.caches.items()}
 
 
 def test_a_better_precision_will_do_while_there_is_room():
-    """Its bytes are there; a neuron that needs more bits than before is brought."""
+    """Its bytes are there; a neuron that needs more bits than before is loaded."""
     full, int8 = Precision.FULL, Precision.INT8
     layer = LayerCache({full: AdjacentTokenCache(4, 20), int8: AdjacentTokenCache(4, 20)})
     layer.commit(layer.plan({full: ids(1, 2, 3), int8: ids(4, 5)}))
@@ -225,7 +207,7 @@ def test_for_each_that_stays_better_one_may_stay_worse():
     wanted = {full: ids(1, 2, 3, 7), int8: ids(4, 5, 6)}
     assert layer.plan(wanted).num_loads == 3
     plan = layer.plan(wanted, scores)
-    assert plan.num_loads == 2  # 3 stays in 8 bit, as 4 stays in 16; 7 and 6 are brought
+    assert plan.num_loads == 2  # 3 stays in 8 bit, as 4 stays in 16; 7 and 6 are loaded
     layer.commit(plan)
     assert set(layer.caches[full].resident()) == {1, 2, 4, 7}
     assert set(layer.caches[int8].resident()) == {3, 5, 6}
@@ -276,15 +258,17 @@ def test_precisions_with_better_ones_have_what_was_asked_for(name, schedule, sco
         assert sorted(planned) == sorted(np.concatenate(list(wanted.values())))
 
 
-def test_a_neuron_in_two_regions_is_found():
-    layer = LayerCache({p: LruCache(4, NUM_NEURONS) for p in (Precision.FULL, Precision.INT8)})
+def test_a_neuron_in_two_buffers_is_found():
+    layer = LayerCache(
+        {p: AdjacentTokenCache(4, NUM_NEURONS) for p in (Precision.FULL, Precision.INT8)}
+    )
     for cache in layer.caches.values():
         cache.commit(cache.plan(ids(7)))
-    with pytest.raises(IntegrityError, match=r"1 neurons are in two regions, \[7\]"):
+    with pytest.raises(IntegrityError, match=r"1 neurons are in two buffers, \[7\]"):
         layer.check_integrity()
 
 
-def test_a_precision_without_a_region():
-    layer = LayerCache({Precision.FULL: LruCache(4, NUM_NEURONS)})
-    with pytest.raises(KeyError, match="no region for int4"):
+def test_a_precision_without_a_buffer():
+    layer = LayerCache({Precision.FULL: AdjacentTokenCache(4, NUM_NEURONS)})
+    with pytest.raises(KeyError, match="no buffer for int4"):
         layer.plan({Precision.INT4: ids(1)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products over a region: those of the weights it holds, whatever lies behind its last row."""
+"""GEMM over a cache buffer: that of the weights it holds, whatever lies behind its last slot."""
 
 import functools
 
@@ -10,7 +10,7 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul import native
-from vllm_tiered.ffn.matmul.compute import ACTIVATIONS, activations, add_down, product
+from vllm_tiered.ffn.matmul.compute import ACTIVATIONS, activations, add_down, ffn_output
 from vllm_tiered.ffn.matmul.reference import activation_function
 from vllm_tiered.storage.direct_file import aligned_pages
 
@@ -22,7 +22,7 @@ TOLERANCE = 8 * torch.finfo(torch.float32).eps
 
 
 def stats(monkeypatch, name):
-    """Have everything computed by a library, or by plain torch."""
+    """Compute everything by one library, or by plain torch."""
     if name == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has no AVX-512")
     if name == "avx2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -32,45 +32,45 @@ def stats(monkeypatch, name):
     monkeypatch.setattr(native, "best", lambda: function)
 
 
-def a_buffer(hidden, num_rows, *, gated, precision, dtype, num_groups=1, bias=True, seed=0):
-    """A region with poison behind its rows, and its weights float32 [n, M, H]."""
+def a_buffer(hidden, num_slots, *, gated, precision, dtype, num_groups=1, bias=True, seed=0):
+    """A buffer with poison behind its slots, and its weights float32 [n, M, H]."""
     torch.manual_seed(seed)
     num_matrices = 3 if gated else 2
     shape = FfnShape(
-        num_layers=1, hidden=hidden, neurons=2 * num_rows, gated=gated, dtype_bytes=dtype.itemsize
+        num_layers=1, hidden=hidden, neurons=2 * num_slots, gated=gated, dtype_bytes=dtype.itemsize
     )
-    capacity = num_rows + 3
+    capacity = num_slots + 3
     rows = aligned_pages(capacity, bundle_stride(shape, precision), torch.device("cpu"))
     rows.fill_(0xFF)  # NaN in every float type
     scales = None
-    bundles = rows[:num_rows, : bundle_bytes(shape, precision)]
+    bundles = rows[:num_slots, : bundle_bytes(shape, precision)]
     if precision is Precision.FULL:
-        codes = torch.randn(num_rows, num_matrices, hidden).to(dtype)
-        bundles.copy_(codes.view(num_rows, -1).view(torch.uint8))
+        codes = torch.randn(num_slots, num_matrices, hidden).to(dtype)
+        bundles.copy_(codes.view(num_slots, -1).view(torch.uint8))
         weights = codes.float()
     else:
         scales = torch.full((capacity, num_matrices, num_groups), torch.nan, dtype=torch.float16)
-        scales[:num_rows] = torch.rand(num_rows, num_matrices, num_groups) / 16
+        scales[:num_slots] = torch.rand(num_slots, num_matrices, num_groups) / 16
         bits = 8 if precision is Precision.INT8 else 4
-        codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (num_rows, num_matrices, hidden))
+        codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (num_slots, num_matrices, hidden))
         if precision is Precision.INT8:
-            bundles.copy_(codes.to(torch.int8).view(torch.uint8).view(num_rows, -1))
+            bundles.copy_(codes.to(torch.int8).view(torch.uint8).view(num_slots, -1))
         else:
             low, high = (codes + 8).to(torch.uint8).chunk(2, dim=2)
-            bundles.copy_((low | high << 4).reshape(num_rows, -1))
-        weights = codes * scales[:num_rows].float().repeat_interleave(hidden // num_groups, dim=2)
+            bundles.copy_((low | high << 4).reshape(num_slots, -1))
+        weights = codes * scales[:num_slots].float().repeat_interleave(hidden // num_groups, dim=2)
     up_bias = None
     if bias and not gated:
         up_bias = torch.full((capacity,), torch.nan)
-        up_bias[:num_rows] = torch.randn(num_rows)
+        up_bias[:num_slots] = torch.randn(num_slots)
     buffer = NeuronCacheBuffer(
-        rows=rows, scales=scales, up_bias=up_bias, shape=shape, precision=precision, dtype=dtype
+        bundles=rows, scales=scales, up_bias=up_bias, shape=shape, precision=precision, dtype=dtype
     )
     return buffer, weights
 
 
 def expected_activations(x, buffer, weights, activation):
-    """In float64."""
+    """The expected output in float64."""
     act, weights, x = activation_function(activation), weights.double(), x.double()
     up = x @ weights[:, -2].T
     if buffer.shape.gated:
@@ -81,10 +81,10 @@ def expected_activations(x, buffer, weights, activation):
 
 
 def check(buffer, weights, num_tokens, activation, dtype):
-    hidden, num_rows = weights.shape[2], len(weights)
+    hidden, num_slots = weights.shape[2], len(weights)
     x = torch.randn(num_tokens, hidden).to(dtype)
-    found = activations(x, buffer, num_rows, activation)
-    assert found.dtype == torch.float32 and found.shape == (num_tokens, num_rows)
+    found = activations(x, buffer, num_slots, activation)
+    assert found.dtype == torch.float32 and found.shape == (num_tokens, num_slots)
     x_sum = x.abs().float() @ weights[:, -2].abs().T + 1
     if buffer.shape.gated:
         x_sum *= x.abs().float() @ weights[:, 0].abs().T
@@ -92,7 +92,7 @@ def check(buffer, weights, num_tokens, activation, dtype):
 
     before = torch.randn(num_tokens, hidden)
     out = before.clone()
-    add_down(out, found, buffer, num_rows)
+    add_down(out, found, buffer, num_slots)
     down = weights[:, -1]
     expected = before.double() + found.double() @ down.double()
     close(out, expected, before.abs() + found.abs() @ down.abs())
@@ -108,7 +108,7 @@ def close(found, expected, terms):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "two-matrices"])
-def test_the_product_is_that_of_the_weights(monkeypatch, kernels, dtype, precision, gated):
+def test_the_output_is_that_of_the_weights(monkeypatch, kernels, dtype, precision, gated):
     stats(monkeypatch, kernels)
     buffer, weights = a_buffer(
         576, 101, gated=gated, precision=precision, dtype=dtype, num_groups=9
@@ -120,11 +120,11 @@ def test_the_product_is_that_of_the_weights(monkeypatch, kernels, dtype, precisi
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 @pytest.mark.parametrize("hidden", [2, 6, 30, 34, 62, 66, 130, 254, 258, 2048, 8192])
-@pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_odd_sizes(monkeypatch, kernels, precision, hidden, num_rows):
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+def test_odd_sizes(monkeypatch, kernels, precision, hidden, num_slots):
     stats(monkeypatch, kernels)
     buffer, weights = a_buffer(
-        hidden, num_rows, gated=True, precision=precision, dtype=torch.bfloat16
+        hidden, num_slots, gated=True, precision=precision, dtype=torch.bfloat16
     )
     for num_tokens in (1, 4, 5):
         check(buffer, weights, num_tokens, "silu", torch.bfloat16)
@@ -166,8 +166,8 @@ def test_an_unknown_activation():
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_many_rows(monkeypatch, precision, num_tokens, num_threads):
-    """More than a thread's or a chunk's share."""
+def test_many_slots(monkeypatch, precision, num_tokens, num_threads):
+    """More slots than a thread or a chunk takes."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     buffer, weights = a_buffer(
         320, 3001, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=5
@@ -176,32 +176,32 @@ def test_many_rows(monkeypatch, precision, num_tokens, num_threads):
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
-def test_no_rows_and_no_tokens(precision):
+def test_no_slots_and_no_tokens(precision):
     buffer, _ = a_buffer(64, 5, gated=True, precision=precision, dtype=torch.bfloat16)
     x = torch.randn(2, 64)
     assert activations(x, buffer, 0, "silu").shape == (2, 0)
-    assert torch.equal(product(x, buffer, 0, "silu"), torch.zeros(2, 64))
-    assert product(x[:0], buffer, 5, "silu").shape == (0, 64)
+    assert torch.equal(ffn_output(x, buffer, 0, "silu"), torch.zeros(2, 64))
+    assert ffn_output(x[:0], buffer, 5, "silu").shape == (0, 64)
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
-def test_both_at_once_are_the_same(precision):
+def test_one_call_gives_the_same(precision):
     buffer, _ = a_buffer(
         320, 333, gated=True, precision=precision, dtype=torch.bfloat16, num_groups=5
     )
     x, out = torch.randn(3, 320), torch.zeros(3, 320)
     add_down(out, activations(x, buffer, 333, "silu"), buffer, 333)
-    assert torch.equal(product(x, buffer, 333, "silu"), out)
+    assert torch.equal(ffn_output(x, buffer, 333, "silu"), out)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
-def test_rows_of_no_activation_are_not_read(monkeypatch, kernels, precision):
+def test_slots_of_no_activation_are_not_read(monkeypatch, kernels, precision):
     stats(monkeypatch, kernels)
     buffer, weights = a_buffer(96, 40, gated=False, precision=precision, dtype=torch.bfloat16)
     a = torch.randn(5, 40)
     a[:, ::3] = 0
-    buffer.rows[:40:3] = 0xFF
+    buffer.bundles[:40:3] = 0xFF
     if buffer.scales is not None:
         buffer.scales[:40:3] = torch.nan
     weights[::3] = 0
@@ -212,13 +212,13 @@ def test_rows_of_no_activation_are_not_read(monkeypatch, kernels, precision):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_what_is_no_number_stays_none(monkeypatch, kernels):
+def test_nan_stays_nan(monkeypatch, kernels):
     """A broken input must show, also behind ReLU."""
     stats(monkeypatch, kernels)
     buffer, _ = a_buffer(96, 40, gated=False, precision=Precision.FULL, dtype=torch.float32)
     x = torch.full((1, 96), torch.nan)
     assert activations(x, buffer, 40, "relu").isnan().all()
-    assert product(x, buffer, 40, "relu").isnan().all()
+    assert ffn_output(x, buffer, 40, "relu").isnan().all()
 
 
 def test_without_libraries_torch_computes_and_says_so_once(monkeypatch, caplog):
@@ -228,7 +228,7 @@ def test_without_libraries_torch_computes_and_says_so_once(monkeypatch, caplog):
         if not built:
             monkeypatch.setattr(native, "load", lambda name: None)
             monkeypatch.setattr(native, "best", functools.cache(native.best.__wrapped__))
-        expected.append([product(torch.ones(2, 96), buffer, 40, "silu") for _ in range(2)])
+        expected.append([ffn_output(torch.ones(2, 96), buffer, 40, "silu") for _ in range(2)])
     torch.testing.assert_close(expected[0], expected[1])
     assert [r.message for r in caplog.records if "kernels were not built" in r.message] != []
     assert len(caplog.records) == 1
@@ -239,8 +239,8 @@ def test_inputs_need_not_be_contiguous(precision):
     buffer, _ = a_buffer(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
     wide = torch.randn(3, 192)
     x = wide[:, ::2]
-    found = product(x, buffer, 40, "silu")
-    torch.testing.assert_close(found, product(x.contiguous(), buffer, 40, "silu"))
+    found = ffn_output(x, buffer, 40, "silu")
+    torch.testing.assert_close(found, ffn_output(x.contiguous(), buffer, 40, "silu"))
     a = activations(x, buffer, 40, "silu")
     some, out, expected = a[:, :23], torch.zeros(3, 96), torch.zeros(3, 96)
     add_down(out, some, buffer, 23)
@@ -249,7 +249,7 @@ def test_inputs_need_not_be_contiguous(precision):
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
-def test_rows_that_add_nothing(precision):
+def test_slots_that_add_nothing(precision):
     """Activations of 0 are exact zeros: what ReLU leaves out, and a mask."""
     buffer, weights = a_buffer(96, 40, gated=True, precision=precision, dtype=torch.bfloat16)
     a = torch.randn(2, 40)
@@ -261,7 +261,7 @@ def test_rows_that_add_nothing(precision):
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda p: p.value)
-def test_moving_rows_moves_all_of_them(precision):
+def test_moving_slots_moves_all_of_them(precision):
     buffer, _ = a_buffer(
         96, 6, gated=False, precision=precision, dtype=torch.bfloat16, num_groups=2
     )
@@ -273,7 +273,7 @@ def test_moving_rows_moves_all_of_them(precision):
     torch.testing.assert_close(after, before[:, [5, 4, 2, 3, 4, 5]], atol=1e-5, rtol=1e-5)
 
 
-def test_filling_rows_brings_scales_and_biases():
+def test_filling_slots_copies_scales_and_biases():
     buffer, _ = a_buffer(
         96, 6, gated=False, precision=Precision.INT8, dtype=torch.bfloat16, num_groups=2
     )
@@ -287,7 +287,7 @@ def test_filling_rows_brings_scales_and_biases():
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4], ids=lambda p: p.value)
 def test_every_code_is_expanded(precision):
-    """One weight at a time: which of a byte's two it is, and its sign."""
+    """One weight at a time: its half of the byte, and its sign."""
     buffer, weights = a_buffer(
         64, 4096, gated=False, precision=precision, dtype=torch.float32, bias=False
     )

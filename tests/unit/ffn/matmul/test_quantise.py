@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes and scales: their layout to the bit, their error against the rule, what cannot be."""
+"""Codes and scales: their layout to the bit, their error against the rule, what is refused."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -70,7 +70,7 @@ def test_four_bit_has_the_first_half_of_a_row_in_the_lower_halves_of_its_bytes(g
 
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_a_cache_expand_as_bundles_do(precision, dtype):
+def test_slots_of_a_cache_expand_as_bundles_do(precision, dtype):
     """They have a stride, and anything behind the bundle."""
     shape = shape_of(90, dtype=dtype)
     codes, scales = quantise(weights(6, 3, 90, dtype=dtype), precision, 30)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's products in C++, one library for each instruction set; built with the package.
+"""The FFN's GEMM in C++, one library for each instruction set; built with the package.
 
-They need neither Python's headers nor torch's: pointers go in, and the call runs without the
-interpreter's lock, on the OpenMP threads that torch already has.
+The libraries need neither Python's headers nor torch's: they take pointers, and a call runs without
+the interpreter's lock, on the OpenMP threads that torch already has.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import torch
 logger = logging.getLogger("vllm.tiered")
 
 LIBRARIES = ("avx512", "avx2", "generic")
-"""Fastest first; each processor of one kind has those that follow too."""
+"""The libraries, fastest first; a processor that runs one also runs those behind it."""
 
 _FIRST = {"AVX512": "avx512", "AVX2": "avx2"}
 
@@ -27,17 +27,17 @@ ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 class Call(ctypes.Structure):
-    """`Call` of ffn.h, where the fields are described."""
+    """The arguments of a call: `Call` of ffn.h, which describes the fields."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
+        ("bundles", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("up_bias", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("activations", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
-        ("num_rows", ctypes.c_int64),
+        ("num_slots", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
         ("num_matrices", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
@@ -49,12 +49,12 @@ class Call(ctypes.Structure):
 
 
 Function = Callable[[Any], int]
-"""Takes a reference to a Call; 0, or what went wrong."""
+"""Takes a reference to a Call; returns 0, or an error code."""
 
 
 @cache
 def load(name: str) -> Function | None:
-    """A library's function by the library's name; None if it was not built."""
+    """Return a library's function by the library's name; None if it was not built."""
     folder = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
         if (path := folder / f"{name}{suffix}").exists():
@@ -67,16 +67,16 @@ def load(name: str) -> Function | None:
 
 @cache
 def best() -> Function | None:
-    """The fastest that this processor runs; None, with one warning, if none was built.
+    """Return the fastest function for this processor; None, with a warning, if none was built.
 
-    ``ATEN_CPU_CAPABILITY`` holds it back as it does torch's own kernels.
+    ``ATEN_CPU_CAPABILITY`` limits the choice as it limits torch's own kernels.
     """
     first = _FIRST.get(torch.backends.cpu.get_cpu_capability(), "generic")
     for name in LIBRARIES[LIBRARIES.index(first) :]:
         if (function := load(name)) is not None:
             return function
     logger.warning(
-        "tiered: the FFN's kernels were not built, and torch takes many times as long: install a "
-        "C++ compiler (g++), then vllm-tiered again"
+        "tiered: the FFN's C++ kernels were not built, and torch takes many times as long: install "
+        "a C++ compiler (g++), then vllm-tiered again"
     )
     return None

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How weights are stored, and how stored ones become vectors of floats.
+// Codecs: how weights are stored, and how they are loaded as vectors of floats.
 //
-// Of a row's weights from position j on, `block` gives kVectors * kWidth, `vector` kWidth, and
-// `scalar` one. A code of 4 bit is its nibble less 8.
+// From position j of a row on, `block` loads kVectors * kWidth weights, `vector` kWidth, and
+// `scalar` one. A 4-bit code is its nibble less 8.
 #pragma once
 
 #include "vectors.h"
 
 namespace tiered {
 
-// What most have: a block is a vector.
+// The base of most codecs: a block is one vector.
 template <class Codec>
 struct OneVector {
     static constexpr int kVectors = 1;
@@ -48,8 +48,8 @@ struct Int8 : OneVector<Int8> {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
-// 32 nibbles at a time: two tables give the upper 16 bits of the float that each stands for, the
-// rest of which is 0. Half the instructions of widening integers, and as exact.
+// Loads 32 nibbles at a time: two tables give the upper 16 bits of each code's float; the lower 16
+// are 0. Half the instructions of widening integers, and as exact.
 //
 //     bytes, permuted by fours     0-3 8-11 16-19 24-27 | 4-7 12-15 20-23 28-31
 //     unpacked to 16 bits          0-3 8-11 | 4-7 12-15    and    16-19 24-27 | 20-23 28-31

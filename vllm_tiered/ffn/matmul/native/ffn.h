@@ -1,33 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// The FFN's products over the rows of a region: the one function that Python calls.
+// The FFN's GEMM over the slots of a cache buffer: the one function that Python calls.
 //
-// Included once by a translation unit for each instruction set.
+// Each translation unit, one for each instruction set, includes this once.
 #include <cmath>
 #include <cstddef>
 
+#include "gemm.h"
 #include "parallel.h"
-#include "products.h"
 
 namespace tiered {
 
 enum Codec : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 enum Activation : int32_t { kRelu, kSilu, kGelu, kGeluTanh };
 
-// As `_Call` of native/__init__.py has it.
+// The same fields as `Call` of native/__init__.py.
 struct Call {
-    const uint8_t* rows;      // [num_rows, stride] bundles
-    const uint16_t* scales;   // [num_rows, num_matrices, num_groups] float16, or null
-    const float* up_bias;     // [num_rows], or null
-    const float* x;           // [num_tokens, hidden]; null: the activations are given
-    float* activations;       // [num_tokens, num_rows], written or read
-    float* out;               // [num_tokens, hidden], added to; null: no down product
-    int64_t stride, num_rows, hidden, num_matrices, num_groups, num_tokens;
+    const uint8_t* bundles;   // [num_slots, stride]
+    const uint16_t* scales;   // [num_slots, num_matrices, num_groups] float16, or null
+    const float* up_bias;     // [num_slots], or null
+    const float* x;           // [num_tokens, hidden]; null: the activations are read
+    float* activations;       // [num_tokens, num_slots], written or read
+    float* out;               // [num_tokens, hidden], added to; null: no down GEMM
+    int64_t stride, num_slots, hidden, num_matrices, num_groups, num_tokens;
     int32_t codec, activation, num_threads;
 };
 
-constexpr int64_t kChunkRows = 16;       // that a thread takes at a time
-constexpr int64_t kSegment = 1024;       // weights: sums of 4 tokens fit a core's first cache
-constexpr int64_t kPartBytes = 1 << 16;  // of weights, below which a thread more does not pay
+constexpr int64_t kChunkSlots = 16;       // slots that a thread takes at a time
+constexpr int64_t kSegment = 1024;       // weights: sums of 4 tokens fit a core's L1 cache
+constexpr int64_t kPartBytes = 1 << 16;  // weights below which one more thread does not pay
 
 inline float activate(float x, int32_t activation) {
     switch (activation) {
@@ -43,15 +43,15 @@ inline float activate(float x, int32_t activation) {
     }
 }
 
-// A processor reads ahead within a page, and each row is a page of its own: it is told the next.
-inline void fetch(const uint8_t* from) {
+// Prefetches the next row: a processor reads ahead within a page, and each row is a page of its own.
+inline void prefetch(const uint8_t* from) {
     for (int line = 0; line < 4; ++line) __builtin_prefetch(from + 64 * line);
 }
 
 template <class Low, class High>
-class Products {
+class Gemm {
    public:
-    Products(const Call& call, int64_t bytes_per_matrix, bool is_nibbles)
+    Gemm(const Call& call, int64_t bytes_per_matrix, bool is_nibbles)
         : call_(call),
           bytes_per_matrix_(bytes_per_matrix),
           weights_{segments(call.hidden, call.num_groups, is_nibbles,
@@ -59,25 +59,25 @@ class Products {
                    call.scales != nullptr} {}
 
     void run() const {
-        const int64_t bytes = call_.num_rows * call_.num_matrices * bytes_per_matrix_;
+        const int64_t bytes = call_.num_slots * call_.num_matrices * bytes_per_matrix_;
         int64_t threads = std::min<int64_t>(call_.num_threads, 1 + bytes / kPartBytes);
-        threads = std::max<int64_t>(1, std::min(threads, call_.num_rows / kChunkRows));
+        threads = std::max<int64_t>(1, std::min(threads, call_.num_slots / kChunkSlots));
         if (call_.out == nullptr) {
-            const int64_t num_chunks = (call_.num_rows + kChunkRows - 1) / kChunkRows;
+            const int64_t num_chunks = (call_.num_slots + kChunkSlots - 1) / kChunkSlots;
             parallel(num_chunks, int(threads), [&](int64_t chunk) {
-                const int64_t begin = chunk * kChunkRows;
-                activations(begin, std::min(begin + kChunkRows, call_.num_rows));
+                const int64_t begin = chunk * kChunkSlots;
+                activations(begin, std::min(begin + kChunkSlots, call_.num_slots));
             });
             return;
         }
-        // Each part of the rows has sums of its own, so that they do not depend on who was faster.
+        // Each part of the slots has sums of its own, so that they do not depend on the threads' speed.
         const int64_t size = call_.num_tokens * call_.hidden;
         std::vector<float> others(size_t(size * (threads - 1)), 0.0f);
         parallel(threads, int(threads), [&](int64_t part) {
             float* const out = part ? &others[size_t((part - 1) * size)] : call_.out;
-            const int64_t end = call_.num_rows * (part + 1) / threads;
-            for (int64_t begin = call_.num_rows * part / threads, next; begin < end; begin = next) {
-                next = std::min(begin + kChunkRows, end);
+            const int64_t end = call_.num_slots * (part + 1) / threads;
+            for (int64_t begin = call_.num_slots * part / threads, next; begin < end; begin = next) {
+                next = std::min(begin + kChunkSlots, end);
                 if (call_.x != nullptr) activations(begin, next);
                 down(begin, next, out);
             }
@@ -90,11 +90,11 @@ class Products {
     const float* x(int64_t token) const { return call_.x + token * call_.hidden; }
 
     Row row(int64_t index, int64_t matrix) const {
-        return {call_.rows + index * call_.stride + matrix * bytes_per_matrix_,
+        return {call_.bundles + index * call_.stride + matrix * bytes_per_matrix_,
                 call_.scales + (index * call_.num_matrices + matrix) * call_.num_groups};
     }
 
-    // Of the rows begin .. end - 1, for all tokens.
+    // Computes the activations of slots begin .. end - 1, for all tokens.
     void activations(int64_t begin, int64_t end) const {
         const int64_t per_row = call_.num_matrices - 1;  // streams
         while (begin < end) {
@@ -103,7 +103,7 @@ class Products {
             for (int64_t i = 0; i < num; ++i)
                 for (int64_t m = 0; m < per_row; ++m) {
                     rows[i * per_row + m] = row(begin + i, m);
-                    if (begin + num + i < call_.num_rows) fetch(row(begin + num + i, m).weights);
+                    if (begin + num + i < call_.num_slots) prefetch(row(begin + num + i, m).weights);
                 }
             const int streams = int(num * per_row);
             for (int64_t token = 0; token < call_.num_tokens;) {
@@ -123,7 +123,7 @@ class Products {
     int64_t tile(int64_t begin, const Row* rows, int streams, int64_t token) const {
         const float* x_t[T];
         for (int t = 0; t < T; ++t) x_t[t] = x(token + t);
-        // As many products at a time as there are registers for their sums.
+        // As many dot products at a time as there are registers for their sums.
         constexpr int kStreams = T == 4 ? 2 : 4;
         float sums[4 * T];
         for (int s = 0; s < streams;) {
@@ -141,7 +141,7 @@ class Products {
         const int per_row = int(call_.num_matrices) - 1;
         for (int i = 0; i < streams / per_row; ++i)
             for (int t = 0; t < T; ++t) {
-                float* const into = call_.activations + (token + t) * call_.num_rows + begin + i;
+                float* const into = call_.activations + (token + t) * call_.num_slots + begin + i;
                 const float first = sums[i * per_row * T + t];
                 if (per_row == 2)
                     *into = activate(first, call_.activation) * sums[(i * per_row + 1) * T + t];
@@ -153,7 +153,7 @@ class Products {
         return T;
     }
 
-    // Add the rows begin .. end - 1; those whose activations are all 0 are not even read.
+    // Adds slots begin .. end - 1 to the output; slots whose activations are all 0 are not read.
     void down(int64_t begin, int64_t end, float* out) const {
         for (int64_t token = 0; token < call_.num_tokens;) {
             const int64_t left = call_.num_tokens - token;
@@ -168,15 +168,15 @@ class Products {
 
     template <int T>
     int64_t down_tile(int64_t begin, int64_t end, int64_t token, float* out) const {
-        Row rows[kChunkRows];
-        float a[kChunkRows * T];
+        Row rows[kChunkSlots];
+        float a[kChunkSlots * T];
         float* out_t[T];
         for (int t = 0; t < T; ++t) out_t[t] = out + (token + t) * call_.hidden;
         int64_t num = 0;
         for (int64_t i = begin; i < end; ++i) {
             bool adds = false;
             for (int t = 0; t < T; ++t) {
-                const float value = call_.activations[(token + t) * call_.num_rows + i];
+                const float value = call_.activations[(token + t) * call_.num_slots + i];
                 a[num * T + t] = value;
                 adds |= value != 0.0f;
             }
@@ -188,8 +188,8 @@ class Products {
                 const bool is_first = segment.begin == 0 && !segment.is_high;
                 if (!kIsShort<Low, High> || is_first)
                     for (int64_t k = r + 4; k < std::min(r + 8, num); ++k)
-                        fetch(rows[k].weights + segment.begin);
-                if (kIsShort<Low, High> && !segment.is_high) fetch_ahead<4>(rows + r, segment);
+                        prefetch(rows[k].weights + segment.begin);
+                if (kIsShort<Low, High> && !segment.is_high) prefetch_ahead<4>(rows + r, segment);
                 add_rows<Low, High, 4, T>(weights_, segment, rows + r, a + r * T, out_t);
             }
             for (; r < num; ++r)
@@ -205,25 +205,25 @@ class Products {
 
 }  // namespace tiered
 
-// 0, or 1 for a codec that there is not, 2 if memory ran out, 3 if there were no threads.
+// Returns 0, 1 for an unknown codec, 2 if memory ran out, 3 if no thread could be started.
 extern "C" __attribute__((visibility("default"))) int tiered_ffn(const tiered::Call* call) {
     using namespace tiered;
     try {
         switch (call->codec) {
             case kFloat32:
-                Products<Float32, Float32>(*call, 4 * call->hidden, false).run();
+                Gemm<Float32, Float32>(*call, 4 * call->hidden, false).run();
                 return 0;
             case kBFloat16:
-                Products<BFloat16, BFloat16>(*call, 2 * call->hidden, false).run();
+                Gemm<BFloat16, BFloat16>(*call, 2 * call->hidden, false).run();
                 return 0;
             case kFloat16:
-                Products<Float16, Float16>(*call, 2 * call->hidden, false).run();
+                Gemm<Float16, Float16>(*call, 2 * call->hidden, false).run();
                 return 0;
             case kInt8:
-                Products<Int8, Int8>(*call, call->hidden, false).run();
+                Gemm<Int8, Int8>(*call, call->hidden, false).run();
                 return 0;
             case kInt4:
-                Products<LowNibbles, HighNibbles>(*call, call->hidden / 2, true).run();
+                Gemm<LowNibbles, HighNibbles>(*call, call->hidden / 2, true).run();
                 return 0;
             default:
                 return 1;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work shared by the threads that torch computes with.
+// Runs work on the threads that torch computes with.
 //
-// torch brings an OpenMP runtime of its own. A second one, linked here, would have threads of its
-// own that spin beside torch's; so the one that is loaded is looked up by name. libgomp, and
-// Intel's and LLVM's in its place, all have this entry point.
+// torch loads an OpenMP runtime. A second one, linked here, would have threads that spin beside
+// torch's; so the loaded one is looked up by name. libgomp has this entry point, and so have Intel's
+// and LLVM's runtimes.
 #pragma once
 
 #include <dlfcn.h>
@@ -22,7 +22,7 @@ inline Fork openmp() {
     return found;
 }
 
-// Run work(0) .. work(num_parts - 1), each once. A runtime may give fewer threads than asked for.
+// Runs work(0) .. work(num_parts - 1), each once. A runtime may give fewer threads than asked for.
 template <class Work>
 void parallel(int64_t num_parts, int num_threads, const Work& work) {
     struct Shared {

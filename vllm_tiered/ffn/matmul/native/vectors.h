@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A vector of floats on each instruction set, and how stored weights become one.
+// A vector of floats on each instruction set, and how stored weights are loaded into one.
 //
 // Each translation unit is compiled for one instruction set (setup.py), and includes this once.
 #pragma once
@@ -62,8 +62,8 @@ inline Vector load_half(const uint16_t* from) {
 inline Vector load_int8(const uint8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
-// A permutation looks at the lowest 4 bits of each index: it is the mask, and the table of what
-// codes stand for, in one instruction.
+// A permutation reads the lowest 4 bits of each index: it masks, and looks up the codes' values, in
+// one instruction.
 inline Vector float_of_nibbles(__m512i codes) {
     const Vector values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     return _mm512_permutexvar_ps(codes, values);
@@ -111,7 +111,7 @@ inline Vector load_high_nibbles(const uint8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(nibbles, _mm256_set1_epi32(8)));
 }
 
-#else  // what the compiler makes of it, on any processor
+#else  // any processor: the compiler's vectors
 
 constexpr int kWidth = 4;
 using Vector = float __attribute__((vector_size(16)));

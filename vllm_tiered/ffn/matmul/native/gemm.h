@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a few rows with a few tokens: what a thread does at a time.
+// GEMM of a few rows with a few tokens: what a thread computes at a time.
 //
 //     dots         sums[s][t]  = <row s, x[t]>        rows of gate and up
 //     add_rows     out[t]     += sum_r a[r][t] row r  rows of down
 //
 // A row is handled segment by segment: weights that share a scale, contiguous where they are stored
-// and in the hidden state. In rows of 4-bit codes those of the low nibbles and those of the high
-// ones, which belong to the row's second half, take turns.
+// and in the hidden state. In rows of 4-bit codes, segments of low nibbles and of high nibbles, which
+// belong to the row's second half, alternate.
 #pragma once
 
 #include <algorithm>
@@ -19,12 +19,12 @@ namespace tiered {
 
 struct Segment {
     int64_t begin, end;  // positions in the stored row
-    int64_t shift;       // from there to the feature of the hidden state
-    int64_t group;       // whose scale it has
-    bool is_high;        // nibbles
+    int64_t shift;       // from a position to the feature of the hidden state
+    int64_t group;       // index of the segment's scale
+    bool is_high;        // the weights are high nibbles
 };
 
-// The segments of a row. `num_groups` is 0 where there are no scales.
+// Returns the segments of a row. `num_groups` is 0 where there are no scales.
 inline std::vector<Segment> segments(int64_t hidden, int64_t num_groups, bool is_nibbles,
                                      int64_t longest) {
     const int64_t length = is_nibbles ? hidden / 2 : hidden;
@@ -42,13 +42,13 @@ inline std::vector<Segment> segments(int64_t hidden, int64_t num_groups, bool is
     return found;
 }
 
-// What every product of a call needs.
+// What every GEMM of a call needs.
 struct Weights {
     std::vector<Segment> segments;
     bool has_scales;
 };
 
-// Rows of one matrix each: where their weights and scales are.
+// Weights and scales of one matrix's row.
 struct Row {
     const uint8_t* weights;
     const uint16_t* scales;
@@ -58,13 +58,13 @@ inline float scale_of(const Weights& weights, const Row& row, const Segment& seg
     return weights.has_scales ? half_to_float(row.scales[segment.group]) : 1.0f;
 }
 
-// Rows of nibbles end before a processor has seen that they are read in order: their lines are
-// asked for as they are used, some ahead; behind a row's end in vain.
+// Rows of nibbles end before a processor detects that they are read in order: their lines are
+// prefetched as they are used, some ahead; behind a row's end in vain.
 template <class Low, class High>
 constexpr bool kIsShort = !std::is_same_v<Low, High>;
 
 template <int R>
-inline void fetch_ahead(const Row* rows, const Segment& segment) {
+inline void prefetch_ahead(const Row* rows, const Segment& segment) {
     constexpr int64_t kAhead = 256;
     for (int64_t at = segment.begin; at < segment.end; at += 64)
         for (int r = 0; r < R; ++r) __builtin_prefetch(rows[r].weights + at + kAhead);
@@ -115,7 +115,7 @@ void dots(const Weights& weights, const Row* rows, const float* const* x, float*
     for (int s = 0; s < S; ++s)
         for (int t = 0; t < T; ++t) total[s][t] = spread(0.0f);
     for (const Segment& segment : weights.segments) {
-        if (kIsShort<Low, High> && !segment.is_high) fetch_ahead<S>(rows, segment);
+        if (kIsShort<Low, High> && !segment.is_high) prefetch_ahead<S>(rows, segment);
         float scales[S];
         for (int s = 0; s < S; ++s) scales[s] = scale_of(weights, rows[s], segment);
         if (segment.is_high)
@@ -127,7 +127,7 @@ void dots(const Weights& weights, const Row* rows, const float* const* x, float*
         for (int t = 0; t < T; ++t) sums[s * T + t] = sum(total[s][t]) + rest[s][t];
 }
 
-// V vectors of each row from position j on; `block` has them.
+// Adds V vectors of each row from position j on, which `block` loads.
 template <class Codec, int V, int R, int T>
 inline void add_vectors(int64_t j, const Row* rows, const Vector (&a)[R][T], float* const* out) {
     Vector w[R][V];
@@ -167,7 +167,7 @@ inline void add_segment(const Segment& segment, const Row* rows, const float (&a
         }
 }
 
-// One segment of R rows. `a`: [R][T].
+// Adds one segment of R rows. `a`: [R][T].
 template <class Low, class High, int R, int T>
 void add_rows(const Weights& weights, const Segment& segment, const Row* rows, const float* a,
               float* const* out) {

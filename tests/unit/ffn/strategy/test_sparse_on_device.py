@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far layers whose steps of a few tokens are the GPU's alone: on the fake, they run late."""
+"""Far layers whose steps of a few tokens run on the GPU alone: deferred, on the fake."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,17 +22,16 @@ from tests.fakes.deferred_rig import (
 )
 from tests.fakes.deferred_torch import now
 from tests.fixtures.ffn_models import Ffn, random_ffn
-from tests.unit.ffn.test_runtime import check_bytes, check_precisions, mixed
+from tests.fixtures.ffn_runtimes import check_bytes, check_precisions, mixed
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.ffn import mailbox as host_link
-from vllm_tiered.ffn import memory_plan as planning
-from vllm_tiered.ffn import step_clock
+from vllm_tiered.ffn import memory_plan, step_clock
 from vllm_tiered.ffn.cache.base import NO_IDS, NeuronCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layout import Precision, bundle_stride
-from vllm_tiered.ffn.on_gpu import MAX_DEVICE_TOKENS
+from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.selection import Mix, select
+from vllm_tiered.ffn.strategy.sparse_on_device import MAX_DEVICE_TOKENS
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
@@ -43,7 +42,7 @@ def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few neurons: all are used again and again."""
-    monkeypatch.setattr(planning, "_CHUNK_BYTES", 10 * 1024)
+    monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 10 * 1024)
 
 
 POLICIES = [("atu", (0.1, 0.2, 0.3)), ("window", (0.1, 0.2, 0.3)), ("atu", (0.25, 0, 0))]
@@ -60,14 +59,14 @@ def test_steps_without_the_host(monkeypatch, ffn, policy, mix, seed, haste):
 def steps_without_the_host(
     rig: DeferredRig, gpu: DeferredGpu, policy: str, mix: Any, seed: int
 ) -> None:
-    """The books change hands with batches of more tokens than the GPU plans for, and prompts come
-    between them; what there is no room for is multiplied all the same."""
+    """The cache index migrates with batches of more tokens than the GPU plans for; prompts come
+    between them. Neurons without a slot are multiplied all the same."""
     ffn, shape = rig.ffn, rig.ffn.shape
     plan = replace(mixed(ffn, mix), num_far_layers=shape.num_layers)
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     rng = np.random.default_rng(seed)
     scores = {layer: rng.random(shape.neurons) for layer in range(shape.num_layers)}
-    led = 0
+    owned = 0
     with rig.torch:
         runtime = rig.runtime(plan, predictors, policy=policy, window=3)
         for step in range(36):
@@ -80,24 +79,24 @@ def steps_without_the_host(
                 predictors[layer].next_BN = scores_BN
                 x_BH = torch.from_numpy(rng.standard_normal((batch, 64))).float()
             before = runtime.stats.sparse_steps
-            with nobody_waits() if batch <= MAX_DEVICE_TOKENS else nullcontext():
+            with host_never_waits() if batch <= MAX_DEVICE_TOKENS else nullcontext():
                 found = runtime.layers[layer].compute(rig.near(x_BH), not is_prompt)
             if runtime.stats.sparse_steps == before:
                 with now():
                     rig.due.append((found, ffn.dense(layer, x_BH)))
                 continue
-            led += batch <= MAX_DEVICE_TOKENS
-            # Of most steps nobody waits to know what is near.
+            owned += batch <= MAX_DEVICE_TOKENS
+            # After most steps nothing waits to learn what is near.
             if rig.rng.random() < 0.3:
                 runtime.layers[layer].check_integrity()
                 with now():
                     near = resident_neurons(runtime, layer)
                     check_precisions(select(scores_BN, Mix.from_shares(mix)), near)
-                    rig.due.append((found, ffn.product(layer, x_BH, near)))
+                    rig.due.append((found, ffn.output_of(layer, x_BH, near)))
             if rig.rng.random() < 0.2:
                 rig.settle()
         rig.settle()
-        # Reports are heard of in later steps.
+        # Statistics are read in later steps.
         runtime.layers[0].compute(rig.near(torch.zeros(1, 64)), False)
         rig.settle()
         runtime.layers[0].compute(rig.near(torch.zeros(1, 64)), False)
@@ -106,24 +105,24 @@ def steps_without_the_host(
                 for precision in resident_neurons(runtime, layer):
                     check_bytes(ffn, runtime, layer, precision)
             counts = [one.tolist() for one in gpu.counts]
-        assert len(counts) == led >= 10 and gpu.heard == counts
+        assert len(counts) == owned >= 10 and gpu.received == counts
         assert sum(loaded for step in counts for loaded, *_ in step) > 60
         runtime.close()
 
 
-def nobody_waits():
-    """Not even the host's books are asked for."""
-    return patch.object(host_link.Mailbox, "d2h", side_effect=AssertionError("the host waits"))
+def host_never_waits():
+    """The host copies nothing from the GPU that it would wait for."""
+    return patch.object(Mailbox, "d2h", side_effect=AssertionError("the host waits"))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 6])
-def test_what_the_host_is_told_of_steps_without_it(monkeypatch, ffn, num_tokens):
-    """Counts and bytes, and what the next step is judged by."""
+def test_statistics_of_steps_without_the_host(monkeypatch, ffn, num_tokens):
+    """Counts and bytes, and what the cost model judges the next step by."""
     rig = DeferredRig(monkeypatch, ffn, 0, 0.6)
     gpu, shape = DeferredGpu(monkeypatch, rig.torch), ffn.shape
-    told, asked = [], []
+    reported, asked = [], []
     monkeypatch.setattr(
-        DenseSparseCostModel, "add_sparse", lambda *args, **kinds: told.append((args, kinds))
+        DenseSparseCostModel, "add_sparse", lambda *args, **kinds: reported.append((args, kinds))
     )
 
     def prefers_dense(cost_model: DenseSparseCostModel, *args: int) -> bool:
@@ -143,15 +142,15 @@ def test_what_the_host_is_told_of_steps_without_it(monkeypatch, ffn, num_tokens)
                 predictors[step % 2].next_BN = torch.rand(num_tokens, shape.neurons)
             runtime.layers[step % 2].compute(rig.near(torch.randn(num_tokens, 64)), True)
             rig.settle()
-            assert runtime.stats.sparse_steps == step + 1 == len(told)
+            assert runtime.stats.sparse_steps == step + 1 == len(reported)
         strides = np.array([bundle_stride(shape, p) for p in Precision])
-        counts = np.array(gpu.heard)
-        loaded, stayed, wanted, without_row = counts.transpose(2, 0, 1)
-        assert without_row[:, 0].all() and not without_row[:, 1].any()
-        read_again = without_row * (-(-num_tokens // 4) - 1)
+        counts = np.array(gpu.received)
+        loaded, stayed, wanted, without_slot = counts.transpose(2, 0, 1)
+        assert without_slot[:, 0].all() and not without_slot[:, 1].any()
+        read_again = without_slot * (-(-num_tokens // 4) - 1)
         missing = (loaded + read_again) @ strides
         multiplied = (loaded + stayed) @ strides
-        for step, (args, kinds) in enumerate(told):
+        for step, (args, kinds) in enumerate(reported):
             _, layer, seconds, *numbers = args
             assert layer == step % 2 and seconds > 0 and kinds == {"is_warm": step > 1}
             assert numbers == [missing[step], multiplied[step], num_tokens]
@@ -160,7 +159,7 @@ def test_what_the_host_is_told_of_steps_without_it(monkeypatch, ffn, num_tokens)
         stats = runtime.stats
         assert stats.misses == loaded.sum() and stats.hits == (wanted - loaded).sum() > 0
         assert runtime.backend.stats.far_bytes - far_bytes == missing.sum()
-        # What the host prefers to be dense is.
+        # A step that the cost model prefers dense is dense.
         with now():
             x_BH = torch.randn(num_tokens, 64)
         found = runtime.layers[0].compute(rig.near(x_BH), True)
@@ -170,7 +169,7 @@ def test_what_the_host_is_told_of_steps_without_it(monkeypatch, ffn, num_tokens)
         runtime.close()
 
 
-def test_neurons_are_of_the_last_token_when_their_books_change_hands(monkeypatch, ffn):
+def test_neurons_count_as_the_last_tokens_after_their_index_migrated(monkeypatch, ffn):
     """A window begins anew with all that was near; none stays beyond it."""
     rig = DeferredRig(monkeypatch, ffn, 0, 1.0)
     DeferredGpu(monkeypatch, rig.torch)
@@ -179,7 +178,7 @@ def test_neurons_are_of_the_last_token_when_their_books_change_hands(monkeypatch
     plan = replace(plan, cache_slots={Precision.FULL: 80})
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     expected = WindowCache(80, shape.neurons, 3)
-    led_before = False
+    owned_before = False
     with rig.torch:
         runtime = rig.runtime(plan, predictors, policy="window", window=3)
         for num_tokens in (1, 1, 1, 1, 17, 17, 1, 1, 1, 17, 1, 17, 17, 17, 1, 1, 1):
@@ -187,10 +186,10 @@ def test_neurons_are_of_the_last_token_when_their_books_change_hands(monkeypatch
                 scores_BN = torch.rand(1, shape.neurons).repeat(num_tokens, 1)
                 predictors[0].next_BN = scores_BN
             runtime.layers[0].compute(rig.near(torch.randn(num_tokens, 64)), True)
-            led = num_tokens <= MAX_DEVICE_TOKENS
-            if led != led_before:
+            owned = num_tokens <= MAX_DEVICE_TOKENS
+            if owned != owned_before:
                 expected._last_token[expected.resident()] = expected._token
-            led_before = led
+            owned_before = owned
             expected.commit(expected.plan(select(scores_BN, Mix.from_shares(mix)).full))
             with now():
                 found = resident_neurons(runtime, 0)[Precision.FULL]
@@ -199,20 +198,22 @@ def test_neurons_are_of_the_last_token_when_their_books_change_hands(monkeypatch
         runtime.close()
 
 
-def reports_are_read_early(monkeypatch):
-    monkeypatch.setattr(step_clock.StepClock, "measure", lambda self, begin, told: told(1.0))
+def stats_are_read_early(monkeypatch):
+    monkeypatch.setattr(
+        step_clock.StepClock, "measure", lambda self, begin, reported: reported(1.0)
+    )
 
 
-def reports_share_a_place(monkeypatch):
-    """The next one is written over what nobody has read yet."""
-    report = host_link.Mailbox.report
+def stats_share_a_place(monkeypatch):
+    """The next statistics overwrite some that have not been read yet."""
+    async_stats = Mailbox.async_stats
 
     def careless(self, tensor):
-        host = report(self, tensor)
-        self.heard(host)
+        host = async_stats(self, tensor)
+        self.recycle(host)
         return host
 
-    monkeypatch.setattr(host_link.Mailbox, "report", careless)
+    monkeypatch.setattr(Mailbox, "async_stats", careless)
 
 
 def holes_are_not_filled(monkeypatch):
@@ -228,14 +229,14 @@ def holes_are_not_filled(monkeypatch):
 @pytest.mark.parametrize(
     "mutate",
     [
-        reports_are_read_early,
-        reports_share_a_place,
+        stats_are_read_early,
+        stats_share_a_place,
         holes_are_not_filled,
         scores_are_read_early,
         compute_is_not_held,
     ],
 )
-def test_what_is_broken_without_the_host_is_found(monkeypatch, ffn, mutate):
+def test_injected_faults_without_the_host_are_found(monkeypatch, ffn, mutate):
     mutate(monkeypatch)
     for seed, haste in product(range(4), (0.0, 0.6, 0.9)):
         try:

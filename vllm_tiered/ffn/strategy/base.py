@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a strategy, and the resources that a layer's strategies compute with.
+
+B tokens, H hidden, N neurons of the layer.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
+from vllm_tiered.ffn.cache.layer_cache import LayerCache
+from vllm_tiered.ffn.cost_model import DenseSparseCostModel
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.loader.backend import NeuronBackend
+from vllm_tiered.ffn.loader.loader import NeuronLoader
+from vllm_tiered.ffn.loader.stream import NeuronStream
+from vllm_tiered.ffn.mailbox import Mailbox
+from vllm_tiered.ffn.matmul.compute import activations, add_down
+from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.selector import Selector
+from vllm_tiered.ffn.step_clock import StepClock
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.ffn.tables import NeuronTables
+
+
+@dataclass(slots=True)
+class LayerStats:
+    """Counts of one layer since the start.
+
+    Attributes:
+        hits, misses: neurons that a sparse step wanted and that were near already, or not. Steps
+            planned on the GPU are counted once their statistics have arrived.
+        sparse_steps, dense_steps: steps by how they were computed.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    sparse_steps: int = 0
+    dense_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankResources:
+    """What all layers of a rank share."""
+
+    store: NeuronStore
+    backend: NeuronBackend
+    stream: NeuronStream
+    cost_model: DenseSparseCostModel
+    clock: StepClock
+    mailbox: Mailbox
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerResources:
+    """What one layer computes with.
+
+    Attributes:
+        index: the layer's, in the order of computation.
+        rank: what it shares with the other layers.
+        tables: scales, biases and norms of all of its neurons.
+        buffers: its near cache buffers, by precision.
+        loader: loads neurons into those buffers.
+        cache: the host's index of the buffers whose content changes; None if none does.
+        num_permanent: the first neurons, in full precision, that stay near for good.
+        selector: None if every neuron is computed.
+        predictor: None if every neuron is computed, or the 4-bit base ranks them.
+        has_base: the 4-bit buffer holds every neuron for good and ranks them; ``cache`` is the
+            index of the other buffers.
+        stats: the layer's counts, which its strategies add to.
+    """
+
+    index: int
+    rank: RankResources
+    tables: NeuronTables
+    buffers: Mapping[Precision, NeuronCacheBuffer]
+    loader: NeuronLoader
+    cache: LayerCache | None = None
+    num_permanent: int = 0
+    selector: Selector | None = None
+    predictor: Predictor | None = None
+    has_base: bool = False
+    stats: LayerStats = field(default_factory=LayerStats)
+
+    @property
+    def base(self) -> NeuronCacheBuffer | None:
+        """The 4-bit buffer that holds every neuron, if there is one."""
+        return self.buffers[Precision.INT4] if self.has_base else None
+
+
+class Strategy(ABC):
+    """A way to compute one layer's FFN."""
+
+    def __init__(self, resources: LayerResources) -> None:
+        self._resources = resources
+        self._rank = resources.rank
+        self._index = resources.index
+
+    @abstractmethod
+    def compute(self, x_BH: torch.Tensor, *, is_warm: bool) -> torch.Tensor | None:
+        """Return the FFN's output without the last bias, float32 [B, H].
+
+        Args:
+            x_BH: the layer's input, near, of any float type.
+            is_warm: the layer's last decode step was sparse too.
+
+        Returns:
+            None if the step is to be computed densely; then no neuron cache has changed.
+
+        Raises:
+            IntegrityError: a bundle is damaged. The neuron cache is empty then.
+        """
+
+    def _add_neurons(
+        self,
+        out_BH: torch.Tensor,
+        x_BH: torch.Tensor,
+        buffer: NeuronCacheBuffer,
+        num_slots: int,
+    ) -> None:
+        """Add to ``out_BH`` what the neurons in the buffer's first slots give."""
+        if num_slots:
+            a_Bn = activations(x_BH, buffer, num_slots, self._rank.store.activation)
+            add_down(out_BH, a_Bn, buffer, num_slots)
+
+
+def empty_output(x_BH: torch.Tensor) -> torch.Tensor:
+    """Return zeros, float32 [B, H], contiguous whatever ``x_BH``'s strides are."""
+    return torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)

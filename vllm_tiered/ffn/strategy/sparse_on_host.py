@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse steps that the host plans: select, plan the cache, load what is missing, multiply.
+
+    scores ─► selection ─► plan of the cache ─► moves and loads ─► GEMM over the cache buffers
+
+B tokens, H hidden, N neurons of the layer.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_tiered.ffn.cache.layer_cache import LayerPlan
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.selection import Selection
+from vllm_tiered.ffn.strategy.base import LayerResources, empty_output
+from vllm_tiered.ffn.strategy.sparse import SparseStrategy
+
+
+class SparseOnHost(SparseStrategy):
+    """Computes a layer's sparse steps with the host's cache index.
+
+    Attributes:
+        prefetch_target: the later layer whose neurons are read ahead while this one computes.
+    """
+
+    def __init__(self, resources: LayerResources) -> None:
+        super().__init__(resources)
+        self.prefetch_target: SparseOnHost | None = None
+
+    def compute(self, x_BH: torch.Tensor, *, is_warm: bool) -> torch.Tensor | None:
+        """Return the output as :meth:`Strategy.compute` says; waits for the scores."""
+        rank, index, num_tokens = self._rank, self._index, len(x_BH)
+        begin = rank.clock.now()
+        base_BN = self._base_activations(x_BH)
+        selection, prefetched = self._select(x_BH, base_BN)
+        if not self._fits(selection):
+            return None
+        wanted = {p: selection.neurons_in(p) for p in self._cache.caches}
+        plan = self._cache.plan(wanted, selection.scores_N)
+        missing, multiplied = self._resources.loader.plan_bytes(plan)
+        if rank.cost_model.prefers_dense(index, missing, multiplied, num_tokens):
+            return None
+        out_BH = empty_output(x_BH)
+        skip_in_base_N = self._load_and_multiply(out_BH, x_BH, plan, selection, prefetched)
+        self._add_base(out_BH, base_BN, skip_in_base_N)
+        rank.clock.measure(
+            begin,
+            lambda seconds: rank.cost_model.add_sparse(
+                index, seconds, missing, multiplied, num_tokens, is_warm=is_warm
+            ),
+        )
+        return out_BH
+
+    def predict_next(self, x_BH: torch.Tensor) -> torch.Tensor | None:
+        """Return this layer's encoded scores if its input is like an earlier layer's ``x_BH``.
+
+        Layers change the hidden state little (Deja Vu, 4.3), and the change is normalised. None
+        without a predictor. :meth:`decode` takes the result, once it is on the host.
+        """
+        if self._resources.predictor is None:
+            return None
+        return self._selector.encode(self._resources.predictor.scores(x_BH))
+
+    def decode(self, encoded: torch.Tensor) -> Selection:
+        """Return the selection that :meth:`predict_next` encoded; ``encoded`` is on the host."""
+        return self._selector.decode(encoded)
+
+    def prefetch(self, selection: Selection) -> None:
+        """Begin to read ahead the selected neurons that are not near."""
+        caches = self._cache.caches
+        missing = {p: one.missing(selection.neurons_in(p)) for p, one in caches.items()}
+        self._rank.backend.prefetch(self._index, missing)
+
+    def _select(
+        self, x_BH: torch.Tensor, base_BN: torch.Tensor | None
+    ) -> tuple[Selection, Selection | None]:
+        """Return this step's selection, and what to read ahead for the later layer.
+
+        Both sets of scores come to the host in one copy.
+        """
+        own = self._selector.encode(self._scores(x_BH, base_BN))
+        target = self.prefetch_target
+        later = None if target is None else target.predict_next(x_BH)
+        if target is None or later is None:
+            return self._selector.decode(self._rank.mailbox.d2h([own])[0]), None
+        own, later = self._rank.mailbox.d2h([own, later])
+        return self._selector.decode(own), target.decode(later)
+
+    def _fits(self, selection: Selection) -> bool:
+        buffers = self._resources.buffers
+        return all(
+            len(selection.neurons_in(p)) <= (buffers[p].capacity if p in buffers else 0)
+            for p in Precision
+        )
+
+    def _load_and_multiply(
+        self,
+        out_BH: torch.Tensor,
+        x_BH: torch.Tensor,
+        plan: LayerPlan,
+        selection: Selection,
+        prefetched: Selection | None,
+    ) -> torch.Tensor | None:
+        """Commit and execute the plan, and add the near neurons' output to ``out_BH``.
+
+        Returns:
+            bool [N], near: neurons whose 4-bit activations are not used; None without a base.
+        """
+        stats = self._resources.stats
+        stats.sparse_steps += 1
+        stats.hits += plan.hits
+        stats.misses += plan.num_loads
+        self._cache.commit(plan)
+        try:
+            skip_in_base_N = self._resources.loader.execute(
+                plan, None if self._base is None else self._skip_in_base(selection)
+            )
+            if self.prefetch_target is not None and prefetched is not None:
+                self.prefetch_target.prefetch(prefetched)
+            for precision, num_slots in self._cache.num_resident.items():
+                self._add_neurons(out_BH, x_BH, self._resources.buffers[precision], num_slots)
+        except BaseException:
+            # Slots hold what the index says only once all of a plan has been executed. However far
+            # it came, nothing counts as near.
+            self._cache.clear()
+            raise
+        return skip_in_base_N
+
+    def _skip_in_base(self, selection: Selection) -> npt.NDArray[np.bool_]:
+        """Return the neurons, bool [N], that are near in a better precision or not selected."""
+        skip_in_base = np.zeros(self._rank.store.shape.neurons, dtype=np.bool_)
+        if selection.num_neurons < len(skip_in_base):
+            skip_in_base[:] = True
+            skip_in_base[selection.int4] = False
+        for cache in self._cache.caches.values():
+            skip_in_base[cache.resident()] = True
+        return skip_in_base
