@@ -74,9 +74,6 @@ def test_auto_measures_and_both_ranks_decide_alike(tmp_path) -> None:
     (verdict,) = first["verdicts"]
     assert verdict["batch_size"] == len(PROMPTS)
     assert min(verdict[phase] for phase in ("off_before", "on", "off_after")) > 0
-    assert verdict["kept"] == (
-        verdict["ratio"] < 0.99 and verdict["on"] < min(verdict["off_before"], verdict["off_after"])
-    )
     assert log.count(f"tiered l2: at {len(PROMPTS)} requests a decode step takes") == 1
 
 

@@ -27,11 +27,6 @@ def test_figure_6_best_l2_sizes(answer):
     assert answer["without_prefetch"]["best_l2_mib"] == 8
 
 
-def test_figure_6_densities(answer):
-    assert answer["without_prefetch"]["throughput_density"] == pytest.approx(11.8, rel=0.05)
-    assert answer["with_prefetch"]["throughput_density"] == pytest.approx(14.8, rel=0.05)
-
-
 def test_figure_6_gain_which_no_fitted_number_is_in(answer):
     high, low = (
         answer[side]["output_tokens_per_s_per_mm2"]
