@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-layer KV swapping (Pie): pages, mapping table, staging, swapping; knows no engine."""
+"""Per-layer KV swapping (Pie): pages, mapping table, staging, swapping. It knows no engine."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The far tier's pages: a region for each layer that may be offloaded, and the order of writes.
+"""Far tier: one region of pages for each layer that may be offloaded, and the order of writes.
 
-The layers that are offloaded first have their regions in memory, those beyond its budget in a file:
-a KV cache larger than DRAM. As layers are offloaded in a low-discrepancy order, those on storage
-are spread over the model, and each can arrive behind the transfers of several others.
+The layers that are offloaded first have their regions in memory. Layers beyond the memory budget
+have them in a file, so that the KV cache may be larger than DRAM. Layers are offloaded in a
+low-discrepancy order. So the layers on storage are spread over the model, and the transfers of
+several other layers overlap each slow read.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FarHomes:
-    """Where the layers' far regions go.
+    """Placement of the layers' far regions.
 
     Attributes:
-        memory_layers: how many layers' regions fit into memory; None for all.
-        path: folder of the file for the others.
-        verify: which reads from memory compare checksums: "off", "sample" or "full". Pages in a
-            file always do.
+        memory_layers: number of layers whose regions are in memory; None for all.
+        path: folder of the file with the other regions.
+        verify: which reads from memory compare checksums: "off", "sample" or "full". Reads from a
+            file always compare them.
     """
 
     memory_layers: int | None = None
@@ -34,14 +35,14 @@ class FarHomes:
 
 
 class FarTier:
-    """Far copies of blocks: full ones, written once, and partial ones where they are offloaded.
+    """Far copies of full blocks and of offloaded partial blocks.
 
     Args:
-        device: copies; the regions are allocated from it.
+        device: runs the copies and allocates the regions.
         near: the near tier's pages.
-        layers: layers that may be offloaded, in the order in which they are.
+        layers: layers that may be offloaded, in the order of offloading.
         num_blocks: pages of a far region.
-        homes: where regions go.
+        homes: the placement of the regions.
 
     Raises:
         BudgetError: a tier does not have the space.
@@ -56,9 +57,9 @@ class FarTier:
         num_blocks: int,
         homes: FarHomes,
     ) -> None:
-        # A read follows all writes before it: the last one, as writes are in order.
+        # Writes run in order, so a read that waits for the last one waits for all earlier ones.
         self.last_write: tuple[Event, ...] = ()
-        self._reads: list[Event] = []  # of which it is not known whether all pages arrived
+        self._reads: list[Event] = []  # reads not yet checked for failed pages
         self._device = device
         self._near = near
         self._num_blocks = num_blocks
@@ -82,9 +83,9 @@ class FarTier:
     def write(
         self, layers: Sequence[int], block_ids: PageIds, pages: npt.NDArray[np.int64]
     ) -> None:
-        """Write near ``pages`` [layers, blocks] out, in one copy for each buffer.
+        """Write near ``pages`` [layers, blocks] to the far tier, with one copy for each buffer.
 
-        They run when what was computed so far is done.
+        The copies run when the compute queued so far is done.
         """
         copies = []
         homes = [self._home(layer) for layer in layers]
@@ -101,25 +102,25 @@ class FarTier:
         self.write_computed(copies)
 
     def prepare_write(self, layer: int, block_ids: PageIds, pages: PageIds) -> Copy:
-        """Prepare a copy that writes near ``pages`` of a layer out; for :meth:`submit_writes`."""
+        """Prepare a copy of a layer's near ``pages`` to the far tier, for :meth:`submit_writes`."""
         far = self.far_region(layer)
         return self._device.prepare(
             Direction.WRITE, self._near, Pages(pages), far, Pages(block_ids)
         )
 
     def submit_writes(self, writes: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
-        """Queue prepared writes, in order, each with what it must wait for."""
+        """Queue prepared writes in order, each with the events that it must wait for."""
         events = self._device.submit_together(writes)
         self.last_write = (events[-1],)
         return events
 
     def write_computed(self, writes: Sequence[Copy]) -> None:
-        """Queue prepared writes that run when what was computed so far is done."""
+        """Queue prepared writes that run when the compute queued so far is done."""
         computed = (self._device.compute_event(),)
         self.submit_writes([(copy, computed) for copy in writes])
 
     def submit_reads(self, reads: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
-        """Queue prepared reads, in order, each with what it must wait for."""
+        """Queue prepared reads in order, each with the events that it must wait for."""
         events = self._device.submit_together(reads)
         self._reads += events
         return events
@@ -127,9 +128,9 @@ class FarTier:
     def read(
         self, layer: int, block_ids: PageIds, pages: PageIds, drained: tuple[Event, ...]
     ) -> Event:
-        """Read blocks of a layer into near ``pages`` that have ``drained``.
+        """Read blocks of a layer into near ``pages`` once the ``drained`` events are done.
 
-        Nothing submitted later may use the pages before.
+        Nothing that is submitted later may use the pages before the read is done.
         """
         copy = self._device.prepare(
             Direction.READ, self.far_region(layer), Pages(block_ids), self._near, Pages(pages)
@@ -139,15 +140,15 @@ class FarTier:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is read from it or written to it any more."""
+        """Whether all reads and writes of the far tier are done."""
         return all(event.done() for event in (*self.last_write, *self._reads))
 
     def wait(self, event: Event) -> float:
-        """Hold compute until a copy is done; return seconds of standstill."""
+        """Stall compute until a copy is done; return the seconds of stall."""
         return self._device.wait(event)
 
     def take_lost(self) -> set[int]:
-        """Return blocks of which a page did not arrive, in reads that ended since the last call."""
+        """Return the blocks that lost a page in reads that ended since the last call."""
         reads, self._reads = self._reads, []
         lost: set[int] = set()
         for event in reads:
@@ -158,7 +159,7 @@ class FarTier:
         return lost
 
     def discard(self) -> None:
-        """Give memory back to the system; the far tier holds no page from now on."""
+        """Return the regions' memory to the system; the far tier then holds no page."""
         for buffer in (self._memory, self._storage):
             if buffer is not None:
                 buffer.discard(0, buffer.num_pages)

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks a near-tier budget holds when some layers are offloaded (Pie, section 3.1).
+"""Number of blocks that a near-tier budget holds with offloaded layers (Pie, section 3.1).
 
-The near tier is one pool of P pages; a page is one block in one layer. Of the n layers some are
-*resident* (their pages stay near); the others are *offloaded* and pass through staging buffers:
+The near tier is one pool of P pages. A page is one block in one layer. Some of the n layers are
+*resident*: their pages stay near. The others are *offloaded*: each step reads their pages into
+staging buffers. G is the number of released blocks, T the number of partial blocks:
 
     ┌──────────── resident · G ────────────┬──── offloaded · T ────┬── buffers · (G - T) ──┐
     │ near pages of the G released blocks  │ pages of the T        │ staging buffers, each │
     │ in every resident layer              │ partial blocks        │ one layer's blocks    │
     └──────────────────────────────────────┴───────────────────────┴───────────────────────┘
 
-A *partial block* is a running request's last block, which is not full yet. There are two ways to
-treat it in an offloaded layer:
+A *partial block* is the last block of a running request while it is not full. In an offloaded
+layer a partial block is treated in one of two ways:
 
-* It is resident, and neither staged nor written out before it is full. It costs a page per layer.
-* It is offloaded: staged like a full block, and written out after every step that adds to it. T is
-  0 then. A step moves a page more per request and layer, and the budget holds more blocks: half as
-  many again with 4 blocks a request and 22 of 30 layers offloaded.
+* It is resident. It is neither staged nor written out before it is full. It costs a page per layer.
+* It is offloaded. It is staged like a full block, and written out after every step that adds to it.
+  T is 0 then. A step moves one page more per request and layer, but the budget holds more blocks:
+  1.5 times as many with 4 blocks per request and 22 of 30 layers offloaded.
 
 For the same number of blocks, resident partial blocks with more offloaded layers move fewer pages.
-So an adaptive expansion offloads partial blocks only beyond what the highest level with resident
-ones holds.
+So an adaptive expansion offloads partial blocks only when it needs more blocks than the highest
+level with resident partial blocks holds.
 """
 
 from dataclasses import dataclass
@@ -27,16 +28,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 STAGING_BUFFERS = 2
-"""The kernels read one buffer while the next is filled (Pie, section 3.3)."""
+"""Two buffers, as the kernels read one while the next is filled (Pie, section 3.3)."""
 
 PARTIAL_WHILE_PREFILLING = 2
 """A prefill chunk may fill one partial block and begin another in the same step."""
 
 
 def expansion_of(num_layers: int, num_far: int) -> float:
-    """Return the logical KV capacity over what the same pages hold with every layer near.
+    """Return the KV capacity relative to the same pages with every layer near.
 
-    Pie's ``n / (n - m)``, with the staging buffers counted: ``n / (n - m + min(2, m))``.
+    Pie's ``n / (n - m)`` does not count the staging buffers. With them it is
+    ``n / (n - m + min(2, m))``.
     """
     return num_layers / (num_layers - num_far + min(STAGING_BUFFERS, num_far))
 
@@ -52,7 +54,7 @@ def max_num_far(num_layers: int) -> int:
 def num_far_for_expansion(num_layers: int, expansion: float) -> int | None:
     """Return the fewest offloaded layers that give at least ``expansion``; None if none do.
 
-    ``expansion == 1`` needs none: the KV cache then is vLLM's own.
+    ``expansion == 1`` needs no offloaded layer: the KV cache is then vLLM's own.
     """
     for num_far in range(max_num_far(num_layers) + 1):
         if expansion_of(num_layers, num_far) >= expansion:
@@ -65,7 +67,7 @@ class Level(NamedTuple):
 
     Attributes:
         num_far: offloaded layers (Pie's m).
-        partial_blocks_resident: partial blocks stay near in those layers.
+        partial_blocks_resident: partial blocks stay near in the offloaded layers.
     """
 
     num_far: int
@@ -108,8 +110,8 @@ class KvGeometry:
     def pages_needed(self, released_blocks: int, num_partial: int) -> int:
         """Return the near pages that released blocks need, ``num_partial`` of them partial.
 
-        The staging buffers must hold at least one layer of every block, however few blocks are
-        partial, or a step might not run at all: hence the lower bound.
+        The staging buffers need at least ``released_blocks`` pages, however many blocks are
+        partial. With fewer pages a step that uses every block in one layer could not run.
         """
         num_partial *= self.partial_blocks_resident
         staged = max(self.num_staging_buffers * (released_blocks - num_partial), released_blocks)
@@ -146,7 +148,7 @@ class KvGeometry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvLevels:
-    """The levels between which a near budget may move at run time.
+    """Levels that an adaptive expansion may choose at run time, and their sizes.
 
     Attributes:
         num_layers: layers with a KV cache (n).
@@ -155,7 +157,7 @@ class KvLevels:
         near_pages: pages of the near-tier pool (P).
         max_num_far: offloaded layers that ``max_expansion``, the far budget and the model allow.
         max_blocks: blocks of the engine's pool without the null block; no level has more.
-        offloads_partial_blocks: there are levels at which partial blocks are offloaded too.
+        offloads_partial_blocks: some levels offload partial blocks too.
     """
 
     num_layers: int
@@ -168,19 +170,19 @@ class KvLevels:
 
     @property
     def ladder(self) -> tuple[Level, ...]:
-        """All levels in the order in which an expansion grows; ``level_idx`` counts them.
+        """All levels in the order in which an expansion grows; a ``level_idx`` is an index here.
 
-        First those with resident partial blocks and 0, 1, ... offloaded layers; then those with
-        offloaded partial blocks and 1, 2, ... layers. For the same blocks a lower level moves
-        fewer pages.
+        The first levels have resident partial blocks and 0, 1, ... offloaded layers. The next have
+        offloaded partial blocks and 1, 2, ... offloaded layers. For the same number of blocks, a
+        lower level moves fewer pages.
         """
         return _ladder(self.max_num_far, self.offloads_partial_blocks)
 
     def geometry(self, level: Level) -> KvGeometry:
-        """Return the sizes at a level; without an offloaded layer they are vLLM's.
+        """Return the sizes at a level; at level 0 they are vLLM's own.
 
-        vLLM keeps a page of its null block in every layer, so that a layer's pages lie one after
-        the other. Other levels use those pages.
+        At level 0 each layer has a page for vLLM's null block, so that the layer's pages are
+        contiguous. The other levels use those pages for other blocks.
         """
         num_far = level.num_far
         null_pages = 0 if num_far else self.num_layers
@@ -196,7 +198,7 @@ class KvLevels:
 
     @property
     def max_blocks_per_partial(self) -> float:
-        """What a resident partial block costs at most, in blocks, at any level."""
+        """The largest cost of a resident partial block at any level, in blocks."""
         levels = (self.geometry(Level(num_far)) for num_far in range(self.max_num_far + 1))
         return max(geometry.num_far / (geometry.num_resident + 1) for geometry in levels)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pie's mapping table: where the pages of every layer are (section 3.2, figure 3).
+"""Pie's mapping table: the location of every layer's pages (section 3.2, figure 3).
 
-It has a row for each layer, and for each row a page id per block. A row changes in two phases:
-first the target is reserved and the operation recorded, then the copy runs. The row is published
-only when the copy is confirmed; until then the kernels must not use the layer.
+The table has a row for each layer, and each row has a page id per block. A swap-in changes a row in
+two phases. First the buffer is reserved and the operation recorded; then the copy runs. The row is
+published when the copy is confirmed. Until then the kernels must not use the layer.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from vllm_tiered.kv.policy import SwapOrder
 
 
 class Home(Enum):
-    """Where a layer's pages live between its uses."""
+    """Tier that holds a layer's pages between its uses."""
 
     NEAR = "near"
     FAR = "far"
 
 
 class State(Enum):
-    """Where a layer is, and the operation in flight.
+    """Location of a layer, and the operation in flight.
 
-    Resident layers stay IN_NEAR. An offloaded one cycles: IN_FAR, SWAP_IN, IN_COMPUTE. Swapping out
-    is no operation of its own: what a step writes goes out in that step, so a layer that was
-    computed leaves the near tier when its buffer is given to another.
+    Resident layers stay IN_NEAR. An offloaded layer cycles through IN_FAR, SWAP_IN, IN_COMPUTE.
+    There is no swap-out state: each step writes its new KV to the far tier, so a computed layer
+    leaves the near tier as soon as it gives up its buffer.
     """
 
     IN_NEAR = "in near"
@@ -40,13 +40,13 @@ class State(Enum):
 
 @dataclass(slots=True)
 class LayerRow:
-    """A row of figure 3: home, far pointer, near pointer, state, time of last use.
+    """Row of figure 3: home, far pointer, near pointer, state, time of last use.
 
     Attributes:
         far_region: index of the layer's region in the far tier; None for a resident layer.
-        buffer: the staging buffer that holds the layer, or will in its turn; None while it
-            is only far.
-        last_use: number of the step that staged and computed the layer last.
+        buffer: the staging buffer that holds the layer or is reserved for it; None while the
+            layer is only in the far tier.
+        last_use: number of the last step that staged and computed the layer.
     """
 
     home: Home
@@ -59,15 +59,16 @@ class LayerRow:
 class MappingTable:
     """Rows of all layers, and the near page of every block in every layer.
 
-    An entry of ``pages`` is meaningful only for blocks that a layer has near: released blocks of
-    resident layers; partial blocks and the running step's blocks of offloaded layers. All others
-    point to page ``HOLE``, which exists, but no kernel reads it: they stand behind sequences' ends.
+    An entry of ``pages`` is valid only for blocks that a layer has near. In a resident layer these
+    are the released blocks; in an offloaded layer, the partial blocks and the running step's
+    blocks. All other entries point to page ``HOLE``. That page exists, but no kernel reads it,
+    because such entries are beyond the ends of the sequences.
 
     Args:
         order: the layers' roles at the start.
         num_blocks: columns.
-        offloadable_layers: layers that may be offloaded, by the index of their far region; those
-            that are at the start if None.
+        offloadable_layers: layers that may be offloaded, by the index of their far region; if None,
+            the layers that are offloaded at the start.
 
     Attributes:
         pages: int32 [num_layers, num_blocks].
@@ -88,7 +89,7 @@ class MappingTable:
         self.set_order(order)
 
     def set_order(self, order: SwapOrder) -> None:
-        """Change the layers' roles; those that change are in no staging buffer."""
+        """Change the layers' roles; no layer that changes may be in a staging buffer."""
         self.order = order
         self._resident = np.array(order.resident, dtype=np.int64)[:, None]
         self._offloaded = np.array(order.offloaded, dtype=np.int64)[:, None]
@@ -107,7 +108,7 @@ class MappingTable:
     def set_resident_pages(
         self, block_ids: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]
     ) -> None:
-        """Set the near pages [resident layers, blocks] of blocks that were released."""
+        """Set the near pages [resident layers, blocks] of released blocks."""
         self.pages[self._resident, block_ids] = pages
 
     def resident_pages(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -117,7 +118,7 @@ class MappingTable:
     def set_offloaded_pages(
         self, block_ids: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]
     ) -> None:
-        """Set the near pages [offloaded layers, blocks] of partial blocks, or of staged blocks."""
+        """Set the near pages [offloaded layers, blocks] of partial or staged blocks."""
         self.pages[self._offloaded, block_ids] = pages
 
     def offloaded_pages(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -125,9 +126,9 @@ class MappingTable:
         return self.pages[self._offloaded, block_ids].astype(np.int64)
 
     def reserve(self, layer: int, buffer: int) -> None:
-        """Begin a swap-in: the layer gets the buffer, but its pages are not valid yet.
+        """Begin a swap-in: reserve the buffer for the layer; its pages are not valid yet.
 
-        Layers that share a buffer get it one after the other, as the copies are ordered.
+        Several layers may reserve the same buffer, as the device runs their copies in order.
         """
         row = self.rows[layer]
         if row.state is not State.IN_FAR:
@@ -136,7 +137,7 @@ class MappingTable:
         row.buffer = buffer
 
     def publish(self, layer: int, step: int) -> None:
-        """End a swap-in: the copy is confirmed, and the layer is computed."""
+        """End a swap-in: the copy is confirmed, and the layer may be computed."""
         row = self.rows[layer]
         if row.state is not State.SWAP_IN:
             raise _illegal(layer, row, State.IN_COMPUTE)
@@ -144,7 +145,7 @@ class MappingTable:
         row.last_use = step
 
     def evict(self, layer: int) -> None:
-        """Take the buffer from a layer that was computed."""
+        """Release the buffer of a computed layer."""
         row = self.rows[layer]
         if row.state is not State.IN_COMPUTE:
             raise _illegal(layer, row, State.IN_FAR)
@@ -155,7 +156,7 @@ class MappingTable:
         """Check that only offloaded rows have far regions, and no two computed rows share a buffer.
 
         Raises:
-            IntegrityError: naming the layers.
+            IntegrityError: a row breaks a rule; the message names the layer or the buffers.
         """
         used = [row.buffer for row in self.rows if row.state is State.IN_COMPUTE]
         if len(set(used)) != len(used):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near pages of the released blocks and of the partial blocks: which block has which.
+"""Near pages of the released blocks and of the partial blocks.
 
-Methods that take pages for what compute writes return the seconds for which compute stood still
-until copies had drained them.
+Methods that allocate pages which compute writes return the seconds for which compute stalled until
+copies had drained those pages.
 """
 
 import numpy as np
@@ -17,17 +17,17 @@ from vllm_tiered.kv.step_plan import BlockIds
 
 
 class NearPages:
-    """Gives blocks their pages in the layers where they stay near, and takes them back.
+    """Allocator of blocks' pages in the layers where the blocks stay near.
 
     Args:
-        pool: the near tier's pages and who holds them.
-        table: where every layer's pages are.
+        pool: the near tier's pages and their owners.
+        table: the mapping table, which this class updates.
         device: waits for copies.
 
     Attributes:
         released: blocks that the engine may use; each has a page in every resident layer.
-        partial: resident partial blocks; each has a page in every offloaded layer too.
-        is_laid_out_as_vllm: block b of layer l still is page ``l * (P / n) + b``, as in vLLM's own
+        partial: resident partial blocks; each also has a page in every offloaded layer.
+        is_laid_out_as_vllm: block b of layer l is page ``l * (P / n) + b``, as in vLLM's own
             layout.
     """
 
@@ -44,7 +44,7 @@ class NearPages:
         return self._table.order
 
     def lay_out_as_vllm(self, num_released: int) -> None:
-        """Lay each layer's pages one after the other, that of the null block first."""
+        """Give each layer contiguous pages, the null block's page first."""
         layers = np.arange(len(self._table.rows), dtype=np.int64)[:, None]
         block_ids = np.arange(1, num_released + 1, dtype=np.int64)
         pages = layers * (self._pool.num_pages // len(layers)) + block_ids
@@ -54,7 +54,7 @@ class NearPages:
         self.is_laid_out_as_vllm = True
 
     def release_blocks(self, block_ids: BlockIds) -> float:
-        """Give blocks that the engine may use from now on a page in every resident layer."""
+        """Allocate a page in every resident layer for each block, which the engine may now use."""
         if not len(block_ids):
             return 0.0
         self.is_laid_out_as_vllm = False
@@ -65,7 +65,7 @@ class NearPages:
         return seconds
 
     def reserve_blocks(self, block_ids: BlockIds) -> None:
-        """Take the pages of blocks that the engine may not use any more."""
+        """Free the pages of blocks that the engine may no longer use."""
         if len(block_ids):
             self.is_laid_out_as_vllm = False
             self._pool.free(self._table.resident_pages(block_ids), Owner.RESIDENT)
@@ -73,7 +73,7 @@ class NearPages:
             self.released.difference_update(block_ids.tolist())
 
     def alloc_partial(self, block_ids: BlockIds) -> float:
-        """Give partial blocks a page in every offloaded layer."""
+        """Allocate a page in every offloaded layer for partial blocks."""
         seconds = 0.0
         if len(block_ids) and self._order.offloaded:
             shape = (len(self._order.offloaded), len(block_ids))
@@ -83,19 +83,19 @@ class NearPages:
         return seconds
 
     def free_partial(self, block_ids: BlockIds) -> None:
-        """Take the pages of partial blocks whose requests are gone."""
+        """Free the pages of partial blocks whose requests are gone."""
         if len(block_ids) and self._order.offloaded:
             pages = self._table.offloaded_pages(block_ids).ravel()
             self._pool.free(pages, Owner.PARTIAL)
         self.partial.difference_update(block_ids.tolist())
 
     def check_integrity(self, staging_pages: PageIds) -> None:
-        """Check that pages are conserved, and that none stands for two blocks or layers.
+        """Check that pages are conserved, and that no page belongs to two blocks or layers.
 
         resident layers x released + offloaded layers x partial + staging + draining + free = all
 
         Raises:
-            IntegrityError: with the numbers that do not agree.
+            IntegrityError: the numbers do not agree; the message states them.
         """
         expected = {
             Owner.RESIDENT: len(self._order.resident) * len(self.released),
@@ -113,6 +113,6 @@ class NearPages:
             raise IntegrityError("a page stands for two blocks or layers")
 
     def _allocate(self, num_pages: int, owner: Owner) -> tuple[PageIds, float]:
-        """Allocate pages for what compute writes; hold compute until they have drained."""
+        """Allocate pages that compute will write; stall compute until they have drained."""
         pages, drained = self._pool.allocate(num_pages, owner)
         return pages, sum(self._device.wait(event) for event in drained)

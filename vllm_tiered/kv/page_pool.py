@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The near tier as one flat pool of pages, and who holds each."""
+"""Near-tier page pool: one flat pool, with the owner of each page."""
 
 from collections import deque
 from enum import IntEnum
@@ -18,22 +18,23 @@ class Owner(IntEnum):
     RESIDENT = 1  # a released block in a resident layer
     PARTIAL = 2  # a partial block in an offloaded layer
     STAGING = 3  # a buffer of the step that runs
-    DRAINING = 4  # left, but a write to the far tier still reads it
+    DRAINING = 4  # given back, but a write to the far tier still reads it
 
 
 _AVAILABLE = (Owner.FREE, Owner.DRAINING)
 
 
 class PagePool:
-    """Owners of the pages 0 to num_pages - 1.
+    """Allocator of the pages 0 to num_pages - 1.
 
-    Long-lived pages come from the low end, those of staging buffers from the high end. A page that
-    a copy still reads is *draining*: it becomes free when the copy's event is done. It may get a
-    new owner before that, which writes to it behind the event; the pool does not wait.
+    Staging buffers get pages from the high end, all other owners from the low end. A page that was
+    given back while a copy still reads it is *draining*. It becomes free when the copy's event is
+    done. It may be allocated before that; the new owner must wait for the event before it writes
+    to the page. The pool itself never waits.
 
     Attributes:
-        num_available: pages that are free or draining: as many can be allocated. Kept as a counter,
-            since every step asks for it and counting takes 40 us.
+        num_available: free and draining pages, which can all be allocated. It is a counter, as
+            every step reads it and counting takes 40 us.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -52,14 +53,15 @@ class PagePool:
         return self.count(Owner.FREE)
 
     def allocate(self, num_pages: int, owner: Owner) -> tuple[PageIds, tuple[Event, ...]]:
-        """Allocate pages: free ones, and those that drain the longest if these are too few.
+        """Allocate free pages first, then the pages that have been draining the longest.
 
         Returns:
-            int64 [num_pages], and what must be done before anything is written to them: a copy
-            waits for it (``Device.submit``), or compute (``Device.wait``).
+            The pages, int64 [num_pages], and the events that must be done before anything is
+            written to them. Either a copy waits for them (``Device.submit``) or compute does
+            (``Device.wait``).
 
         Raises:
-            IntegrityError: fewer are available. No state changes.
+            IntegrityError: fewer pages are available. No state changes are made.
         """
         self.settle()
         pages = self._free_pages()
@@ -81,7 +83,7 @@ class PagePool:
         return pages, after
 
     def claim(self, pages: PageIds, owner: Owner) -> None:
-        """Take exactly these free pages.
+        """Allocate exactly these free pages.
 
         Raises:
             IntegrityError: one of them is not free.
@@ -95,7 +97,7 @@ class PagePool:
         self.num_available += len(pages) * ((to in _AVAILABLE) - (owner in _AVAILABLE))
 
     def free(self, pages: PageIds, owner: Owner) -> None:
-        """Give back pages that ``owner`` holds and nothing reads any more.
+        """Free pages of ``owner`` that nothing reads any more.
 
         Raises:
             IntegrityError: one of them is not ``owner``'s.
@@ -103,26 +105,26 @@ class PagePool:
         self.transfer(pages, owner, Owner.FREE)
 
     def drain(self, pages: PageIds, owner: Owner, done: Event) -> None:
-        """Give back pages that a copy reads until ``done``."""
+        """Free pages of ``owner`` once ``done``, as a copy reads them until then."""
         if len(pages):
             self.transfer(pages, owner, Owner.DRAINING)
             self._draining.append((done, pages))
 
     def settle(self) -> None:
-        """Take back the draining pages whose copies are done, oldest first."""
+        """Free the draining pages whose copies are done, oldest first."""
         while self._draining and self._draining[0][0].done():
             _, pages = self._draining.popleft()
             self._owner[pages] = int(Owner.FREE)
 
     def describe(self) -> str:
-        """Return the pages of each owner, for messages."""
+        """Return the number of pages of each owner, for messages."""
         return ", ".join(f"{owner.name.lower()} {self.count(owner)}" for owner in Owner)
 
     def check_integrity(self) -> None:
         """Check that every page has one owner, and that the draining pages are the queued ones.
 
         Raises:
-            IntegrityError: with the numbers that do not agree.
+            IntegrityError: the numbers do not agree; the message states them.
         """
         queued = np.concatenate([np.empty(0, np.int64), *(pages for _, pages in self._draining)])
         if len(np.unique(queued)) != len(queued) or len(queued) != self.count(Owner.DRAINING):
@@ -134,7 +136,7 @@ class PagePool:
             raise IntegrityError("a page has an unknown owner")
 
     def _hand_over(self, pages: PageIds, num_drains: int) -> tuple[Event, ...]:
-        """Take pages out of the first drains; return the events of those that had some of them."""
+        """Remove ``pages`` from the first drains; return the events of the drains that had any."""
         after: list[Event] = []
         left: list[tuple[Event, PageIds]] = []
         for _ in range(num_drains):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relocator of layers: changes where they live between steps (Pie, sections 3.4.2 and 4.1).
+"""Relocator: offloads layers and makes them resident, between steps (Pie, 3.4.2 and 4.1).
 
-KV is append-only, so the relocator must know only which blocks hold something, and for which layers
-the far tier has that in its present form. A layer that leaves the near tier writes out what the far
-tier does not have yet; one that returns is read back whole. A layer that leaves again finds its
-full blocks still in place. Resident partial blocks stay where they are, and are no part of this
-until they are full, or go to the far tier where partial blocks are offloaded.
+KV is append-only. So the relocator tracks only which blocks hold KV, and for which layers the far
+tier has an up-to-date copy of each block. When a layer is offloaded, the blocks without such a copy
+are written out. When a layer becomes resident again, all its blocks are read back. If the layer is
+offloaded once more, its full blocks are still in the far tier. Resident partial blocks keep their
+near pages; the relocator ignores them until they are full, or until partial blocks are offloaded.
 """
 
 from collections.abc import Iterable
@@ -22,21 +22,25 @@ from vllm_tiered.kv.step_plan import BlockIds, StepPlan
 
 
 class Relocator:
-    """Tracks what the blocks of every step hold, and moves layers when the level changes.
+    """Tracker of which blocks hold KV and where; it moves layers when the level changes.
 
     Args:
-        pool: the near tier's pages and who holds them.
-        table: where every layer's pages are.
+        pool: the near tier's pages and their owners.
+        table: the mapping table.
         far: the far tier.
+
+    Attributes:
+        leaving: layers that are still to be written out.
+        returning: layers that are being read back, with the event of the read.
     """
 
     def __init__(self, pool: PagePool, table: MappingTable, far: FarTier) -> None:
-        self.leaving: list[int] = []  # layers that are still to be written out
-        self.returning: dict[int, Event] = {}  # layers that are read back, with the copy
+        self.leaving: list[int] = []
+        self.returning: dict[int, Event] = {}
         self._pool = pool
         self._table = table
         self._far = far
-        self._is_idle = True  # nothing is far, and the far tier's memory is given back
+        self._is_idle = True  # no page is far, and the system has the far tier's memory back
         num_layers, num_blocks = table.pages.shape
         self._holds = np.zeros(num_blocks, dtype=np.bool_)
         self._is_offloaded = np.zeros(num_layers, dtype=np.bool_)
@@ -44,7 +48,7 @@ class Relocator:
         self._is_far = np.zeros((num_blocks, num_layers), dtype=np.bool_)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Count blocks as empty that the step writes anew, or that are reserved."""
+        """Mark the blocks as empty that the step writes from their start, or that are reserved."""
         self._settle(becomes_far=bool(plan.num_far))
         for block_ids in (plan.store_new, plan.alloc_partial, plan.reserved):
             if len(block_ids):
@@ -52,7 +56,7 @@ class Relocator:
                 self._is_far[block_ids] = False
 
     def end_step(self, plan: StepPlan) -> None:
-        """Record that what the step wrote is far in the offloaded layers, and only there."""
+        """Record the blocks that the step wrote as far in the offloaded layers, and only there."""
         for block_ids in (plan.store_new, plan.load_and_store, plan.store_partial):
             if len(block_ids):
                 self.hold(block_ids)
@@ -63,26 +67,26 @@ class Relocator:
         self._is_far[block_ids] = self._is_offloaded
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
-        """Count blocks as empty of which a page was lost; they are computed anew before use."""
+        """Mark blocks that lost a page as empty; they are computed again before use."""
         for block_id in block_ids:
             self._holds[block_id] = False
             self._is_far[block_id] = False
 
     def begin_write_out(self, order: SwapOrder) -> None:
-        """Begin to write out the layers that are offloaded under ``order`` in the next step.
+        """Begin to write out the layers that ``order`` will offload in the next step.
 
-        One layer at a time (:meth:`write_out_one`), so that the reads which wait behind the
-        writes of a step do not wait for all of them; all at once if no layer is offloaded yet.
+        If no layer is offloaded yet, all are written out at once. Otherwise :meth:`write_out_one`
+        writes them one at a time, so that a read need not wait for all of these writes.
         """
         self.leaving = _added(order.offloaded, self._table.order.offloaded)
         if not self._table.order.offloaded:
             self._write_out_all()
 
     def write_out_one(self) -> list[Copy]:
-        """Prepare the copy of what one leaving layer holds and the far tier does not have.
+        """Prepare the write of one leaving layer's blocks that the far tier does not have.
 
         Returns:
-            The copy, to be submitted; empty if the far tier has all.
+            The copy, which the caller submits; empty if the far tier has all of the blocks.
         """
         layer = self.leaving.pop()
         block_ids = np.flatnonzero(self._holds & ~self._is_far[:, layer])
@@ -94,10 +98,10 @@ class Relocator:
         return [self._far.prepare_write(layer, block_ids, pages)]
 
     def move(self, order: SwapOrder, released: Iterable[int], partial: Iterable[int]) -> float:
-        """Change the layers' homes to those under ``order``; return seconds of standstill.
+        """Move the layers to their homes under ``order``; return the seconds of stall.
 
         Raises:
-            IntegrityError: the pages do not suffice; the scheduler's limit is wrong.
+            IntegrityError: there are too few pages, as the scheduler's limit is wrong.
         """
         self.leaving = _added(order.offloaded, self._table.order.offloaded)
         self._write_out_all()
@@ -116,7 +120,7 @@ class Relocator:
         return seconds
 
     def wait(self, layer: int) -> float:
-        """Hold compute until a layer that returns is near; return seconds of standstill."""
+        """Stall compute until a returning layer is near; return the seconds of stall."""
         event = self.returning.pop(layer, None)
         return 0.0 if event is None else self._far.wait(event)
 
@@ -126,10 +130,12 @@ class Relocator:
             self._far.write_computed(copies)
 
     def _settle(self, *, becomes_far: bool) -> None:
-        """Wait for what no step has waited for, before its pages may get another owner.
+        """Wait for reads that no step has waited for, before their pages may get another owner.
+
+        Discard the far tier's content once no layer is offloaded and all copies are done.
 
         Args:
-            becomes_far: the step to come has offloaded layers, which may just have been written.
+            becomes_far: the next step has offloaded layers, which may just have been written out.
         """
         for layer in list(self.returning):
             self.wait(layer)
@@ -157,7 +163,7 @@ class Relocator:
         self._table.pages[layer, other_ids] = other_pages
         block_ids = np.flatnonzero(self._holds & self._is_far[:, layer])
         if len(block_ids):
-            # Compute waits for it before it writes to any page of the layer.
+            # Compute waits for this read before it writes to any page of the layer.
             pages = self._table.pages[layer, block_ids].astype(np.int64)
             self.returning[layer] = self._far.read(layer, block_ids, pages, drained)
             return 0.0

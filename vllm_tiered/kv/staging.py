@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging buffers: near pages through which the offloaded layers pass, and the copies for it.
+"""Staging buffers: near pages that the offloaded layers share, and the copies in and out.
 
-A buffer has a page for each block that the step reads or writes. Mostly requests only
-add to blocks that they have; then the next step has the same blocks, and buffers, block tables and
-prepared copies stay as they are.
+A buffer has a page for each block that the step reads or writes. In most steps the requests only
+add to blocks that they already have. Then the next step has the same blocks and reuses the buffers,
+the block tables and the prepared copies.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,18 @@ class Staging:
     """Buffers for one step's blocks, used by the offloaded layers in turn.
 
     Args:
-        pool: gives the buffers pages that are free or drain.
+        pool: allocates the buffers' pages, free or draining ones.
         near: the near tier's pages.
         device: prepares the copies.
-        max_buffers: take at most this many (or what the policy asks for), pages permitting.
+        max_buffers: the most buffers to open, or the policy's number if that is larger. Fewer are
+            opened if there are too few pages.
 
     Attributes:
         pages: int64 [buffers, blocks].
-        vacated: for each buffer, what must be over before a layer is read into it.
+        vacated: for each buffer, the events that must be done before a layer is read into it.
         reads: by offloaded position, the copy that stages the layer.
-        writes: likewise the copy that writes out what the layer computed; none if the step fills
-            no block of a buffer.
+        writes: by offloaded position, the copy that writes out the layer's new KV; empty if the
+            step writes to no block of a buffer.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class Staging:
 
     @property
     def num_buffers(self) -> int:
-        """Buffers that are open."""
+        """Number of open buffers."""
         return len(self.vacated)
 
     def fits(self, plan: StepPlan) -> bool:
-        """Return whether the buffers fit this step too, and pages would not give more of them."""
+        """Return whether the open buffers fit this step, and no more could be opened."""
         others = (plan.store_new, plan.alloc_partial, plan.released, plan.reserved)
         return (
             self.num_buffers > 0
@@ -75,14 +76,14 @@ class Staging:
     def open(
         self, plan: StepPlan, order: SwapOrder, regions: Sequence[PageBuffer], table: MappingTable
     ) -> None:
-        """Take buffers for a step that reads or writes blocks, as many as pages give.
+        """Open as many buffers for a step as the available pages allow; none if it has no blocks.
 
-        A buffer holds the blocks read, by id, and then those that are new.
+        A buffer holds the blocks that are read, by ascending id, and then the new blocks.
 
         Args:
-            order: the layers' roles now.
+            order: the layers' present roles.
             regions: the offloaded layers' far pages, by block id.
-            table: gets the blocks' pages in each offloaded layer.
+            table: the mapping table; the blocks' pages in each offloaded layer are set in it.
         """
         read_ids, written_ids = plan.load, plan.store_new
         if len(plan.load_and_store):
@@ -93,7 +94,7 @@ class Staging:
         if not pages_per_buffer:
             return
         self._wanted = wanted = min(len(regions), max(self._max_buffers, order.num_staging_buffers))
-        # Pages that drain are as good as free ones: reads are behind the writes before them anyway.
+        # Draining pages cost no extra wait: reads wait for all earlier writes anyway.
         count = max(1, min(wanted, self._pool.num_available // pages_per_buffer))
         pages, drained = self._pool.allocate(count * pages_per_buffer, Owner.STAGING)
         self.pages = pages.reshape(count, pages_per_buffer)
@@ -102,8 +103,9 @@ class Staging:
             plan.load_and_store,
             len(plan.store_new) > 0,
         )
-        # On a device whose compute runs later, the step before may still use these pages. Compute
-        # writes new blocks to them when it has waited for the buffer's read, which all layers have.
+        # On a device with deferred compute, the previous step may still use these pages, so the
+        # reads wait for it. Compute may write new blocks to the pages because each layer first
+        # waits for its buffer's read, and every layer has a read.
         self.vacated = [(self._device.compute_event(), *drained)] * count
         self.reads = self._prepare_reads(read_ids, regions)
         extended = np.searchsorted(read_ids, plan.load_and_store)
@@ -115,7 +117,7 @@ class Staging:
         table.set_offloaded_pages(blocks, self.pages[np.arange(len(regions)) % count])
 
     def release(self, last_write: Event | None) -> None:
-        """Give the buffers back; what was written out of them drains until ``last_write``."""
+        """Free the buffers' pages; pages that were written out drain until ``last_write``."""
         if last_write is None or not self.writes:
             self._pool.free(self.pages.ravel(), Owner.STAGING)
         else:
@@ -125,7 +127,7 @@ class Staging:
         self.pages, self.vacated, self.reads, self.writes = _NO_PAGES, [], [], []
 
     def _has_pages_for_more(self) -> bool:
-        """Return whether partial blocks that left since have given back pages for a buffer."""
+        """Return whether enough pages for one more buffer have become available since."""
         pages_per_buffer: int = self.pages.shape[1]
         return self._pool.num_available >= pages_per_buffer
 
@@ -142,7 +144,7 @@ class Staging:
     def _prepare_writes(
         self, written: PageIds, block_ids: BlockIds, regions: Sequence[PageBuffer]
     ) -> list[Copy]:
-        """Prepare the copies; ``written`` are the positions of ``block_ids`` in a buffer."""
+        """Prepare the writes; ``written`` are the positions of ``block_ids`` in a buffer."""
         blocks = Pages(block_ids)
         buffers = [Pages(buffer[written]) for buffer in self.pages]
         return [
@@ -154,6 +156,6 @@ class Staging:
 
 
 def _are_equal(ids: BlockIds, others: BlockIds) -> bool:
-    """Compare by identity first: the planner gives the same array while nothing changes."""
-    # Through a pipe it arrives as a copy.
+    """Compare by identity first, as the planner reuses an array while its blocks are the same."""
+    # A plan that comes through a pipe has a copy of the array.
     return ids is others or np.array_equal(ids, others)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one engine step: which blocks are loaded, stored and kept near, for every rank.
+"""Plan of one engine step: the blocks that every rank loads, stores and keeps near.
 
-The scheduler decides it once (``step_planner.py``), every rank applies it (``swapper.py``). KV is
-append-only, so a block lives through three stages in an offloaded layer, each a field of the plan:
+The scheduler makes the plan once (``step_planner.py``), and every rank applies it (``swapper.py``).
+KV is append-only, so a block goes through these stages in an offloaded layer. Each stage is a field
+of the plan:
 
     first written ──► full at the end of this step ──────────► `store_new`: computed in a staging
          │                                                      buffer, written to the far tier
@@ -12,10 +13,10 @@ append-only, so a block lives through three stages in an offloaded layer, each a
                                                                 tier, its near pages drain
     full before this step ──────────────────────────────────► `load`: staged for this step
 
-Where partial blocks are offloaded, a block that is not full is `store_new` in the step that writes
-it first, and `load_and_store` in every later one that adds to it: staged, computed, and written out
-again. When the level becomes one that offloads partial blocks, those that are near go to the far
-tier (`evict_partial`). When it becomes one that does not, those that are far remain far until they
+At a level that offloads partial blocks, a partial block is `store_new` in the step that first
+writes it. In every later step that adds to it, it is `load_and_store`: staged, computed, and
+written out again. When the level begins to offload partial blocks, those that are near are written
+to the far tier (`evict_partial`). When it stops, partial blocks that are far stay far until they
 are full.
 """
 
@@ -34,13 +35,13 @@ NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
 class ScheduledRequest(NamedTuple):
     """One request's part in one step.
 
-    A tuple, as one is made for every request in every step.
+    It is a tuple because one is made for every request in every step.
 
     Attributes:
         request_id: the engine's id.
         new_block_ids: blocks appended since the request was scheduled last, or all its blocks
             if ``restarts``.
-        restarts: first step, or first after a preemption.
+        restarts: this is the request's first step, or its first after a preemption.
         computed_tokens: tokens whose KV exists before this step.
         scheduled_tokens: tokens that this step computes.
     """
@@ -61,18 +62,20 @@ class StepPlan:
     """Block ids by what happens to them in the offloaded layers; int64, one dimension.
 
     Attributes:
-        load: full before this step and used by it: staged from the far tier; ascending.
-        load_and_store: partial before this step, which adds to them: staged, and written out again.
-        store_new: first written by this step, and filled unless partial blocks are offloaded.
-        alloc_partial: first written by this step, and partial at its end.
+        load: full blocks that this step uses; they are staged from the far tier; ascending.
+        load_and_store: offloaded partial blocks that this step adds to; they are staged, and
+            written out again.
+        store_new: blocks that this step writes first; it also fills them, unless partial blocks
+            are offloaded.
+        alloc_partial: blocks that this step writes first and leaves partial.
         store_partial: resident partial blocks that this step fills.
         free_partial: resident partial blocks whose requests ended or were preempted.
-        evict_partial: resident partial blocks that go to the far tier before this step.
+        evict_partial: resident partial blocks to write to the far tier before this step.
         released: blocks that the engine may use from this step on.
-        reserved: blocks that it may not use from this step on.
-        num_far: offloaded layers from this step on; None where their number never changes.
-        num_far_next: offloaded layers that the next step may have: the new ones are written out
-            behind this step.
+        reserved: blocks that the engine may not use from this step on.
+        num_far: offloaded layers from this step on; None if their number never changes.
+        num_far_next: offloaded layers that the next step may have. The layers to be added are
+            written out during this step.
     """
 
     load: BlockIds = field(default_factory=_no_blocks)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planner of engine steps: tracks every request's blocks and classifies them, in the scheduler.
+"""Planner of engine steps: tracks and classifies every request's blocks, in the scheduler.
 
-Most steps are the one before with a token more for each request. In those the planner looks only at
-the requests whose last block fills or that begin a new one; it knows when that is (``due``).
+Most steps repeat the previous step with one token more for each request. For these the planner
+looks only at requests that fill their last block or begin a new one; it knows them in advance
+(``due``).
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -25,7 +26,7 @@ def _joined(arrays: Sequence[BlockIds]) -> BlockIds:
 
 
 class _Request:
-    """One request's blocks, in an array that grows by doubling, and its partial block if any."""
+    """One request's blocks, in an array that grows by doubling, and its partial block."""
 
     __slots__ = ("_blocks", "num_blocks", "partial_block", "partial_is_near")
 
@@ -55,7 +56,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _WrittenBlocks:
-    """Ids of the blocks that one step writes, by what happens to them."""
+    """Ids of the blocks that one step writes, by the plan's field."""
 
     store_new: list[BlockIds] = field(default_factory=list)
     alloc_partial: list[int] = field(default_factory=list)
@@ -63,7 +64,7 @@ class _WrittenBlocks:
 
 
 class StepPlanner:
-    """Plans one step after another from what the engine scheduled.
+    """Planner of one step after another, from what the engine scheduled.
 
     Args:
         num_blocks: block ids are below this.
@@ -73,15 +74,14 @@ class StepPlanner:
     def __init__(self, *, num_blocks: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._requests: dict[str, _Request] = {}
-        # Of the step before: what it loaded, and all that it used and that is full by its end.
-        self._is_loaded = np.zeros(num_blocks, dtype=np.bool_)
-        self._filled: list[BlockIds] = []
+        self._is_loaded = np.zeros(num_blocks, dtype=np.bool_)  # blocks the previous step loaded
+        self._filled: list[BlockIds] = []  # blocks that the previous step filled
         self._extended: dict[str, int] = {}  # offloaded partial blocks that the next step extends
         self._steady = StepPlan()
         self._is_steady = False  # the next step loads and extends the same blocks
         self._partial_blocks_resident = True
-        self._steps_on = 0  # steps since all requests were looked at
-        self._due: dict[int, set[str]] = {}  # by `_steps_on`
+        self._steps_on = 0  # steps since `plan` looked at all requests
+        self._due: dict[int, set[str]] = {}  # requests by the `_steps_on` at which blocks change
 
     @property
     def num_partial(self) -> int:
@@ -90,7 +90,7 @@ class StepPlanner:
 
     @property
     def due(self) -> Set[str]:
-        """Requests whose blocks change if the next step is one token more for each."""
+        """Requests whose blocks change if the next step adds one token to each request."""
         return self._due.get(self._steps_on + 1, _NO_NAMES)
 
     def plan(
@@ -155,17 +155,17 @@ class StepPlanner:
         num_far_next: int | None = None,
         partial_blocks_resident: bool = True,
     ) -> StepPlan | None:
-        """Plan a step in which each request of the one before computes one token more.
+        """Plan a step in which each request of the previous step computes one token more.
 
         Args:
-            changed: those of its requests that are ``due``, and those that got blocks.
+            changed: the requests that are ``due``, and those that got blocks.
 
         Returns:
-            None if the level is another: ``plan`` must look at all requests. If None is returned,
-            no state changes are made.
+            The plan; None if the level has changed, so that ``plan`` must look at all requests. If
+            None is returned, no state changes are made.
 
         Raises:
-            IntegrityError: as ``plan``, or one that is due is not in ``changed``.
+            IntegrityError: as for ``plan``; or a request that is due is not in ``changed``.
         """
         if (
             num_far != self._steady.num_far
@@ -193,7 +193,7 @@ class StepPlanner:
         )
 
     def _continue_steady(self, num_far: int | None) -> StepPlan:
-        """Return what a step loads and extends that continues where the one before ended."""
+        """Return a plan with the blocks that the next step loads and extends."""
         if self._is_steady:
             return self._steady
         load, extended = self._steady.load, [*self._extended.values()]
@@ -216,13 +216,13 @@ class StepPlanner:
         full_after, partial_after = divmod(
             part.computed_tokens + part.scheduled_tokens, block_tokens
         )
-        # In so many steps of a token each the partial block is full, or a block begins.
+        # After this many steps of one token each, the partial block is full or a new block begins.
         left = block_tokens - partial_after if partial_after else 1
         self._due.setdefault(self._steps_on + left, set()).add(part.request_id)
         first_new = full_before
         if partial:
             partial_block = self._partial_block_at(part, request, full_before)
-            if full_after == full_before:  # it fills further
+            if full_after == full_before:  # the block stays partial
                 if not request.partial_is_near:
                     self._extended[part.request_id] = partial_block
                 return
@@ -247,7 +247,7 @@ class StepPlanner:
             written.store_new.append(request.blocks(first_new, end_new))
 
     def _track(self, part: ScheduledRequest, freed: list[int]) -> _Request:
-        """Return the request with its new blocks; a near partial block it left is freed."""
+        """Return the request with its new blocks; add a near partial block it left to ``freed``."""
         if not part.restarts:
             request = self._requests[part.request_id]
             if part.new_block_ids:
@@ -260,19 +260,19 @@ class StepPlanner:
         request.append(part.new_block_ids)
         position, partial = divmod(part.computed_tokens, self._block_tokens)
         if partial and partial_block == request.block(position):
-            # Sent anew, but it continues in its blocks (a streaming session).
+            # The request is scheduled as new but keeps its blocks (a streaming session).
             request.partial_block, request.partial_is_near = partial_block, near_partial is not None
         elif near_partial is not None:
             freed.append(near_partial)
         return request
 
     def _drop(self, request_id: str) -> int | None:
-        """Track the request no longer; return its partial block if that is near."""
+        """Stop tracking the request; return its partial block if that is near."""
         request = self._requests.pop(request_id, None)
         return request.partial_block if request and request.partial_is_near else None
 
     def _evict_partial(self) -> list[int]:
-        """Count all partial blocks as far from now on; return those that were near."""
+        """Mark all partial blocks as far; return those that were near."""
         near = [request for request in self._requests.values() if request.partial_is_near]
         partial = [request.partial_block for request in near if request.partial_block is not None]
         for request in near:
@@ -289,9 +289,10 @@ class StepPlanner:
         return block_id
 
     def _unique(self, full: list[BlockIds], *written: BlockIds) -> BlockIds:
-        """Return each block once, though requests share prefixes; none that this step writes.
+        """Return each block once, ascending, without the blocks that this step writes.
 
-        A request may hit a prefix that another one computes in this very step.
+        Requests may share prefixes. A request may also hit a prefix that another request computes
+        in this very step.
         """
         self._is_loaded[:] = False
         if not full:

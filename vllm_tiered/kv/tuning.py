@@ -1,40 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The constants of the expansion controller, and why they are what they are."""
+"""Constants of the expansion controller, and the reasons for their values."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """Lengths in engine steps (10 to 60 ms each), and thresholds as shares.
+    """Constants of the controller: lengths in engine steps (10 to 60 ms each), limits as shares.
 
     Attributes:
-        ramp_steps: a window while the strides double; short, as a cold start wastes throughput.
-        window_steps: a window otherwise: half a second, longer than a hiccup of the link.
-        record_steps: a throughput sample: spans several prefills and ends of requests.
+        ramp_steps: steps of a window while the strides double; few, as a cold start wastes
+            throughput.
+        window_steps: steps of any other window: half a second, longer than a hiccup of the link.
+        record_steps: steps of a throughput sample; it spans several prefills and ends of requests.
         min_records: samples of a level before their mean decides a comparison.
-        max_stall: Pie's transparency: swapping adds less than 1 % to a step.
-        heavy_stall: from here on the controller gives back as many layers as the link asks for, not
-            one.
-        mild_windows: stalled windows in a row before it gives one back: fewer are noise about 1 %.
-        ramp_link: use of the link that doubling strides may lead to; far from 1, as a stride ahead
-            the prediction is rough.
-        max_link: use of the link that single layers may lead to; below 1, as steps vary.
-        freer_link: a transfer this much shorter than when a level stalled lifts the ceiling.
-        pressure: share of blocked steps from which a window counts as blocked.
-        same: a throughput this close counts as equal.
-        slack: growth asks for this share of the blocks in use at least, as running requests have
-            only begun.
-        headroom: spare blocks (share of the limit) left when the level falls: a little. Under
-            pressure blocks in use are close to the limit by nature; and where nothing was blocked
-            for long, growth went too far by up to its slack, and one layer more is soon back.
-        patience: steps without a blocked one before the level falls, and before a ceiling is
-            tried again (at first).
+        max_stall: the largest share of stall; Pie calls swapping transparent below 1 % of a step.
+        heavy_stall: from this share of stall on, the controller gives up as many layers as the link
+            requires; below it, one layer.
+        mild_windows: stalled windows in a row before the controller gives up a layer; a shorter
+            series is noise around 1 %.
+        ramp_link: the highest predicted use of the link while strides double; far below 1, as the
+            prediction is rough over a long stride.
+        max_link: the highest predicted use of the link for single-layer steps; below 1, as engine
+            steps vary.
+        freer_link: the ceiling is lifted when a transfer takes at most this share of its time at
+            the stall.
+        pressure: a window counts as blocked from this share of blocked steps on.
+        same: throughputs that differ by at most this share count as equal.
+        slack: growth asks for at least this share of the used blocks in addition, as running
+            requests have only begun.
+        headroom: share of the limit that stays free when the level falls. It is small: under
+            pressure the used blocks are always close to the limit. And where nothing was blocked
+            for long, growth overshot by its slack at most, and one layer is quickly added again.
+        patience: steps without a blocked one before the level falls, and steps before a ceiling is
+            tried again (both at first).
         trial_every: steps before a lower level is tried (at first); a trial costs some 500 steps.
-        max_backoff: how far repeated failures stretch patience, ceilings and trials.
-        base_records: samples under pressure before the first layer is offloaded, to compare others
-            with; 0: none, as where transfers take next to nothing from compute.
-        plain_loss: from here on all layers are given up at once, not half of them.
+        max_backoff: the largest factor by which repeated failures stretch patience, ceilings and
+            trials.
+        base_records: samples under pressure that are taken before the first layer is offloaded, as
+            a baseline; 0 takes none, for transfers that cost compute almost nothing.
+        plain_loss: from this loss on, all layers are given up at once; below it, half of them.
     """
 
     ramp_steps: int = 8
@@ -61,7 +66,7 @@ class Tuning:
 DEFAULT_TUNING = Tuning()
 
 BLOCKS_TO_GROW = 4
-"""A level must hold the longest live request with this many blocks to spare."""
+"""Number of spare blocks that a level must have beyond the longest live request."""
 
 STORAGE_TUNING = Tuning(base_records=4)
-"""For far pages on storage, which take CPU time and memory bandwidth even without a stall."""
+"""Tuning for far pages on storage, which cost CPU time and memory bandwidth even without stall."""

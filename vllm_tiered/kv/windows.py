@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of engine steps at a level of expansion: signals, windows of them, records."""
+"""Measurements of engine steps at one level: signals of a step, windows of steps, records."""
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 _LONGEST_RECORD = 16
-"""Samples behind a record: older ones fade, as the load drifts."""
+"""Number of samples that a record averages; older samples fade, as the load drifts."""
 
 _OTHER_LOAD = math.log(2.0)
-"""From this ratio on, the running requests or the time of a step are those of another load."""
+"""The load counts as another if its running requests or step time change by this ratio (log)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signals:
-    """One engine step, as the scheduler and the slowest rank saw it.
+    """Measurements of one engine step, by the scheduler and the slowest rank.
 
     Attributes:
         level_idx: the level that the step ran at.
-        is_settled: False while a change of level is on its way.
-        seconds: wall time of the step, scheduling included, idle time not.
-        tokens: output tokens that it made.
-        stall_seconds: compute stood still for a transfer (maximum over ranks).
-        link_seconds: the busier direction of the link was busy (maximum over ranks).
-        is_blocked: a request could not get the blocks it asked for.
+        is_settled: False while the level is changing.
+        seconds: wall time of the step, with scheduling and without idle time.
+        tokens: output tokens of the step.
+        stall_seconds: time for which compute waited for a transfer (maximum over ranks).
+        link_seconds: busy time of the link's busier direction (maximum over ranks).
+        is_blocked: a request could not get the blocks that it asked for.
         num_preempted: requests preempted in the step.
         num_running: requests in the step.
-        num_waiting: requests that wait, and might run beside the running ones if blocks sufficed.
+        num_waiting: waiting requests that could run too if there were enough blocks.
         used_blocks: blocks that requests hold.
         num_partial: partial blocks that running requests are charged for.
-        needed_blocks: what the largest live request will need in the end, beside blocks that
-            no request can be made to give back.
+        needed_blocks: blocks that the largest live request will need at its end, plus the blocks
+            that no request can be made to give back.
     """
 
     level_idx: int
@@ -49,21 +49,21 @@ class Signals:
 
 
 class Peak(NamedTuple):
-    """Blocks in use, and the partial blocks charged beside them, in a step."""
+    """Used blocks and charged partial blocks of one step."""
 
     used: int
     partial: int
 
 
 class Window(NamedTuple):
-    """Sums over steps, and their peaks.
+    """Sums over steps, and the peaks of the block use.
 
-    A tuple, as one is made in every step.
+    It is a tuple because one is made in every step.
 
     Attributes:
-        peaks: those of the steps that no other step exceeds in blocks and in partial blocks.
-            Requests that begin have two partial blocks each and few blocks; later one, and many
-            blocks: the most of both together would be more than was ever needed.
+        peaks: the peaks of the steps that no other step exceeds in both numbers. A request has two
+            partial blocks and few blocks when it begins, and one partial block and many blocks
+            later. So the maximum of each number taken alone would be more than was ever needed.
     """
 
     steps: int = 0
@@ -81,7 +81,7 @@ class Window(NamedTuple):
     peaks: tuple[Peak, ...] = ()
 
     def with_step(self, signals: Signals, max_stall: float) -> "Window":
-        """Add a step; it stalled if it stood still for more than ``max_stall`` of its time."""
+        """Add a step; it counts as stalled if its stall exceeds ``max_stall`` of its time."""
         used, partial, stall = signals.used_blocks, signals.num_partial, signals.stall_seconds
         seconds = signals.seconds or 1e-9
         return Window(
@@ -101,7 +101,7 @@ class Window(NamedTuple):
         )
 
     def merged(self, other: "Window") -> "Window":
-        """Return the window of both windows' steps."""
+        """Return a window over the steps of both windows."""
         sums = [mine + theirs for mine, theirs in zip(self[:-1], other[:-1], strict=True)]
         peaks = self.peaks
         for peak in other.peaks:
@@ -115,10 +115,10 @@ class Window(NamedTuple):
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step without its stall.
+        """Harmonic mean of the seconds of a step without its stall.
 
-        The harmonic mean: transfers must hide behind decode steps, and a few long prefill steps
-        say nothing about those.
+        Transfers must overlap decode steps. The harmonic mean keeps a few long prefill steps from
+        dominating the result.
         """
         return self.steps / self.compute_rate
 
@@ -127,16 +127,16 @@ class Window(NamedTuple):
         return self.blocked_steps >= share * self.steps or self.num_preempted > 0
 
     def is_stalled(self, max_stall: float) -> bool:
-        """Return whether compute stands still throughout, not for one hiccup of the link."""
+        """Return whether most steps stalled, rather than a few during a hiccup of the link."""
         return self.stall_seconds > max_stall * self.seconds and 2 * self.stalled_steps > self.steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """Output throughput at a level: samples of equal length, all taken under pressure.
+    """Output throughput at a level, from samples of equal length taken under pressure.
 
-    Logarithms, so that differences are shares. Mean running requests and step time tell whether
-    a later sample is of the same load.
+    ``mean`` and ``variance`` are of logarithms, so that differences are shares. The means of
+    running requests and step time show whether a later sample is of the same load.
     """
 
     level_idx: int = 0
@@ -149,7 +149,7 @@ class Record:
     def with_sample(self, sample: Window) -> "Record":
         """Add a sample to Welford's running mean and variance.
 
-        Beyond ``_LONGEST_RECORD`` samples mean and variance are exponential.
+        Beyond ``_LONGEST_RECORD`` samples they are exponentially weighted.
         """
         rate = math.log(max(sample.tokens, 1) / sample.seconds)
         count = min(self.count + 1, _LONGEST_RECORD)
@@ -169,7 +169,7 @@ class Record:
         )
 
     def is_like(self, sample: Window) -> bool:
-        """Return whether the sample is of the record's load; an empty record is like any."""
+        """Return whether the sample is of the record's load; True for an empty record."""
         if not self.count:
             return True
         return all(
@@ -178,11 +178,11 @@ class Record:
         )
 
     def is_as_good_as(self, other: "Record", same: float) -> bool:
-        """Return whether it is above ``other`` less ``same``, by two standard errors."""
+        """Return whether this mean exceeds ``other``'s less ``same`` by two standard errors."""
         return self.mean - other.mean > 2 * self._error(other) - same
 
     def is_worse_than(self, other: "Record", same: float) -> bool:
-        """Return whether it is below ``other`` less ``same`` by two standard errors."""
+        """Return whether this mean is below ``other``'s less ``same`` by two standard errors."""
         return other.mean - self.mean > 2 * self._error(other) + same
 
     def _error(self, other: "Record") -> float:
@@ -198,6 +198,6 @@ def _with_peak(peaks: tuple[Peak, ...], one: Peak) -> tuple[Peak, ...]:
 
 
 def _load(sample: Window) -> tuple[float, float]:
-    """Return mean running requests, and mean seconds of a step without its stall."""
+    """Return the mean running requests and the mean seconds of a step without its stall."""
     compute_seconds = max(sample.seconds - sample.stall_seconds, 1e-9)
     return sample.running / sample.steps, compute_seconds / sample.steps
