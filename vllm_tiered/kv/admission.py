@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol by which requests are admitted and blocks are reserved, for any engine.
+"""Protocol for admitting requests and reserving blocks, for any engine.
 
 The engine's block pool has as many blocks as the highest level holds. Blocks above the present
 limit are *reserved*: taken from the pool's free list, as if a request held them. They are
-*released* to the engine when requests end or more layers are offloaded. A request costs near pages
-beside its blocks, as its partial blocks stay near in offloaded layers; so blocks are reserved when
-it begins:
+*released* to the engine when requests end or more layers are offloaded. In offloaded layers a
+request's partial blocks stay near and cost pages in addition to its blocks. So blocks are reserved
+when a request begins:
 
-    start         reserve_excess        the pool gets the blocks of the first level
-    begin         admit                 allocate, with the blocks to reserve left over; then charge
-    each step     end_requests          requests that ended or were preempted; blocks are released
-                  elastic.progress      a request whose prefill is over is charged for one block
-                  change_level          reserve what is above the limit; then one step to the target
-                  take_changes          what the workers must be told
+    start         reserve_excess        reserve the blocks above the first level's limit
+    begin         admit                 allocate, if the blocks to reserve are left over; charge
+    each step     end_requests          for requests that ended or were preempted: release blocks
+                  elastic.progress      charge a request for one block once its prefill is over
+                  change_level          reserve blocks above the limit; advance to the target level
+                  take_changes          get the changes to send to the workers
     finish        end_requests
 
 vLLM's scheduler (``adapter/kv/scheduler.py``), the engine model of the tests and the simulator of
@@ -33,22 +33,22 @@ class FreeList(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds and that are not reserved."""
+        """Number of blocks that no request holds and that are not reserved."""
 
     def take(self, count: int) -> list[int]:
-        """Take ``count`` free blocks out of the list; cached content is evicted."""
+        """Remove ``count`` free blocks from the list; their cached content is evicted."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Put blocks that were taken back into the list, in this order."""
+        """Put taken blocks back into the list, in this order."""
 
 
 class StepLevel(NamedTuple):
-    """The level of the step that is planned.
+    """Level of the planned step.
 
     Attributes:
         num_far: offloaded layers; None if their number is fixed.
-        num_far_next: offloaded layers that the next step may have: the new ones are written out
-            behind this step; None if the number is fixed.
+        num_far_next: offloaded layers that the next step may have. The layers to be added are
+            written out during this step. None if the number is fixed.
         partial_blocks_resident: partial blocks stay near in offloaded layers.
     """
 
@@ -58,12 +58,12 @@ class StepLevel(NamedTuple):
 
 
 class Admission:
-    """Admits requests, and reserves and releases blocks of one engine's pool.
+    """Admission of requests to one engine, whose blocks it reserves and releases.
 
     Args:
-        elastic: the limit, and what running requests are charged for.
+        elastic: the block limit and the charges of running requests.
         pool: the engine's free blocks.
-        expansion: the present level and the way to another; None if the level is fixed.
+        expansion: the transition between levels; None if the level is fixed.
 
     Attributes:
         has_changes: blocks were reserved or released since ``take_changes``.
@@ -95,7 +95,7 @@ class Admission:
         self.has_changes = True
 
     def start(self) -> None:
-        """Reserve the excess of a new engine, whose workers begin with the blocks that are left."""
+        """Reserve the excess of a new engine, whose workers begin with the other blocks."""
         self.reserve_excess()
         self._announced = set(self.elastic.reserved)
         self.has_changes = False
@@ -106,15 +106,15 @@ class Admission:
         prefill_tokens: int,
         allocate: Callable[[int], Allocated | None],
     ) -> Allocated | None:
-        """Allocate the first blocks of a request if its partial blocks fit beside them.
+        """Allocate the first blocks of a request if there are pages for its partial blocks too.
 
         Args:
-            prefill_tokens: the request is charged for a prefill until so many are computed.
-            allocate: allocates the request's blocks if as many free ones as its argument says are
-                left over; else returns None.
+            prefill_tokens: the request is charged for a prefill until this many are computed.
+            allocate: a function of a number of blocks. It allocates the request's blocks if that
+                many free blocks are left over, and returns None otherwise.
 
         Returns:
-            What ``allocate`` returned. If None is returned, no state changes are made.
+            The return value of ``allocate``. If None is returned, no state changes are made.
         """
         count = self.elastic.blocks_to_reserve(request_id)
         allocated = allocate(count)
@@ -124,7 +124,7 @@ class Admission:
         return allocated
 
     def end_requests(self, request_ids: Iterable[str]) -> None:
-        """Charge for these requests no longer, and release the blocks that this allows."""
+        """Drop the charges of these requests, and release the blocks that this allows."""
         for request_id in request_ids:
             self.elastic.end(request_id)
         self.release_blocks()
@@ -136,7 +136,7 @@ class Admission:
             self._pool.release(block_ids)
 
     def change_level(self) -> StepLevel:
-        """Reserve what is free above the limit, and go one step towards the level aimed at."""
+        """Reserve free blocks above the limit, and advance one step towards the target level."""
         if self._expansion is None:
             return StepLevel(None, None, self.elastic.geometry.partial_blocks_resident)
         self._reserve(min(self.elastic.excess, self._pool.num_free))

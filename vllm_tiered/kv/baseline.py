@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether offloaded layers pay for what their copies take from compute.
+"""Comparison with the baseline: whether offloaded layers gain more than their copies cost.
 
-Stall does not show it: pages on a disk cost CPU time and memory bandwidth even if compute never
-waits for them. So the throughput without offloaded layers is recorded before the first one, and
+Stall alone does not show the cost: pages on a disk take CPU time and memory bandwidth even if
+compute never waits for them. So the throughput is recorded before the first layer is offloaded, and
 compared with the throughput at each level that lasts.
 
-Both come from *pressed* windows only: those in which requests were blocked or, with offloaded
-layers, held more blocks than there would be without. Otherwise the end of a batch would count for
-one side alone.
+Both records use *pressed* windows only. In a pressed window requests were blocked or, with
+offloaded layers, held more blocks than exist without them. Otherwise the end of a batch would count
+on one side only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class BaselineComparison:
     """Throughput without offloaded layers, and at the present level.
 
     Attributes:
-        base: without offloaded layers.
-        is_known: the base once had enough samples; it is not waited for again.
-        here: of the present level and its neighbours, if anything is far.
-        is_evaluated: and that they pay.
+        base: record without offloaded layers.
+        is_known: the base has had enough samples once; the controller does not wait for it again.
+        here: record of the present level and its neighbours, if any layer is offloaded.
+        is_evaluated: the present level was found to be worth its cost.
         sample: the windows of the next sample.
-        num_unlike: samples of another load in a row.
+        num_unlike: number of samples in a row with another load.
     """
 
     base: Record = _NO_RECORD
@@ -44,27 +44,27 @@ class BaselineComparison:
     def at_level(self, level_idx: int) -> BaselineComparison:
         """Return the comparison at another level.
 
-        Levels within a factor of two count as the same: where nothing is blocked any more the
-        level follows the load up and down a little.
+        Levels within a factor of two count as the same, as the level follows small changes of the
+        load while nothing is blocked.
         """
         if level_idx and level_idx / 2 <= self.here.level_idx <= 2 * level_idx:
             return self
         return replace(self.restarted(), here=Record(level_idx=level_idx))
 
     def restarted(self) -> BaselineComparison:
-        """Return the comparison without the present level's record, however near the next is."""
+        """Return the comparison without the present level's record, however close the next is."""
         return replace(self, here=_NO_RECORD, is_evaluated=False, sample=_NO_STEPS, num_unlike=0)
 
     def with_window(
         self, window: Window, level_idx: int, record_steps: int, base_records: int
     ) -> BaselineComparison:
-        """Add a pressed window; every ``record_steps`` steps are a sample.
+        """Add a pressed window; every ``record_steps`` steps make a sample.
 
-        Another load voids the record of this level, not the base. The base may be outdated too, but
-        it is recorded anew whenever the level is back at the base.
+        If the load changes, the present level's record is dropped. The base is kept although it may
+        be outdated, as it is recorded again whenever no layer is offloaded.
 
         Args:
-            base_records: samples after which the base is known.
+            base_records: number of samples after which the base is known.
         """
         sample = self.sample.merged(window)
         if sample.steps < record_steps:
@@ -84,9 +84,10 @@ class BaselineComparison:
         )
 
     def loss(self, min_records: int, same: float) -> float | None:
-        """Return the share by which this level is slower than the base; None if that is unknown.
+        """Return the share by which this level is slower than the base; None if it is not.
 
-        Three samples suffice if the loss is plain; with ``min_records`` of them the means decide.
+        None is also returned while it is unknown. Three samples suffice for a significant loss;
+        with ``min_records`` samples the means decide.
         """
         base, here = self.base, self.here
         if self.is_evaluated or min(base.count, here.count) < 3:

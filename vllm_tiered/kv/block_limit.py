@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks the engine may use now: the limit follows the level and the partial blocks.
+"""Limit of the blocks that the engine may use, from the level and the partial blocks.
 
-Pure bookkeeping of the scheduler's side. The engine's block pool is made for the largest limit.
-Blocks above the present one are reserved, and released again when requests end or more layers are
-offloaded. Pie grows and shrinks its block lists likewise (section 4.1). ``admission.py`` applies
-this to an engine's pool.
+This is pure bookkeeping on the scheduler's side. The engine's block pool is made for the largest
+limit. Blocks above the present limit are reserved, and released again when requests end or more
+layers are offloaded. Pie grows and shrinks its block lists in the same way (section 4.1).
+``admission.py`` applies the limit to an engine's pool.
 """
 
 from dataclasses import dataclass, field
@@ -15,13 +15,14 @@ from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry
 
 @dataclass(kw_only=True, slots=True)
 class ElasticBlocks:
-    """The reserved blocks, and the partial blocks that running requests are charged for.
+    """Reserved blocks, and the partial blocks that running requests are charged for.
 
     Attributes:
-        geometry: the near budget's arithmetic at the present level.
+        geometry: the sizes at the present level.
         usable_blocks: blocks of the engine's pool without the null block: the largest limit.
         reserved: ids of reserved blocks; they are released from the end.
-        target: while the level changes, the arithmetic of the level to come: both limits hold.
+        target: the sizes at the target level while the level changes. The limits of both levels
+            then apply.
     """
 
     geometry: KvGeometry
@@ -43,7 +44,7 @@ class ElasticBlocks:
 
     @property
     def limit(self) -> int:
-        """The most blocks that may be released beside the partial blocks that are charged."""
+        """The most blocks that may be released, given the charged partial blocks."""
         return min(self.usable_blocks, self._limit(self.num_partial))
 
     @property
@@ -56,25 +57,25 @@ class ElasticBlocks:
         return request_id in self._charges
 
     def blocks_to_reserve(self, request_id: str) -> int:
-        """Return how many free blocks must be reserved before the request may be admitted.
+        """Return the number of free blocks to reserve before the request may be admitted.
 
-        A request that is charged already (a streaming session that goes on) counts once.
+        A request that is already charged (a continued streaming session) is counted once.
         """
         others = self.num_partial - self._charges.get(request_id, 0)
         limit = self._limit(others + PARTIAL_WHILE_PREFILLING)
         return max(0, self.released_blocks - limit)
 
     def admit(self, request_id: str, prefill_tokens: int) -> None:
-        """Charge a request that begins, for which blocks were reserved.
+        """Charge a request that begins; the caller has reserved the blocks for it.
 
-        It is charged for two partial blocks until ``prefill_tokens`` are computed, then for one:
-        a decode step has one partial block at most.
+        The request is charged for two partial blocks until ``prefill_tokens`` are computed, and
+        then for one, as a decode step has at most one partial block.
         """
         self._charges[request_id] = PARTIAL_WHILE_PREFILLING
         self._prefilling[request_id] = prefill_tokens
 
     def progress(self, request_id: str, computed_tokens: int) -> None:
-        """Record that the request's next step begins with ``computed_tokens``."""
+        """Record the number of computed tokens at the start of the request's next step."""
         prefill_tokens = self._prefilling.get(request_id)
         if prefill_tokens is not None and computed_tokens >= prefill_tokens:
             self._charges[request_id] = 1
@@ -86,17 +87,17 @@ class ElasticBlocks:
         return len(self._prefilling)
 
     def end(self, request_id: str) -> None:
-        """Drop the charge of a request that finished or was preempted; ignore unknown ones."""
+        """Drop the charge of a finished or preempted request; ignore an unknown one."""
         self._charges.pop(request_id, None)
         self._prefilling.pop(request_id, None)
 
     def end_all(self) -> None:
-        """Drop all charges: no request runs any more."""
+        """Drop all charges, as no request runs any more."""
         self._charges.clear()
         self._prefilling.clear()
 
     def release(self) -> list[int]:
-        """Take blocks up to the limit off the reserved ones, and return their ids."""
+        """Release reserved blocks up to the limit, and return their ids."""
         spare = self._limit(self.num_partial) - self.released_blocks
         count = min(len(self.reserved), max(0, spare))
         released = self.reserved[len(self.reserved) - count :]
@@ -104,7 +105,7 @@ class ElasticBlocks:
         return released
 
     def is_prefilling(self, request_id: str, computed_tokens: int) -> bool:
-        """Return whether the request samples nothing yet with ``computed_tokens``."""
+        """Return whether the request still prefills, and samples no token, at this progress."""
         return computed_tokens < self._prefilling.get(request_id, 0)
 
     def _limit(self, num_partial: int) -> int:
@@ -115,7 +116,7 @@ class ElasticBlocks:
         """Check that released and partial blocks fit the near pages, and none is reserved twice.
 
         Raises:
-            IntegrityError: with the numbers that do not agree.
+            IntegrityError: the numbers do not agree; the message states them.
         """
         needed = self.geometry.pages_needed(self.released_blocks, self.num_partial)
         if needed > self.geometry.near_pages or len(set(self.reserved)) != len(self.reserved):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expansion controller: decides at run time how much of the KV cache is offloaded (Pie, 3.4).
 
-A pure state machine: ``step(signals, state) -> (decision, state)``. Levels are counted by their
-place on the ladder (``KvLevels.ladder``): more offloaded layers first, then partial blocks too.
+The controller is a pure state machine: ``step(signals, state) -> (decision, state)``. A level is
+identified by its index on the ladder (``KvLevels.ladder``).
 
-Steps are summed into windows. At a window's end the first rule that applies moves the level
-(``controller_rules.py``). One rule applies at any step: a live request that will not fit moves the
-level up to the next that holds it, and this bounds every other rule.
+Steps are summed into windows. At the end of a window the first rule that applies moves the level
+(``controller_rules.py``). One rule applies at every step: if a live request will not fit, the level
+moves up to the next one that holds it. The other rules may not choose a level that does not.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ __all__ = ["ControllerState", "Decision", "Signals", "Tuning", "initial_state", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The level to be at, and why, for logs and reports."""
+    """Target level, and the reason for it, for logs and reports."""
 
     level_idx: int
     reason: str
@@ -31,9 +31,9 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
-    """State that is opaque to callers: pass back what `step` returned.
+    """State of the controller, opaque to callers, who pass it back to `step`.
 
-    ``holds`` is the longest request, in blocks, that asks for no other level.
+    ``holds`` is the length in blocks of the longest request that needs no higher level.
     """
 
     decision: Decision
@@ -44,7 +44,7 @@ class ControllerState:
 
 
 def initial_state(levels: KvLevels, tuning: Tuning = DEFAULT_TUNING) -> ControllerState:
-    """Return the state of a controller that has seen no step: no layer is offloaded."""
+    """Return the state before the first step, with no layer offloaded."""
     history = History(
         patience=tuning.patience, trial_age=tuning.trial_every, trial_gap=tuning.trial_every
     )
@@ -63,9 +63,9 @@ def step(
     levels: KvLevels,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> tuple[Decision, ControllerState]:
-    """Decide the level to head for after one engine step.
+    """Decide the target level after one engine step.
 
-    Steps that were run at another level, or while the level was changing, count for nothing.
+    Steps that ran at another level, or while the level was changing, are not counted.
     """
     decision = state.decision
     if signals.needed_blocks > state.holds:
@@ -89,16 +89,16 @@ def step(
 def _serve(
     signals: Signals, state: ControllerState, levels: KvLevels, tuning: Tuning
 ) -> tuple[Decision, ControllerState]:
-    """Move to the next level that holds the longest request; if none does, to the largest."""
+    """Move up to the next level that holds the longest request; if none does, to the largest."""
     here, held = state.decision.level_idx, held_blocks(levels)
-    # Where partial blocks are offloaded, a lower level may hold one long request too, but fewer of
-    # those that run.
+    # A lower level may hold the one long request too if it offloads partial blocks, but it holds
+    # fewer of the running requests. So only levels from the present one up are considered first.
     higher = (index for index in range(here, len(held)) if held[index] >= signals.needed_blocks)
     level_idx = next(higher, lowest_level(levels, signals.needed_blocks))
     history = replace(state.history, is_trial=False)
     move = Move(level_idx, f"a request needs {signals.needed_blocks} blocks", history)
     decision, state = _apply(move, here, levels, tuning, state.decision)
-    # What no level holds is not asked again every step.
+    # If no level holds the request, do not decide this again in every step.
     holds = max(state.holds, signals.needed_blocks)
     return decision, replace(state, holds=holds)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule of the expansion controller may look at, and what it predicts from it."""
+"""Input of the expansion controller's rules, and the predictions made from it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vllm_tiered.kv.windows import Signals, Window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerContext:
-    """Everything that a rule may look at, at a window's end.
+    """Input of a rule at the end of a window.
 
     Attributes:
-        level_idx: the level that the window was run at.
-        window: its steps.
-        last: its last step.
-        history: what was known before, and what the window taught.
+        level_idx: the level at which the window ran.
+        window: sums over the window's steps.
+        last: the window's last step.
+        history: the history with the window already added.
     """
 
     level_idx: int
@@ -40,15 +40,15 @@ class ControllerContext:
     def choices(self) -> dict[int, int]:
         """Return the levels worth choosing, ascending, with their blocks at the present load.
 
-        All of them hold the largest live request, if one does.
+        All of them hold the largest live request, if any level does.
         """
         capacities = _capacities(self.levels, math.ceil(self.history.partial_share * 32) / 32)
         held = held_blocks(self.levels)
         lowest = lowest_level(self.levels, self.last.needed_blocks)
         needed = min(held[lowest], self.last.needed_blocks)
         choices = {index: blocks for index, blocks in capacities.items() if held[index] >= needed}
-        # Many partial blocks may make every level that holds the request worse than one that
-        # does not.
+        # With many partial blocks, each level that holds the request may have fewer blocks than a
+        # level that does not hold it.
         return choices or {lowest: held[lowest]}
 
     def lower(self) -> list[int]:
@@ -56,18 +56,18 @@ class ControllerContext:
         return [index for index in self.choices() if index < self.level_idx]
 
     def link_use(self, level_idx: int, blocks: float) -> float:
-        """Predict read time over compute time; 0 if nothing is known."""
+        """Predict the ratio of read time to compute time; 0 if nothing is known."""
         geometry = self.levels.geometry(self.levels.ladder[level_idx])
         staged = geometry.staged_blocks(blocks, blocks * self.history.partly_filled)
         pages = geometry.num_far * staged
         return (self.history.unit_link or 0.0) * pages / self.window.compute_seconds
 
     def fits_now(self, level_idx: int) -> bool:
-        """Return whether the level holds the blocks in use: no request would be preempted."""
+        """Return whether the level holds the used blocks, so that no request is preempted."""
         return self._fits(level_idx, self.last.used_blocks, self.last.num_partial)
 
     def fits_for_long(self, level_idx: int) -> bool:
-        """Return whether the level holds all that was in use since a request was blocked."""
+        """Return whether the level holds the blocks used in every step since one was blocked."""
         peaks = self.history.quiet.peaks
         return all(self._fits(level_idx, peak.used, peak.partial) for peak in peaks)
 
@@ -77,15 +77,16 @@ class ControllerContext:
         return used_blocks <= limit * (1 - self.tuning.headroom)
 
     def higher(self) -> tuple[list[int], bool]:
-        """Find the choices above the present level that requests would use and the link bears.
+        """Return the higher choices whose blocks requests would use and that the link can serve.
 
         Returns:
-            The levels, ascending; and whether the link bounds them, or the ceiling where it failed.
+            The levels, ascending; and whether the link or a ceiling limits them.
         """
         history, window, tuning = self.history, self.window, self.tuning
         used = window.used / window.steps
-        # Waiting requests are taken to hold what running ones do. Too low where those have only
-        # begun: then the next window asks for more, but what was asked too much stays for long.
+        # Assume that a waiting request needs as many blocks as a running one holds. That is too low
+        # if the running ones have only begun. But too low is corrected in the next window, while
+        # too much would stay for long.
         mean_blocks = window.used / max(1, window.running)
         demand = used + max(mean_blocks * self.last.num_waiting, tuning.slack * used)
         max_link = tuning.ramp_link if history.is_ramping else tuning.max_link
@@ -103,7 +104,11 @@ class ControllerContext:
         return higher, False
 
     def with_ceiling_lifted(self) -> ControllerContext:
-        """Return the context without what no longer holds: the link may be free again."""
+        """Return the context without an outdated ceiling or link measurement.
+
+        At level 0 after the ceiling's end, the link measurement is dropped, as there were no recent
+        reads. If transfers are clearly faster than when the ceiling was set, the ceiling is lifted.
+        """
         history, ceiling = self.history, self.history.ceiling
         if ceiling is None or history.age >= ceiling.until:
             if self.level_idx:
@@ -117,15 +122,15 @@ class ControllerContext:
         return replace(self, history=replace(history, ceiling=lifted, is_ramping=True, stride=1))
 
     def next_ceiling(self, level_idx: int, unit_link: float | None) -> Ceiling:
-        """Return a new ceiling; one that follows soon on another lasts twice as long."""
+        """Return a new ceiling; it lasts twice as long as the last one if that ended recently."""
         longest = self.tuning.patience * self.tuning.max_backoff
         return self._next(self.history.ceiling, level_idx, unit_link, self.tuning.patience, longest)
 
     def next_cost_ceiling(self, level_idx: int) -> Ceiling:
-        """Return a new ceiling for levels that cost more than they gave.
+        """Return a new cost ceiling, for levels that cost more than they gained.
 
-        A change of the load does not lift it: where few requests run the load seems to change all
-        the time, and each attempt is expensive.
+        A change of the load does not lift it. With few running requests the load seems to change
+        all the time, and each attempt is expensive.
         """
         gap = self.tuning.trial_every
         return self._next(self.history.cost_ceiling, level_idx, None, gap, 8 * gap)
@@ -141,12 +146,12 @@ class ControllerContext:
 
 @lru_cache(maxsize=64)
 def held_blocks(levels: KvLevels) -> tuple[int, ...]:
-    """Return for each level the blocks of the longest request that can run alone."""
+    """Return, for each level, the blocks of the longest request that can run alone."""
     return tuple(levels.block_limit(level, PARTIAL_WHILE_PREFILLING) for level in levels.ladder)
 
 
 def lowest_level(levels: KvLevels, needed_blocks: int) -> int:
-    """Return the lowest level that holds such a request; if none does, the one that holds most."""
+    """Return the lowest level that holds such a request, or else the level that holds most."""
     held = held_blocks(levels)
     enough = (index for index, blocks in enumerate(held) if blocks >= needed_blocks)
     return next(enough, held.index(max(held)))
@@ -154,9 +159,9 @@ def lowest_level(levels: KvLevels, needed_blocks: int) -> int:
 
 @lru_cache(maxsize=256)
 def _capacities(levels: KvLevels, partial_share: float) -> dict[int, int]:
-    """Return the blocks of each level that has more than all lower ones.
+    """Return the blocks of each level that has over 1 % more blocks than all lower levels.
 
-    A share of ``partial_share`` of the blocks are partial.
+    The share ``partial_share`` of the blocks is partial.
     """
     capacities: dict[int, int] = {}
     best = -1.0

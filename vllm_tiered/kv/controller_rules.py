@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules by which the expansion controller moves the level at a window's end.
+"""Rules by which the expansion controller moves the level at the end of a window.
 
 The first rule that applies decides:
 
 | rule           | when                                          | the level                       |
 |----------------|-----------------------------------------------|---------------------------------|
-| back off       | compute stalls, window after window           | down one, or to what the link   |
-|                |                                               | bears                           |
-| compare with   | slower than before any layer was offloaded    | down to half, or to none        |
+| back off       | compute stalls in several windows in a row    | down one, or to what the link   |
+|                |                                               | can serve                       |
+| compare with   | slower than before any layer was offloaded    | down to half, or to 0           |
 | the baseline   | (far pages on storage)                        |                                 |
-| evaluate       | enough samples here and where we came from    | back, if the lower was as good  |
-| grow           | requests are blocked, no stall, the link      | up: 3, 5, 9, 17 ..., at last by |
-|                | bears it, and they would use the blocks       | one; at once to what worked     |
+| evaluate       | enough samples of this level and the previous | back, if the lower was as good  |
+| grow           | requests are blocked, no stall, the link can  | up: 3, 5, 9, 17 ..., at last by |
+|                | serve it, and requests would use the blocks   | one; at once to what worked     |
 | release unused | nothing was blocked for long, the blocks fit  | down to what fits               |
-| try lower      | long under pressure, blocks happen to fit     | down by a tenth, then evaluate  |
+| try lower      | long under pressure, the blocks fit           | down by a tenth, then evaluate  |
 
-A level that stalled or gained nothing becomes the *ceiling* for a while that doubles each time,
+A level that stalled or gained nothing becomes the *ceiling*. Each time it lasts twice as long,
 unless the link turns out to be freer or the load changes.
 
-A window does not show whether a level pays: prefill, and requests that end, make output throughput
-vary by tens of percent. So what is nearly free of noise steers the way up (are requests blocked,
-does compute wait, what would the link have to carry). Throughput is compared only between two
-neighbours in time, in long samples, all of them blocked, with a standard error; in doubt the level
-stays. The curve is flat near its top, and going back may preempt requests.
+One window does not show whether a level is worth its cost: prefill, and requests that end, make
+output throughput vary by tens of percent. So growth follows signals that are nearly free of noise:
+whether requests are blocked, whether compute waits, and the predicted use of the link. Throughput
+is compared only between two consecutive levels, over long samples that were all blocked, with a
+standard error. In doubt the level stays, as throughput is nearly flat around its maximum and a
+lower level may preempt requests.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from vllm_tiered.kv.windows import Record
 
 
 class Move(NamedTuple):
-    """What a rule wants; the level may be the present one, if only the history changes."""
+    """Result of a rule; the level is the present one if only the history changes."""
 
     level_idx: int
     reason: str
@@ -43,7 +44,7 @@ class Move(NamedTuple):
 
 
 def _back_off(context: ControllerContext) -> Move | None:
-    """Give layers back until the link keeps up; at once if a stride was plainly too long."""
+    """Go down until the link keeps up; far down at once if the stall is heavy."""
     history, window, tuning = context.history, context.window, context.tuning
     is_heavy = window.stall_seconds > tuning.heavy_stall * window.seconds
     patience = tuning.mild_windows
@@ -71,14 +72,14 @@ def _back_off(context: ControllerContext) -> Move | None:
         is_trial=False,
         good_level_idx=min(history.good_level_idx, target),
         ceiling=context.next_ceiling(context.level_idx, history.unit_link),
-        # A stalled level is no standard for the next.
+        # Do not compare the next level with a stalled one.
         current=Record(level_idx=context.level_idx),
     )
     return Move(target, reason, history)
 
 
 def _compare_with_baseline(context: ControllerContext) -> Move | None:
-    """Go down if serving was faster without offloaded layers; the next is compared likewise."""
+    """Go down if serving was faster without offloaded layers; the lower level is compared too."""
     history, tuning, baseline = context.history, context.tuning, context.history.baseline
     lower = context.lower()
     if not tuning.base_records or not lower:
@@ -94,7 +95,7 @@ def _compare_with_baseline(context: ControllerContext) -> Move | None:
             return None
         accepted = replace(history, baseline=replace(baseline, is_evaluated=True))
         return Move(context.level_idx, "", accepted)
-    # Half the layers do not make up for a large loss.
+    # Half the layers would not recover a large loss.
     bound = 0 if loss > tuning.plain_loss else context.level_idx // 2
     target = max((index for index in lower if index <= bound), default=lower[0])
     history = replace(
@@ -110,7 +111,7 @@ def _compare_with_baseline(context: ControllerContext) -> Move | None:
 
 
 def _evaluate(context: ControllerContext) -> Move | None:
-    """Compare this level with the one before, once, when both are known well enough."""
+    """Compare this level with the previous one, once both have enough samples."""
     history, tuning = context.history, context.tuning
     current, before = history.current, history.came_from
     if before is None or current.count < 3:
@@ -149,7 +150,7 @@ def _evaluate(context: ControllerContext) -> Move | None:
 
 
 def _grow(context: ControllerContext) -> Move | None:
-    """Go up, by the stride that is due, to where requests have their blocks or the link is used."""
+    """Go up by the present stride, at most until requests have their blocks or the link is full."""
     window, tuning = context.window, context.tuning
     if context.history.is_trial or not context.is_blocked:
         return None
@@ -175,7 +176,10 @@ def _grow(context: ControllerContext) -> Move | None:
 
 
 def _release_unused(context: ControllerContext) -> Move | None:
-    """Give back what is not used: it saves reads, and later growth finds the link free."""
+    """Go down to the lowest level that holds the used blocks, after long without a blocked step.
+
+    It saves reads, and later growth finds the link free.
+    """
     history = context.history
     if history.quiet.steps < history.patience:
         return None
@@ -195,7 +199,7 @@ def _release_unused(context: ControllerContext) -> Move | None:
 
 
 def _try_lower(context: ControllerContext) -> Move | None:
-    """Try whether fewer blocks do as well: of two levels as good the lower costs less."""
+    """Try a level with fewer blocks: of two levels with equal throughput the lower costs less."""
     history, tuning = context.history, context.tuning
     if history.is_trial or history.age < history.trial_age or not context.is_blocked:
         return None

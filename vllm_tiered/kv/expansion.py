@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from one level of expansion to another while requests run (Pie, sections 3.4.2, 4.1).
+"""Transition between levels of expansion while requests run (Pie, sections 3.4.2 and 4.1).
 
-More layers    step k     the blocks of the layers to offload are written out behind the computation
-offloaded      step k+1   what step k wrote follows; the layers are offloaded, their pages drain
-               step k+2   the limit rises: the engine gets blocks made of those pages
-Fewer          the limit falls first: free blocks are reserved (cached ones are evicted), the others
-               as requests end or are preempted; when all fit, the layers are read back in one step,
-               each before it is computed
-Partial        in the first step of a level that offloads partial blocks, those that are near are
-blocks         written out in one copy
+More layers    step k     the blocks of the layers to offload are written out during compute
+offloaded      step k+1   the blocks that step k wrote are written out; then the layers are
+                          offloaded, and their pages drain
+               step k+2   the limit rises: the engine gets more blocks, made of those pages
+Fewer          The limit falls first. Free blocks are reserved at once (cached ones are evicted),
+               the others as requests end or are preempted. When all blocks fit, the layers are read
+               back in one step, each before it is computed.
+Partial        In the first step of a level that offloads partial blocks, the near ones are written
+blocks         out in one copy.
 
-Both are decided in the scheduler alone and carried out by the plan of a step, so all ranks are at
-the same level in every step.
+Only the scheduler decides a transition, and the step plans carry it out. So all ranks are at the
+same level in every step.
 """
 
 from vllm_tiered.kv.block_limit import ElasticBlocks
@@ -19,12 +20,12 @@ from vllm_tiered.kv.layout import KvLevels, Level
 
 
 class Expansion:
-    """The present level, the target level, and the way there.
+    """Present and target level, and the steps of the transition between them.
 
     Args:
-        levels: the arithmetic of every level.
+        levels: the sizes of every level.
         elastic: the block limit, which follows the level.
-        level: at the start.
+        level: the level at the start.
     """
 
     def __init__(self, levels: KvLevels, elastic: ElasticBlocks, level: Level) -> None:
@@ -40,7 +41,7 @@ class Expansion:
         return self.level == self.target
 
     def aim(self, level: Level) -> None:
-        """Head for another level; what was begun towards the old target is dropped."""
+        """Set another target level; drop what was begun for the old target."""
         if level == self.target:
             return
         self.target = level
@@ -48,12 +49,13 @@ class Expansion:
         self._elastic.target = None if self.is_settled else self.levels.geometry(level)
 
     def next_step(self) -> tuple[int, int]:
-        """Go one step towards the target.
+        """Advance one step towards the target.
 
-        Call it after reserving what is free of ``elastic.excess``, then ask for ``level``.
+        Call it after reserving the free blocks of ``elastic.excess``. Read ``level`` after it.
 
         Returns:
-            The offloaded layers of the step that is planned, and those to write out behind it.
+            The number of offloaded layers in the planned step, and the number that the next step
+            may have, for which layers are written out during the planned step.
         """
         num_far = self.level.num_far
         if self.is_settled or self._elastic.excess:

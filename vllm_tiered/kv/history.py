@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the expansion controller remembers from window to window."""
+"""Memory of the expansion controller across windows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_tiered.kv.windows import Record, Window
 
 
 class Ceiling(NamedTuple):
-    """A level that must not be chosen, nor any above it, at ages below ``until``.
+    """Lowest level that must not be chosen before the age ``until``; none above it may be either.
 
     Attributes:
-        unit_link: link seconds per staged block of one layer when it stalled; None if the level
-            merely gained nothing.
-        gap: for how long the ceiling holds; the next one may hold twice as long.
+        unit_link: link seconds per staged block of one layer when the level stalled; None if the
+            level only gained nothing.
+        gap: number of steps for which the ceiling holds; the next ceiling may hold twice as long.
     """
 
     level_idx: int
@@ -28,7 +28,7 @@ class Ceiling(NamedTuple):
 
 
 _MIN_STAGED = 0.1
-"""Share of the used blocks. A window that staged fewer teaches nothing about the link."""
+"""Share of the used blocks below which a window's staged blocks say nothing about the link."""
 
 NO_STEPS = Window()
 _NO_RECORD = Record()
@@ -37,7 +37,7 @@ _NO_COMPARISON = BaselineComparison()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What outlives a window. Ages are counted in settled steps."""
+    """State that is kept from window to window, with ages in settled steps."""
 
     age: int = 0
     stride: int = 1  # of the next growth while `is_ramping`
@@ -48,11 +48,11 @@ class History:
     stalled_windows: int = 0
     quiet: Window = NO_STEPS  # the steps since one was blocked
     patience: int = 0
-    release_age: int | None = None  # when blocks that were not used were given back
-    good_level_idx: int = 0  # carried pressure without stall
+    release_age: int | None = None  # age at which unused blocks were released
+    good_level_idx: int = 0  # the last level that ran under pressure without stall
     ceiling: Ceiling | None = None
     sample: Window = NO_STEPS
-    fill_steps: int = 0  # until samples count: the batch still adapts to the level
+    fill_steps: int = 0  # steps until samples count, as the batch still adapts to the level
     current: Record = _NO_RECORD
     num_unlike: int = 0  # samples of another load in a row
     came_from: Record | None = None  # the level before, if a comparison with it is fair
@@ -64,7 +64,7 @@ class History:
 
     @property
     def barred_from(self) -> int | None:
-        """The level from which on none may be chosen now; None if all may be."""
+        """The lowest level that may not be chosen now, nor any above it; None if all may."""
         ceilings = (self.ceiling, self.cost_ceiling)
         barred = [c.level_idx for c in ceilings if c is not None and self.age < c.until]
         return min(barred, default=None)
@@ -73,7 +73,7 @@ class History:
 def observe(
     window: Window, level_idx: int, history: History, levels: KvLevels, tuning: Tuning
 ) -> History:
-    """Return the history with what a window teaches, whatever is decided."""
+    """Return the history updated with a window; it does not depend on the decision."""
     age = history.age + window.steps
     geometry = levels.geometry(levels.ladder[level_idx])
     # Some of the charges are for a second partial block, which few requests have.
@@ -87,11 +87,11 @@ def observe(
     is_ramping, stride = history.is_ramping, history.stride
     if not window.blocked_steps:
         is_ramping = is_ramping and not was_quiet
-    elif was_quiet:  # another load: look for its level from here, with doubling strides
+    elif was_quiet:  # the load is another: search its level from here, with doubling strides
         is_ramping, stride = True, 1
     patience, release_age = history.patience, history.release_age
     if release_age is not None and window.is_blocked(tuning.pressure):
-        # Giving blocks back was a mistake if the pressure returns so soon.
+        # Releasing blocks was a mistake if the pressure returns so soon.
         soon = age - release_age < 4 * patience
         longest = tuning.patience * tuning.max_backoff
         patience = min(2 * patience, longest) if soon else tuning.patience

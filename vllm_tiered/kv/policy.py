@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers leave the near tier, and in which order their pages come back (Pie, section 3.3).
+"""Policies: the choice of offloaded layers and the order of their reads (Pie, section 3.3).
 
-A policy is a function of (number of layers, offloaded layers) that returns a :class:`SwapOrder`.
-Another order of moving layers is another policy, in ``POLICIES``.
+A policy is a function of (number of layers, number of offloaded layers) that returns a
+:class:`SwapOrder`. ``POLICIES`` lists all policies by name.
 """
 
 import math
@@ -16,12 +16,12 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapOrder:
-    """The layers' roles under a policy.
+    """Roles of the layers under a policy.
 
     Attributes:
         resident: layers whose pages stay near, ascending.
-        offloaded: layers that pass through the staging buffers, in the order of their use.
-        prefetches: a layer is read ahead of its use; otherwise when it is needed.
+        offloaded: layers that are read into staging buffers, in the order of their use.
+        prefetches: a layer is read ahead of its use; if False, when it is needed.
     """
 
     resident: tuple[int, ...]
@@ -40,12 +40,12 @@ class SwapOrder:
 
 
 def far_order(num_layers: int) -> list[int]:
-    """Return the layers in the order in which they are offloaded: a low-discrepancy sequence.
+    """Return the layers in the order of offloading, a low-discrepancy sequence.
 
     The fractional parts of multiples of the golden ratio cut a circle into gaps of at most
-    three lengths, so the first m layers are almost evenly spaced for *any* m, and a change
-    of m by one moves one layer. Layer 0 comes last: nothing computes before it that could
-    hide its transfer.
+    three lengths. So the first m layers are almost evenly spaced for *any* m, and a change
+    of m by one moves one layer. Layer 0 comes last, as no earlier layer's compute could hide its
+    transfer.
     """
     return sorted(range(num_layers), key=lambda layer: -math.fmod(layer * _GOLDEN, 1.0))
 
@@ -65,7 +65,7 @@ def interleave(num_layers: int, num_far: int) -> SwapOrder:
 def on_demand(num_layers: int, num_far: int) -> SwapOrder:
     """Offload the layers of ``interleave``, but read each when it is needed, as FlexGen does.
 
-    For comparison: it shows what reading ahead gives.
+    It is a baseline that shows the gain of prefetching.
     """
     return replace(interleave(num_layers, num_far), prefetches=False)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bookkeeping for requests that are computed anew because a far page did not come back intact."""
+"""Bookkeeping for requests that are recomputed because a far page did not come back intact."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
@@ -8,18 +8,18 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 
 MAX_RECOMPUTES = 8
-"""If a request loses blocks more often than this, the far tier cannot be relied on."""
+"""Number of recomputes of one request beyond which the far tier counts as unreliable."""
 
 
 class RecentSteps:
-    """Blocks that the latest steps wrote, and which requests hit which in the prefix cache.
+    """Log of the latest steps: the blocks that they wrote and the prefix-cache hits of requests.
 
-    At most ``_IN_FLIGHT`` steps are planned before the first one's result is known.
+    It keeps ``_IN_FLIGHT`` steps: no more are planned before the first one's result is known.
 
     Args:
-        num_blocks: vLLM's block ids, the null block included.
-        notices_late: checksums are not compared in every read. Any block may then have been
-            computed from the damaged page, and counts as written.
+        num_blocks: number of vLLM's block ids, the null block included.
+        notices_late: not every read compares checksums. Then any block may have been computed from
+            the damaged page, so all blocks count as written.
     """
 
     _IN_FLIGHT = 4
@@ -31,7 +31,7 @@ class RecentSteps:
         self._hits: deque[dict[str, Sequence[int]]] = deque(maxlen=self._IN_FLIGHT)
 
     def add(self, plan: StepPlan, requests: Iterable[ScheduledRequest]) -> None:
-        """Record a step that was planned."""
+        """Record a planned step."""
         self._plans.append(plan)
         self._hits.append(
             {
@@ -44,7 +44,7 @@ class RecentSteps:
         )
 
     def written_blocks(self) -> Set[int]:
-        """Return the blocks that these steps wrote, but for partial blocks that stay partial."""
+        """Return the blocks that these steps wrote, except resident ones that stayed partial."""
         if self._all is not None:
             return self._all
         return {
@@ -60,7 +60,7 @@ class RecentSteps:
         }
 
     def requests_that_hit_written_blocks(self) -> set[str]:
-        """Return the requests that began on blocks which one of these steps wrote."""
+        """Return the requests whose prefix-cache hits include a block that these steps wrote."""
         written = self.written_blocks()
         return {
             request_id
@@ -71,7 +71,7 @@ class RecentSteps:
 
 
 class RecomputeLog:
-    """Counts of how often each live request was computed anew, and the sessions that will be."""
+    """Counts of each live request's recomputes, and the sessions whose recompute is postponed."""
 
     def __init__(self) -> None:
         self.num_recomputed = 0
@@ -79,10 +79,10 @@ class RecomputeLog:
         self._times: Counter[str] = Counter()
 
     def add(self, request_ids: set[str]) -> None:
-        """Count requests that are computed anew.
+        """Count a recompute of each request.
 
         Raises:
-            IntegrityError: one of them was computed anew too often.
+            IntegrityError: one of them was recomputed more than ``MAX_RECOMPUTES`` times.
         """
         self.num_recomputed += len(request_ids)
         self._times.update(request_ids)
@@ -95,6 +95,6 @@ class RecomputeLog:
                 )
 
     def end(self, request_id: str) -> None:
-        """Drop a request that ended."""
+        """Remove a request that ended."""
         self._times.pop(request_id, None)
         self.postponed.discard(request_id)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swaps the offloaded layers through the staging buffers while the engine computes (Pie, 3.3).
+"""Swapper: moves the offloaded layers through the staging buffers during compute (Pie, 3.3).
 
-One step, with offloaded layers r0, r1, r2 ... and two buffers:
+One step, with offloaded layers r0, r1, r2 ... and two buffers A and B:
 
-    begin_step   all copies are queued, each behind what it waits for: read r0→A, r1→B
-    r0 computes  blocks that r0 wrote in A go out; then read r2→A
-    r1 computes  blocks that r1 wrote in B go out; then read r3→B
-    ...          (layers between them are resident and compute without a wait)
-    end_step     resident partial blocks that were filled go out, all layers in one copy
+    begin_step   queue all copies, each after the events that it waits for: read r0→A, r1→B
+    r0 computed  write out the blocks that r0 wrote in A; then read r2→A
+    r1 computed  write out the blocks that r1 wrote in B; then read r3→B
+    ...          (the layers in between are resident and compute without a wait)
+    end_step     write out the resident partial blocks that were filled, all layers in one copy
 
-The next step keeps the buffers if its blocks are the same (``staging.py``). Otherwise they become
-free, and pages that a write still reads drain.
+The next step keeps the buffers if its blocks are the same (``staging.py``). Otherwise the buffers
+are freed, and pages that a write still reads drain.
 
 Between two steps the number of offloaded layers may change (``relocator.py``).
 """
@@ -39,21 +39,22 @@ class Swapper:
 
     Args:
         order: the layers' roles at the start.
-        offloadable_layers: layers that may be offloaded, in the order in which they are;
-            those that are offloaded at the start if None.
-        homes: where their far regions go.
-        orders: by number of offloaded layers, if that may change; ``order`` is one of them.
-        released: blocks 1 to ``released`` are the engine's at the start; all if None.
+        offloadable_layers: layers that may be offloaded, in the order of offloading; if None, the
+            layers that are offloaded at the start.
+        homes: the placement of their far regions.
+        orders: the layers' roles by number of offloaded layers, if that may change; ``order`` is
+            one of them.
+        released: the engine may use blocks 1 to ``released`` at the start; all if None.
         num_blocks: block ids are below this; block 0 is the engine's null block.
         near: the near tier's pages, which the kernels read and write.
-        device: copies; the far tier is allocated from it.
-        max_buffers: stage at most this many layers ahead (or what the policy asks for): more
-            buffers take more cache and hide little more.
+        device: runs the copies and allocates the far tier.
+        max_buffers: the most staging buffers, or the policy's number if that is larger. More
+            buffers take more pages and hide little more.
 
     Attributes:
-        stall_seconds: for which compute stood still since the start.
-        num_steps: begun since the start.
-        keeps_pages: every block of the step has the pages that it had in the step before.
+        stall_seconds: seconds for which compute has stalled since the start.
+        num_steps: steps begun since the start.
+        keeps_pages: every block of the step has the same pages as in the previous step.
 
     Raises:
         BudgetError: the far tier does not have the memory.
@@ -93,8 +94,8 @@ class Swapper:
         self._plan = _NOTHING
         self._reads: list[Event | None] = []
         self._writes: list[Event | None] = []
-        self._turns: dict[int, Event] = {}  # by position of the last layer of each turn
-        self._asked: Sequence[Event] = ()  # by position, where layers are read when needed
+        self._turns: dict[int, Event] = {}  # deferred events by position of a turn's last layer
+        self._asked: Sequence[Event] = ()  # deferred events by position, if layers are read on use
         self._update_positions()
         released = num_blocks - 1 if released is None else released
         if orders and not order.offloaded:
@@ -109,7 +110,7 @@ class Swapper:
 
     @property
     def is_laid_out_as_vllm(self) -> bool:
-        """Whether block b of layer l still is page ``l * (P / n) + b``, as in vLLM's own layout."""
+        """Whether block b of layer l is page ``l * (P / n) + b``, as in vLLM's own layout."""
         return self._near_pages.is_laid_out_as_vllm
 
     def will_be_laid_out_as_vllm(self, plan: StepPlan) -> bool:
@@ -120,18 +121,18 @@ class Swapper:
 
     @property
     def layers_to_come(self) -> Container[int]:
-        """Layers that the step which has begun must wait for; the others' pages are near."""
+        """Layers that the running step must wait for; the other layers' pages are near."""
         returning = self._relocator.returning
         return {*self._position, *returning} if returning else self._position
 
     # One step ---------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Apply the plan to pages and table, and queue all copies of the step.
+        """Apply the plan to the page pool and the mapping table, and queue all copies of the step.
 
         Raises:
-            IntegrityError: the plan does not fit the pages, as the scheduler's bound is wrong; or
-                the step before was abandoned.
+            IntegrityError: the plan does not fit the pages, as the scheduler's limit is wrong; or
+                the previous step was abandoned.
         """
         if self._failure is not None or self._turns:
             raise IntegrityError("the step before was not computed to its end") from self._failure
@@ -163,15 +164,15 @@ class Swapper:
             self._queue_copies()
 
     def keeps_buffers(self, plan: StepPlan) -> bool:
-        """Return whether the buffers of the step before fit this one, and no layer moves."""
+        """Return whether the previous step's buffers fit this step, and no layer moves."""
         same_level = plan.num_far is None or plan.num_far == self.order.num_far
         return same_level and self._staging.fits(plan)
 
     def wait_layer(self, layer: int) -> None:
-        """Hold compute until the layer's pages are near; at once for a resident layer.
+        """Stall compute until the layer's pages are near; do nothing for a resident layer.
 
         Raises:
-            Exception: what made the copy fail; the pages must not be used.
+            Exception: the copy failed with this error; the pages must not be used.
         """
         position = self._position.get(layer)
         try:
@@ -192,10 +193,10 @@ class Swapper:
         self.table.publish(layer, self.num_steps)
 
     def layer_done(self, layer: int) -> None:
-        """Let the copies run that wait for the layer, which was computed.
+        """Signal that the layer was computed, so that the copies which wait for it run.
 
         Raises:
-            IntegrityError: ``wait_layer`` was not called for it.
+            IntegrityError: ``wait_layer`` was not called for the layer.
         """
         position = self._position.get(layer)
         if position is None or not self._turns:
@@ -205,12 +206,12 @@ class Swapper:
             self._device.signal(deferred_event)
 
     def end_step(self) -> None:
-        """Write out the partial blocks that were filled; all layers were computed.
+        """Write out the partial blocks that the step filled, once all layers were computed.
 
         Raises:
             IntegrityError: an offloaded layer was staged but not computed.
         """
-        if self._failure is not None:  # vLLM ends a step also when its forward has raised
+        if self._failure is not None:  # vLLM also ends a step whose forward pass has raised
             raise self._failure
         if self._turns:
             raise IntegrityError(f"offloaded layers {[*self._turns]} were staged, never computed")
@@ -222,26 +223,26 @@ class Swapper:
             self._relocator.end_step(plan)
 
     def abandon(self, failure: BaseException) -> None:
-        """End a step that will not be computed to its end: layers that were staged are left out."""
+        """End a step early; if layers were staged but not computed, the next step will fail."""
         if self._turns:
             self._failure = failure
         else:
             self.end_step()
 
     def pending_read(self, layer: int) -> Event | None:
-        """Return the copy that `wait_layer` will wait for."""
+        """Return the event of the read that `wait_layer` will wait for; None if there is none."""
         position = self._position.get(layer)
         return None if position is None else self._reads[position]
 
     def last_write_of(self, layer: int) -> Event | None:
-        """Return the copy that wrote out what the layer computed in the latest step."""
+        """Return the event of the latest step's write of the layer; None if there was none."""
         position = self._position.get(layer)
         return None if position is None else self._writes[position]
 
     def take_lost(self) -> set[int]:
-        """Return blocks of which a page did not arrive intact since the last call.
+        """Return the blocks that lost a page in a read since the last call.
 
-        What was computed with them is wrong; requests that use them must compute them anew.
+        Results computed with these blocks are wrong. Requests that use them must recompute them.
         """
         lost, self._lost = self._lost, set()
         self._relocator.forget_blocks(lost)
@@ -251,7 +252,7 @@ class Swapper:
         """Check that pages are conserved, and that the table agrees with the layers' roles.
 
         Raises:
-            IntegrityError: with the numbers that do not agree.
+            IntegrityError: the numbers do not agree; the message states them.
         """
         self.pool.check_integrity()
         self.table.check_integrity()
@@ -275,10 +276,10 @@ class Swapper:
     # Copies -----------------------------------------------------------------------------
 
     def _queue_copies(self) -> None:
-        """Queue all reads and writes of the step, each behind what it has to wait for.
+        """Queue all reads and writes of the step, each with the events that it must wait for.
 
-        Between two layers nothing is left to do but to signal that they were computed, and that
-        only in turns of some layers: to wake a copying thread costs as much as all the rest.
+        During compute the only work left is to signal that layers were computed. It is done once
+        per *turn* of several layers, as waking a copy thread costs as much as all the other work.
         """
         staging, prefetches = self._staging, self.order.prefetches
         last, num_buffers = len(self.order.offloaded) - 1, staging.num_buffers
@@ -302,10 +303,10 @@ class Swapper:
         self._reads[:] = self.far.submit_reads(reads)
 
     def _queue_writes(self, computed: Sequence[tuple[Event, ...]]) -> None:
-        """Queue what each offloaded layer writes, and after each turn a layer that leaves.
+        """Queue each offloaded layer's write, and after each turn the write-out of a leaving layer.
 
         Args:
-            computed: by offloaded position, what the write has to wait for.
+            computed: by offloaded position, the events that the write must wait for.
         """
         copies: list[tuple[Copy, tuple[Event, ...]]] = []
         positions: list[int] = []
@@ -320,7 +321,7 @@ class Swapper:
             self._writes[: len(positions)] = [events[at] for at in positions]
 
     def _store_partial(self, block_ids: BlockIds) -> None:
-        """Write partial blocks out in every offloaded layer; their near pages drain."""
+        """Write partial blocks to the far tier in every offloaded layer; their near pages drain."""
         if self.order.offloaded:
             pages = self.table.offloaded_pages(block_ids)
             self.far.write(self.order.offloaded, block_ids, pages)
