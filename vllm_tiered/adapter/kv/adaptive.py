@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive expansion: runs the controller beside vLLM's scheduler (Pie, section 3.4.2)."""
+"""Adaptive expansion: runs the controller in vLLM's scheduler (Pie, section 3.4.2)."""
 
 import logging
 import math
@@ -16,14 +16,14 @@ logger = logging.getLogger("vllm.tiered")
 
 
 class AdaptiveExpansion:
-    """Expansion that follows the controller, which is asked after every step.
+    """Expansion whose level the controller decides after every step.
 
     Args:
-        levels: the arithmetic of every level.
+        levels: the sizes of every level.
         elastic: the block limit, which follows the level.
         max_model_blocks: blocks of the longest request that the engine accepts.
-        max_num_seqs: requests that it runs at a time.
-        on_change: called with "grow" or "shrink", and why.
+        max_num_seqs: the most requests that the engine runs at a time.
+        on_change: called with "grow" or "shrink", and the reason.
         uses_storage: far pages may be on a disk.
     """
 
@@ -47,7 +47,7 @@ class AdaptiveExpansion:
         self._state = controller.initial_state(levels, self._tuning)
 
     def decide(self, step: Step) -> None:
-        """Pass a step that is over to the controller, and aim at the level that it decides."""
+        """Pass a finished step to the controller, and make its decision the target level."""
         signals = controller.Signals(
             level_idx=self._levels.ladder.index(self.expansion.level),
             is_settled=self.expansion.is_settled,
@@ -78,14 +78,14 @@ class AdaptiveExpansion:
         return f"{level.num_far} far layers (expansion {expansion:.2f}{partial})"
 
     def _needed_blocks(self, step: Step) -> int:
-        """Return the blocks of the longest request, beside those that streamed sessions keep."""
+        """Return the blocks of the longest request, plus the blocks that streamed sessions keep."""
         longest = self._blocks_to_grow(step.longest)
         if not step.session_blocks:
             return longest
-        # Sessions may share blocks; then they hold less: at most what is in use and one grows by.
+        # Sessions that share blocks hold fewer than this: at most the used blocks and the growth of
+        # one session.
         held = min(step.session_blocks, step.used_blocks + longest)
-        # A level is said to hold so many blocks of one request; each session has a partial block
-        # of its own.
+        # A level's limit counts the partial blocks of one request, but each session has its own.
         held += math.ceil(step.num_sessions * self._levels.max_blocks_per_partial)
         return max(longest, held + self._blocks_to_grow(step.longest_beside_sessions))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache configuration: a page pool with more blocks than vLLM's allocation has memory for.
 
-vLLM divides the near budget evenly: num_blocks x layers pages. With offloaded layers the
-same pages hold more blocks, so the configuration is made for the logical number of blocks and its
-one allocation is cut back to the near pages.
+vLLM divides the near budget evenly into num_blocks x layers pages. With offloaded layers the same
+pages hold more blocks. So the configuration is made for the logical number of blocks, and then its
+single allocation is reduced to the near pages.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> Non
     """Check for one group of full attention in one allocation, on the CPU backend or on CUDA.
 
     Raises:
-        UnsupportedError: naming what the model has instead.
+        UnsupportedError: the model or the device is another; the message names it.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -87,7 +87,7 @@ def logical_blocks(
 def adaptive_levels(
     kv: KvConfig, levels: KvLevels, *, max_model_len: int, world_size: int
 ) -> KvLevels:
-    """Return the levels that the far budget allows; only level 0 if the plugin must step aside.
+    """Return the levels that the far budget allows; only level 0 if swapping is impossible.
 
     Raises:
         BudgetError: one request of ``max_model_len`` tokens would not fit at any level.
@@ -137,7 +137,7 @@ def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None
 def tiered_kv_cache_configs(
     original: Any, vllm_config: Any, kv_cache_specs: list[Any], available_memory: list[int]
 ) -> list[Any]:
-    """Run ``get_kv_cache_configs`` for the logical number of blocks, backed by the near pages."""
+    """Call ``get_kv_cache_configs`` for the logical number of blocks, but allocate near pages."""
     config = kv_plan.tiered_config(vllm_config)
     if config is None or not any(kv_cache_specs):
         return list(original(vllm_config, kv_cache_specs, available_memory))
@@ -175,8 +175,8 @@ def tiered_kv_cache_configs(
         model_config.max_model_len = min(model_config.max_model_len, longest)
     for kv_cache_config in configs:
         (tensor,) = kv_cache_config.kv_cache_tensors
-        # Every layer's view starts at page 0 and has num_blocks pages, so that it lies inside
-        # the allocation; the worker replaces the views by the whole pool before first use.
+        # Every layer's view starts at page 0 and has num_blocks pages, so that it is inside the
+        # allocation. The worker replaces the views before their first use.
         kv_cache_config.kv_cache_tensors = [
             dataclasses.replace(
                 tensor,
@@ -200,11 +200,11 @@ def _near_bytes(vllm_config: Any, available: int, block_bytes: int) -> int:
 def _with_blocks(
     original: Any, vllm_config: Any, kv_cache_specs: list[Any], num_blocks: int, block_bytes: int
 ) -> list[Any]:
-    """Let vLLM plan for ``num_blocks``: its checks and groups stay its own."""
+    """Let vLLM plan for ``num_blocks``, with its own checks and groups."""
     cache_config = vllm_config.cache_config
     override, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
     try:
-        # One block more than usable: vLLM's check sets the null block aside.
+        # One block more than is usable, as vLLM's check subtracts the null block.
         memory = [num_blocks * block_bytes] * len(kv_cache_specs)
         return list(original(vllm_config, kv_cache_specs, memory))
     finally:
@@ -212,7 +212,7 @@ def _with_blocks(
 
 
 def install() -> None:
-    """Wrap the function by the name under which the engine core imported it. Idempotent."""
+    """Wrap ``get_kv_cache_configs`` where the engine core imported it. Idempotent."""
     from vllm.v1.engine import core
 
     original = core.get_kv_cache_configs

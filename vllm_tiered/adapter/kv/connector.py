@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV connector that vLLM loads: a thin layer over the scheduler's and the worker's side.
+"""KV connector that vLLM loads: a thin layer over the scheduler side and the worker side.
 
-Hooks of a step, in vLLM's order, and what happens at each:
+The hooks of a step, in vLLM's order:
 
     scheduler   build_connector_meta      plan the step
-    worker      handle_preemptions        apply the plan, queue all copies (input is prepared now)
-                bind_connector_metadata   translate block tables inside the forward context
+    worker      handle_preemptions        apply the plan, queue all copies; vLLM then prepares input
+                bind_connector_metadata   translate block tables in the forward context
                 do_kv_cache_update (wrapped) / wait_for_layer_load   wait for the layer's pages
-                save_kv_layer             computed: what it wrote goes out, a later layer comes in
-                wait_for_save             partial blocks that were filled go out
+                save_kv_layer             the layer is computed: its new KV is written out, and a
+                                          later layer is read
+                wait_for_save             write out the partial blocks that were filled
 """
 
 import logging
@@ -44,16 +45,16 @@ logger = logging.getLogger("vllm.tiered")
 
 
 TRACE_EVERY = 64
-"""Steps between two that the report shows layer by layer."""
+"""Number of steps between two that the report shows layer by layer."""
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     """KV connector that swaps the KV cache layer by layer.
 
-    If no layer is ever offloaded it steps aside: every hook returns.
+    If no layer is ever offloaded, every hook does nothing.
 
-    ``SupportsHMA`` keeps vLLM's grouping of layers as it is without a connector: models with
-    several groups are then refused by name instead of being served at reduced speed.
+    With ``SupportsHMA`` vLLM groups the layers as it does without a connector. A model with several
+    groups then raises an error that names the groups, instead of running at reduced speed.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -127,10 +128,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def on_new_request(self, request: Any) -> None:
-        """Abort what cannot be served: a session of streamed input with steps scheduled ahead.
+        """Track a request, but abort a session of streamed input under asynchronous scheduling.
 
         Between turns vLLM drops a token. An asynchronous step may already have put it into a block,
-        filled the block and sent it out; continuing in that block is not supported.
+        filled the block and written it out. Continuing in such a block is not supported.
         """
         if self._scheduler and request.resumable and self._schedules_ahead:
             logger.error(
@@ -185,7 +186,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker:
-            # Model runner V2 has none in a step that computes nothing, or that is one graph.
+            # Model runner V2 has no context in a step that computes nothing or is one graph.
             self._worker.translate(
                 get_forward_context() if is_forward_context_available() else None
             )
@@ -217,11 +218,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def recomputes(self) -> RecomputeLog | None:
-        """None if no layer is ever far."""
+        """Log of recomputed requests; None if no layer is ever offloaded."""
         return self._scheduler.recomputes if self._scheduler else None
 
     def recomputed(self, request_ids: set[str]) -> None:
-        """Record that requests are computed anew because blocks of theirs were lost."""
+        """Record that requests are recomputed because they lost blocks."""
         assert self._scheduler is not None
         self._scheduler.recomputed(request_ids)
 

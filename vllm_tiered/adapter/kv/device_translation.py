@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of block tables on the GPU: one launch for all layers, and the host never waits.
+"""Translation of block tables on the GPU: one launch for all layers, without a wait on the host.
 
-The mapping table lives on the host. It is copied to the GPU whenever a block of the step has a new
-page, from memory that stays unchanged until the copy is done. The block tables and slot mappings of
-the layers keep their addresses as long as no step needs more room, so a captured CUDA graph could
-read them.
+The mapping table is on the host. It is copied to the GPU whenever a block of the step has a new
+page. The copy's source is a buffer that stays unchanged until the copy is done. The layers' block
+tables and slot mappings keep their addresses until a step needs larger ones, so a captured CUDA
+graph could read them.
 
-L layers, B block ids, R requests, C columns (blocks of the longest sequence), T tokens.
+Shape suffixes: L layers, B block ids, R requests, C columns (blocks of the longest sequence),
+T tokens.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from vllm_tiered.adapter.kv.layer_metadata import LayerMetadata
 from vllm_tiered.adapter.kv.translation import Translator
 
 Translate = Callable[..., None]
-"""``vllm_tiered.kernels.kv_pages.api.translate``, or its reference."""
+"""Type of ``vllm_tiered.kernels.kv_pages.api.translate`` and of its reference."""
 
 
 def make_translator(
@@ -35,7 +36,7 @@ def make_translator(
 class DeviceTranslator:
     """Translator of a step's block tables on the GPU, for all layers at once.
 
-    Arguments not listed here are those of :class:`Translator`.
+    The arguments not listed here are those of :class:`Translator`.
 
     Args:
         device: the device of vLLM's block tables.
@@ -66,11 +67,11 @@ class DeviceTranslator:
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
 
-        vLLM's shared metadata object and tensors are left unchanged. Those of the layers are
-        reused in the next step, whose kernels run after this one's.
+        vLLM's shared metadata object and tensors are left unchanged. The layers' own objects are
+        reused in the next step, whose kernels run after this step's.
 
         Args:
-            keeps_pages: every block of the step has the pages that it had in the step before.
+            keeps_pages: every block of the step has the same pages as in the previous step.
         """
         first = self._layer_names[0]
         slots_T, shared = forward_context.slot_mapping[first], forward_context.attn_metadata[first]
@@ -91,7 +92,7 @@ class DeviceTranslator:
         forward_context.slot_mapping = self._layer_slots
 
     def _make_room(self, shape: tuple[int, ...]) -> None:
-        """Make the layers' views for `shape`: (R, C, T, tokens that are no padding)."""
+        """Make the layers' views for `shape`: (R, C, T, tokens without padding)."""
         if shape == self._shape:
             return
         rows, columns, tokens, own_tokens = self._shape = shape
@@ -109,15 +110,15 @@ class DeviceTranslator:
 
 
 class DeviceTable:
-    """Copy of a host array on the device, updated on the current stream.
+    """Device copy of a host array, updated on the current stream.
 
     Two host buffers alternate, so that one may still be in transfer while the next step is
     prepared.
 
     Args:
         source: the host array, which may change between uploads.
-        device: where the copy lives.
-        make_event: on a CPU, for tests that delay copies; a GPU uses CUDA events.
+        device: the device of the copy.
+        make_event: makes the events on a CPU, for tests that delay copies; a GPU uses CUDA events.
     """
 
     def __init__(
@@ -140,10 +141,10 @@ class DeviceTable:
         ]
 
     def upload(self) -> None:
-        """Copy the source as it is now; kernels queued from now on see it."""
+        """Copy the source's present content, for kernels that are queued from now on."""
         host, arrived = turn = self._turns.pop(0)
         if arrived is not None:
-            arrived.synchronize()  # the copy of two steps ago: done, unless the host is far ahead
+            arrived.synchronize()  # the copy of two steps ago is done, unless the host is far ahead
         host.copy_(self._source)
         self.on_device.copy_(host, non_blocking=True)
         if arrived is not None:

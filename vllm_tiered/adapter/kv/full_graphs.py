@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of whole steps (vLLM's FULL), used until a KV page leaves vLLM's layout.
 
-Such a graph replays the addresses that it was captured with, and no hook. That is right until the
-first layer is far: no page has moved, nothing is translated, and no hook has anything to do. Later
-it is wrong. So the graphs are removed from vLLM's model runner before it chooses one for the step
-whose plan moves the first page. The piecewise graphs, captured as well, are used from then on:
+A whole-step graph replays the addresses that it was captured with, and runs no hook. That is
+correct until the first layer is offloaded: no page has moved, nothing is translated, and the hooks
+have nothing to do. After that it is wrong. So the graphs are removed from vLLM's model runner
+before it chooses a graph for the step whose plan moves the first page. From that step on the runner
+uses the piecewise graphs, which were captured too:
 
     step      ... k-1     k, whose plan moves a page                k+1 ...
-    runner    FULL        graphs of whole steps are removed,        PIECEWISE
+    runner    FULL        whole-step graphs are removed,            PIECEWISE
                           pages move, PIECEWISE
 
-The worker refuses a step that moves a page before that (:meth:`FullGraphs.check_removed`).
+If a step moves a page and the graphs were not removed, the worker raises an error
+(:meth:`FullGraphs.check_removed`).
 """
 
 import logging
@@ -28,18 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tiered")
 
 KEPT = "keeps_full_graphs"
-"""Key of the connector's extra configuration: vLLM need not split its graphs."""
+"""Key of the connector's extra configuration; if true, vLLM may capture whole-step graphs."""
 
 _engines: list[tuple[Any, "FullGraphs"]] = []
 """The VllmConfig and the graphs of each of this process's engines."""
 
 
 class FullGraphs:
-    """The whole-step graphs of one rank's model runner.
+    """Whole-step graphs of one rank's model runner.
 
     Args:
-        stays_as_vllm: whether pages lie as vLLM lays them out, once a plan is applied.
-        log: whether this rank logs when they are removed.
+        stays_as_vllm: returns whether pages are in vLLM's layout once a plan is applied.
+        log: this rank logs the removal.
     """
 
     def __init__(self, stays_as_vllm: Callable[[StepPlan], bool], *, log: bool = True) -> None:
@@ -50,12 +52,12 @@ class FullGraphs:
         self._kept: list[Any] = []
 
     def begin_step(self, runner: Any, plan: StepPlan | None) -> None:
-        """Remove the graphs if `plan` moves a page; called before the runner chooses a graph.
+        """Remove the graphs if `plan` moves a page; call it before the runner chooses a graph.
 
         `plan` is None in a step without requests, such as a capture.
 
         Raises:
-            VersionError: the runner keeps its graphs elsewhere than vLLM's own runners do.
+            VersionError: the runner does not keep its graphs where vLLM's own runners do.
         """
         if self._are_removed or plan is None:
             return
@@ -98,17 +100,18 @@ class FullGraphs:
             pieces = [d for d in descriptors if d.cg_mode != CUDAGraphMode.FULL]
             manager._candidates[key] = pieces
         manager._capture_descs.pop(CUDAGraphMode.FULL, None)
-        # Kept alive, as the GPU may be replaying one of them.
+        # Keep the graphs alive, as the GPU may be replaying one of them.
         self._kept.append(manager.graphs)
         manager.graphs = {}  # it holds graphs of whole steps only
         return len(self._kept[0])
 
 
 def keeps_full_graphs(config: TieredConfig, engine_args: "EngineArgs") -> bool:
-    """Return whether vLLM may capture whole steps, to replay them at first or always.
+    """Return whether vLLM may capture whole-step graphs, for the first steps or for all.
 
-    It may not if layers are far from the start, if another part runs Python in the layers, or
-    without piecewise graphs, as no graph would be left when the first layer is far.
+    It may not in three cases: layers are offloaded from the start; another part of the plugin runs
+    Python in the layers; or there are no piecewise graphs, so that no graph would be left once the
+    first layer is offloaded.
     """
     l2_may_run = config.l2.is_wanted and engine_args.tensor_parallel_size > 1
     if config.weights.places or config.ffn.is_used or l2_may_run:
@@ -122,7 +125,7 @@ def keeps_full_graphs(config: TieredConfig, engine_args: "EngineArgs") -> bool:
 def watch(
     vllm_config: Any, stays_as_vllm: Callable[[StepPlan], bool], *, log: bool = True
 ) -> FullGraphs:
-    """Return the graphs of the model runner with this configuration, and hook its steps.
+    """Wrap the steps of the model runner with this configuration, and return its graphs.
 
     Raises:
         VersionError: vLLM has no such runner.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gauges of the KV tiers, as far as the scheduler knows them."""
+"""Gauges of the KV tiers that the scheduler can fill in."""
 
 from vllm_tiered.adapter.kv.plan import KvPlan
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
@@ -9,15 +9,15 @@ from vllm_tiered.kv.layout import Level, expansion_of
 def kv_gauges(
     plan: KvPlan, world_size: int, *, level: Level | None = None, num_reserved: int = 0
 ) -> TieredStats:
-    """Return what the scheduler knows of the KV tiers; bytes are all ranks'.
+    """Return the scheduler's gauges of the KV tiers; bytes are summed over ranks.
 
     Args:
-        level: the present one; that of the plan if None.
-        num_reserved: reserved blocks.
+        level: the present level; the plan's level if None.
+        num_reserved: number of reserved blocks.
     """
     if level is None:
         level = Level(plan.order.num_far)
-    # Only workers know where far pages are, if there are any.
+    # If there are far pages, only the workers know which tier holds them.
     no_far_pages = {} if plan.swaps else {"kv_far_bytes": 0, "kv_storage_bytes": 0}
     return TieredStats(
         data={

@@ -8,10 +8,10 @@ import torch
 
 
 class LayerMetadata:
-    """One metadata object per layer, reused as long as vLLM's metadata is of one class.
+    """One metadata object per layer, reused as long as vLLM's metadata has the same class.
 
-    The objects share one ``__dict__``, so that a step costs the same for any number of layers. The
-    layer's own values are in ``__slots__``, which Python looks up first.
+    The objects share one ``__dict__``, so that the cost of a step hardly depends on the number of
+    layers. A layer's own values are in ``__slots__``, which Python looks up first.
 
     Args:
         layer_names: vLLM's names, by layer index.
@@ -34,7 +34,7 @@ class LayerMetadata:
             shared: vLLM's metadata, which is left unchanged.
             tables: the block table of each layer. The same sequence object as before must hold
                 the same tensors.
-            slots: the slot mapping of each layer; likewise.
+            slots: the slot mapping of each layer; the same rule applies.
         """
         is_new = type(shared) is not self._class
         if is_new:

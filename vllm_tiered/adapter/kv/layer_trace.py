@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace of one step: when each layer waited, computed and was copied (Pie, figure 4)."""
+"""Trace of one step: the times of each layer's wait, compute and copies (Pie, figure 4)."""
 
 from typing import Literal
 
@@ -11,8 +11,8 @@ from vllm_tiered.report.records import LayerSpan, LayerTimeline
 class LayerTrace:
     """Times of one step's layers, in seconds of ``time.perf_counter``.
 
-    A layer computes from the end of its wait to the next layer's wait: the connector's hooks are
-    around its attention, and the time between two attentions is attributed to the first layer.
+    A layer's compute is the time from the end of its wait to the next layer's wait. The connector's
+    hooks are around the attention, so the time between two attentions counts for the first layer.
     """
 
     def __init__(self, swapper: Swapper, start: float) -> None:
@@ -22,7 +22,7 @@ class LayerTrace:
         self._reads: dict[int, Event] = {}
 
     def record_read(self, layer: int) -> None:
-        """Record the layer's pending read, before it is waited for."""
+        """Record the layer's pending read; call it before waiting for the read."""
         event = self._swapper.pending_read(layer)
         if event is not None:
             self._reads[layer] = event
@@ -32,7 +32,7 @@ class LayerTrace:
         self._waits[layer] = (self._waits.get(layer, (begin, end))[0], end)
 
     def finish(self, end: float) -> LayerTimeline | None:
-        """Return the step's timeline, without unfinished copies; None if it computed nothing."""
+        """Return the step's timeline without unfinished copies; None if no layer was computed."""
         if not self._waits:
             return None
         layers = sorted(self._waits, key=lambda layer: self._waits[layer][0])
@@ -67,7 +67,7 @@ class LayerTrace:
         )
 
     def _copy_times(self, event: Event | None) -> tuple[float | None, float | None]:
-        """Return when the copy ran, if the device reports it."""
+        """Return the copy's start and end, if the device reports them."""
         began, ended = getattr(event, "began", 0.0), getattr(event, "ended", 0.0)
         if not began or not ended:
             return None, None

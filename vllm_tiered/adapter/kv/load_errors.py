@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handling of load errors: requests whose far pages did not come back intact are computed anew.
+"""Handling of load errors: requests whose far pages did not come back intact are recomputed.
 
-vLLM's own handling of a connector's load errors continues in the lost block. With steps scheduled
-ahead it delivers what the next step, already under way, made of that block; and a request that
-shares the block may read it before it is whole again. So the affected requests are preempted
-instead, as for a reset of the prefix cache: their blocks leave the cache, and what steps under way
-sample for them is dropped.
+vLLM's own handling of a connector's load errors recomputes inside the lost block. That is wrong in
+two cases. With asynchronous scheduling the next step is already running, and vLLM would deliver the
+tokens that it computes from the lost block. And a request that shares the block may read it before
+it is recomputed. So the affected requests are preempted instead, as for a reset of the prefix
+cache. Their blocks leave the cache, and tokens that running steps sample for them are dropped.
 
-What a step computed from a lost page is wrong too, and vLLM put those blocks into its prefix cache
-when it scheduled the step. So all blocks that the latest steps wrote leave the cache, and a request
-that has hit one of them meanwhile counts as affected, whichever wrote it. Others are not touched.
+Blocks that a step computed from a lost page are wrong too, and vLLM put them into its prefix cache
+when it scheduled the step. So all blocks that the latest steps wrote leave the cache. A request
+that has hit one of them since then also counts as affected, whichever request wrote the block. No
+other request is affected.
 
 A session that waits for its client's next input holds blocks too. It starts over when the input
-comes: until then vLLM reads off its computed tokens which of its output belongs to it.
+comes. It cannot start over earlier, as until then vLLM uses its number of computed tokens to decide
+which output tokens belong to it.
 """
 
 import logging
@@ -35,10 +37,10 @@ def install() -> None:
 def _handle_invalid_blocks(
     original: Any, scheduler: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
 ) -> set[str]:
-    """Recompute requests that used lost blocks; return those whose output of this step is void.
+    """Recompute the requests that used lost blocks; return those whose output this step is invalid.
 
     Raises:
-        IntegrityError: the same request lost blocks again and again.
+        IntegrityError: one request lost blocks too often.
     """
     from vllm.v1.request import RequestStatus
 
@@ -70,7 +72,7 @@ def _handle_invalid_blocks(
             _start_over(scheduler, session)
     affected = [request for request in scheduler.running if is_affected(request)]
     now = time.monotonic()
-    for request in reversed(affected):  # so that they come back in their order
+    for request in reversed(affected):  # in reverse, so that they resume in their order
         scheduler.running.remove(request)
         scheduler._preempt_request(request, now, drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -101,5 +103,5 @@ def _start_over(scheduler: Any, session: Any) -> None:
     """Let a session in the queue compute all its tokens anew, in blocks of its own."""
     scheduler._free_request_blocks(session)
     session.num_computed_tokens = 0
-    # This tells the connector that the blocks, and a partial block that stayed near, are free.
+    # The connector learns from this that the blocks and a resident partial block are free.
     scheduler.reset_preempted_req_ids.add(session.request_id)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV plan of a configuration: layers' roles, levels, blocks and far memory.
+"""KV plan of a configuration: the layers' roles, levels, blocks and far memory.
 
-Every process derives the same plan from vLLM's configuration, so none has to be sent.
+Every process derives the same plan from vLLM's configuration, so it is never sent.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from vllm_tiered.units import gib_to_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlan:
-    """Sizes and roles on which scheduler and workers must agree.
+    """Sizes and roles on which the scheduler and the workers must agree.
 
-    Each derives them from the same configuration.
+    Each process derives them from the same configuration.
 
     Attributes:
-        geometry: the near budget's arithmetic at the start.
+        geometry: the sizes at the start.
         order: the layers' roles at the start.
         near_pages: pages of the near-tier pool.
-        num_blocks: vLLM's block ids, the null block 0 included.
-        levels: between which it moves while it runs; None if the offloaded layers are fixed.
+        num_blocks: number of vLLM's block ids, the null block 0 included.
+        levels: the levels of an adaptive expansion; None if the offloaded layers are fixed.
     """
 
     geometry: KvGeometry
@@ -69,7 +69,8 @@ class KvPlan:
     def bytes_in(self, homes: FarHomes) -> tuple[int, int]:
         """Return the bytes of far pages in memory, and in a file.
 
-        The system gives memory when pages are first written; the file's space is reserved.
+        The system allocates memory when a page is first written; the file's space is reserved at
+        the start.
         """
         num_layers = len(self.offloadable_layers)
         memory = homes.memory_layers if homes.memory_layers is not None else num_layers
@@ -83,7 +84,7 @@ class KvPlan:
 
     @property
     def offloadable_layers(self) -> tuple[int, ...]:
-        """Layers that may be offloaded, in the order in which they are."""
+        """Layers that may be offloaded, in the order of offloading."""
         may_be_far = {layer for order in (self.order, *self.orders) for layer in order.offloaded}
         return tuple(layer for layer in far_order(self.geometry.num_layers) if layer in may_be_far)
 
@@ -97,22 +98,23 @@ class KvPlan:
 
     @property
     def swaps(self) -> bool:
-        """Whether a layer is ever offloaded; else the plugin steps aside for vLLM's own layout."""
+        """Whether a layer is ever offloaded; if not, vLLM's own layout and hooks are used."""
         return bool(self.order.offloaded) or self.levels is not None
 
 
 def tiered_config(vllm_config: Any) -> TieredConfig | None:
-    """Return the plugin's configuration in a vLLM configuration; None if it is off."""
+    """Return the plugin's configuration in a vLLM configuration; None if KV swapping is off."""
     raw = (vllm_config.additional_config or {}).get("tiered")
     config = None if raw is None else TieredConfig.from_dict(raw)
     return config if config is not None and config.kv.enabled else None
 
 
 def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
-    """Return the offloaded layers for the configured expansion; None if the load decides.
+    """Return the number of offloaded layers for the configured expansion; None if it is "auto".
 
     Raises:
-        ConfigError: the model has too few layers for it, or the policy cannot change it.
+        ConfigError: the model has too few layers for the expansion, or it is "auto" and the policy
+            cannot change it.
     """
     if kv.expansion == "auto":
         if kv.policy != "interleave":
@@ -133,7 +135,7 @@ def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
 
 
 def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> KvLevels:
-    """Return all levels up to ``max_expansion``, before the far budget limits them."""
+    """Return all levels up to ``max_expansion``, regardless of the far budget."""
     allowed = [
         m
         for m in range(max_num_far(num_layers) + 1)
@@ -146,22 +148,22 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
         near_pages=near_pages,
         max_num_far=allowed[-1],
         max_blocks=near_pages,
-        # On an SSD a page that changes in every step would be written in every step.
+        # An offloaded partial block is written in every step, which would wear out an SSD.
         offloads_partial_blocks=kv.tier != "storage",
     )
     return with_max_num_far(levels, allowed[-1])
 
 
 def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
-    """Cut off the levels above one; none is left if none holds more than the near tier alone."""
+    """Remove the levels above one; only level 0 is left if no other level holds more blocks."""
     blocks_of = [levels.geometry(Level(m)).block_limit(0) for m in range(num_far + 1)]
-    # The lowest of those that hold as much: more far layers would only cost.
+    # The lowest of the levels that hold the most, as more offloaded layers would only cost.
     highest = blocks_of.index(max(blocks_of))
     return dataclasses.replace(levels, max_num_far=highest, max_blocks=blocks_of[highest])
 
 
 def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
-    """Cut off what ``budget`` bytes of far memory cannot hold."""
+    """Remove the levels that ``budget`` bytes of far memory cannot hold."""
 
     def far_bytes(num_far: int) -> int:
         geometry = levels.geometry(Level(num_far))
@@ -172,7 +174,7 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
 
 
 def make_geometry(order: SwapOrder, spec: Any, near_pages: int) -> KvGeometry:
-    """Return the near budget's arithmetic under a fixed order."""
+    """Return the sizes under a fixed order."""
     return KvGeometry(
         num_layers=len(order.resident) + len(order.offloaded),
         num_resident=len(order.resident),
@@ -184,7 +186,7 @@ def make_geometry(order: SwapOrder, spec: Any, near_pages: int) -> KvGeometry:
 
 
 def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
-    """Return the plan behind a configuration that ``cache_config.py`` made."""
+    """Return the plan of a configuration that ``cache_config.py`` made; None if swapping is off."""
     config = tiered_config(vllm_config)
     if config is None:
         return None
@@ -197,8 +199,8 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
     near_pages = near_bytes // spec.page_size_bytes
     levels = None
     if num_far is None:
-        # The number of blocks tells the highest level, whatever limited it in the process that
-        # decided.
+        # The number of blocks determines the highest level, whatever limited it in the process
+        # that made the configuration.
         levels = make_levels(config.kv, spec, num_layers, near_pages)
         blocks_of = [
             levels.geometry(Level(m)).block_limit(0) for m in range(levels.max_num_far + 1)
@@ -219,7 +221,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
 
 
 def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
-    """Return which layers' far regions are in memory, and where the others' are."""
+    """Return how many layers' far regions are in memory, and where the others are."""
     kv = plan.config
     if kv.tier == "far":
         return FarHomes(verify=kv.verify)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's scheduler side: plans each step and reserves blocks of vLLM's pool."""
+"""Scheduler side of the connector: plans each step and reserves blocks of vLLM's pool."""
 
 import functools
 import time
@@ -26,10 +26,10 @@ from vllm_tiered.kv.step_planner import StepPlanner
 
 @dataclass
 class TieredMetadata(KVConnectorMetadata):
-    """One step's plan, on its way from the scheduler to every worker.
+    """Plan of one step that the scheduler sends to every worker.
 
     Attributes:
-        planning_seconds: what deciding it took.
+        planning_seconds: the time that planning took.
     """
 
     plan: StepPlan
@@ -37,13 +37,13 @@ class TieredMetadata(KVConnectorMetadata):
 
 
 class TieredScheduler:
-    """Planner of steps beside vLLM's scheduler.
+    """Planner of the steps that vLLM's scheduler scheduled.
 
     Args:
-        plan: what was configured; it swaps, now or when the load asks for it.
-        world_size: ranks, for the gauges.
+        plan: the KV plan, in which layers are offloaded or may become so.
+        world_size: number of ranks, for the gauges.
         max_model_len: tokens of the longest request that the engine accepts.
-        max_num_seqs: requests that it runs at a time.
+        max_num_seqs: the most requests that the engine runs at a time.
         timeline: records steps and events; None without a report.
     """
 
@@ -91,11 +91,12 @@ class TieredScheduler:
         self._reported_recomputes = 0
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """Reserve blocks of the manager's pool, and wrap the allocation of requests that begin.
+        """Reserve blocks of the manager's pool, and wrap its allocation for requests.
 
-        vLLM asks ``allocate_slots`` whether a request fits, and leaves ``reserved_blocks`` free.
-        Resident partial blocks cost pages beside the blocks themselves: this argument keeps as many
-        blocks free, and they are reserved when the request is admitted.
+        vLLM calls ``allocate_slots`` to learn whether a request fits. The call leaves the number of
+        its argument ``reserved_blocks`` free. Resident partial blocks cost pages in addition to the
+        blocks themselves. So the wrapper raises this argument by the blocks that stand for those
+        pages, and reserves them when the request is admitted.
         """
         pool = kv_cache_manager.block_pool
         free_list = VllmFreeList(pool)
@@ -106,7 +107,7 @@ class TieredScheduler:
         kv_cache_manager.reset_prefix_cache = self._wrap_reset(
             kv_cache_manager.reset_prefix_cache, free_list
         )
-        # vLLM takes both of all blocks, reserved ones included.
+        # vLLM computes the usage and the watermark from all blocks, reserved ones included.
         pool.get_usage = self._usage
         self._manager = kv_cache_manager
         self._watermark = kv_cache_manager.watermark_blocks / self._plan.num_blocks
@@ -131,7 +132,7 @@ class TieredScheduler:
             self._num_tokens = len(scheduled)
         else:
             requests = list(self._scheduled_requests(scheduler_output))
-        # Nothing may run, but a request is blocked: one that this level does not hold.
+        # A step may run nothing and still have a blocked request, which this level does not hold.
         if scheduled or self._watch.is_blocked:
             self._end_previous_step(len(scheduled), len(preempted))
         level = self._admission.change_level()._asdict()
@@ -155,11 +156,11 @@ class TieredScheduler:
         )
 
     def report(self, report: StepReport) -> None:
-        """Record what the workers measured in a step."""
+        """Record the workers' measurements of a step."""
         self._watch.report(report)
 
     def recomputed(self, request_ids: set[str]) -> None:
-        """Record that requests are computed anew because blocks of theirs were lost."""
+        """Record that requests are recomputed because they lost blocks."""
         self._record_event("load error", f"{len(request_ids)} requests are computed anew")
         self.recomputes.add(request_ids)
 
@@ -169,13 +170,13 @@ class TieredScheduler:
             self._timeline.close()
 
     def request_finished(self, request_id: str) -> None:
-        """Release blocks at once for a request that finished, so that an idle engine has all."""
+        """Release blocks at once when a request finishes, so that an idle engine has all blocks."""
         self.recomputes.end(request_id)
         self._watch.end_request(request_id)
         self._admission.end_requests((request_id,))
 
     def stats(self) -> TieredStats:
-        """Return the gauges, and how often the level changed since the last call."""
+        """Return the gauges, and the level changes and recomputes since the last call."""
         expansion = self.adaptive.expansion if self.adaptive else None
         stats = kv_gauges(
             self._plan,
@@ -191,7 +192,7 @@ class TieredScheduler:
         return stats
 
     def _end_previous_step(self, num_running: int, num_preempted: int) -> None:
-        """Pass the step that is over to the controller and the timeline."""
+        """Pass the finished step to the controller and the timeline."""
         step = self._watch.take_step(
             tokens=self._num_tokens,
             num_running=num_running,
@@ -209,9 +210,9 @@ class TieredScheduler:
             self._timeline.record_step(step, self.elastic, num_far)
 
     def _usage(self) -> float:
-        """Return the share of the blocks of the highest level that requests hold.
+        """Return the share of the highest level's blocks that requests hold.
 
-        vLLM's ``kv_cache_usage_perc``; reserved blocks are not used.
+        It is vLLM's ``kv_cache_usage_perc``. Reserved blocks do not count as used.
         """
         num_partial, levels = self.elastic.num_partial, self._plan.levels
         if levels is None:
@@ -248,7 +249,7 @@ class TieredScheduler:
         return allocate
 
     def _wrap_reset(self, reset_prefix_cache: Any, free_list: VllmFreeList) -> Any:
-        """Wrap vLLM's reset, which works only if no block is held; reserved ones do not count."""
+        """Wrap vLLM's reset, which fails while a block is held, so that it allows reserved ones."""
 
         @functools.wraps(reset_prefix_cache)
         def reset() -> bool:
@@ -286,7 +287,7 @@ class TieredScheduler:
             )
 
     def _changed_requests(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
-        """Yield the requests of a decode step whose last block fills or that got blocks."""
+        """Yield the requests of a decode step that are due or that got blocks."""
         due = self._planner.due
         cached = scheduler_output.scheduled_cached_reqs
         for at, block_ids in enumerate(cached.new_block_ids):

@@ -12,9 +12,9 @@ from vllm_tiered.report.records import LayerTimeline
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Measurements of one step in a worker, on their way to the scheduler.
+    """Measurements of one step that a worker sends to the scheduler.
 
-    Seconds are the slowest rank's, bytes and joules are summed over ranks.
+    Seconds are the slowest rank's; bytes and joules are summed over ranks.
     """
 
     stall_seconds: float = 0.0
@@ -27,7 +27,7 @@ class StepReport(KVConnectorWorkerMetadata):
     layers: list[LayerTimeline] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Combine the reports of two ranks about the same step."""
+        """Return the combined report of two ranks about the same step."""
         assert isinstance(other, StepReport)
         return StepReport(
             stall_seconds=max(self.stall_seconds, other.stall_seconds),
@@ -41,7 +41,7 @@ class StepReport(KVConnectorWorkerMetadata):
         )
 
     def followed_by(self, later: "StepReport") -> "StepReport":
-        """Return the report of both steps."""
+        """Return the combined report of two consecutive steps."""
         return StepReport(
             stall_seconds=self.stall_seconds + later.stall_seconds,
             read_seconds=self.read_seconds + later.read_seconds,
@@ -56,22 +56,22 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One engine step, as far as it is known when the next is planned.
+    """Measurements of one engine step that are known when the next step is planned.
 
     Attributes:
-        end: time.perf_counter() at its end.
-        seconds: its wall time, scheduling included.
-        report: what the workers reported since the step before; with steps scheduled ahead it is
+        end: time.perf_counter() at the step's end.
+        seconds: wall time of the step, with scheduling.
+        report: the workers' reports since the previous step; under asynchronous scheduling they are
             about an earlier step.
-        is_blocked: a request could not get the blocks it asked for.
-        num_preempted: requests that lost their blocks to others.
-        tokens: output tokens that the planned step makes.
-        num_running, num_waiting: requests.
+        is_blocked: a request could not get the blocks that it asked for.
+        num_preempted: requests that lost their blocks to other requests.
+        tokens: output tokens of the step.
+        num_running, num_waiting: numbers of requests.
         used_blocks: blocks that requests hold.
         longest: tokens of the longest live request.
         num_sessions: streamed sessions.
-        session_blocks: what streamed sessions hold if they share nothing. Between two turns they
-            keep their blocks, and cannot be preempted.
+        session_blocks: blocks that streamed sessions hold if they share none. Between two turns
+            sessions keep their blocks and cannot be preempted.
         longest_beside_sessions: tokens of the longest live request that is not a session.
     """
 
@@ -91,9 +91,9 @@ class Step:
 
 
 class DecodeStreak:
-    """Detector of steps that are the one before with a token more for each request.
+    """Detector of steps that repeat the previous step with one token more for each request.
 
-    Some requests may have got a block for it.
+    Some requests may have got a new block for that token.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class DecodeStreak:
     def continues(self, scheduler_output: Any) -> bool:
         """Return whether the step continues the streak; call it once a step.
 
-        It does not see requests that ended.
+        It does not notice requests that ended.
         """
         cached = scheduler_output.scheduled_cached_reqs
         before, num_before = self._request_ids, self._computed_tokens
@@ -114,7 +114,7 @@ class DecodeStreak:
         self._computed_tokens = sum(cached.num_computed_tokens)
         num_requests = len(before)
         return (
-            bool(before)  # not behind an empty step, nor behind requests that began or came back
+            bool(before)  # False after an empty step, or one in which a request began or resumed
             and self._request_ids == before
             and scheduler_output.total_num_scheduled_tokens == num_requests
             and self._computed_tokens == num_before + num_requests
@@ -138,19 +138,19 @@ class StepWatch:
             self._sessions.add(request_id)
 
     def update_tokens(self, request_id: str, num_tokens: int) -> None:
-        """Record that the request has, or is about to have, so many tokens.
+        """Record the number of tokens that the request has or is about to have.
 
-        Never fewer than before: vLLM computes a long prompt in parts, but will need blocks for all
-        of it, and again after a preemption.
+        The number never falls. vLLM computes a long prompt in chunks, also after a preemption, but
+        it will need blocks for all of it.
         """
         known = self._tokens.get(request_id)
         if known is not None and num_tokens > known:
             self._tokens[request_id] = num_tokens
 
     def record_blocked(self, request_id: str, num_tokens: int) -> None:
-        """Record that there were no blocks for the request.
+        """Record that there were no blocks for the request, and its number of tokens.
 
-        It may have grown since (a session's next turn).
+        A session's next turn may have made it longer.
         """
         self.is_blocked = True
         self.update_tokens(request_id, num_tokens)
@@ -159,7 +159,7 @@ class StepWatch:
         self._tokens.pop(request_id, None)
         self._sessions.discard(request_id)
         if not self._tokens:
-            self._last_time = None  # idle time follows, which belongs to no step
+            self._last_time = None  # the idle time that follows belongs to no step
 
     def report(self, report: StepReport) -> None:
         self._pending = self._pending.followed_by(report) if self._pending else report
@@ -178,7 +178,7 @@ class StepWatch:
             seconds=now - last_time,
             report=self._pending or StepReport(),
             is_blocked=self.is_blocked,
-            # Without a blocked request it was not for blocks: a cache reset, or a lost page.
+            # If no request was blocked, the cause was a cache reset or a lost page, not blocks.
             num_preempted=num_preempted if self.is_blocked else 0,
             tokens=tokens,
             num_running=num_running,

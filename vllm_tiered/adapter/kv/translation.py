@@ -2,8 +2,8 @@
 """Translation of block ids to page ids in the input of the attention kernels, layer by layer.
 
 vLLM gives all layers of a KV cache group one block table and one slot mapping. With pages scattered
-over a pool, each layer has its own: ``page = pages[layer, block]``. The kernels run unchanged. It
-uses numpy, whose calls cost a third of torch's on arrays of this size.
+over a pool, each layer needs its own: ``page = pages[layer, block]``. The kernels run unchanged.
+This module uses numpy, as its calls cost a third of torch's on arrays of this size.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ class Translator:
     """Translator of a step's block tables on the CPU, for all layers at once.
 
     Args:
-        pages: int32 [num_layers, num_blocks], the mapping table's own array, read in each step.
+        pages: int32 [num_layers, num_blocks], the mapping table's own array; every step reads it.
         layer_names: vLLM's names, by layer index.
         block_tokens: tokens a block holds.
     """
@@ -46,11 +46,11 @@ class Translator:
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
 
-        vLLM's shared metadata object and tensors are left unchanged. Those of the layers are
+        vLLM's shared metadata object and tensors are left unchanged. The layers' own objects are
         reused in the next step, when no computation reads them any more.
 
         Args:
-            keeps_pages: every block of the step has the pages that it had in the step before.
+            keeps_pages: every block of the step has the same pages as in the previous step.
         """
         slots = forward_context.slot_mapping
         shared = forward_context.attn_metadata[self._layer_names[0]]
@@ -62,7 +62,7 @@ class Translator:
     def _block_tables(self, metadata: Any, keeps_pages: bool) -> tuple[torch.Tensor, ...]:
         """Return a table per layer, int32 [requests, blocks of the longest sequence].
 
-        They are written into the tables of the step before, if the shape is the same.
+        If the shape is unchanged, the previous step's tables are overwritten.
         """
         columns = -(-metadata.max_seq_len // self._block_tokens)
         blocks = metadata.block_table.numpy()[:, :columns]
@@ -71,22 +71,22 @@ class Translator:
         if blocks.shape != self._blocks.shape:
             self._own_blocks = np.empty((len(self._layer_names), *blocks.shape), np.int32)
             self._tables = torch.from_numpy(self._own_blocks).unbind()
-        self._blocks = blocks.copy()  # vLLM writes the next step's in place
+        self._blocks = blocks.copy()  # vLLM overwrites its table in the next step
         self._pages.take(blocks, axis=1, out=self._own_blocks)
         return self._tables
 
     def _map_slots(self, slots: torch.Tensor, num_own: int, keeps_pages: bool) -> None:
         """Translate the slots of each layer, int64 [tokens], and the first ``num_own`` of them.
 
-        Padding stays -1. They are written into the arrays of the step before, if the shape is the
-        same: making 2 x 30 tensors takes longer than all the rest.
+        Padding stays -1. If the shape is unchanged, the previous step's arrays are overwritten, as
+        making 2 x 30 tensors takes longer than all the rest.
         """
         own = slots.numpy()
-        blocks = own // self._block_tokens  # -1 stays -1; mode "wrap" then reads an arbitrary page
+        blocks = own // self._block_tokens  # padding stays -1; mode "wrap" reads any page for it
         same_blocks = num_own == self._num_own and np.array_equal(blocks, self._slot_blocks)
         if keeps_pages and same_blocks:
             self._slots += own - self._shared_slots
-            self._shared_slots = own.copy()  # vLLM writes the next step's in place
+            self._shared_slots = own.copy()  # vLLM overwrites its slots in the next step
             return
         self._shared_slots, self._slot_blocks = own.copy(), blocks
         moved = self._pages.take(blocks, axis=1, mode="wrap") - blocks

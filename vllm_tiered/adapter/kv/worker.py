@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker side of the connector: it drives the swapper from vLLM's hooks around each layer."""
+"""Worker side of the connector: runs the swapper from vLLM's hooks around each layer."""
 
 import logging
 import sys
@@ -33,12 +33,12 @@ class TieredWorker:
     """Worker side of one rank; it owns the swapper.
 
     Args:
-        plan: the KV plan, with layers that are far now or may become far.
+        plan: the KV plan, with layers that are offloaded or may become so.
         layers: vLLM's attention layers by name (the static forward context).
         world_size: the number of ranks, which share the far budget.
-        is_first: whether this rank logs what was taken over.
-        trace_every: one step in so many is traced layer by layer; 0 for none. A step that is one
-            CUDA graph cannot be traced.
+        is_first: this rank logs the manifest.
+        trace_every: number of steps between two that are traced layer by layer; 0 for none. A step
+            that is one CUDA graph cannot be traced.
 
     Attributes:
         full_graphs: the whole-step graphs that must be removed before a page moves; None without
@@ -65,15 +65,15 @@ class TieredWorker:
         self.full_graphs: FullGraphs | None = None
         self._translator: Translator | DeviceTranslator | None = None
         self._translates = False
-        self._is_translated = False  # the step before, or this one
-        self._layer_of: dict[str, int] = {}  # layers that may be far
-        self._waits_here: dict[str, int] = {}  # those of them whose update does not wait
+        self._is_translated = False  # the latest step was translated
+        self._layer_of: dict[str, int] = {}  # layers that may be offloaded
+        self._waits_here: dict[str, int] = {}  # of these, layers whose KV update does not wait
         self._offloaded: dict[str, int] = {}
-        self._to_come: Container[int] = ()  # layers that this step has to wait for
+        self._to_come: Container[int] = ()  # layers that this step must wait for
         self._report: StepReport | None = None
         self._lost: set[int] = set()
         self._step_start = 0.0
-        self._outer_error: BaseException | None = None  # handled around the step
+        self._outer_error: BaseException | None = None  # exception in handling as the step began
         self._bookkeeping_seconds = 0.0
         self._wait_seconds = 0.0
         self._stall_before = 0.0
@@ -83,11 +83,11 @@ class TieredWorker:
         self._errors_before = self._device.page_errors()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make vLLM's allocation the page pool, and give every layer a view of all of it.
+        """Make vLLM's allocation the page pool, and set every layer's view of it.
 
         Raises:
-            UnsupportedError: the views are not whole pages one after the other, or an attention
-                backend's block tables cannot be translated.
+            UnsupportedError: the views are not contiguous whole pages, or an attention backend's
+                block tables cannot be translated.
             BudgetError: the far tier does not have the memory.
         """
         from vllm.model_executor.models.utils import extract_layer_index
@@ -110,7 +110,7 @@ class TieredWorker:
                 f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another "
                 "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
-        # Not earlier: "auto" takes up to half of the memory that the near pages have left.
+        # Only now: "auto" takes up to half of the memory that the near pages have left.
         homes = far_homes(self._plan, self._world_size)
         announce(self._plan, homes, log=self._is_first)
         far_bytes, storage_bytes = self._plan.bytes_in(homes)
@@ -145,8 +145,8 @@ class TieredWorker:
     def _bind_views(self) -> None:
         """Give every layer the view of the pool that the current layout needs.
 
-        As long as no layer was ever far, block b of a layer is where vLLM would put it: each layer
-        sees its own pages, and nothing is translated.
+        While no page has moved, block b of a layer is where vLLM would put it. Then each layer's
+        view has only its own pages, and nothing is translated. Otherwise it has the whole pool.
         """
         offloaded = set(self.swapper.order.offloaded)
         self._offloaded = {n: layer for n, layer in self._layer_of.items() if layer in offloaded}
@@ -161,17 +161,17 @@ class TieredWorker:
                 self._layers[name].kv_cache = own
 
     def stays_as_vllm(self, plan: StepPlan) -> bool:
-        """Return whether the step of this plan needs no translation."""
+        """Return whether a step with this plan needs no translation."""
         return self.swapper.will_be_laid_out_as_vllm(plan)
 
     # vLLM's hooks, in the order of a step ------------------------------------------------
 
     def begin_step(self, plan: StepPlan, planning_seconds: float = 0.0) -> None:
-        """Apply the plan.
+        """Apply the plan to the pages, and queue the step's copies.
 
         Raises:
-            IntegrityError: a page moved, and a CUDA graph of whole steps may still be replayed; or
-                the plan does not fit the pages.
+            IntegrityError: a page moved, but a whole-step CUDA graph may still be replayed; or the
+                plan does not fit the pages.
         """
         start = time.perf_counter()
         self._step_start = start
@@ -190,13 +190,13 @@ class TieredWorker:
         self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
-        """Give the layers their block tables.
+        """Give the layers their translated block tables.
 
-        Without a ``forward_context`` nothing is computed, or all of it by one CUDA graph, which
-        exists only while nothing is translated.
+        Without a ``forward_context`` the step either computes nothing or is one CUDA graph. Such
+        graphs exist only while nothing is translated.
 
         Raises:
-            IntegrityError: a graph of a whole step is chosen, which would not see the translation.
+            IntegrityError: vLLM chose a whole-step graph, which would not see the translation.
         """
         was_translated, self._is_translated = self._is_translated, False
         if forward_context is None or forward_context.attn_metadata is None or not self._translates:
@@ -205,21 +205,21 @@ class TieredWorker:
             raise IntegrityError("vLLM chose a CUDA graph of a whole step, and KV pages have moved")
         assert self._translator is not None
         start = time.perf_counter()
-        # The translator's tables are those of the last step that it translated.
+        # The translator keeps the tables of the last step that it translated.
         keeps_pages = was_translated and self.swapper.keeps_pages
         self._translator.translate(forward_context, keeps_pages=keeps_pages)
         self._is_translated = True
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
-        """Wait for the layer's pages, if its KV update does not."""
+        """Wait for the layer's pages, unless its KV update waits for them."""
         if self._trace:
             self._traced_wait(self._names.index(layer_name))
         elif (layer := self._waits_here.get(layer_name)) is not None and layer in self._to_come:
             self._wait(layer)
 
     def layer_done(self, layer_name: str) -> None:
-        """Release the layer's staging buffer, once its attention is queued."""
+        """Release the layer's staging buffer; its attention is queued."""
         layer = self._offloaded.get(layer_name)
         if layer is None:
             return
@@ -228,11 +228,11 @@ class TieredWorker:
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def end_step(self) -> None:
-        """End the step and count what it took."""
+        """End the step and record its measurements."""
         error = sys.exception()
         if error is not None and error is not self._outer_error:
-            # vLLM also ends a step whose forward raised, or was interrupted by a signal. Its caller
-            # must see that error, not one about layers that were left out.
+            # vLLM also ends a step whose forward pass raised or was interrupted by a signal. The
+            # caller must see that error, not one about layers that were not computed.
             self.swapper.abandon(error)
             return
         start = time.perf_counter()
@@ -248,11 +248,11 @@ class TieredWorker:
         return stats
 
     def take_lost_blocks(self) -> set[int]:
-        """Return the blocks with a page that did not arrive intact in the last step."""
+        """Return the blocks that lost a page in the last step."""
         return self._lost
 
     def drain_report(self) -> StepReport | None:
-        """Return the report of the last step, once."""
+        """Return the report of the last step; None if it was already returned."""
         report, self._report = self._report, None
         return report
 
@@ -266,7 +266,8 @@ class TieredWorker:
         vLLM writes a layer's new KV before it calls the connector's wait for the layer.
 
         Returns:
-            False if the attention call writes the KV itself, after the connector's wait.
+            Whether there is such an update. If not, the attention call itself writes the KV, after
+            the connector's wait.
         """
         update: Callable[..., Any] | None = getattr(impl, "do_kv_cache_update", None)
         if update is None:
@@ -296,10 +297,10 @@ class TieredWorker:
 
     def _count(self, *, step_seconds: float) -> None:
         stall_seconds = self.swapper.stall_seconds - self._stall_before
-        # The part of a wait that is no stall is bookkeeping too; traced waits are not timed.
+        # The part of a wait that is not stall counts as bookkeeping; traced waits are not timed.
         waiting_seconds = max(0.0, self._wait_seconds - stall_seconds)
         self._wait_seconds = 0.0
-        # Counters that did not change are left out: without far layers most do not.
+        # Leave out counters that did not change, which are most of them without offloaded layers.
         data: dict[str, Any] = {
             "kv_steps": 1,
             "kv_step_seconds": step_seconds,
@@ -338,7 +339,7 @@ class TieredWorker:
 
 
 def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
-    """Publish the manifest of this process; one rank logs it."""
+    """Publish this process's manifest, and log it if ``log``."""
     stated = manifest.KvManifest.of(plan, homes)
     manifest.publish_kv(stated)
     if log:
