@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: the model of the CPU machine against what vLLM did there.
+"""Calibration: the simulated CPU machine against measurements of vLLM on it.
 
-The figures are the table of docs/notes/kv-swapping.md: 36 ShareGPT requests at once,
-SmolLM2-135M, blocks of 32 tokens. The constants of the machine `cpu-2core` marked as calibrated
-were set by hand to the first column (no expansion); the effect of swapping and partial blocks and
-the preemptions follow.
+The measurements are the table of docs/notes/kv-swapping.md: 36 ShareGPT requests at once,
+SmolLM2-135M, blocks of 32 tokens. The constants of the machine `cpu-2core` that are marked as
+calibrated were fitted by hand to the first column (no expansion). The effects of swapping, partial
+blocks and preemptions were not fitted; the simulation predicts them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MEASURED_TOKENS_PER_S: Mapping[int, Mapping[float, float]] = {
     97: {1: 359, 1.25: 355, 1.5: 360, 2: 422, 2.5: 496, 3: 478},
     194: {1: 561, 1.25: 538, 1.5: 531, 2: 507, 2.5: 495, 3: 486},
 }
-"""By near KV blocks of all layers (1/8, 1/4, 1/2 and all of the demand), and expansion."""
+"""Measured tokens/s by near KV blocks (1/8, 1/4, 1/2 and all of the demand) and expansion."""
 
 
 def calibration_case(near_blocks: int) -> Case:
-    """Return the measured load with that many blocks of near KV."""
+    """Return the measured load with ``near_blocks`` blocks of near KV."""
     model = MODELS["smollm2-135m"]
     requests = sharegpt_requests(36, 0, demo_model_dir(), 256, 128)
     arrivals = [

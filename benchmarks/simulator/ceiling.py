@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half and an eighth of the KV demand near: what a link of the machine's own would give.
+"""Throughput with near memory for half and an eighth of the KV demand, by machine.
 
-Pie's figure 7: from 12 GB on Pie is on par with unlimited memory, and where memory is scarcest it
-has 1.9 times the throughput and half the time per token. On the CPU machine near and far tier share
-one memory bus, so every copied byte is taken from the model's bandwidth; the same machine is
-simulated once as it is and once with copies that take none of it.
+In Pie's figure 7, Pie is on par with unlimited memory from 12 GB on. With the least memory it has
+1.9 times the throughput and half the time per token. On the CPU machine the near and the far tier
+share one memory bus, so every copied byte takes bandwidth from the model. That machine is simulated
+twice: as it is, and with copies that take no bandwidth, as over a separate link.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ DEFINITIONS = {
 
 
 def half_demand() -> dict[str, dict[str, float]]:
-    """Return the figures of `DEFINITIONS` by machine, JSON-safe."""
+    """Return the figures of half the demand by machine, JSON-safe."""
     return {name: _half_of(case) for name, case in _cases().items()}
 
 
 def eighth_demand() -> dict[str, dict[str, float]]:
-    """Return the figures of `DEFINITIONS` by machine, JSON-safe."""
+    """Return the figures of an eighth of the demand by machine, JSON-safe."""
     return {name: _eighth_of(case) for name, case in _cases().items()}
 
 
 def _cases() -> Mapping[str, Case]:
-    """Return the cases by name, all requests at once; the near memory is set later."""
+    """Return the cases by name, with all requests at once; the near memory is set later."""
     cpu = calibration_case(near_blocks=1)
     free_copies = dataclasses.replace(
         cpu.machine, near_bytes_per_copied_byte=0.0, far_layer_overhead_us=0.0
@@ -101,7 +101,7 @@ def _eighth_of(case: Case) -> dict[str, float]:
 
 
 def _ceiling(case: Case) -> Run:
-    """Run the load with near memory for all of it."""
+    """Run the load with enough near memory for all of it."""
     most_blocks = sum(
         1 + -(-(arrival.prompt_tokens + arrival.output_tokens) // case.block_tokens)
         for arrival in case.trace.arrivals

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller against every fixed level on the same load."""
+"""Comparison of the controller with fixed levels on the same load."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from benchmarks.simulator.simulation import Case, Run, simulate
 from vllm_tiered.kv.layout import KvLevels, expansion_of
 
 TRANSPARENT = 0.01
-"""Pie's transparency, and the controller's bound: compute waits at most 1 % of the time."""
+"""Largest share of stall under Pie's transparency and the controller's limit (1 % of the time)."""
 
-_NEAR_FINAL = 0.1  # of the expansion: the curve is flat about the best level
+_NEAR_FINAL = 0.1  # share of the expansion; throughput is nearly flat around the best level
 
 DEFINITIONS = {
     "fraction_of_best_fixed": "output tokens/s of the controller over those of the best fixed"
@@ -29,10 +29,10 @@ DEFINITIONS = {
 
 
 def fixed_levels(case: Case, stride: int) -> list[int]:
-    """Return the levels to try, as places on the ladder.
+    """Return the levels to try, as indexes on the ladder.
 
-    None offloaded, from 3 layers on every `stride`-th, and the highest; where partial blocks are
-    offloaded too, from half of the layers on.
+    With resident partial blocks these are level 0, every `stride`-th from 3 layers on, and the
+    highest. With offloaded partial blocks they begin at half of the layers.
     """
     levels = case.levels
     most, top = levels.max_num_far, len(levels.ladder) - 1
@@ -100,7 +100,7 @@ def steps_to_converge(run: Run, levels: KvLevels) -> int | None:
 
 
 def _spans_of_sameness(run: Run, levels: KvLevels, final: int) -> list[tuple[int, int, bool]]:
-    """Merge neighbouring spans by whether their expansion is near that of `final`."""
+    """Merge adjacent spans of levels that are near `final`, and those of levels that are not."""
     n = levels.num_layers
     wanted = expansion_of(n, levels.ladder[final].num_far)
     spans: list[tuple[int, int, bool]] = []
@@ -119,7 +119,7 @@ def _spans_of_sameness(run: Run, levels: KvLevels, final: int) -> list[tuple[int
 
 
 def _spans(run: Run) -> list[tuple[int, int, int]]:
-    """Return (first step, end, level) of the run's levels."""
+    """Return (first step, end, level) for each level of the run, in order."""
     starts = [0, *(change.step for change in run.changes)]
     levels = [0, *(change.level_idx for change in run.changes)]
     return list(zip(starts, [*starts[1:], run.steps], levels, strict=True))
@@ -146,7 +146,7 @@ def _stall(run: Run) -> float:
 
 
 def headline(by_scenario: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the worst and the median over scenarios."""
+    """Return the worst and the median figures over all scenarios."""
 
     def values(key: str) -> list[float]:
         return [entry[key] for entry in by_scenario.values() if entry[key] is not None]

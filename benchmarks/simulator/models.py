@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that the simulator serves, as the planner's shapes. Machines are in `planner/profiles`."""
+"""Models that the simulator serves, as shapes of the planner.
+
+Machines are in `planner/profiles`.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,6 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-"""The sizes in the models' config.json, by name."""
+"""Sizes from the models' config.json, by model name."""
 
 MODELS: Mapping[str, ModelShape] = {name: model_shape(config) for name, config in CONFIGS.items()}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expansion, stall and throughput over time (as Pie's figure 9). Needs the extra `report`."""
+"""Plot of expansion, stall and throughput over time, like Pie's figure 9.
+
+It needs the extra `report`.
+"""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from vllm_tiered.planner.machine import load_profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A machine, a model, a budget and a load; times are shares of the run.
+    """Machine, model, near budget and load; times are shares of the run.
 
     Attributes:
-        phases: (share, requests per second), one after another; Poisson arrivals.
-        contention: (start, end, share of the link that others take).
+        phases: consecutive phases (share of the run, requests per second) with Poisson arrivals.
+        contention: (start, end, share of the link that other processes take).
         is_steady: the load does not change, so there is a level to converge to.
         uses_storage: far pages are on a disk.
     """
@@ -59,7 +59,7 @@ class Scenario:
 
 
 def _cpu(**changes: object) -> Scenario:
-    """Return a scenario on the machine that this project is measured on."""
+    """Return a scenario on the CPU machine of this project's measurements."""
     common: dict[str, object] = {
         "machine": "cpu-2core",
         "model": "smollm2-135m",
@@ -70,7 +70,7 @@ def _cpu(**changes: object) -> Scenario:
 
 
 SCENARIOS: Mapping[str, Scenario] = {
-    # Budgets and models of Pie's figures 6 to 9; rates that saturate.
+    # Budgets and models of Pie's figures 6 to 9, with rates that saturate the machine.
     "gh200-opt13b-3gb": Scenario(
         machine="gh200", model="opt-13b", near_gb=3, lengths="sharegpt", phases=((1.0, 8.0),)
     ),
@@ -83,11 +83,11 @@ SCENARIOS: Mapping[str, Scenario] = {
     "gh200-llama13b-alpaca": Scenario(
         machine="gh200", model="llama-13b", near_gb=3, lengths="alpaca", phases=((1.0, 150.0),)
     ),
-    # Everything fits: nothing to gain, nothing to be lost.
+    # Everything fits: there is nothing to gain, and nothing should be lost.
     "gh200-light": Scenario(
         machine="gh200", model="opt-13b", near_gb=7, lengths="alpaca", phases=((1.0, 20.0),)
     ),
-    # About as much as fits: requests are blocked now and then.
+    # The load is about what fits, so requests are blocked now and then.
     "gh200-brink": Scenario(
         machine="gh200", model="opt-13b", near_gb=5, lengths="sharegpt", phases=((1.0, 2.9),)
     ),
@@ -104,7 +104,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "cpu-sharegpt": _cpu(near_gb=0.1, lengths="sharegpt", phases=((1.0, 20.0),)),
     "cpu-alpaca": _cpu(near_gb=0.03, lengths="alpaca", phases=((1.0, 20.0),)),
-    # Copies take more of compute than they give, though it hardly waits; or give more.
+    # Compute hardly waits, but copies cost more than they gain in the first scenario. In the second
+    # they gain more.
     "cpu-ssd-half": _cpu(
         machine="cpu-2core-ssd",
         near_gb=0.2,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of vLLM's scheduler under an elastic block limit, one call a step.
+"""Model of vLLM's scheduler under an elastic block limit, with one call per step.
 
-Running requests come first, in the order of admission: a decoding one takes a token, a prefilling
-one a chunk of what is left of the token budget; one that finds no free block preempts the last
-admitted, which is computed again later. Then waiting requests are admitted while their blocks and
-partial blocks fit. Decoding requests are visited only when they need a block or end, so a step
-costs what happens in it.
+Running requests come first, in the order of admission. A decoding request takes one token; a
+prefilling request takes a chunk of the remaining token budget. A request that finds no free block
+preempts the last admitted request, which is recomputed later. Then waiting requests are admitted
+while their blocks and partial blocks fit. Decoding requests are visited only when they need a block
+or end, so the cost of a step depends only on its changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_tiered.kv.layout import KvLevels, Level
 
 
 class Request:
-    """A request: waiting, prefilling, then decoding; waiting again when preempted."""
+    """Request that waits, prefills, and then decodes; after a preemption it waits again."""
 
     __slots__ = (
         "arrival",
@@ -43,18 +43,18 @@ class Request:
         self.name = name
         self.arrival = arrival
         self.blocks = 0
-        self.computed = 0  # tokens with KV; of a decoding request, at step `since`
-        self.epoch = 0  # counts preemptions: what was due before is void
+        self.computed = 0  # tokens with KV; for a decoding request, at step `since`
+        self.epoch = 0  # number of preemptions; entries of `_due` from an older epoch are invalid
         self.finished_s: float | None = None
-        self.made = 0  # output tokens; of a decoding request, at step `since`
+        self.made = 0  # output tokens; for a decoding request, at step `since`
         self.order = 0
         self.prefill_end = arrival.prompt_tokens
-        self.since: int | None = None  # the step before its first as a decoding request
+        self.since: int | None = None  # the step before its first decode step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """What one step computes, and what the controller gets to know."""
+    """Work of one step, and the controller's signals about it."""
 
     num_requests: int
     scheduled_tokens: int
@@ -66,7 +66,7 @@ class StepWork:
 
 
 class CountedBlocks:
-    """A free list of which only the length matters; ids are made up when blocks are taken."""
+    """Free list of which only the length matters; block ids are invented when blocks are taken."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_free = num_blocks
@@ -74,7 +74,7 @@ class CountedBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds and that are not reserved."""
+        """Number of blocks that no request holds and that are not reserved."""
         return self._num_free
 
     def take(self, count: int) -> list[int]:
@@ -87,22 +87,22 @@ class CountedBlocks:
         self.free(len(block_ids))
 
     def allocate(self, count: int) -> None:
-        """Give a request blocks."""
+        """Allocate blocks for a request."""
         self._num_free -= count
 
     def free(self, count: int) -> None:
-        """Take a request's blocks back."""
+        """Free a request's blocks."""
         self._num_free += count
 
 
 class SimulatedScheduler:
-    """Requests, blocks and the level, without any notion of time.
+    """Scheduler of requests, blocks and the level, without a notion of time.
 
     Args:
-        levels: the near budget.
-        max_num_seqs: requests that may run at once.
-        max_batched_tokens: tokens of a step.
-        level: at the start.
+        levels: the levels of the near budget.
+        max_num_seqs: the most requests that may run at once.
+        max_batched_tokens: the most tokens of a step.
+        level: the level at the start.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SimulatedScheduler:
         self._due: dict[int, list[tuple[Request, int]]] = {}
         self._ending: dict[int, list[tuple[Request, int]]] = {}
         self._num_decoding = 0
-        self._context_tokens = 0  # of decoding requests
+        self._context_tokens = 0  # sum over decoding requests
         self._step = 0
 
     @property
@@ -141,7 +141,7 @@ class SimulatedScheduler:
         self.waiting.append(Request(f"r{next(self._names)}", arrival))
 
     def longest_blocks(self) -> int:
-        """Return the blocks of the largest request that runs or is next, at its present length."""
+        """Return the present blocks of the largest request that runs or is among the next 8."""
         longest = 0
         for request in self.running.values():
             longest = max(longest, request.blocks)
@@ -150,7 +150,7 @@ class SimulatedScheduler:
         return longest
 
     def schedule(self) -> StepWork:
-        """Plan one step and count it as run. There must be a running or waiting request."""
+        """Plan one step and count it as run; a request must be running or waiting."""
         self._step += 1
         preempted_before = self.num_preempted
         self._extend_decoding()
@@ -179,7 +179,7 @@ class SimulatedScheduler:
         )
 
     def end_step(self, now_s: float) -> None:
-        """Finish requests that made their last token; their blocks are free in the next step."""
+        """Finish requests that made their last token; the next step may use their blocks."""
         for request, epoch in self._ending.pop(self._step, ()):
             if request.epoch == epoch:
                 self._num_decoding -= 1
@@ -191,9 +191,10 @@ class SimulatedScheduler:
         self._admission.release_blocks()
 
     def change_level(self) -> tuple[int, int]:
-        """Go one step towards the target level (see `Admission`).
+        """Advance one step towards the target level (see `Admission`).
 
-        Returns the offloaded layers of the next step, and those that are written out behind it.
+        Returns the number of offloaded layers in the next step, and the number for which layers are
+        written out during it.
         """
         level = self._admission.change_level()
         assert level.num_far is not None and level.num_far_next is not None
@@ -214,7 +215,7 @@ class SimulatedScheduler:
         self._due.setdefault(step, []).append((request, request.epoch))
 
     def _extend_prefilling(self, budget: int) -> tuple[int, int]:
-        """Schedule chunks of requests that prefill; return (tokens, tokens of context)."""
+        """Schedule chunks of prefilling requests; return (tokens, context tokens)."""
         tokens = context = 0
         for request in list(self._prefilling.values()):
             chunk = min(request.prefill_end - request.computed, budget - tokens)
@@ -229,7 +230,7 @@ class SimulatedScheduler:
         return tokens, context
 
     def _take(self, request: Request, count: int) -> bool:
-        """Give a running request blocks; False if it had to be preempted itself."""
+        """Allocate blocks for a running request; return False if it was itself preempted."""
         while self._pool.num_free < count:
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
@@ -270,7 +271,7 @@ class SimulatedScheduler:
     def _admit(self, budget: int) -> tuple[int, int, bool]:
         """Admit waiting requests.
 
-        Returns (tokens, tokens of context, whether one was refused for lack of blocks).
+        Returns (tokens, context tokens, whether a request was refused for lack of blocks).
         """
         tokens = context = 0
         while self.waiting and len(self.running) < self._max_num_seqs and tokens < budget:
@@ -291,7 +292,7 @@ class SimulatedScheduler:
         return tokens, context, False
 
     def _begin_decoding(self) -> int:
-        """Let requests whose prefill is over make a token and decode; return how many."""
+        """Start decoding for requests whose prefill is over; return the number of their tokens."""
         over = [r for r in self._prefilling.values() if r.computed >= r.prefill_end]
         for request in over:
             del self._prefilling[request.name]
@@ -314,7 +315,7 @@ class SimulatedScheduler:
         return -(-tokens // self.levels.block_tokens)
 
     def _allocate_first(self, count: int, whole: int, num_reserved: int) -> int | None:
-        """Allocate a request's first blocks; its whole prefill must fit, as in vLLM."""
+        """Allocate a request's first blocks if its whole prefill would fit, as in vLLM."""
         if whole > self._pool.num_free or count > self._pool.num_free - num_reserved:
             return None
         self._pool.allocate(count)

@@ -21,17 +21,16 @@ from vllm_tiered.planner.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Everything that is simulated, but for the level.
+    """Input of a simulation, without the level.
 
     Attributes:
-        near_bytes: KV budget.
-        partial_blocks_resident: partly filled blocks stay near at every level, as with fixed
-            expansions.
-        uses_storage: far pages are on a disk: partial blocks stay near, and the controller
-            compares.
-        prefetches: far layers are read ahead; else when they are due (`on_demand`).
+        near_bytes: near KV budget.
+        partial_blocks_resident: partial blocks stay near at every level, as with fixed expansions.
+        uses_storage: far pages are on a disk. Then partial blocks stay near, and the controller
+            compares with the baseline.
+        prefetches: far layers are read ahead; if False, when they are needed (`on_demand`).
         noise: standard deviation of the logarithm of a step's time.
-        interval_s: of the timeline.
+        interval_s: length of an interval of the timeline.
     """
 
     machine: Machine
@@ -74,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A stretch of the timeline that ends at `end_s`; shares are of its busy time."""
+    """Interval of the timeline that ends at `end_s`; shares are of its busy time."""
 
     end_s: float
     expansion: float
@@ -87,7 +86,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A change of the level."""
+    """Change of the target level."""
 
     step: int
     time_s: float
@@ -106,7 +105,7 @@ class Run:
     output_tokens: int = 0
     num_preempted: int = 0
     num_finished: int = 0
-    peak_blocks: int = 0  # the most in use in a step
+    peak_blocks: int = 0  # the most used blocks in a step
     seconds_per_token: float = math.nan  # mean over finished requests, queueing included
     steps_at: dict[int, int] = field(default_factory=dict)  # by level
     changes: list[Change] = field(default_factory=list)
@@ -129,11 +128,11 @@ class _Meter:
 
 
 def simulate(case: Case, level: int | None = None, tuning: controller.Tuning | None = None) -> Run:
-    """Run the load at a fixed level, or with the controller if it is None.
+    """Run the load at a fixed level, or with the controller if ``level`` is None.
 
-    The tuning is that of the tier unless another is given.
+    If ``tuning`` is None, the tier's own is used.
 
-    Raises ValueError if the longest request does not fit the near budget at any level.
+    Raises ValueError if the longest request fits the near budget at none of the levels.
     """
     if tuning is None:
         tuning = STORAGE_TUNING if case.uses_storage else DEFAULT_TUNING
@@ -196,7 +195,7 @@ class _Simulation:
         level, num_far = expansion.level, expansion.level.num_far
         level_idx = self._levels.ladder.index(level)
         was_settled = expansion.is_settled
-        # Of blocks that change, only the way back is on the link that is modelled, the reads'.
+        # Offloaded partial blocks are read and written, but only reads use the modelled link.
         num_partial = min(work.num_requests, work.used_blocks)
         read_blocks = work.used_blocks - num_partial * level.partial_blocks_resident
         time = self._timer.step(
@@ -247,7 +246,7 @@ class _Simulation:
         return now
 
     def _needed_blocks(self) -> int:
-        """Return the blocks of the longest request at its present length; it is updated rarely."""
+        """Return the blocks that the longest request needs, updated every 16 steps."""
         if self._run.steps % 16 == 1 or not self._scheduler.running:
             longest = self._scheduler.longest_blocks() + BLOCKS_TO_GROW
             self._needed = min(longest, self._max_request_blocks)
@@ -269,7 +268,7 @@ class _Simulation:
             expansion.aim(target)
 
     def _relocate(self, before: int, used_blocks: int) -> float:
-        """Let the level move; return the seconds for which moving layers keep the link busy."""
+        """Advance the level; return the seconds for which moved layers keep the link busy."""
         machine = self._case.machine
         after, num_far_next = self._scheduler.change_level()
         bytes_per_layer = used_blocks * self._levels.page_bytes

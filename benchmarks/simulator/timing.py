@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a step: layers compute in order, offloaded ones wait until they are staged.
+"""Model of a step's time: layers compute in order, and offloaded layers wait for their reads.
 
              ┌ overhead ┐
     compute  │··········│ 0 │ 1 │ 2 │··stall··│ 3 │ 4 │ ...        far layers: 2, 3, ...
     link     │ read 2 │  read 3              │ read 5: layer 2's buffer is free │
 
-The roofline's parts and the overhead are the planner's. The planner adds up attention and products
-of each sublayer, for one batch of equal requests. Here all layers take the same time, and attention
-is inside the roofline (the larger of all memory traffic and all arithmetic): that is what the
-constants of the machine `cpu-2core` were calibrated with, and a simulation times millions of steps.
-Copies that share the near tier's bandwidth slow compute down, but for those that compute stands
-still for.
+The roofline's parts and the overhead are the planner's. The planner adds up the attention and the
+matmuls of each sublayer, for one batch of equal requests. Here all layers take the same time, and
+attention is inside the roofline (the larger of all memory traffic and all arithmetic). There are
+two reasons: the constants of the machine `cpu-2core` were calibrated in this way, and a simulation
+times millions of steps. Copies that share the near tier's bandwidth slow compute down, except
+copies that compute waits for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_tiered.planner.step_time import roofline_of, step_overhead_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of a step, of its stall, and for which the link was busy reading."""
+    """Seconds of a step, of its stall, and of its reads on the link."""
 
     seconds: float
     stall_seconds: float
@@ -35,7 +35,7 @@ class StepTime:
 class StepTimer:
     """Timer of one model's steps on one machine; all layers take the same time.
 
-    Without `prefetches` each offloaded layer waits for reads that begin when it is due
+    Without `prefetches` an offloaded layer is read when it is needed, and waits for the whole read
     (`on_demand`).
     """
 
@@ -46,7 +46,7 @@ class StepTimer:
         self._machine = machine
         self._model = model
         self._page_bytes = page_bytes
-        # All weights count, embeddings too: the calibrated constants are for them.
+        # All weights count, embeddings too, as in the calibration of the constants.
         self._weight_bytes = model.layer_bytes + model.other_bytes
         self._num_weights = self._weight_bytes / model.dtype_bytes
         self._far_layers = [
@@ -66,18 +66,18 @@ class StepTimer:
         link_share: float = 1.0,
         link_busy_s: float = 0.0,
     ) -> StepTime:
-        """Time one step.
+        """Return the time of one step.
 
         Args:
-            num_far: how many.
-            scheduled_tokens: tokens computed, decode and prefill.
+            num_far: number of offloaded layers.
+            scheduled_tokens: tokens that the step computes, decode and prefill.
             context_tokens: tokens whose KV attention reads.
             num_requests: requests in the step.
-            read_blocks: blocks staged in every far layer.
-            written_blocks: those of them that are written out again.
-            buffers: staging buffers.
-            link_share: share of the link's bandwidth that others leave.
-            link_busy_s: from the start of the step, for layers that change their home.
+            read_blocks: blocks that are staged in every far layer.
+            written_blocks: the staged blocks that are written out again.
+            num_staging_buffers: number of staging buffers.
+            link_share: share of the link's bandwidth that other processes leave.
+            link_busy_s: seconds from the step's start for which moved layers keep the link busy.
         """
         machine, model = self._machine, self._model
         near = machine.near_gb_per_s * 1e9
@@ -120,7 +120,7 @@ class StepTimer:
         if not num_far or not transfer_s:
             return max(0.0, link_busy_s - overhead_s) if link_busy_s else 0.0
         layers = self._far_layers[num_far]
-        done = [0.0] * num_far  # when the far layer was computed
+        done = [0.0] * num_far  # the time at which each far layer was computed
         link_free = link_busy_s
         stall_s = 0.0
         for position, layer in enumerate(layers):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads: when requests of which lengths arrive, and when other processes use the link."""
+"""Loads: the arrival times and lengths of requests, and the link use of other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A request's arrival time and its tokens."""
+    """Arrival time of a request, and its numbers of tokens."""
 
     arrival_s: float
     prompt_tokens: int
@@ -20,7 +20,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Log-normal token counts. Means are published, the spread (sigma of the logarithm) assumed."""
+    """Log-normal token counts: published means, assumed spread (sigma of the logarithm)."""
 
     prompt_mean: float
     output_mean: float
@@ -51,7 +51,7 @@ LENGTHS: Mapping[str, Lengths] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contention:
-    """Another process takes this share of the link's bandwidth for a while."""
+    """Use of a share of the link's bandwidth by another process for some time."""
 
     start_s: float
     end_s: float
@@ -60,14 +60,14 @@ class Contention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """A load. The run ends at `horizon_s`, or when all requests are done."""
+    """Arrivals and contention; the run ends at `horizon_s` or when all requests are done."""
 
     arrivals: Sequence[Arrival]
     horizon_s: float
     contention: Sequence[Contention] = ()
 
     def link_share(self, now_s: float) -> float:
-        """Return the share of the link's bandwidth that is left."""
+        """Return the share of the link's bandwidth that other processes leave."""
         left = 1.0
         for other in self.contention:
             if other.start_s <= now_s < other.end_s:
@@ -76,9 +76,9 @@ class Trace:
 
 
 def poisson(lengths: Lengths, phases: Sequence[tuple[float, float]], *, seed: int) -> list[Arrival]:
-    """Return arrivals with exponential gaps; phases are (seconds, requests/s), one after another.
+    """Return Poisson arrivals over consecutive phases of (seconds, requests/s).
 
-    Raises ValueError for a phase of no length or a negative rate.
+    Raises ValueError for a phase without length or with a negative rate.
     """
     rng = random.Random(f"trace-{seed}")
     arrivals: list[Arrival] = []
@@ -94,6 +94,6 @@ def poisson(lengths: Lengths, phases: Sequence[tuple[float, float]], *, seed: in
 
 
 def all_at_once(lengths: Lengths, count: int, *, seed: int) -> list[Arrival]:
-    """Return `count` requests that arrive at 0: a saturated system, until they run out."""
+    """Return `count` requests that all arrive at time 0, which saturates the system at first."""
     rng = random.Random(f"trace-{seed}")
     return [lengths.draw(rng, 0.0) for _ in range(count)]
