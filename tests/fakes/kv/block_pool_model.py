@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free queue, reference counts and prefix cache, as in vLLM's ``BlockPool``."""
+"""Model of vLLM's ``BlockPool``: free queue, reference counts and prefix cache."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ Prefix = tuple[int, ...]
 
 
 class BlockPool:
-    """Block 0 is the null block, which is never handed out."""
+    """Pool of blocks; block 0 is the null block, which is never allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = deque(range(1, num_blocks))
@@ -44,7 +44,7 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Blocks without content are reused first, cached ones last."""
+        """Release blocks; those without cached content are reused first, cached ones last."""
         without: list[int] = []
         for block in blocks:
             self.references[block] -= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of a few formulas, for the expansion controller to steer."""
+"""Closed-form engine model that the expansion controller steers in tests."""
 
 import dataclasses
 import itertools
@@ -26,13 +26,15 @@ LEVELS = KvLevels(
 
 @dataclasses.dataclass
 class ControlledEngine:
-    """An engine in closed form: requests take blocks, the link reads them, compute waits.
+    """Engine in closed form: requests use blocks, the link reads them, compute waits.
 
-    demand: blocks that the requests would use.
-    unit_link: link seconds per staged block of one far layer.
-    decode: seconds of a step, and what each used block adds.
-    partial_per_block: partial blocks that are charged; a request has one at most.
-    noise: deviation of a step's time; output varies six times as much, as prefill comes and goes.
+    Attributes:
+        demand: blocks that the requests would use.
+        unit_link: link seconds per staged block of one far layer.
+        decode: seconds of a step, and the seconds that each used block adds.
+        partial_per_block: charged partial blocks per used block; a request really has at most one.
+        noise: standard deviation of the logarithm of a step's time. Output varies six times as
+            much, to imitate prefill.
     """
 
     demand: float = 1000.0
@@ -41,10 +43,10 @@ class ControlledEngine:
     partial_per_block: float = 0.2
     needed_blocks: int = 10
     copy_cost: float = 0.0  # compute seconds per page read or written: a shared bus
-    fill: float = 1.0  # share of the limit in use while requests are blocked
+    fill: float = 1.0  # share of the limit that is used while requests are blocked
     noise: float = 0.0
     waiting: int | None = None
-    stall_share: float = 0.0  # of the steps with far layers, `stall_every`-th ones
+    stall_share: float = 0.0  # added stall as a share of compute, in every `stall_every`-th step
     stall_every: int = 1
     seed: int = 0
     levels: KvLevels = LEVELS
@@ -104,7 +106,7 @@ class ControlledEngine:
 
     @property
     def levels_seen(self):
-        """The levels in order, each change once."""
+        """The sequence of levels, without repetitions."""
         return [m for i, m in enumerate(self.path) if i == 0 or m != self.path[i - 1]]
 
     def changes_since(self, step_index):
@@ -114,7 +116,7 @@ class ControlledEngine:
 
 @cache
 def limit_of(level, partial_per_block, levels=LEVELS):
-    """The most blocks that fit beside their own partial blocks, by brute force."""
+    """Return by brute force the most blocks that fit together with their own partial blocks."""
     return max(
         blocks
         for blocks in range(levels.max_blocks + 1)

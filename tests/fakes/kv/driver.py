@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the engine's scheduler, worker and a device together, for hypothesis and for plain seeds."""
+"""Driver of the engine model, the worker model and a device, for hypothesis and plain seeds."""
 
 import itertools
 import random
@@ -19,14 +19,17 @@ from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A model, a near budget and an engine.
+    """Sizes of a model, a near budget and an engine.
 
     Attributes:
-        sure_blocks: one request can always have this many blocks.
-        spare_pages: near pages beyond the fewest for that.
-        unused_blocks: blocks that the far tier has no room for, if there are so many.
-        adaptive: start without far layers and change up to ``num_far`` while requests run.
-        offloads_partial_blocks: partly filled blocks do not stay near, if adaptive at the higher
+        sure_blocks: number of blocks that one request can always have.
+        spare_pages: near pages beyond the minimum for ``sure_blocks``.
+        unused_blocks: blocks to subtract from the limit, as if the far tier were too small for
+            them; ``sure_blocks`` are always left.
+        ahead: the engine schedules the next step before the last one has run.
+        defer_frees: with ``ahead``, blocks are freed only after the steps that write them.
+        adaptive: start without far layers, and have up to ``num_far`` of them while requests run.
+        offloads_partial_blocks: partial blocks do not stay near; if adaptive, only at the higher
             levels.
     """
 
@@ -98,7 +101,7 @@ class Setup:
 
 
 class Driver:
-    """Adds requests, runs steps, and checks every structure after each."""
+    """Driver that adds requests, runs steps, and checks every structure after each step."""
 
     def __init__(self, setup: Setup, device: Device, **worker: Any) -> None:
         self.setup = setup
@@ -135,7 +138,7 @@ class Driver:
         return [*self.engine.running, *self.engine.holding, *self.engine.waiting]
 
     def free_id(self, number: int) -> str:
-        """An id that no request has now; it may have been another's in the step before."""
+        """Return an id that no request has now; a request of the previous step may have had it."""
         taken = {request.request_id for request in self.requests}
         return next(
             name for at in itertools.count(number) if (name := f"request-{at}") not in taken
@@ -151,9 +154,9 @@ class Driver:
         output: int,
         turns: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """A request whose first ``shared`` prompt tokens it has in common with its family.
+        """Add a request that shares its first ``shared`` prompt tokens with its family.
 
-        With ``turns``, (prompt, output) lengths, it is a streaming session.
+        With ``turns``, which are (prompt, output) lengths, it is a streaming session.
         """
         prompt = min(prompt, self.engine.max_tokens - 1)
         total = min(prompt + output, self.engine.max_tokens)
@@ -185,7 +188,7 @@ class Driver:
         self.engine.check_integrity()
 
     def aim(self, level_idx: int) -> None:
-        """Head for another level; without ``adaptive`` there is none."""
+        """Set another target level; do nothing without ``adaptive``."""
         if self.engine.expansion:
             ladder = self.engine.expansion.levels.ladder
             self.engine.expansion.aim(ladder[level_idx % len(ladder)])
@@ -196,16 +199,16 @@ class Driver:
         self.engine.check_integrity()
 
     def run_out(self) -> None:
-        """Run until every request has finished; all blocks are released then."""
+        """Run until every request has finished, and check that the limit's blocks are free."""
         budget = 20 + 4 * sum(len(request.tokens) for request in self.requests)
         while self.requests:
             if self.engine.holding and not self.engine.running:
-                # Sessions that wait may hold all blocks; vLLM leaves it to a client to give up.
+                # Waiting sessions may hold all blocks. In vLLM a client must then give up.
                 self.abort(self.engine.holding[-1])
             self.step(lambda: 3)
             budget -= 1
             assert budget > 0, "the engine makes no progress"
-        # A change of level that was begun ends, and the limit follows.
+        # Let a pending change of the level end, so that the limit follows it.
         for _ in range(5 if self.setup.adaptive else 1):
             self.step(lambda: 0)
         while self.pending:
@@ -223,9 +226,10 @@ class Driver:
 def run_schedule(
     driver: Driver, rng: random.Random, *, num_steps: int, turns: Sequence[int] = (0,)
 ) -> None:
-    """A random schedule: requests come, run in chunks, are left out, aborted, and finish.
+    """Run a random schedule: requests arrive, run in chunks, skip steps, abort, and finish.
 
-    A request is a session with as many further turns as is drawn from ``turns``.
+    The number of a request's further turns is drawn from ``turns``; if it is not 0, the request is
+    a session.
     """
     for _ in range(num_steps):
         if rng.random() < 0.5 and len(driver.requests) < 6:
@@ -247,5 +251,5 @@ def run_schedule(
 
 
 def simulated(setup: Setup, seed: int, *, haste: float, **options: bool) -> Driver:
-    """A driver on a :class:`SimulatedDevice`."""
+    """Return a driver on a :class:`SimulatedDevice`."""
     return Driver(setup, SimulatedDevice(random.Random(seed), haste=haste), **options)

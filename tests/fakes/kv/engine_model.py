@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's scheduler as far as KV blocks go: what vLLM's scheduler and block pool do, small.
+"""Small model of vLLM's scheduler and block pool, as far as they concern KV blocks.
 
-Blocks come from a free queue, full ones stay in a prefix cache after they are freed, requests
-share them, are prefilled in chunks, preempted, resumed and aborted. Admission is the product's own
-(``vllm_tiered/kv/admission.py``). With ``ahead`` the next step is scheduled
-before the last one has run, as under vLLM's async scheduling; then ``defer_frees`` keeps a
-request's blocks until the steps that still write them have run, as vLLM does for connectors.
+Blocks come from a free queue, and full blocks stay in a prefix cache after they are freed. Requests
+share blocks, are prefilled in chunks, preempted, resumed and aborted. Admission is the product's
+own code (``vllm_tiered/kv/admission.py``). With ``ahead`` the next step is scheduled before the
+last one has run, as under vLLM's async scheduling. Then ``defer_frees`` keeps a request's blocks
+until the steps that still write them have run, as vLLM does for connectors.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from vllm_tiered.kv.step_planner import StepPlanner
 
 
 class EngineModel:
-    """Schedules steps; ``update`` takes the sampled tokens when a step has run."""
+    """Scheduler of steps; call ``update`` with the sampled tokens when a step has run."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EngineModel:
         self._finish(request)
 
     def schedule(self, chunk: Callable[[], int]) -> Step:
-        """Schedule at most ``chunk()`` tokens of each request, 0 leaving it out of the step."""
+        """Schedule at most ``chunk()`` tokens of each request; with 0 the request is left out."""
         self._scheduled_steps += 1
         preempted: list[Request] = []
         parts = self._schedule_running(chunk, preempted)
@@ -88,7 +88,7 @@ class EngineModel:
         return Step(number=self._scheduled_steps, parts=tuple(parts), plan=plan, released=released)
 
     def update(self, step: Step) -> None:
-        """The step has run: deliver its tokens, finish requests, free what waited for it."""
+        """Process a step that has run: deliver tokens, finish requests, free deferred blocks."""
         self._updated_steps = step.number
         while self._deferred and self._deferred[0][0] <= self._updated_steps:
             self.pool.release(self._deferred.pop(0)[1])
@@ -152,7 +152,7 @@ class EngineModel:
         return parts
 
     def _admit(self, request: Request, hits: list[int], end_tokens: int) -> bool:
-        """As ``TieredScheduler`` does around vLLM's ``allocate_slots``."""
+        """Admit a request, as ``TieredScheduler`` does around vLLM's ``allocate_slots``."""
         blocks = self.admission.admit(
             request.request_id,
             max(request.num_prompt, request.known - 1),
@@ -162,7 +162,7 @@ class EngineModel:
         return blocks is not None
 
     def _plan(self, parts: list[Part], preempted: set[str]) -> StepPlan:
-        """As ``TieredScheduler.build_metadata`` does with vLLM's ``SchedulerOutput``."""
+        """Plan as ``TieredScheduler.build_metadata`` does with vLLM's ``SchedulerOutput``."""
         scheduled = {part.request.request_id for part in parts}
         ended = preempted | self._finished
         self._finished = set()
@@ -216,7 +216,10 @@ class EngineModel:
         hits: Sequence[int] = (),
         reserved_blocks: int = 0,
     ) -> list[int] | None:
-        """vLLM's ``allocate_slots``: new blocks up to ``end_tokens``, or None and no change."""
+        """Allocate blocks up to ``end_tokens`` as vLLM's ``allocate_slots`` does.
+
+        If None is returned, no state changes are made.
+        """
         needed = -(-end_tokens // self.block_tokens)
         count = max(0, needed - len(request.blocks) - len(hits))
         freed_hits = sum(not self.pool.references[block] for block in hits)
@@ -229,7 +232,10 @@ class EngineModel:
         return new_blocks
 
     def _cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """At scheduling, before they are computed: others may hit them in the same step."""
+        """Cache full blocks when they are scheduled, so that others may hit them in the same step.
+
+        They are not computed yet.
+        """
         for index in range(min(num_tokens, request.known) // self.block_tokens):
             end = (index + 1) * self.block_tokens
             self.pool.cache(request.blocks[index], tuple(request.tokens[:end]))
@@ -254,7 +260,7 @@ class EngineModel:
         self.num_preemptions += 1
 
     def _next_turn(self, request: Request) -> None:
-        """The session goes on behind what is computed for sure; the last token is dropped."""
+        """Continue the session after the tokens that are surely computed; drop the last token."""
         frontier = request.computed - request.placeholders
         turn = request.turns.popleft()
         num_prompt = min(frontier + turn.num_prompt, self.max_tokens - 1)
@@ -273,14 +279,14 @@ class EngineModel:
         self.num_turns += 1
 
     def _finish(self, request: Request) -> None:
-        """As vLLM: blocks are freed, and ``request_finished`` of the connector releases some."""
+        """Finish a request as vLLM does: free its blocks, and release blocks as the connector."""
         request.status = Status.FINISHED
         self._finished.add(request.request_id)
         self.admission.end_requests((request.request_id,))
         self._free(request)
 
     def check_integrity(self) -> None:
-        """Every usable block is free or referenced, by requests, as reserved or deferred."""
+        """Check that every usable block is free, held by a request, reserved or deferred."""
         self.elastic.check_integrity()
         held = [
             block for queue in (self.running, self.holding) for r in queue for block in r.blocks

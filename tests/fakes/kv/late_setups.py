@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Setups whose compute runs late."""
+"""Setups for tests with deferred compute."""
 
 from tests.fakes.kv.driver import Setup
 

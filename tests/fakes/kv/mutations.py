@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damages to the KV swapper that tests have to notice."""
+"""Mutations of the KV swapper that the tests must detect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,12 @@ import pytest
 
 @dataclass(frozen=True)
 class Mutation:
-    """``kind`` is what fails; content is wrong where it is :class:`WrongKv`."""
+    """Replacement of one attribute by a broken version, and the error that it must cause.
+
+    Attributes:
+        broken: makes the broken version from the original.
+        kind: the error; :class:`WrongKv` if the KV content is wrong.
+    """
 
     owner: object
     name: str

@@ -16,7 +16,7 @@ class Status(Enum):
 
 
 class Turn(NamedTuple):
-    """What a streaming session's client sends next, and how much is sampled after it."""
+    """Next turn of a streaming session: the client's input and the number of sampled tokens."""
 
     token: int
     num_prompt: int
@@ -25,7 +25,10 @@ class Turn(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """``tokens`` holds the prompt and all that will be sampled; ``known`` of them exist by now."""
+    """Request whose tokens are fixed in advance.
+
+    ``tokens`` has the prompt and all tokens that will be sampled; the first ``known`` exist now.
+    """
 
     request_id: str
     tokens: tuple[int, ...]
@@ -36,7 +39,7 @@ class Request:
     placeholders: int = 0  # sampled by steps that have not run yet
     preemptions: int = 0
     last_step: int = 0
-    drop_until: int = 0  # what steps up to this one sample is dropped
+    drop_until: int = 0  # samples of steps up to this one are dropped
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
 
@@ -50,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A request's part in a step, frozen when it was scheduled."""
+    """A request's part in a step, as it was when the step was scheduled."""
 
     request: Request
     tokens: tuple[int, ...]
@@ -69,4 +72,4 @@ class Step:
     number: int
     parts: tuple[Part, ...]
     plan: StepPlan
-    released: frozenset[int]  # blocks that the worker has released while the step runs
+    released: frozenset[int]  # blocks that are released in the worker while the step runs

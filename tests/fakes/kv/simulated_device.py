@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device without threads: a seed decides which of the orders that its contract allows happens.
+"""Device without threads: a seed chooses one of the orders that the device contract allows.
 
-Copies make progress only inside calls of the device and its events, a random number of pieces at
-a time. One seed gives one history, so what fails is replayed exactly, and orders that real
-threads show once in a million runs come up in each other run.
+Copies advance only inside calls of the device and its events, by a random number of pieces. One
+seed always gives the same order, so a failure is replayed exactly. Orders that real threads show
+once in a million runs occur in every second run here.
 """
 
 import random
@@ -22,7 +22,7 @@ POISON = -1  # all bits set: no test stores it
 
 
 class Operation:
-    """A copy, a wait or a piece of compute in one of the queues; also its own event."""
+    """Copy, wait or piece of compute in one of the queues; it is also its own event."""
 
     def __init__(
         self, device: "SimulatedDevice", after: Sequence[Event], pieces: Iterator[None]
@@ -47,7 +47,7 @@ class Operation:
             self.over = True
 
     def blocker(self) -> "Operation | None":
-        """The first operation that this one has to wait for."""
+        """Return the first unfinished operation that this one must wait for."""
         operations = (event for event in self.after if isinstance(event, Operation))
         return next((operation for operation in operations if not operation.over), None)
 
@@ -66,12 +66,13 @@ class PreparedCopy:
 
 
 class SimulatedDevice(Device):
-    """Copies between two tiers in numpy, in any order that events leave open.
+    """Device that copies between two tiers in numpy, in any order that the events allow.
 
     Args:
-        rng: decides what makes progress, and when.
-        haste: 0 copies only what is waited for, 1 everything at once, others in between.
-        late_compute: compute is queued too, as on a GPU; otherwise it runs when submitted.
+        rng: chooses the queues that advance, and when.
+        haste: 0 runs a copy only when something waits for it, 1 runs everything at once; values in
+            between mix both.
+        late_compute: compute is queued too, as on a GPU; if False, it runs when it is submitted.
     """
 
     def __init__(self, rng: random.Random, *, haste: float, late_compute: bool = False) -> None:
@@ -103,7 +104,7 @@ class SimulatedDevice(Device):
         return self._enqueue(self._queues[copy.direction], after, self._copy_pieces(copy))
 
     def compute(self, kernel: Callable[[], None]) -> None:
-        """Submit a kernel. What it raises comes out of the call in which it runs."""
+        """Submit a kernel; its error is raised from the call in which it runs."""
         if self._late_compute:
             self._enqueue(self._compute, (), _one_piece(kernel))
         else:
@@ -145,7 +146,7 @@ class SimulatedDevice(Device):
                 queue[-1].wait()
 
     def run_a_while(self) -> None:
-        """Let queues advance by random pieces."""
+        """Advance queues by a random number of pieces."""
         while self._rng.random() < self._haste:
             ready = [
                 queue[0]
@@ -158,13 +159,13 @@ class SimulatedDevice(Device):
             self._drop_finished()
 
     def run_all(self) -> None:
-        """Let all queues advance until nothing can."""
+        """Advance all queues until none can advance."""
         haste, self._haste = self._haste, 1.0
         self.run_a_while()
         self._haste = haste
 
     def advance_towards(self, operation: Operation) -> None:
-        """One piece of what ``operation`` needs first; other queues stand still if they can."""
+        """Run one piece of the first operation that ``operation`` waits for, and no other queue."""
         while True:
             queues = (self._compute, *self._queues.values())
             queue = next((queue for queue in queues if operation in queue), None)
@@ -192,7 +193,7 @@ class SimulatedDevice(Device):
                 queue.popleft()
 
     def _copy_pieces(self, copy: PreparedCopy) -> Iterator[None]:
-        """Poison the target, copy some pages, copy the others: each is looked up when copied."""
+        """Poison the target, copy some pages, then the others; read each page only when copied."""
         src, dst = copy.src.words, copy.dst.words
         assert src is not None and dst is not None
         num_pages = len(copy.src_pages)

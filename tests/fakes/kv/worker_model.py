@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker as far as KV goes: computes steps on the swapper's pages and knows the truth.
+"""Model of a worker that computes steps on the swapper's pages and knows their right content.
 
-Computing a layer stores a value that was never used before for each token of the step, where the
-mapping table says, then looks at *all* tokens of the step's requests as attention does: each page
-must hold exactly what was stored when the token was computed, in whatever step and by whichever
-request that was.
+Computing a layer stores a new, unique value for each token of the step, at the place that the
+mapping table gives. Then it reads *all* tokens of the step's requests, as attention does. Each page
+must hold exactly the values that were stored when its tokens were computed, in whatever step and by
+whichever request.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ FREED = -3
 
 
 class WrongKv(AssertionError):
-    """Attention would have read something else than the token's KV."""
+    """Attention would have read something other than the token's KV."""
 
 
 class CountedCopy(NamedTuple):
@@ -38,7 +38,7 @@ class CountedCopy(NamedTuple):
 
 
 class CountedDevice(Device):
-    """Counts the bytes of the copies that are submitted to ``inner``; keeps the far buffer."""
+    """Device that counts the bytes of copies submitted to ``inner``, and keeps the far buffer."""
 
     def __init__(self, inner: Device) -> None:
         self.inner = inner
@@ -90,12 +90,12 @@ class CountedDevice(Device):
 
 
 class WorkerModel:
-    """Runs scheduled steps.
+    """Worker that runs scheduled steps.
 
     Args:
-        poison_freed: overwrite free pages after each step. Not with compute that runs late.
-        check_bytes: check what each step copies, beside what attention sees. Not with levels
-            that change: moving layers copies more.
+        poison_freed: overwrite free pages after each step; not possible with deferred compute.
+        check_bytes: also check the bytes that each step copies; not possible if the level changes,
+            as moving layers copies more.
     """
 
     def __init__(
@@ -130,18 +130,18 @@ class WorkerModel:
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
         self._geometry = geometry
-        self.num_kept = 0  # steps that went on in the buffers of the step before
-        self.layouts: list[bool] = []  # of each step, whether it was vLLM's
+        self.num_kept = 0  # steps that reused the buffers of the previous step
+        self.layouts: list[bool] = []  # for each step, whether the pages were in vLLM's layout
         self._next_value = 1
         self._expected = dict.fromkeys(Direction, 0)
         self._poison_freed = poison_freed
         self._check_bytes = check_bytes
 
     def run(self, step: Step) -> None:
-        """The connector's hooks in vLLM's order.
+        """Run a step: call the swapper as the connector's hooks do, in vLLM's order.
 
         Raises:
-            WrongKv: a page does not hold what was computed.
+            WrongKv: a page does not hold the computed values.
         """
         self._follow_prefixes(step.parts)
         as_vllm = self.swapper.will_be_laid_out_as_vllm(step.plan)
@@ -149,12 +149,12 @@ class WorkerModel:
         self._check_layout(step, as_vllm)
         self.num_kept += self.swapper.keeps_pages
         self.swapper.check_integrity()
-        # vLLM's block tables are translated once a step, for all layers, right here.
+        # The adapter translates vLLM's block tables once per step, for all layers, at this point.
         pages = self.swapper.table.pages.astype(np.int64)
         if step.parts:
             for layer in range(self._geometry.num_layers):
                 self.swapper.wait_layer(layer)
-                self.swapper.wait_layer(layer)  # once before the update, once before attention
+                self.swapper.wait_layer(layer)  # a second wait: before the update, before attention
                 self._submit(self._kernel(layer, pages[layer], step.parts))
                 self.swapper.table.check_integrity()
                 self.swapper.layer_done(layer)
@@ -162,23 +162,23 @@ class WorkerModel:
         self._check_step(step)
 
     def close(self) -> None:
-        """Finish all copies and compare what was copied with what had to be."""
+        """Finish all copies, and compare the copied bytes with the expected ones."""
         if isinstance(self.device.inner, SimulatedCudaDevice):
-            self.device.inner.cuda.run_all()  # what late kernels find is told before the end
+            self.device.inner.cuda.run_all()  # so that deferred kernels raise their errors now
         self.device.close()
         if self._check_bytes:
             for direction, num_bytes in self._expected.items():
                 assert self.device.use(direction).num_bytes == num_bytes
 
     def check_far(self, blocks: Sequence[int]) -> None:
-        """Call after ``close``: full ``blocks`` are in the far tier in every offloaded layer."""
+        """Check that full ``blocks`` are far in every offloaded layer; call it after ``close``."""
         for layer in self.swapper.order.offloaded:
             far_region = self.swapper.far.far_region(layer).words
             assert far_region is not None
             np.testing.assert_array_equal(far_region[blocks], self.truth[layer, blocks])
 
     def _check_layout(self, step: Step, as_vllm: bool) -> None:
-        """As was said before the step; where it is vLLM's, a graph of the step would be right."""
+        """Check that the layout is as predicted; vLLM's must hold for the replay of a graph."""
         assert self.swapper.is_laid_out_as_vllm == as_vllm
         self.layouts.append(as_vllm)
         if as_vllm:
@@ -221,7 +221,7 @@ class WorkerModel:
         return kernel
 
     def _slots(self, parts: Sequence[Part], *, new_only: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Block ids and slots of the step's tokens, with or without those computed before."""
+        """Return block ids and slots of the step's tokens, with or without earlier tokens."""
         block_ids, slots = [], []
         for part in parts:
             first = part.scheduled.computed_tokens if new_only else 0
@@ -231,7 +231,7 @@ class WorkerModel:
         return np.concatenate(block_ids), np.concatenate(slots)
 
     def _follow_prefixes(self, parts: Sequence[Part]) -> None:
-        """Checks the engine model: a block of a request holds that request's tokens."""
+        """Check the engine model: a request's blocks hold that request's tokens."""
         hashes = {id(part): self._prefix_hashes(part) for part in parts}
         for new_only in (True, False):
             for part in parts:
@@ -244,7 +244,7 @@ class WorkerModel:
 
     def _prefix_hashes(self, part: Part) -> "np.ndarray":
         tokens = part.tokens
-        # Under async scheduling a request runs on for one token after its last.
+        # Under async scheduling a request runs for one token more than its last.
         return np.array(
             [hash((*tokens[:end], end)) for end in range(1, part.end_tokens + 1)], dtype=np.int64
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: what is reserved when a request begins, and what the workers are told."""
+"""Admission: the blocks reserved when a request begins, and the changes sent to the workers."""
 
 import pytest
 
@@ -21,7 +21,10 @@ def pool():
 
 @pytest.fixture
 def fixed(pool):
-    """Four of five layers offloaded: 10 blocks, 8 beside two partial blocks, 7 beside four."""
+    """Return an admission with 4 of 5 layers offloaded.
+
+    The limit is 10 blocks without partial blocks, 8 with two of them, and 7 with four.
+    """
     geometry = LEVELS.geometry(Level(4))
     elastic = ElasticBlocks(geometry=geometry, usable_blocks=10)
     admission = Admission(elastic, pool)
@@ -30,7 +33,7 @@ def fixed(pool):
 
 
 def allocate(pool, count):
-    """As an engine allocates: None if fewer blocks than that would be left over."""
+    """Return an engine's allocation, which gives None if too few blocks would be left over."""
     return lambda num_reserved: pool.take(count) if count + num_reserved <= pool.num_free else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expansion controller where copies cost compute: far pages on storage."""
+"""The expansion controller if copies cost compute, as with far pages on storage."""
 
 import dataclasses
 import statistics
@@ -22,7 +22,7 @@ def storage(**changes):
 
 
 def rate(engine, level):
-    """Tokens/s at a level, without noise."""
+    """Return tokens/s at a level, without noise."""
     quiet = dataclasses.replace(engine, noise=0.0)
     quiet.level = level
     signals = quiet.signals()
@@ -43,25 +43,25 @@ def test_a_level_that_pays_is_kept():
 
 
 def test_layers_that_cost_more_than_they_give_are_given_up():
-    """Compute never waits, but what copies take makes every level slower than none."""
+    """Compute never waits, but the copies' cost makes every level slower than level 0."""
     engine = storage(copy_cost=1.5e-4)
     assert max(rate(engine, level) for level in range(1, TOP + 1)) < 0.95 * rate(engine, 0)
     engine.run(30_000)
     assert engine.path.count(0) > 0.8 * len(engine.path)
     assert "slower than without far layers" in " ".join(engine.reasons)
-    # Each next attempt comes later.
+    # The time between attempts grows.
     assert engine.path[15_000:].count(0) > 0.95 * 15_000
 
 
 def test_without_the_comparison_they_are_kept():
-    """What the rule is for: by stall alone nothing is wrong with them."""
+    """Stall alone does not show that these layers cost too much, so the rule is needed."""
     engine = ControlledEngine(unit_link=1e-7, noise=0.01, copy_cost=1.5e-4).run(6000)
     assert min(engine.path[1000:]) > 10
 
 
 @pytest.mark.parametrize("copy_cost", [4e-6, 5.5e-6, 6.2e-6, 7e-6, 1e-5, 3e-5])
 def test_never_much_below_what_is_served_without_far_layers(copy_cost):
-    """From well worth it to by no means; where it hardly matters either is right."""
+    """Costs range from clearly worth it to clearly not; in between either decision is right."""
     engine = storage(copy_cost=copy_cost).run(40_000)
     mean = statistics.fmean(rate(engine, level) for level in engine.path[3000:])
     assert mean > 0.98 * max(rate(engine, 0), rate(engine, TOP))
@@ -73,7 +73,7 @@ def test_a_long_request_gets_its_level_all_the_same():
 
 
 def test_a_level_that_a_request_needed_is_evaluated_when_it_has_gone():
-    """It was entered before anything was known, and lasted longer than an evaluation takes."""
+    """The level was entered before the baseline was known, and lasted longer than an evaluation."""
     engine = storage(needed_blocks=150, copy_cost=1.5e-4).run(3000)
     assert min(engine.path) > 0
     engine.needed_blocks = 10
@@ -92,7 +92,7 @@ def test_a_level_that_a_request_needs_later_is_evaluated_when_it_has_gone():
 
 
 def test_pressure_that_far_layers_took_away_still_counts():
-    """With far layers no request is blocked any more: what they hold shows the pressure."""
+    """With far layers no request is blocked any more, but the blocks in use show the pressure."""
     engine = storage(demand=150, copy_cost=4e-4, waiting=0).run(2000)
     higher = dataclasses.replace(engine)
     higher.level = max(engine.path)

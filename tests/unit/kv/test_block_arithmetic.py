@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of near pages against brute force."""
+"""Arithmetic of near pages, compared with brute force."""
 
 import hypothesis.strategies as st
 import pytest
@@ -59,8 +59,8 @@ def test_pages_needed_grow_with_blocks_and_partial_blocks(geometry, blocks, num_
 
 @given(geometry=geometries(), blocks=st.integers(0, 60), num_partial=partial)
 def test_pages_needed_hold_what_a_step_has(geometry, blocks, num_partial):
-    """All blocks in every resident layer, all partial blocks, and at least one layer of all other
-    blocks."""
+    """A step has all blocks in every resident layer, all partial blocks in every offloaded layer,
+    and at least one layer of all other blocks."""
     used_partial_blocks = min(blocks, num_partial)
     step = geometry.num_resident * blocks + geometry.num_far * used_partial_blocks
     if geometry.num_staging_buffers:
@@ -70,7 +70,7 @@ def test_pages_needed_hold_what_a_step_has(geometry, blocks, num_partial):
 
 @given(geometry=geometries())
 def test_expansion_is_what_block_limit_gives(geometry):
-    """Without partial blocks the blocks are P / (n - m + buffers), as Pie's formula has it."""
+    """Without partial blocks there are P / (n - m + buffers) blocks, as in Pie's formula."""
     num_far = geometry.num_far
     if geometry.num_resident:  # interleave, or no far layer at all
         per_block = geometry.num_resident + min(STAGING_BUFFERS, num_far)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's limit on blocks."""
+"""Limit of the blocks that the engine may use."""
 
 import pytest
 
@@ -10,7 +10,10 @@ from vllm_tiered.kv.layout import KvGeometry
 
 @pytest.fixture
 def elastic():
-    """1 resident, 4 offloaded layers, 2 buffers: 3 G + 2 T <= 30, and 2 G + 4 T <= 30."""
+    """Return blocks of 1 resident and 4 offloaded layers with 2 buffers.
+
+    The limit G for T partial blocks follows from 3 G + 2 T <= 30 and 2 G + 4 T <= 30.
+    """
     geometry = KvGeometry(
         num_layers=5,
         num_resident=1,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine's block pool gives out the same blocks as vLLM's own ``BlockPool``."""
+"""The block pool model allocates the same blocks as vLLM's own ``BlockPool``."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ NUM_BLOCKS = 7
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders of blocks come and go; what they hold are lists of block ids."""
+    """State machine in which holders of blocks come and go; each has a list of block ids."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 9), key=st.integers(0, 3))
     def fill(self, index, key):
-        """A held block becomes full and is found by its content from now on."""
+        """Fill a held block, so that it is found by its content from now on."""
         block_id = self.held[index % len(self.held)][0]
         if block_id not in self.model.prefix_of:
             self.model.cache(block_id, (key,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expansion controller on a engine of a few formulas: what it must do, and must not."""
+"""Behaviour of the expansion controller on a closed-form engine model."""
 
 import dataclasses
 import random
@@ -37,9 +37,9 @@ def test_no_level_above_what_the_pressure_can_use(demand, most):
     engine = ControlledEngine(demand=demand).run(500)
     needed = next(m for m in range(30) if limit_of(m, 0.2) >= demand)
     assert engine.level >= needed
-    # A little more is not refused: requests grow, and a slack of 0.2 is asked for.
+    # A little more is right, as requests grow: the controller adds a slack of 0.2.
     assert limit_of(engine.level, 0.2) < most
-    # Long after, what no request asked for is given back, once.
+    # Much later, unused layers are given up in one change.
     engine.run(1500)
     assert needed <= engine.level <= needed + 1
     assert engine.changes_since(500) <= 1
@@ -63,7 +63,7 @@ def test_a_saturated_link_is_given_up():
 
 @pytest.mark.parametrize("demand", [170, 200, 260])
 def test_partial_blocks_move_where_they_leave_too_few_blocks(demand):
-    """Half of the blocks are partial blocks: up to the lowest level that holds the demand."""
+    """Half of the blocks are partial: the level rises to the lowest that holds the demand."""
     engine = ControlledEngine(demand=demand, partial_per_block=0.5, levels=WITH_PARTIAL).run(3000)
     held = limit_of(WITH_PARTIAL.max_num_far, 0.5)
     assert demand > held and not WITH_PARTIAL.ladder[engine.level].partial_blocks_resident
@@ -90,7 +90,7 @@ def test_partial_blocks_come_back_when_the_load_falls():
 
 
 def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
-    """Where partial blocks stay a lower level holds it too, but a third less of the others."""
+    """A lower level with resident partial blocks holds the request, but a third fewer others."""
     engine = ControlledEngine(demand=200, partial_per_block=0.5, levels=WITH_PARTIAL).run(2000)
     before = engine.level
     engine.needed_blocks = WITH_PARTIAL.block_limit(WITH_PARTIAL.ladder[before], 2) + 1
@@ -101,7 +101,7 @@ def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
 
 
 def test_the_link_is_told_from_the_blocks_that_are_read():
-    """Half of the charges are for a second partial block, which no request has."""
+    """Half of the charges are for a second partial block, which no request really has."""
     engine = ControlledEngine(
         demand=150, partial_per_block=0.5, unit_link=4e-6, levels=WITH_PARTIAL
     ).run(200)
@@ -110,7 +110,7 @@ def test_the_link_is_told_from_the_blocks_that_are_read():
 
 
 def test_levels_that_give_no_blocks_are_not_chosen():
-    """One partial block a block: what a far layer gives, its partial blocks take."""
+    """Every block is partial, so the partial blocks take all pages that a far layer frees."""
     engine = ControlledEngine(partial_per_block=1.0).run(3000)
     assert set(engine.path) == {0}
 
@@ -164,7 +164,7 @@ def test_a_request_that_no_level_holds_gets_the_largest():
 
 @pytest.fixture
 def settled():
-    """A engine that found its level: the link is the bound."""
+    """Return an engine at its final level, which the link limits."""
     engine = ControlledEngine(unit_link=1.2e-5, noise=0.02).run(3000)
     assert engine.level > 5
     return engine
@@ -183,7 +183,7 @@ def test_contention_is_given_way_to_and_the_level_comes_back(settled):
 
 
 def test_contention_that_took_all_layers_does_not_keep_them_away():
-    """At level 0 nothing is read: what is known of the link is of the past."""
+    """At level 0 nothing is read, so the measurement of the link is outdated."""
     engine = ControlledEngine(unit_link=1e-6).run(500)
     engine.unit_link = 2e-3
     engine.run(2000)
@@ -224,7 +224,7 @@ def test_mild_stall_is_given_way_to_when_it_lasts(settled):
 
 
 def test_no_growth_while_compute_waits_whatever_for():
-    """Every third step stalls: too few to give layers back, and the link is idle."""
+    """Every third step stalls, which is too few to give up layers, and the link is idle."""
     engine = ControlledEngine(unit_link=1e-9, stall_every=3, stall_share=0.06).run(3000)
     assert engine.level == 3
 
@@ -257,8 +257,10 @@ def test_never_steps_aside_below_the_blocks_in_use():
 
 @dataclasses.dataclass
 class WithWaves(ControlledEngine):
-    """Requests that begin together, every hundred steps: few blocks yet, and two partial blocks
-    each."""
+    """Engine whose requests begin together every hundred steps.
+
+    They have few blocks then, and two partial blocks each.
+    """
 
     def signals(self):
         signals = super().signals()
@@ -268,8 +270,10 @@ class WithWaves(ControlledEngine):
 
 
 def test_requests_that_begin_together_do_not_keep_layers_far():
-    """The level would not hold the most blocks beside the most partial blocks: they never come
-    together."""
+    """The most blocks and the most partial blocks never occur in the same step.
+
+    So the level need not hold both together.
+    """
     levels = []
     for engine in (ControlledEngine(unit_link=1e-7), WithWaves(unit_link=1e-7)):
         engine.run(1000)
@@ -300,7 +304,7 @@ def test_pressure_that_comes_and_goes_is_met_with_more_and_more_patience():
 
 
 def test_a_lower_level_that_does_as_well_is_kept():
-    """A shared bus: beyond some level blocks cost what they give, though compute never waits."""
+    """On a shared bus, high levels cost more than they gain although compute never waits."""
     engine = ControlledEngine(unit_link=1e-7, copy_cost=1.5e-5, fill=0.8, noise=0.01)
     quiet = dataclasses.replace(engine, noise=0.0)
     quiet.level = LEVELS.max_num_far
@@ -322,14 +326,14 @@ def test_a_lower_level_that_does_worse_is_left_again():
 
 
 def test_in_doubt_the_level_stays():
-    """Steps take as long as they have blocks: all levels are as fast, but noise hides it."""
+    """A step's time is proportional to its blocks: all levels are equally fast, under noise."""
     engine = ControlledEngine(unit_link=1e-8, decode=(1e-3, 5e-4), fill=0.8, noise=0.05).run(40_000)
     assert "lower was not as good" in engine.reasons
     assert engine.path.count(LEVELS.max_num_far) > 0.8 * len(engine.path)
 
 
 def test_levels_are_not_lowered_onto_blocks_in_use():
-    """Under pressure the pool is full; a comparison is not worth a preemption."""
+    """Under pressure the pool is full, and a comparison is not worth a preemption."""
     engine = ControlledEngine(unit_link=1e-7, fill=1.0).run(40_000)
     assert "trying a lower level" not in engine.reasons
 
@@ -346,7 +350,7 @@ def test_levels_are_not_lowered_onto_blocks_in_use():
     seed=st.integers(0, 1000),
 )
 def test_never_oscillates_under_a_stationary_load(demand, unit_link, fill, copy_cost, seed):
-    """Steps vary by 5 %, output by 30 %."""
+    """The time of steps varies by 5 %, their output by 30 %."""
     engine = ControlledEngine(
         demand=demand, unit_link=unit_link, fill=fill, copy_cost=copy_cost, noise=0.05, seed=seed
     )
@@ -360,7 +364,7 @@ def test_never_oscillates_under_a_stationary_load(demand, unit_link, fill, copy_
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_signals_lead_to_a_level_that_exists_and_serves(data):
-    """Random signals, always at the level asked for: bounds hold, and equal input, equal output."""
+    """With random signals at the decided level, limits hold and equal inputs decide equally."""
     levels = data.draw(st.sampled_from([LEVELS, WITH_PARTIAL]))
     state = initial_state(levels)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
@@ -397,7 +401,7 @@ def test_states_are_frozen():
 
 
 def test_a_step_costs_microseconds():
-    """It runs in the serving loop. The bound is ten times what it takes on a quiet machine."""
+    """The step runs in the serving loop; the limit is ten times its time on a quiet machine."""
     engine = ControlledEngine(unit_link=1e-7, noise=0.0).run(500)
     signals = engine.signals()
     times = []
@@ -422,8 +426,10 @@ def test_the_public_names_are_those_of_the_contract():
 
 
 def test_a_large_request_beside_many_small_ones_keeps_a_level():
-    """So many partial blocks that no level above 0 holds more in all, and a request that 0 does
-    not hold."""
+    """With these partial blocks no level above 0 holds more blocks in all.
+
+    But level 0 does not hold the large request.
+    """
     small = dataclasses.replace(LEVELS, near_pages=30 * 9, max_blocks=30)
     state = initial_state(small)
     signals = Signals(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The swapper on ``CudaDevice``, over a fake CUDA runtime: right as it is, and not without
-any of the things that keep the order.
+"""Mutations of the swapper on ``CudaDevice``, over a fake CUDA runtime.
+
+The unbroken code passes, and fails without any of the waits that keep the order.
 """
 
 import random
@@ -28,11 +29,11 @@ SETUPS = (
     Setup(num_layers=7, num_far=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
 )
 HASTES = (0.0, 0.3, 0.7, 1.0)
-ENGINE_RUN_BYTES = (1 << 60, 1, 64)  # all by the kernel, all by copy engines, some
+ENGINE_RUN_BYTES = (1 << 60, 1, 64)  # all copies by the kernel, all by copy engines, some by each
 
 
 def run_all() -> dict[str, int]:
-    """A schedule for each setup and haste; launches by kind."""
+    """Run a schedule for each setup and haste; return the number of launches by kind."""
     launches = {"kernel": 0, "engine": 0}
     for number, setup in enumerate(SETUPS):
         for seed, haste in enumerate(HASTES, number):
@@ -49,7 +50,7 @@ def run_all() -> dict[str, int]:
 
 
 def launch_what_waits_for_deferred_events(original):
-    """A stream that waits for what was not recorded does not wait."""
+    """Launch jobs whose events are not recorded yet; a stream does not wait for such an event."""
     return lambda self, job: True
 
 
@@ -153,7 +154,7 @@ def test_broken_fails(mutations, monkeypatch):
 
 
 def test_the_host_never_waits_for_the_gpu(monkeypatch):
-    """Until the end; pages that drain are handed over behind their writes, to all owners."""
+    """The host waits only at the end; all owners get draining pages, ordered after the writes."""
     handed_over = dict.fromkeys(Owner, 0)
     allocate, wait, close = PagePool.allocate, CudaEvent.wait, WorkerModel.close
 
@@ -174,13 +175,13 @@ def test_the_host_never_waits_for_the_gpu(monkeypatch):
     monkeypatch.setattr(CudaEvent, "wait", never)
     monkeypatch.setattr(WorkerModel, "close", closed)
     run_all()
-    # Of the rare ones test_drains.py has each.
+    # test_drains.py covers each of the rare cases.
     assert handed_over[Owner.STAGING] > 100 and handed_over[Owner.PARTIAL] > 10, handed_over
     assert handed_over[Owner.RESIDENT] > 0, handed_over
 
 
 class CheckedDevice(SimulatedCudaDevice):
-    """All far pages have checksums, so that threads carry them."""
+    """Device whose far pages all have checksums, so that copy threads move them."""
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         return super().far_buffer(num_pages, page_bytes, "full")

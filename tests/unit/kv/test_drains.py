@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that a write to the far tier still reads, handed over to what writes to them next.
+"""Allocation of draining pages, which a write to the far tier still reads.
 
-Compute and reads run as far as events let them before any write makes a step; then what was written
-out must be what was computed. Near memory has no page to spare, so that all that is taken drains.
+Compute and reads run as far as events allow before any write advances. Then the content written
+out must still be the computed one. Near memory has no spare page, so every allocated page drains.
 """
 
 import random
@@ -41,7 +41,7 @@ PLANS = {
 
 
 class Cuda(SimulatedCudaDevice):
-    """Whose writes stand still."""
+    """Fake CUDA device whose writes do not advance before ``run_all``."""
 
     def __init__(self) -> None:
         super().__init__(random.Random(0), haste=0.0)
@@ -56,7 +56,7 @@ class Cuda(SimulatedCudaDevice):
 
 
 class Late(SimulatedDevice):
-    """Likewise."""
+    """Deferred-execution fake whose writes do not advance before ``run_all``."""
 
     def __init__(self) -> None:
         super().__init__(random.Random(0), haste=0.0, late_compute=True)
@@ -69,7 +69,7 @@ class Late(SimulatedDevice):
 
 
 class Model:
-    """Layers that store a number of their own in every block that a step gives them."""
+    """Model whose layers store their own number in every block of a step."""
 
     def __init__(self, device: Cuda | Late) -> None:
         near = PageBuffer(torch.zeros((NEAR_PAGES, 64), dtype=torch.uint8))
@@ -110,7 +110,7 @@ class Model:
 
 
 def run(device, plan):
-    """Partial blocks are written out in one step; what they leave is taken in the next one."""
+    """Write out partial blocks in one step, and allocate their draining pages in the next."""
     model = Model(device)
     offloaded = model.swapper.order.offloaded
     model.step(
@@ -174,7 +174,7 @@ def test_compute_that_does_not_wait_is_found(case, owner, name, broken, device_c
 @DEVICES
 @pytest.mark.parametrize("is_handed_over", [True, False])
 def test_buffers_wait_for_their_own_pages_too(is_handed_over, device_class, monkeypatch):
-    """Reads are behind all earlier writes; if they were not, buffers would still be right."""
+    """Buffers' reads wait for their own pages' writes, even without a wait for all writes."""
     original = Swapper._queue_copies
 
     def without_earlier_writes(self):

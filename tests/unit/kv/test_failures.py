@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy that fails stops the engine with its error; attention never reads what is not there."""
+"""A failed copy stops the engine with its error; attention never reads pages that are missing."""
 
 import random
 
@@ -25,7 +25,7 @@ class LinkDown(OSError):
 
 
 def failing_device(direction: Direction, number: int) -> CpuDevice:
-    """The ``number``-th copy of ``direction`` fails; all others are good."""
+    """Return a device on which the ``number``-th copy of ``direction`` fails, and no other."""
 
     class FailingThread(CopyThread):
         num_jobs = 0

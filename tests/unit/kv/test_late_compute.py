@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute that runs after it is submitted, as on a GPU: only events order it with copies."""
+"""Deferred compute, which runs after it is submitted: only events order it with copies."""
 
 import random
 
@@ -43,7 +43,7 @@ def test_reads_into_an_buffer_still_computed_on_are_found(monkeypatch):
 
 
 def test_the_far_tier_is_not_given_back_while_it_is_read():
-    """Layers return, and are still on their way when the next step finds none of them far."""
+    """Layers that return are still being read when the next step has no offloaded layer."""
     for seed in range(60):
         rng = random.Random(seed)
         setup = Setup(
@@ -82,7 +82,7 @@ def run_late(setup):
 
 
 def test_what_layers_write_on_their_way_out_is_written_once():
-    """Though the write is over before the step in which they are far, when none was far before."""
+    """This also holds if no layer was far before, and the write ends before the layers are far."""
     setup = Setup(num_layers=5, num_far=3, block_tokens=2, spare_pages=40, adaptive=True)
     driver = Driver(setup, SimulatedDevice(random.Random(0), haste=1.0))
     driver.add("request", family=0, shared=0, prompt=6, output=20)

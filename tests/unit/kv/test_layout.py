@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long pages lie as vLLM lays them out, and that it is known before a step begins.
+"""Duration of vLLM's page layout, and its prediction before a step begins.
 
-``worker_model.py`` checks every step of every schedule of these tests for both.
+``worker_model.py`` checks the layout and the prediction in every step of these schedules.
 """
 
 import random
@@ -74,7 +74,7 @@ def test_what_moves_a_page(case):
 
 
 def test_a_plan_that_is_not_looked_at_is_noticed(monkeypatch):
-    """What the tests before rely on."""
+    """The tests above rely on the worker model's check of the prediction."""
     as_before = lambda swapper, plan: swapper.is_laid_out_as_vllm  # noqa: E731
     monkeypatch.setattr(Swapper, "will_be_laid_out_as_vllm", as_before)
     with pytest.raises(AssertionError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis drives planner, elastic limit, swapper and pages with whatever an engine may do.
+"""Hypothesis drives planner, elastic limit, swapper and pages with any actions of an engine.
 
-The truth is kept beside them (``worker_model.py``); every structure's ``check_integrity`` and the
-bytes of every step are checked after each step.
+``worker_model.py`` knows the right content of the pages. After each step, every structure's
+``check_integrity`` runs, and the bytes of the step are checked.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mapping table's rows and the moves they allow."""
+"""Rows of the mapping table and their legal moves."""
 
 import numpy as np
 import pytest

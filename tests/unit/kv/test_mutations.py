@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks behind the state machine find what they are there for.
+"""The checks of the state machine detect the mistakes that they are made for.
 
-Each mutation breaks one thing in the way it would be broken by mistake, and a fixed set of random
-schedules must fail under it, as it must pass without.
+Each mutation makes one likely mistake. A fixed set of random schedules must fail with it, and pass
+without it.
 """
 
 import random
@@ -70,7 +70,7 @@ SEEDS = range(4)
 
 
 def run_all(**options: bool) -> list[Driver]:
-    """A schedule for each setup, haste and seed, on the simulated device."""
+    """Run a schedule for each setup, haste and seed on the simulated device."""
     drivers = []
     for setup in SETUPS:
         for haste in HASTES:
@@ -82,7 +82,7 @@ def run_all(**options: bool) -> list[Driver]:
 
 
 def run_delayed(num_seeds: int, **options: bool) -> None:
-    """Some of the same on threads that sleep: the engine's own device, only later."""
+    """Run some of the schedules on the real CPU device, with copy threads that sleep at times."""
     for seed in range(num_seeds):
         setup = SETUPS[seed % len(SETUPS)]
         driver = Driver(setup, DelayedDevice(seed, 1e-3), **options)
@@ -343,7 +343,7 @@ MUTATIONS = (
 
 def test_unbroken_passes():
     drivers = run_all()
-    # What the schedules went through; a check of things that never happen would prove nothing.
+    # The schedules must contain these events, as checks of events that never happen prove nothing.
     assert sum(driver.engine.num_preemptions for driver in drivers) > 100
     assert sum(driver.engine.num_hits for driver in drivers) > 100
     expansions = [driver.engine.expansion for driver in drivers]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which page."""
+"""Owners of the pages in the near pool."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def pool():
 
 
 def take(pool, num_pages, owner):
-    """Of which nothing drains."""
+    """Allocate pages, none of which may be draining."""
     pages, after = pool.allocate(num_pages, owner)
     assert after == ()
     return pages

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers are far, and their roles under each policy."""
+"""Offloaded layers and all layers' roles under each policy."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def test_every_layer_has_one_role(policy, num_layers):
         assert order.num_far == num_far
         assert sorted(order.resident + order.offloaded) == list(range(num_layers))
         assert list(order.resident) == sorted(order.resident)
-        # Layers are computed in ascending order, and buffers are handed on in that order.
+        # Layers are computed in ascending order, and use the buffers in that order.
         assert list(order.offloaded) == sorted(order.offloaded)
         assert order.num_staging_buffers <= len(order.offloaded)
         assert bool(order.num_staging_buffers) == bool(order.offloaded) == bool(num_far)

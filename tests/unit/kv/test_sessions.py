@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming sessions: requests that wait for their client between turns and keep their blocks.
 
-vLLM goes on behind what is computed for sure. Under async scheduling one more token is in flight
-when a turn ends; it is dropped, and the next turn writes its slot again, in a block that may be
-full and gone by then: the connector aborts such sessions (tests/e2e/test_request_lifecycle.py).
+vLLM continues after the tokens that are surely computed. Under async scheduling one more token is
+in flight when a turn ends. It is dropped, and the next turn writes its slot again. By then the
+slot's block may be full and written out, so the connector aborts such sessions
+(tests/e2e/test_request_lifecycle.py).
 """
 
 import dataclasses

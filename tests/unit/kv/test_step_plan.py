@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's blocks are classified. Blocks hold 4 tokens here."""
+"""Classification of a step's blocks, which hold 4 tokens here."""
 
 import dataclasses
 import random
@@ -131,7 +131,7 @@ def test_released_and_reserved_blocks_are_passed_on(planner):
 
 
 def test_many_blocks(planner):
-    """The array behind a request grows."""
+    """The array of a request's blocks grows."""
     planner.plan([part("a", 0, 4 * 17, range(1, 18), restarts=True)], ())
     plan = planner.plan([part("a", 4 * 17, 4 * 60, range(18, 78))], ())
     assert classes(plan) == {"load": [*range(1, 18)], "store_new": [*range(18, 78)]}
@@ -157,7 +157,7 @@ def test_going_on_behind_a_block_that_is_no_partial_block(planner, scheduled):
 )
 @pytest.mark.parametrize("seed", range(8))
 def test_going_on_says_what_planning_would(seed, partial_blocks_resident):
-    """Requests decode; one planner looks at those whose blocks change, the other one at all."""
+    """One planner looks only at requests whose blocks change, the other one at all requests."""
     rng = random.Random(seed)
     quick, thorough = (StepPlanner(num_blocks=999, block_tokens=8) for _ in range(2))
     free = iter(range(1, 999))
@@ -212,7 +212,7 @@ def test_going_on_says_what_planning_would(seed, partial_blocks_resident):
 
 
 def test_while_nothing_changes_the_same_arrays_come_again():
-    """So that a worker of the same process need not compare them."""
+    """A worker in the same process then need not compare the arrays."""
     planner = StepPlanner(num_blocks=100, block_tokens=8)
     first = planner.plan([part("a", 0, 17, [1, 2, 3], restarts=True)], [], num_far=3)
     second = planner.plan([part("a", 17, 1, [])], [], num_far=3)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the swapper submits, and when. That the pages hold the right KV is test_machine.py's."""
+"""Copies that the swapper submits, and their order.
+
+test_machine.py checks that the pages hold the right KV.
+"""
 
 import random
 from collections.abc import Iterator
@@ -19,9 +22,9 @@ from vllm_tiered.kv.swapper import Swapper
 
 
 class LoggingDevice(SimulatedDevice):
-    """Notes each copy as it is submitted and when it is done.
+    """Device that logs each copy when it is submitted and when it is done.
 
-    A note: direction, far layer of the first page, pages.
+    A log entry is (direction, index of the first page's far region, pages).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -60,7 +63,7 @@ class LoggingDevice(SimulatedDevice):
 
 
 def make_swapper(*, num_far=3, policy="interleave", near_pages=60, num_blocks=9, **options):
-    """A swapper of 5 layers, whose log starts empty."""
+    """Return a swapper of 5 layers, and its device with an empty log."""
     order = POLICIES[policy](5, num_far)
     device = LoggingDevice(num_blocks)
     swapper = Swapper(
@@ -80,7 +83,7 @@ def compute(swapper):
 
 
 def test_layers_are_read_as_far_ahead_as_there_are_buffers():
-    """All copies are queued at once; those into a buffer wait until it is computed and written."""
+    """All copies are queued at once, and a read waits until its buffer is computed and written."""
     swapper, device = make_swapper(max_buffers=2)
     assert swapper.order.offloaded == (1, 3, 4)
     swapper.begin_step(plan_of(load=[2, 5], store_new=[7]))
@@ -109,7 +112,7 @@ def test_layers_are_read_as_far_ahead_as_there_are_buffers():
 
 
 def test_with_many_buffers_layers_take_turns():
-    """From three buffers on a copying thread is woken for two layers at a time."""
+    """With three or more buffers, a copy thread is woken once for two layers."""
     swapper, device = make_swapper(num_far=4, max_buffers=3)
     assert swapper.order.offloaded == (1, 2, 3, 4)
     swapper.begin_step(plan_of(load=[2]))
@@ -170,8 +173,10 @@ def test_released_partial_blocks_are_not_written():
     [(60, 4, 3), (60, 2, 2), (60, 1, 2), (25, 4, 2), (20, 4, 1)],
 )
 def test_number_of_buffers(near_pages, max_buffers, buffers):
-    """As many as layers, limit and free pages give, and one if it must be. 16 pages are
-    resident."""
+    """Layers, limit and free pages bound the number; one buffer is always opened.
+
+    16 pages are resident.
+    """
     swapper, device = make_swapper(near_pages=near_pages, max_buffers=max_buffers)
     swapper.begin_step(plan_of(load=[1, 2, 3, 4]))
     device.run_all()
@@ -184,7 +189,7 @@ def test_number_of_buffers(near_pages, max_buffers, buffers):
 
 
 def test_buffers_stay_while_the_blocks_are_the_same():
-    """… and the step reads and writes through them as if they were new."""
+    """The step reads and writes through the kept buffers as if they were new."""
     swapper, device = make_swapper(max_buffers=2)
     held = []
     for _ in range(3):
@@ -223,7 +228,7 @@ def test_buffers_go_when_blocks_change(change):
 
 
 def test_buffers_with_new_blocks_go():
-    """What was new is read in the next step."""
+    """A step's new blocks must be read in the next step."""
     swapper, _ = make_swapper(max_buffers=2)
     swapper.begin_step(plan_of(load=[2], store_new=[5]))
     assert not swapper.keeps_buffers(plan_of(load=[2], store_new=[5]))
@@ -273,7 +278,7 @@ def test_the_time_that_compute_waits_is_counted():
     swapper.begin_step(plan_of(load=[1]))
     compute(swapper)
     swapper.end_step()
-    assert swapper.stall_seconds == pytest.approx(3e-3)  # the simulation says 1e-3 for each
+    assert swapper.stall_seconds == pytest.approx(3e-3)  # the simulated device returns 1e-3 each
 
 
 def test_a_plan_that_does_not_fit_is_refused():

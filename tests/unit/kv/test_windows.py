@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps summed into windows, and the records of levels that are compared."""
+"""Windows, which sum steps, and the records of levels that are compared."""
 
 import dataclasses
 import itertools
