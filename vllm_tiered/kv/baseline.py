@@ -86,8 +86,8 @@ class BaselineComparison:
     def loss(self, min_records: int, same: float) -> float | None:
         """Return the share by which this level is slower than the base; None if it is not.
 
-        None is also returned while it is unknown. Three samples suffice for a significant loss;
-        with ``min_records`` samples the means decide.
+        None is also returned while the loss is unknown, and once the level was accepted. Three
+        samples suffice for a significant loss; with ``min_records`` samples the means decide.
         """
         base, here = self.base, self.here
         if self.is_evaluated or min(base.count, here.count) < 3:

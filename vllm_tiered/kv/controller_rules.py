@@ -176,9 +176,9 @@ def _grow(context: ControllerContext) -> Move | None:
 
 
 def _release_unused(context: ControllerContext) -> Move | None:
-    """Go down to the lowest level that holds the used blocks, after long without a blocked step.
+    """Go down to the lowest level that holds the used blocks, if no step was blocked for long.
 
-    It saves reads, and later growth finds the link free.
+    A lower level saves reads, and later growth finds the link free.
     """
     history = context.history
     if history.quiet.steps < history.patience:

@@ -43,10 +43,10 @@ class History:
     stride: int = 1  # of the next growth while `is_ramping`
     is_ramping: bool = True
     unit_link: float | None = None  # link seconds per staged block of one offloaded layer
-    partial_share: float = 0.0  # partial blocks that are charged, per used block
-    partly_filled: float = 0.0  # share of the used blocks that are partial at most
+    partial_share: float = 0.0  # charged partial blocks per used block
+    partly_filled: float = 0.0  # the most partial blocks that can exist, per used block
     stalled_windows: int = 0
-    quiet: Window = NO_STEPS  # the steps since one was blocked
+    quiet: Window = NO_STEPS  # the steps since the last blocked one
     patience: int = 0
     release_age: int | None = None  # age at which unused blocks were released
     good_level_idx: int = 0  # the last level that ran under pressure without stall

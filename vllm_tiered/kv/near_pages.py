@@ -83,7 +83,7 @@ class NearPages:
         return seconds
 
     def free_partial(self, block_ids: BlockIds) -> None:
-        """Free the pages of partial blocks whose requests are gone."""
+        """Free the pages of partial blocks whose requests ended or were preempted."""
         if len(block_ids) and self._order.offloaded:
             pages = self._table.offloaded_pages(block_ids).ravel()
             self._pool.free(pages, Owner.PARTIAL)

@@ -59,7 +59,7 @@ def _no_blocks() -> BlockIds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """Block ids by what happens to them in the offloaded layers; int64, one dimension.
+    """Block ids of one step, by their treatment in the offloaded layers; int64, one dimension.
 
     Attributes:
         load: full blocks that this step uses; they are staged from the far tier; ascending.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV connector and what it needs of vLLM."""
+"""KV connector for vLLM, and its hooks into vLLM."""

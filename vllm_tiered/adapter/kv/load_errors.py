@@ -37,7 +37,7 @@ def install() -> None:
 def _handle_invalid_blocks(
     original: Any, scheduler: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
 ) -> set[str]:
-    """Recompute the requests that used lost blocks; return those whose output this step is invalid.
+    """Recompute requests that used lost blocks; return those whose output of this step is invalid.
 
     Raises:
         IntegrityError: one request lost blocks too often.
@@ -100,7 +100,7 @@ def _update_request_as_session(original: Any, scheduler: Any, session: Any, upda
 
 
 def _start_over(scheduler: Any, session: Any) -> None:
-    """Let a session in the queue compute all its tokens anew, in blocks of its own."""
+    """Make a queued session recompute all its tokens in its own new blocks."""
     scheduler._free_request_blocks(session)
     session.num_computed_tokens = 0
     # The connector learns from this that the blocks and a resident partial block are free.

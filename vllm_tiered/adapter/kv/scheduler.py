@@ -95,8 +95,8 @@ class TieredScheduler:
 
         vLLM calls ``allocate_slots`` to learn whether a request fits. The call leaves the number of
         its argument ``reserved_blocks`` free. Resident partial blocks cost pages in addition to the
-        blocks themselves. So the wrapper raises this argument by the blocks that stand for those
-        pages, and reserves them when the request is admitted.
+        blocks themselves. So the wrapper raises this argument by the number of blocks that must be
+        reserved for those pages, and reserves them when the request is admitted.
         """
         pool = kv_cache_manager.block_pool
         free_list = VllmFreeList(pool)
