@@ -40,7 +40,7 @@ class History:
     """State that is kept from window to window, with ages in settled steps."""
 
     age: int = 0
-    stride: int = 1  # of the next growth while `is_ramping`
+    stride: int = 1  # stride of the next growth while `is_ramping`
     is_ramping: bool = True
     unit_link: float | None = None  # link seconds per staged block of one offloaded layer
     partial_share: float = 0.0  # charged partial blocks per used block
@@ -54,13 +54,13 @@ class History:
     sample: Window = NO_STEPS
     fill_steps: int = 0  # steps until samples count, as the batch still adapts to the level
     current: Record = _NO_RECORD
-    num_unlike: int = 0  # samples of another load in a row
-    came_from: Record | None = None  # the level before, if a comparison with it is fair
+    num_unlike: int = 0  # number of samples in a row with another load
+    came_from: Record | None = None  # record of the previous level, if a comparison with it is fair
     trial_age: int = 0
     trial_gap: int = 0
     is_trial: bool = False
     baseline: BaselineComparison = _NO_COMPARISON
-    cost_ceiling: Ceiling | None = None  # levels that cost more than they gave
+    cost_ceiling: Ceiling | None = None  # levels that cost more than they gained
 
     @property
     def barred_from(self) -> int | None:

@@ -170,7 +170,7 @@ def tiered_kv_cache_configs(
     model_config = vllm_config.model_config
     if (
         model_config.original_max_model_len == -1
-    ):  # vLLM fitted it to all blocks, partial blocks too
+    ):  # vLLM fitted it to all blocks, including partial ones
         longest = geometry.max_request_tokens(num_blocks - 1)
         model_config.max_model_len = min(model_config.max_model_len, longest)
     for kv_cache_config in configs:

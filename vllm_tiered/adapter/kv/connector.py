@@ -109,7 +109,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # nothing is handed to another engine
+        return False  # no KV is sent to another engine
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

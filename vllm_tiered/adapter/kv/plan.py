@@ -148,7 +148,7 @@ def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> Kv
         near_pages=near_pages,
         max_num_far=allowed[-1],
         max_blocks=near_pages,
-        # An offloaded partial block is written in every step, which would wear out an SSD.
+        # An offloaded partial block would be written to the SSD in every step.
         offloads_partial_blocks=kv.tier != "storage",
     )
     return with_max_num_far(levels, allowed[-1])
