@@ -191,7 +191,7 @@ def test_what_has_no_row_is_listed_and_not_near(device):
         Precision.FULL: {0, 1, 2, 3},
         Precision.INT4: {20, 21, 22},
     }
-    # The next step has slots for two of the missing neurons.
+    # The next step frees two slots, which neurons 4 and 5 get; they had none before.
     reached_N[:2] = 0
     lists = on_host(api.plan(mine, reached_N.to(device)))
     assert lists.missing_neurons_PN[0, :2].tolist() == [4, 5]

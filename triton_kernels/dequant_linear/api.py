@@ -21,7 +21,7 @@ def linear(
     """Return ``x @ w.T + bias``, [B, N] in x's dtype; sums are in float32.
 
     Args:
-        x_BK: float32, bfloat16 or float16; rows of contiguous numbers.
+        x_BK: float32, bfloat16 or float16; each row contiguous.
         packed: from ``reference.pack``, with scales and zeros in x's dtype; aligned to 16 bytes.
         num_rows: N.
         bias_N: in x's dtype, contiguous; None for no bias.

@@ -9,7 +9,7 @@
 
 The few-tokens kernel reads codes as words of 4 bytes. x is permuted so that the codes in the same
 position of all words are multiplied with contiguous values of x. Words of the next step are loaded
-to shared memory meanwhile.
+to shared memory at the same time.
 The batch kernel multiplies codes as integers, which bfloat16 and float16 represent exactly. It
 applies scales and zeros to a group's sums, in float32.
 

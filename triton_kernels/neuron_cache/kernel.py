@@ -26,7 +26,7 @@ import triton.language as tl
 from vllm_tiered.kernels.variants import Variant
 
 _NONE = tl.constexpr(3)
-"""Buffer number that means no buffer."""
+"""Buffer number of neurons that are in no buffer or are not wanted."""
 
 
 @triton.jit

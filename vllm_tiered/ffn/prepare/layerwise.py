@@ -75,7 +75,7 @@ class LayerwiseModel:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self._layers)
 
     @property

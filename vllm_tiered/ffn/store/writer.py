@@ -187,7 +187,7 @@ class NeuronStoreWriter:
             os.close(lock)
 
     def _begin(self) -> None:
-        """Resume this model's draft; delete another model's."""
+        """Keep a draft of this store, or start a new one in place of another draft."""
         headers = [path for n in (HEADER, _DRAFT_HEADER) if (path := self.draft / n).exists()]
         paths = sorted(self.draft.iterdir())
         if not headers and any(path.name != f"{_DRAFT_HEADER}.new" for path in paths):
@@ -231,7 +231,7 @@ class NeuronStoreWriter:
     def _intact_layers(self) -> tuple[int, ...]:
         num_layers = self.form.shape.num_layers
         if (self.draft / HEADER).exists():
-            return tuple(range(num_layers))  # killed while it was being published
+            return tuple(range(num_layers))  # killed during publication
         finished = []
         for layer in range(num_layers):
             path = tables_of(self.draft, layer)

@@ -95,7 +95,7 @@ def test_a_mix_by_definition(tmp_path, kind):
 
 
 def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
-    """Ranks change a little from token to token, so cached neurons keep their precision."""
+    """Ranks change a little, and some neurons keep the precision in which they are cached."""
     tiny_model("llama", tmp_path)
     model = LayerwiseModel(tmp_path)
     mix = Mix(full=0.25, int8=0.25, int4=0.5)
