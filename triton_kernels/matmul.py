@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmul on tensor cores that is also right in Triton's interpreter."""
+"""Matmul on tensor cores that also gives correct results in Triton's interpreter."""
 
 import triton
 import triton.language as tl
 from triton import knobs
 
-# Read at import, as Triton does. The interpreter of 3.9 multiplies the bits of bfloat16 numbers as
-# integers.
+# Read at import, as Triton does. The interpreter of Triton 3.9 multiplies the bits of bfloat16
+# numbers as integers.
 _IS_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resources of each kernel, found without a GPU: ``python -m vllm_tiered.kernels.resources``.
+"""Table of each kernel's resources, made without a GPU.
 
-Compiles every variant for sm_80, sm_90 and sm_100 and writes registers, spills and shared memory to
-``resources.json``, which a test holds against what it finds itself.
+``python -m vllm_tiered.kernels.resources`` compiles every variant for sm_80, sm_90 and sm_100 and
+writes registers, spills and shared memory to ``resources.json``. A test compares this file with a
+new compilation.
 """
 
 import json
@@ -41,7 +42,7 @@ VARIANTS: tuple[Variant, ...] = (
 )
 
 ARCHITECTURES = (80, 90, 100)
-"""A100; H100, H200 and GH200; B200."""
+"""Compute capabilities times 10: A100; H100, H200 and GH200; B200."""
 
 TABLE = Path(__file__).with_name("resources.json")
 
@@ -50,7 +51,7 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """Registers and spilled bytes of a thread, shared memory of a program."""
+    """Registers and spilled bytes of a thread, and shared memory of a program."""
 
     registers: int
     spilled_bytes: int
@@ -58,7 +59,7 @@ class Resources:
 
 
 def compiled(variant: Variant, architecture: int) -> Any:
-    """Triton's compiled kernel; its ``asm`` has "ptx" and "cubin".
+    """Compile a variant and return Triton's kernel; its ``asm`` has "ptx" and "cubin".
 
     Args:
         architecture: compute capability times 10.
@@ -79,12 +80,12 @@ def compiled(variant: Variant, architecture: int) -> Any:
     }
     try:
         return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    except Exception as error:  # Triton's are of many classes without a common one
+    except Exception as error:  # Triton's exceptions have no common base class
         raise UnsupportedError(f"{variant.name} does not compile for sm_{architecture}") from error
 
 
 def resources(kernel: Any) -> Resources:
-    """Read from the compiled kernel's cubin.
+    """Read a compiled kernel's resources from its cubin.
 
     Raises:
         UnsupportedError: the cubin cannot be read.
@@ -100,18 +101,18 @@ def resources(kernel: Any) -> Resources:
     registers, stack_bytes, static_shared_bytes, local_bytes = map(int, found.groups())
     return Resources(
         registers=registers,
-        # What ptxas spills it puts on a stack, in local memory; LOCAL is what is declared there.
+        # ptxas puts spills on a stack in local memory; LOCAL is local memory that is declared.
         spilled_bytes=stack_bytes + local_bytes,
-        # Triton's shared memory is asked for at the launch: the cubin does not know of it.
+        # Triton requests shared memory at the launch, so the cubin does not have its size.
         shared_bytes=max(static_shared_bytes, int(kernel.metadata.shared)),
     )
 
 
 def table() -> dict[str, Any]:
-    """By variant and architecture, with the version of Triton that compiled them.
+    """Return all resources by variant and architecture, with the version of Triton.
 
     Raises:
-        UnsupportedError: one of them does not compile.
+        UnsupportedError: a variant does not compile.
     """
     return {"triton": triton.__version__, "variants": dict(_rows())}
 

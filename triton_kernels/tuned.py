@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters that were measured on a GPU, in a file each beside the kernel.
+"""Tuned launch parameters, one file for each kernel and GPU in the kernel's folder.
 
-kv_pages/tuned/default.json          for all others
-kv_pages/tuned/NVIDIA_H200.json      the device's name, spaces as underscores
+kv_pages/tuned/default.json          for GPUs without a file
+kv_pages/tuned/NVIDIA_H200.json      the device's name with underscores for spaces
 """
 
 import json
@@ -18,7 +18,7 @@ def parameters(kernel: str, device_name: str | None = None) -> Mapping[str, int]
     """Return a kernel's launch parameters.
 
     Args:
-        kernel: its folder's name.
+        kernel: name of the kernel's folder.
         device_name: ``torch.cuda.get_device_name()``; None for the default.
 
     Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches to compile ahead: argument types and constants of each launch that matters.
+"""Descriptions of kernel launches for compilation without a GPU: argument types and constants.
 
-Triton compiles at the first launch, on the machine with the GPU. A variant states such a launch, so
-that ``resources.py`` can compile it anywhere and a test can watch what it takes.
+Triton compiles at the first launch, on the machine with the GPU. A variant describes such a launch,
+so that ``resources.py`` can compile it on any machine and a test can check its resources.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ class Variant:
     Attributes:
         name: unique among all kernels' variants.
         kernel: the ``triton.jit`` function.
-        signature: by argument, in order: ``"*bf16"`` for a pointer, ``"i32"``, ...; constants are
-            left out.
-        constants: the ``tl.constexpr`` arguments.
-        aligned: arguments that are divisible by 16, as Triton finds at a launch.
-        num_warps, num_stages: of the launch.
-        min_architecture: the first that has the kernel's instructions.
+        signature: types by argument, in order: ``"*bf16"`` for a pointer, ``"i32"``, ...; without
+            constants.
+        constants: values of the ``tl.constexpr`` arguments.
+        aligned: arguments divisible by 16, for which Triton specialises a launch.
+        num_warps, num_stages: options of the launch.
+        min_architecture: first architecture that has the kernel's instructions.
     """
 
     name: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels run on the GPU if there is one, and else in Triton's interpreter, on the CPU.
+"""Fixtures that run kernels on the GPU, or in Triton's interpreter on the CPU without one.
 
-Triton decides at its import whether it interprets, and vLLM is not to find it that way: so these
-tests have a process of their own, with TRITON_INTERPRET=1 (``make test``).
+Triton decides at import whether it interprets, and vLLM must not import it in that mode. So these
+tests run in a separate process with TRITON_INTERPRET=1 (``make test``).
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from triton import knobs
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where the kernels run."""
+    """Return the device on which the kernels run."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if not knobs.runtime.interpret:
@@ -24,7 +24,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels' launchers allocate for floats holds NaN."""
+    """Fill float tensors that launchers allocate with NaN."""
     new_empty = torch.Tensor.new_empty
 
     def new_nan(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with 4-bit weights: those of the unpacked ones, which ``weights/int4.py`` has too."""
+"""Tests of the 4-bit linear layer against the unpacked weights and against ``weights/int4``."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("poisoned", "few_programs")
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Each with more to do than on a GPU: the interpreter's time is by the call."""
+    """Give each program more work than on a GPU, because the interpreter's time is per call."""
     own = dict(tuned.parameters("dequant_linear")) | {"rows": 32}
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
 
 
 def inputs(num_tokens, columns, dtype, device):
-    """With rows farther from each other than they are long."""
+    """Return x with NaN between its rows."""
     wide_BK = torch.full((num_tokens, columns + 24), torch.nan, dtype=dtype)
     wide_BK[:, :columns] = torch.randn(num_tokens, columns)
     return wide_BK.to(device)[:, :columns]
@@ -45,7 +45,7 @@ def test_the_product_is_that_of_the_unpacked_weights(case, dtype, device):
     w_NK, x = reference.unpack(packed, num_rows, dtype).double(), x_BK.double()
     expected = x @ w_NK.T + (0 if bias_N is None else bias_N.double())
     _, scale_NG, zero_NG = reference.parts(packed, num_rows, dtype)
-    # Of sums that scales and zeros come into at their ends.
+    # Bound on the magnitude of the sums to which scales and zeros are applied.
     largest = (8 * scale_NG.double().abs() + zero_NG.double().abs()).repeat_interleave(64, dim=1)
     terms = x.abs() @ largest.T + 1
     error = (found.double() - expected).abs()
@@ -57,7 +57,7 @@ def test_the_product_is_that_of_the_unpacked_weights(case, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packing_is_that_of_the_cpu_in_another_order(dtype):
     weight_NK = torch.randn(128, 192).to(dtype)
-    weight_NK[3, 64:128] = 0.25  # all of a group alike
+    weight_NK[3, 64:128] = 0.25  # a group of equal weights
     packed = reference.pack(weight_NK)
     assert packed.numel() == compressed_bytes(128, 192, dtype.itemsize)
     unpacked = reference.unpack(packed, 128, dtype)
@@ -67,7 +67,7 @@ def test_packing_is_that_of_the_cpu_in_another_order(dtype):
     assert torch.equal(scale_NG.T, scales_and_zeros_GN2[..., 0])
     assert torch.equal(zero_NG.T, scales_and_zeros_GN2[..., 1])
     expanded = int4.linear(torch.eye(192, dtype=dtype), on_cpu, 128).T.float()
-    # Scale and zero are added in another order there.
+    # The CPU kernels add scale and zero in another order.
     atol = 4 * torch.finfo(torch.float32).eps * float(unpacked.abs().max())
     torch.testing.assert_close(expanded, unpacked, rtol=torch.finfo(dtype).eps, atol=atol)
     half_step = scale_NG.float().repeat_interleave(64, dim=1) / 2
@@ -77,7 +77,7 @@ def test_packing_is_that_of_the_cpu_in_another_order(dtype):
 
 @pytest.mark.parametrize("num_tokens", [1, 5], ids=lambda count: f"{count}tokens")
 def test_every_code_is_expanded(num_tokens, device):
-    """One weight at a time: which of a byte's two it is, and of which place."""
+    """Check one weight at a time, in each half of a byte and each position."""
     weight_NK = torch.randn(40, 128)
     packed = reference.pack(weight_NK)
     w_NK = reference.unpack(packed, 40, torch.float32)

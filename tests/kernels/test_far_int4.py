@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product that far weights in 4 bit take on a GPU: from a slot, whatever the tokens' shape."""
+"""Test of the linear layer of far 4-bit weights on a GPU, from a weight buffer."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_the_product_with_what_was_loaded(tokens, dtype, device, monkeypatch):
     x = torch.randn((*tokens, 192)).to(dtype)
     bias_N = torch.randn(128).to(dtype)
     packed = packing.compress_for_kernels(weight_NK)
-    # Behind another parameter in the slot, as the layout of slots gives it.
+    # After another parameter in the weight buffer, as the buffer's layout places it.
     slot = torch.full((PARAMETER_ALIGNMENT + len(packed),), 255, dtype=torch.uint8, device=device)
     in_slot = slot[PARAMETER_ALIGNMENT:]
     in_slot.copy_(packed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ffn/matmul/compute.py with the GPU's kernels gives what it gives with the processor's."""
+"""Tests that ffn/matmul/compute.py gives the same results with the GPU's and CPU's kernels."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ HIDDEN, NUM_SLOTS = 128, 9
 
 
 def a_buffer(precision, *, gated, device):
-    """With NaN behind its rows."""
+    """Return a cache buffer with NaN in unused slots and in the padding."""
     torch.manual_seed(0)
     matrices = 3 if gated else 2
     shape = FfnShape(num_layers=1, hidden=HIDDEN, neurons=20, gated=gated, dtype_bytes=2)
@@ -55,7 +55,7 @@ def test_products_are_those_of_the_processor(monkeypatch, precision, num_tokens,
     compute.add_down(out_BH, a_Bn, buffer, NUM_SLOTS)
     product_BH = compute.ffn_output(x_BH, buffer, NUM_SLOTS, activation)
 
-    # The region's device chooses; here the processor stands in for it.
+    # The buffer's device selects the kernels; here the CPU stands in for the GPU.
     monkeypatch.setattr(compute, "gpu_kernels", lambda buffer: api)
     monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
     buffer, x_BH = a_buffer(precision, gated=gated, device=device), x_BH.to(device)
@@ -69,7 +69,7 @@ def test_products_are_those_of_the_processor(monkeypatch, precision, num_tokens,
 
 
 def close(found, expected):
-    """As far as an activation in two bfloat16 numbers is the one in float32."""
+    """Compare with the precision of an activation in two bfloat16 numbers."""
     atol = 2.0**-14 * float(expected.abs().max())
     torch.testing.assert_close(found.cpu(), expected, atol=atol, rtol=2.0**-14)
 
@@ -85,7 +85,10 @@ def test_the_processors_regions_are_not_the_kernels():
 
 
 def test_without_a_gpu_triton_is_not_imported():
-    """What imports it is the choice, not the module. Torch imports it by itself in places."""
+    """The selection of kernels imports Triton's kernels, not the module.
+
+    Torch imports Triton itself in some places, so only our kernels are checked.
+    """
     probe = (
         "import sys, vllm_tiered.ffn.layer;"
         "print([m for m in sys.modules if m.startswith('vllm_tiered.kernels')])"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of ffn/ over the GPU's kernels: selected, loaded from far memory and multiplied by them.
+"""Tests of FFN layers that select, load and multiply neurons with the GPU's kernels.
 
-Without a GPU the device is the fake CUDA runtime, in haste: its copies are over when they are
-submitted, as the interpreter's kernels are.
+Without a GPU the device is the fake CUDA runtime with ``haste=1``: copies are complete when they
+are submitted, as the interpreter's kernels are.
 """
 
 import random
@@ -46,7 +46,7 @@ def ffn(request: pytest.FixtureRequest, tmp_path) -> Ffn:
 
 @pytest.fixture
 def tiers(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Device:
-    """The GPU's, or the fake's, whose cache buffers are taken for a GPU's."""
+    """Return the GPU's device, or the fake device with its buffers treated as a GPU's."""
     if device.type == "cuda":
         from vllm_tiered.adapter.device import cuda_device
 
@@ -59,7 +59,7 @@ def tiers(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Device:
 
 
 class Steps:
-    """Of two layers in turn, with scores like those before, compared with what is near then."""
+    """Steps of two layers, with scores similar to the previous step's."""
 
     def __init__(self, ffn: Ffn, plan: FfnPlan, tiers: Device, device: torch.device, **kwargs: Any):
         self.ffn, self.device = ffn, device
@@ -71,7 +71,7 @@ class Steps:
         self.drawn = self.rng.random((2, neurons))
 
     def scores(self, layer: int, num_tokens: int, *, spread: float = 0.02) -> torch.Tensor:
-        """Tokens that want nearly the same, which fits; or not."""
+        """Draw scores; tokens want nearly the same neurons if ``spread`` is small."""
         neurons = self.ffn.shape.neurons
         self.drawn[layer] = 0.6 * self.drawn[layer] + 0.4 * self.rng.random(neurons)
         drawn = self.drawn[layer] + spread * self.rng.random((num_tokens, neurons))
@@ -79,23 +79,23 @@ class Steps:
         return scores_BN
 
     def compute(self, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's input, and what it gives."""
+        """Run a layer on random input, and return the input and the output."""
         x_BH = torch.from_numpy(self.rng.standard_normal((num_tokens, 64))).float()
         return x_BH, self.runtime.layers[layer].compute(x_BH.to(self.device), True).cpu()
 
     def stats(self) -> LayerStats:
-        """Of all that was computed: what the GPU reports of it is there."""
+        """Return statistics of all steps, after the GPU has reported its own."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return self.runtime.stats
 
     def owns_index(self, layer: int) -> bool:
-        """Whether the GPU has a layer's cache index."""
+        """Return whether the GPU owns a layer's cache index."""
         on_device = self.runtime.layers[layer].on_device
         return on_device is not None and on_device.owns_index
 
     def near(self, layer: int) -> dict[Precision, torch.Tensor]:
-        """What is in the slots; checks their bytes and the cache index."""
+        """Return the neurons in the slots, after checking their bytes and the cache index."""
         self.runtime.layers[layer].check_integrity()
         rows = self.runtime.layers[layer].resident_neurons()
         for precision in rows:
@@ -112,7 +112,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("policy", ["atu", "window"])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_chosen_neurons(ffn, num_far_layers, policy, num_tokens, tiers, device) -> None:
-    """Those of far memory come with the product, those of the store by copies."""
+    """The FFN kernel loads neurons from far memory; copies load neurons from the store."""
     plan = mixed(ffn, MIX, far_bytes=num_far_layers * 1 << 20)
     assert plan.num_far_layers == num_far_layers
     steps = Steps(ffn, plan, tiers, device, policy=policy, window=2)
@@ -131,7 +131,7 @@ def test_chosen_neurons(ffn, num_far_layers, policy, num_tokens, tiers, device) 
 
 
 def test_the_cache_index_migrates(ffn, tiers, device) -> None:
-    """With more tokens than the GPU plans for, and back; what is near stays near."""
+    """The index migrates with more tokens than the GPU plans for; cached neurons stay cached."""
     steps = Steps(ffn, mixed(ffn, MIX, far_bytes=2 << 20), tiers, device)
     for num_tokens in (2, MAX_DEVICE_TOKENS + 1, MAX_DEVICE_TOKENS, 1):
         scores_BN = steps.scores(0, num_tokens, spread=0.001)
@@ -149,7 +149,7 @@ def test_the_cache_index_migrates(ffn, tiers, device) -> None:
 
 
 def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) -> None:
-    """A batch that wants more than a buffer holds is no dense step where the GPU plans."""
+    """With a plan on the GPU, a batch that wants more than a buffer holds stays sparse."""
     plan = mixed(ffn, (0.25, 0, 0), far_bytes=2 << 20)
     plan = replace(plan, cache_slots={Precision.FULL: 12})
     steps = Steps(ffn, plan, tiers, device)
@@ -163,7 +163,7 @@ def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) 
     stats = steps.stats()
     assert stats.dense_steps == 0 and stats.sparse_steps == 3
     stride = steps.runtime.layers[0].resources.buffers[Precision.FULL].bundles.shape[1]
-    # 4 tokens are one launch: nothing is read twice.
+    # 4 tokens take one launch, so nothing is read twice.
     assert steps.runtime.backend.stats.far_bytes == stats.misses * stride
     before = steps.runtime.backend.stats.far_bytes
     monkeypatch.setattr(sparse_on_device, "num_fills", lambda buffer, num_tokens: 3)
@@ -186,7 +186,10 @@ def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) 
     ],
 )
 def test_top_ranks_over_a_base(ffn, mix, policy, tiers, device) -> None:
-    """4 bit are used of what is wanted in 4 bit, and not near in more, be it for its age alone."""
+    """A neuron wanted in 4 bit is computed in 4 bit unless it is cached in a better precision.
+
+    This also holds for neurons that are cached only because of the window.
+    """
     plan = mixed(ffn, mix, far_bytes=2 << 20, has_base=True)
     steps = Steps(ffn, plan, tiers, device, policy=policy, window=3)
     everyone = torch.arange(ffn.shape.neurons)
@@ -227,7 +230,7 @@ def out_of_memory(*args: Any, **kwargs: Any) -> None:
 
 
 class Near(Scripted):
-    """Scores where the model is."""
+    """Predictor with given scores, on the model's device."""
 
     def __init__(self, num_neurons: int, device: torch.device) -> None:
         super().__init__(num_neurons)

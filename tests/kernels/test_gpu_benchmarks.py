@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU benchmarks that need no engine, on doubles of CUDA: that they run, not what they find.
+"""Tests that the GPU benchmarks without an engine run on a fake of CUDA; results do not matter.
 
-Tensors for the GPU are made on the CPU, streams and events do nothing, kernels are interpreted.
+GPU tensors are on the CPU, streams and events do nothing, and kernels are interpreted.
 """
 
 import json
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 
 class OnCpu(TorchFunctionMode):
-    """What is asked of a GPU is done on the CPU."""
+    """Mode that runs GPU operations on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         given: dict[str, Any] = dict(kwargs or {})
@@ -142,7 +142,7 @@ def test_kernels_are_compared_with_torch_before_they_are_timed(device, monkeypat
 
 @pytest.fixture
 def small(monkeypatch):
-    """Shapes of the kernels' products, and a bandwidth."""
+    """Use small shapes and a fixed bandwidth."""
     monkeypatch.setattr(kernels, "copy_peak", lambda torch, clock: 1e9)
     shapes = {"Llama-13B": (128, 40, True), "OPT-13B": (128, 50, False)}
     monkeypatch.setattr(kernel_neuron_ffn, "_SHAPES", shapes)
@@ -151,7 +151,7 @@ def small(monkeypatch):
     monkeypatch.setattr(kernel_neuron_cache, "_NEURONS", {"Llama-13B": 300})
     matrices = {"up": (70, 128), "down": (128, 192)}
     monkeypatch.setattr(kernel_dequant_linear, "_MATRICES", matrices)
-    # The interpreter counts calls: few programs, each with much to do.
+    # The interpreter's time is per call: few programs, each with much work.
     own = {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
     parameters = {
         **tuned.parameters("neuron_ffn"),

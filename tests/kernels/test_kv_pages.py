@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels write is the reference's, bit by bit, and nothing else is touched."""
+"""Tests that the page kernels write exactly the reference's bits and nothing else."""
 
 import mmap
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from vllm_tiered.kernels.kv_pages import api, reference
 
 
 def random_pages(num_pages: int, page_words: int, device: torch.device) -> torch.Tensor:
-    """Any bits, among them those of NaN."""
+    """Return random bits, including those of NaN."""
     words = torch.randint(-(2**31), 2**31, (num_pages, page_words), dtype=torch.int64)
     return words.to(torch.int32).to(device)
 
@@ -31,14 +31,14 @@ def test_pages_are_copied_and_no_others_touched(page_words, num_copied, device):
     assert torch.equal(dst_PW, expected_PW)
 
 
-# Pages of which the last begins beyond 2**31 words ----------------------------------------
+# The last page begins beyond 2**31 words --------------------------------------------------
 
 
-MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on
+MAP_NORESERVE = 0x4000  # Linux's value; Python has the name from 3.13 on
 
 
 def large(num_entries: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. Of the host's memory only what is touched is taken."""
+    """Return zeros; host memory is allocated only for touched pages."""
     num_bytes = num_entries * dtype.itemsize
     if device.type == "cpu":
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -49,7 +49,7 @@ def large(num_entries: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def test_pages_beyond_32_bits(device):
-    """Each factor of the offset fits into 32 bits, and their product does not."""
+    """Each factor of the offset fits in 32 bits, but their product does not."""
     page_words, page = 2**20, 2**11 + 1
     src_PW = large((page + 1) * page_words, torch.int32, device).view(-1, page_words)
     dst_PW = large((page + 1) * page_words, torch.int32, device).view(-1, page_words)
@@ -63,7 +63,7 @@ def test_pages_beyond_32_bits(device):
 # Translation -----------------------------------------------------------------------------
 
 NEVER = -77
-"""What the outputs are filled with: no page, and no slot."""
+"""Initial value of the outputs; no page and no slot has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What ``translate`` is given, and two sets of outputs to be held against each other."""
+    """Arguments of ``translate``, and two sets of outputs to compare."""
 
     pages_LB: torch.Tensor
     blocks_RC: torch.Tensor
@@ -101,7 +101,7 @@ class Step:
 
 
 def make_step(shape: Shape, device: torch.device) -> Step:
-    """Any pages; a block table that is a part of vLLM's wider one; slots with padding."""
+    """Draw pages, a block table that is a slice of vLLM's wider one, and slots with padding."""
     torch.manual_seed(0)
     pages_LB = torch.randint(0, 2**31, (shape.layers, shape.blocks), dtype=torch.int32)
     wide = torch.randint(0, shape.blocks, (shape.requests, shape.columns + 9), dtype=torch.int32)
@@ -143,7 +143,7 @@ def test_all_layers_are_translated_in_place(shape, device):
             block_tokens=shape.block_tokens,
         )
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-    # Every place that was to be written was, and none beyond.
+    # All elements in range are written, and none outside.
     within = found[0][:, : shape.requests, : shape.columns], found[1][:, : shape.tokens]
     assert not any((part == NEVER).any() for part in within)
     for whole, part in zip(found, within, strict=True):
@@ -151,7 +151,7 @@ def test_all_layers_are_translated_in_place(shape, device):
 
 
 def test_the_reference_is_what_the_adapter_computes():
-    """Its formulas, in numpy (``adapter/kv/translation.py``)."""
+    """Compare with the formulas of ``adapter/kv/translation.py`` in numpy."""
     shape = Shape(blocks=31, tokens=90)
     step = make_step(shape, torch.device("cpu"))
     tables_LRC, slots_LT = step.outputs(shape)
@@ -167,7 +167,7 @@ def test_the_reference_is_what_the_adapter_computes():
 
 
 def test_ids_that_are_no_blocks_read_nothing(device):
-    """Rows beyond the batch may hold anything in vLLM's table."""
+    """vLLM's table may hold any values in rows after the batch."""
     pages_LB = torch.full((2, 3), 5, dtype=torch.int32, device=device)
     blocks_RC = torch.tensor([[-1, 2, 3], [2**31 - 1, -(2**31), 0]], dtype=torch.int32)
     slots_T = torch.tensor([-1, -2, 3 * 16, 2**62, 2 * 16 + 3])
@@ -187,7 +187,7 @@ def test_ids_that_are_no_blocks_read_nothing(device):
 
 
 def test_tables_beyond_32_bits(device):
-    """Layer 3 of buffers whose layers are 2**30 entries apart; and pages times tokens."""
+    """Offsets of layer 3 with layers 2**30 entries apart, and pages times tokens, need 64 bits."""
     apart = 2**30
     tables_LRC = large(4 * apart, torch.int32, device).as_strided((4, 1, 2), (apart, 2, 1))
     slots_LT = large(4 * apart, torch.int64, device).as_strided((4, 2), (apart, 1))
@@ -201,7 +201,7 @@ def test_tables_beyond_32_bits(device):
 
 
 def test_block_table_rows_beyond_32_bits(device):
-    """Row 3 of a table whose rows are 2**30 entries apart."""
+    """The offset of row 3 needs 64 bits, with rows 2**30 entries apart."""
     apart = 2**30
     pages_LB = torch.arange(100, 108, dtype=torch.int32, device=device).view(1, 8)
     rows = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 0]], dtype=torch.int32, device=device)

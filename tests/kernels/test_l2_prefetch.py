@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefetching kernels ask for: every line once, none beyond, pages up to a budget."""
+"""Tests that prefetch kernels request every line once, none beyond, and pages up to a budget."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def on_switch(device, is_on=True):
 
 
 def asked_for(address, num_bytes, unit_bytes, device, *, num_programs=3, is_on=True):
-    """What the kernel wrote down, and how often it wrote."""
+    """Return the requests that the kernel recorded."""
     count = (address + num_bytes - 1) // unit_bytes - address // unit_bytes + 1
     asked_A2 = torch.full((count + 64, 2), -1, dtype=torch.int64, device=device)
     prefetch_kernel[(num_programs,)](
@@ -43,7 +43,7 @@ def asked_for(address, num_bytes, unit_bytes, device, *, num_programs=3, is_on=T
 
 
 def lines_of(asks):
-    """The lines that asks touch, as often as they do."""
+    """Return the lines that requests touch, with repetitions."""
     return [
         line
         for address, num_bytes in asks
@@ -164,7 +164,7 @@ print(json.dumps({f"{v.name} {a}": compiled(v, a).asm["ptx"]
 
 
 def test_the_instructions_are_in_the_compiled_kernels():
-    """In a process of its own: in this one the kernels may be the interpreter's."""
+    """Compile in a separate process, because kernels may be interpreted in this one."""
     compiles = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PTX], capture_output=True, check=True, text=True, env=compiles

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for few tokens read weights 16 bytes a thread and load, and all they copy ahead."""
+"""Tests that few-tokens kernels prefetch all weights, with 16 bytes for each thread and load."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# In a process of its own: in this one the kernels may be the interpreter's.
+# Runs in a separate process, because kernels may be interpreted in this one.
 _PROBE = """
 import json, re
 from vllm_tiered.kernels import resources
@@ -30,8 +30,8 @@ print(json.dumps(found))
 """
 
 _NARROW = {"neuron_ffn.few_tokens.int8.plain.fills": 25}
-"""What has more than 16 narrow copies a tile: two rows, of which each has lists, scales, and a bias
-from one of two tables."""
+"""Variants with more than 16 narrow copies for each tile: a tile has two rows, and each row has
+lists, scales, and a bias from one of two tables."""
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,11 @@ def test_weights_come_in_16_bytes(found):
         threads = 32 * kernel["num_warps"]
         tiles = constants["STAGES"]  # one in the loop, the others before it
         needed = tiles * weight_bytes_of_a_tile(constants) // (16 * threads)
-        if "COLUMNS" in constants:  # x comes with the weights
+        if "COLUMNS" in constants:  # x is loaded with the weights
             x_bytes = constants["TOKENS"] * constants["GROUPS"] * 64 * 4
             needed += tiles * x_bytes // (16 * threads)
         assert wide == needed > 0, (name, wide, needed)
-        # Scales, zeros, biases, activations, lists: a few of each a tile.
+        # Scales, zeros, biases, activations, lists: a few of each for each tile.
         narrow = [size for size in kernel["copied"] if size != "0x10"]
         most = _NARROW.get(name, 16) * tiles
         assert len(narrow) <= most, (name, len(narrow))
@@ -72,6 +72,6 @@ def test_weights_come_in_16_bytes(found):
 
 def test_nothing_else_is_loaded_in_pieces(found):
     for name, kernel in found.items():
-        # x comes before the loop, counts of missing rows, a bias: not codes.
+        # x before the loop, counts of missing neurons, a bias; no codes.
         pieces = [kind for kind in kernel["loaded"] if ".v4.b32" not in kind]
         assert len(pieces) <= 4, (name, pieces)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache index on the device equals the reference's, and keeps what the host's index keeps."""
+"""Tests that the device's cache index equals the reference and keeps the host's neurons."""
 
 import dataclasses
 import random
@@ -22,14 +22,14 @@ BITS = {Precision.FULL: 7, Precision.INT8: 6, Precision.INT4: 4}
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    """So that each pass has several."""
+    """Use small parts, so that each pass has several."""
     own = dict(tuned.parameters("neuron_cache")) | {"part": 32}
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
 
 
 @pytest.fixture(autouse=True)
 def garbage(monkeypatch):
-    """CachePlan, and what the kernel has for itself, hold anything."""
+    """Fill plans and scratch memory with garbage."""
     for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
         make = getattr(owner, name)
 
@@ -42,7 +42,7 @@ def garbage(monkeypatch):
 
 @st.composite
 def schedules(draw):
-    """Steps whose wishes are like those before; regions that hold them all, or do not."""
+    """Draw steps that want similar neurons, and buffers that may be too small for them."""
     num_neurons = draw(st.integers(1, 90))
     fits = draw(st.booleans())
     least = num_neurons if fits else 0
@@ -164,7 +164,7 @@ def test_what_is_near_is_what_the_hosts_books_keep_near(schedule, device):
 def check_lists_are_sound(
     lists: index.CachePlan, one: index.CacheIndex, reached_N: torch.Tensor
 ) -> None:
-    """A row has one neuron, which is listed once, as brought or present."""
+    """Check that each used slot has one neuron and is listed once, as missing or retained."""
     for region, (missing, present, _, _) in enumerate(lists.counts_P4.tolist()):
         rows = lists.missing_slots_PN[region, :missing].tolist()
         rows = [row for row in rows if row >= 0]
@@ -191,7 +191,7 @@ def test_what_has_no_row_is_listed_and_not_near(device):
         Precision.FULL: {0, 1, 2, 3},
         Precision.INT4: {20, 21, 22},
     }
-    # The next step finds room for others, and these two again have none.
+    # The next step frees two slots, which neurons 4 and 5 get; they had none before.
     reached_N[:2] = 0
     lists = on_host(api.plan(mine, reached_N.to(device)))
     assert lists.missing_neurons_PN[0, :2].tolist() == [4, 5]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's kernels against float64: products of what rows hold, and caches filled on the way."""
+"""Tests of the FFN kernels against float64: matmuls over slots, and loads of missing neurons."""
 
 import dataclasses
 import mmap
@@ -15,7 +15,7 @@ from vllm_tiered.kernels.neuron_ffn.few_tokens_kernel import VARIANTS
 
 EPS = torch.finfo(torch.float32).eps
 PAIR_EPS = 2.0**-16
-"""Of an activation in two bfloat16 numbers."""
+"""Precision of an activation in two bfloat16 numbers."""
 
 # Codec, hidden, rows, tokens, groups, gated.
 FEW = [
@@ -48,7 +48,7 @@ def readable(case):
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Each with several tiles, of more rows than on a GPU: the interpreter counts calls."""
+    """Use few programs with larger tiles than on a GPU: the interpreter's time is per call."""
     own = dict(tuned.parameters("neuron_ffn"))
     own |= {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
     own["reduce_block"] = 4096
@@ -63,7 +63,7 @@ def matrix_bytes(hidden, codec):
 
 
 def random_codes(shape, codec):
-    """uint8 [n, bytes of a bundle]: any integers, or numbers."""
+    """Return bundles, uint8 [n, bytes of a bundle]: random integers, or random floats."""
     num_rows, matrices, hidden = shape
     if codec in ("int8", "int4"):
         num_bytes = matrices * matrix_bytes(hidden, codec)
@@ -73,7 +73,7 @@ def random_codes(shape, codec):
 
 
 def bundles_of(hidden, num_rows, groups, *, gated, codec, device, rows=None):
-    """With NaN behind the rows, and behind each row."""
+    """Return bundles with NaN in unused slots and in the padding."""
     torch.manual_seed(hidden + num_rows)
     matrices = 3 if gated else 2
     codes = random_codes((num_rows, matrices, hidden), codec)
@@ -100,14 +100,14 @@ def bundles_of(hidden, num_rows, groups, *, gated, codec, device, rows=None):
 
 
 def inputs(num_tokens, hidden, dtype, device):
-    """With rows farther from each other than they are long."""
+    """Return x with NaN between its rows."""
     wide = torch.full((num_tokens, hidden + 8), torch.nan, dtype=dtype)
     wide[:, :hidden] = torch.randn(num_tokens, hidden)
     return wide.to(device)[:, :hidden]
 
 
 def close(found, expected, terms, eps):
-    """Within the rounding of a sum of terms whose magnitudes sum to ``terms``."""
+    """Compare within the rounding of a sum of terms whose magnitudes sum to ``terms``."""
     assert found.dtype == torch.float32
     error = (found.double() - expected).abs()
     assert (error <= 8 * eps * terms + 1e-30).all(), (error / terms).max() / eps
@@ -159,7 +159,7 @@ def test_a_batch(case, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.usefixtures("few_programs")
 def test_activations_of_large_and_small_sums(activation, num_tokens, device):
-    """Where exponentials overflow, and where tanh would lose digits."""
+    """Covers sums for which exponentials overflow or tanh loses digits."""
     bundles = bundles_of(64, 64, 0, gated=False, codec="float32", device=device)
     bundles.codes.view(torch.float32)[:64, :64] = torch.eye(64, device=device)
     bundles.up_bias.zero_()
@@ -218,7 +218,7 @@ FILLS += [("int4", 96, 5, False), ("float16", 90, 1, True), ("int8", 6, 1, False
 )
 def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_tokens, gated, device):
     groups = 3 if hidden < 576 else 9
-    # Any bits, so that NaN must come as it is; only what is multiplied is made of numbers.
+    # Padding is NaN and must be unchanged; only the codes that are multiplied are numbers.
     near = bundles_of(hidden, 30, groups, gated=gated, codec=codec, device=device)
     far = bundles_of(hidden, 23, groups, gated=gated, codec=codec, device=torch.device("cpu"))
     order = torch.randperm(30)
@@ -232,9 +232,9 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
         scales=None if far.scales is None else far.scales.to(device),
         up_bias=None if far.up_bias is None else far.up_bias.to(device),
     )
-    slot_ids[3] = -1  # has no row: multiplied, and kept nowhere
+    slot_ids[3] = -1  # no slot: multiplied but not stored
     x_BH = inputs(num_tokens, hidden, torch.bfloat16, device)
-    counts = torch.tensor([5, 11], dtype=torch.int32, device=device)  # the lists have room for more
+    counts = torch.tensor([5, 11], dtype=torch.int32, device=device)  # the lists are longer
     brought = dataclasses.replace(
         missing,
         slab_ids=missing.slab_ids[:5],
@@ -254,21 +254,21 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
             other = getattr(copy, name)
             assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), name
 
-    # What the neurons are, in the order of the lists: brought ones as far memory has them.
+    # The neurons in the order of the lists, with missing neurons as in far memory.
     listed = brought_and_present(far, missing, copy, present_slot_ids[:11], num_missing=5)
     everyone = torch.arange(16, device=device)
     a_Bn = reference.compute_activations(x_BH, listed, everyone, "silu", torch.float64)
     terms = a_Bn.abs() @ reference.dequantize(listed, everyone, torch.float64)[:, -1].abs()
     error = (found - reference.down_projection(a_Bn, listed, everyone, torch.float64)).abs()
     assert (error <= 1e-4 * terms + 1e-4).all()
-    # The same neurons in the same order, all of them near: equal bit by bit.
+    # The same neurons in the same order, all present: the result has the same bits.
     nobody = torch.tensor([0, 16], dtype=torch.int32, device=device)
     again = api.load_and_compute(x_BH, listed, missing, everyone, nobody, "silu")
     assert torch.equal(found, again)
 
 
 def brought_and_present(far, missing, near, present_slot_ids, *, num_missing):
-    """Rows in the order of the lists."""
+    """Return bundles of the missing and the present neurons, in the order of the lists."""
     slab_ids, neuron_ids = missing.slab_ids[:num_missing], missing.neuron_ids[:num_missing]
 
     def joined(table, brought, ids):
@@ -289,7 +289,7 @@ def brought_and_present(far, missing, near, present_slot_ids, *, num_missing):
 @pytest.mark.parametrize("num_tokens", [1, 5], ids=lambda count: f"{count}tokens")
 @pytest.mark.parametrize("codec", ["int8", "bfloat16"])
 def test_rows_beyond_what_32_bits_count(codec, num_tokens, device):
-    """Rows 3 GiB from each other, of memory that is never touched between them."""
+    """Slots are 3 GiB apart; the memory between them is never touched."""
     stride, num_rows = 3 << 30, 4
     no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python 3.11 lacks
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiles for each architecture, spills nothing, and takes what the table says."""
+"""Tests that every kernel compiles for each architecture with the table's resources, no spills."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TABLE = Path(vllm_tiered.kernels.__file__).with_name("resources.json")
 
 @pytest.fixture(scope="module")
 def found():
-    """From a process of its own: in this one the kernels may be the interpreter's."""
+    """Compile in a separate process, because kernels may be interpreted in this one."""
     command = [sys.executable, "-m", "vllm_tiered.kernels.resources", "--print"]
     compiles = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, check=True, text=True, env=compiles)

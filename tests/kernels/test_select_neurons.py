@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neurons chosen on the device are those that the CPU chooses."""
+"""Tests that the device selects the same neurons as the CPU."""
 
 import math
 
@@ -20,7 +20,7 @@ VALUES = [-math.inf, -2.0, -1e-40, -0.0, 0.0, 1e-40, 1.0, 1.0000001, 3.0, math.i
 
 @st.composite
 def cases(draw):
-    """Few different values: ties everywhere."""
+    """Draw scores from few different values, so that there are many ties."""
     batch = draw(st.sampled_from([1, 2, 3]))
     neurons = draw(st.integers(1, 70))
     size = batch * neurons
@@ -37,7 +37,7 @@ def cases(draw):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """So that lists are made of several."""
+    """Use small parts, so that each list is made of several."""
     own = dict(tuned.parameters("select_neurons")) | {"part": 32}
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
 
@@ -96,7 +96,7 @@ def test_each_token_by_itself(device):
 
 
 def test_counts_are_rounded_as_python_does(device):
-    """Half to even; in float64, where float32 would be on the other side."""
+    """Counts are rounded half to even in float64; float32 would round some the other way."""
     for num_neurons in (1, 5, 10, 30):
         scores_BN = torch.arange(num_neurons).float()[None]
         for shares in ([0.1, 0.15, 0.25], [0.5, 0.25, 0.25], [1 / 3, 1 / 6, 1 / 2]):
@@ -120,7 +120,7 @@ def test_two_runs_are_equal(device):
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("threshold", [None, 0.2])
 def test_a_layer_hears_a_byte_a_neuron(num_tokens, threshold, device):
-    """What ffn/selector.py makes of that is the choice of the CPU."""
+    """ffn/selector.py decodes the bytes to the same selection as the CPU's."""
     torch.manual_seed(num_tokens)
     mix = Mix.from_shares([0.2, 0.3, 0.1])
     scores_BN = torch.randn(num_tokens, 300)

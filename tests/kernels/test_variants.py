@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What resources are stated for is what the launchers launch: types, constants, warps and stages.
+"""Tests that variants equal the launches of the launchers: types, constants, warps and stages.
 
-Launches are recorded, not run: shapes are those of models, and memory is never touched. A launch
-that the table has not, or a variant that no launcher makes, fails.
+Launches are recorded, not run. Shapes are those of models, and memory is never touched. A launch
+without a variant fails, and so does a variant without a launch.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ TRITONS_OWN = {"num_warps": 4, "num_stages": 3}
 
 
 class Launch(NamedTuple):
-    """Of a kernel: arguments by name, and what is compiled in beside the constants."""
+    """Recorded launch of a kernel: arguments by name, and launch options."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -49,7 +49,7 @@ class Launch(NamedTuple):
 
 @pytest.fixture
 def launches(monkeypatch) -> list[Launch]:
-    """Filled by whatever is launched."""
+    """Record all launches in the returned list instead of running them."""
     recorded: list[Launch] = []
 
     def at_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -66,7 +66,7 @@ def launches(monkeypatch) -> list[Launch]:
 
 
 def type_of(value: Any) -> str:
-    """As Triton finds it."""
+    """Return the type that Triton derives for an argument."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
     if isinstance(value, float):
@@ -79,10 +79,10 @@ def is_aligned(value: Any) -> bool:
 
 
 def differences(launch: Launch, variant: Variant) -> list[str]:
-    """Where a launch is not what the variant says; none if it is.
+    """Return the differences between a launch and a variant.
 
-    A number that is 1 is compiled in, and one that 16 divides makes wider accesses: a variant that
-    says neither stands for those launches, too.
+    Triton also specialises on numbers that are 1 or multiples of 16. A variant without these
+    specialisations also covers such launches.
     """
     found = []
     for name in variant.kernel.arg_names:
@@ -131,8 +131,10 @@ def missing_of(bundles: Bundles) -> Missing:
 
 
 def ffn_calls() -> Iterator[Callable[[], object]]:
-    """All that a model in bfloat16 has of the FFN in decode: of one token, of as many as the first
-    kernel takes, and of a batch."""
+    """Yield all FFN calls of a bfloat16 model in decode.
+
+    They are for one token, for the most tokens of the few-tokens kernel, and for a batch.
+    """
     for codec in ("bfloat16", "int8", "int4"):
         for gated in (True, False):
             bundles, activation = bundles_of(codec, gated=gated), "silu" if gated else "relu"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with weights in 4 bit, group-wise min/max (FlexGen, section 5)."""
+"""Linear layers with 4-bit weights, quantised by group minimum and maximum (FlexGen, section 5)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers of the 4-bit linear layer: check shapes and types, then launch one kernel."""
+"""Launcher of the 4-bit linear layer: checks shapes and types, then launches one kernel."""
 
 import torch
 
@@ -21,10 +21,10 @@ def linear(
     """Return ``x @ w.T + bias``, [B, N] in x's dtype; sums are in float32.
 
     Args:
-        x_BK: float32, bfloat16 or float16; rows of contiguous numbers.
-        packed: of ``reference.pack``, with scales and zeros in x's dtype; aligned to 16 bytes.
+        x_BK: float32, bfloat16 or float16; each row contiguous.
+        packed: from ``reference.pack``, with scales and zeros in x's dtype; aligned to 16 bytes.
         num_rows: N.
-        bias_N: in x's dtype, contiguous.
+        bias_N: in x's dtype, contiguous; None for no bias.
         device_name: the GPU whose launch parameters are used.
     """
     num_tokens, columns = x_BK.shape

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls with packed 4-bit weights; ``reference.py`` draws the packing.
+"""Matmul kernels with packed 4-bit weights; ``reference.py`` has the packing.
 
-    few tokens    a program: R rows of w, all of K in steps of some groups; no sums between programs
-    more          a program: N rows, M tokens, a group at a time on tensor cores
+    few tokens    one program: ROWS rows of w over all of K, GROUPS groups at a time; programs share
+                  no sums
+    batch         one program: ROWS rows of w and TOKENS tokens, a group at a time on tensor cores
 
     y_BN = sum over G of  scale_NG * (q - 8) x   +   zero_NG * sum x        x and q of the group
 
-For few tokens the words of 4 bytes have one layout with x, which is arranged for it: the codes in
-one place of all words are multiplied with what lies together. The next step's words come to shared
-memory meanwhile. On tensor cores the codes are whole numbers, which bfloat16 and float16 have
-exactly; scales and zeros come in with a group's sums, in float32.
+The few-tokens kernel reads codes as words of 4 bytes. x is permuted so that the codes in the same
+position of all words are multiplied with contiguous values of x. Words of the next step are loaded
+to shared memory at the same time.
+The batch kernel multiplies codes as integers, which bfloat16 and float16 represent exactly. It
+applies scales and zeros to a group's sums, in float32.
 
-Expected, by reasoning and not measured: a weight is 0.5625 bytes, so that a 4096 x 4096 matrix is
-9.4 MB, 2 us of an H200's memory: the launch is as long. For one token a weight takes 6.3
-instructions (the loop's, counted in sm_90's code), and 3.5 can be issued while its bytes come: 55 %
-of the bandwidth at most. Many tokens are bound by tensor cores, and by the sums of groups, of which
-there is one operation for 64 of theirs.
+Expected performance (estimated, not measured): a weight is 0.5625 bytes, so a 4096 x 4096 matrix is
+9.4 MB. An H200 reads it in 2 us, which is as long as the launch. For one token, a weight takes 6.3
+instructions (the loop's, counted in sm_90's code), but only 3.5 can be issued while its bytes are
+read, so the kernel reaches at most 55 % of the bandwidth. Many tokens are bound by the tensor cores
+and by the sums of groups: one operation for 64 on the tensor cores.
 """
 
 import triton
@@ -27,7 +29,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _nibbles(words, shift):
-    """Return nibbles less 8 as float32: the mantissa of 2^23 + nibble holds the nibble."""
+    """Return nibbles minus 8 as float32; the nibble is placed in the mantissa of 2^23."""
     bits = (words >> shift) & 15 | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - 8388616.0
 
@@ -49,7 +51,10 @@ def few_tokens_kernel(
     GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``x_BHPW`` float32 [B, half of a byte, byte of a word, words of a row]."""
+    """Multiply a few tokens with ROWS rows of w.
+
+    ``x_BHPW`` is float32 [B, half of a byte, byte of a word, words of a row].
+    """
     NUM_GROUPS: tl.constexpr = COLUMNS // 64
     WORDS: tl.constexpr = COLUMNS // 8
     token = tl.arange(0, TOKENS)[:, None, None, None, None, None]
@@ -130,7 +135,7 @@ def batch_kernel(
 
 
 def _variant(name: str, kernel: object, *, tokens: int, bias: bool = False) -> Variant:
-    """Return the launch for a 4096 x 4096 matrix that ``api.py`` makes."""
+    """Return the launch that ``api.py`` makes for a 4096 x 4096 matrix."""
     few = kernel is few_tokens_kernel
     pointers = {
         "x_BHPW" if few else "x_BK": "*fp32" if few else "*bf16",

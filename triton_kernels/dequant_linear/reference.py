@@ -3,21 +3,21 @@
 
     w_NK  is about  (q_NK - 8) * scale_NG + zero_NG,    q from 0 to 15,    G groups of 64 along K
 
-N out features, K in features, B tokens. A compressed matrix is one row of bytes, as many as
-``weights/int4.py`` takes, whose order is that of a processor's kernels:
+N out features, K in features, B tokens. A compressed matrix is one sequence of bytes. It is as long
+as the one of the CPU kernels (``weights/int4``), but in another order:
 
-    codes    [N, G, 32]   byte j of a group has weight j in its lower half, j + 32 in its upper one
+    codes    [N, G, 32]   byte j of a group has weight j in its lower half, j + 32 in its upper half
     scales   [N, G]       in the activations' dtype
-    zeros    [N, G]       likewise
+    zeros    [N, G]       in the activations' dtype
 
-So a thread's 16 bytes are 32 weights of one group, both halves of them in order with one operation
-each, and a row's bytes follow each other.
+A thread's 16 bytes are 32 weights of one group. One operation extracts the lower or the upper
+halves in order. The bytes of a row are contiguous.
 """
 
 import torch
 
 GROUP = 64
-"""Weights of a row, one after the other, that share a scale and a zero."""
+"""Number of consecutive weights of a row that share a scale and a zero."""
 
 _LEVELS = 15
 _MIDDLE = 8
@@ -27,15 +27,15 @@ def pack(weight_NK: torch.Tensor) -> torch.Tensor:
     """Round each weight to the nearest of 16 values between its group's minimum and maximum.
 
     Args:
-        weight_NK: in float32, bfloat16 or float16; K is made of whole groups.
+        weight_NK: float32, bfloat16 or float16; K is a multiple of ``GROUP``.
 
     Returns:
-        uint8.
+        The compressed matrix, uint8; scales and zeros are in the dtype of the weights.
     """
     dtype, num_rows = weight_NK.dtype, len(weight_NK)
     groups_NGg = weight_NK.float().reshape(num_rows, -1, GROUP)
     low_NG = groups_NGg.amin(dim=2)
-    # Rounded as they will be used, so that the codes fit them.
+    # Round scales and zeros to their stored dtype before the codes are computed from them.
     scale_NG = ((groups_NGg.amax(dim=2) - low_NG) / _LEVELS).to(dtype)
     zero_NG = (low_NG + _MIDDLE * scale_NG.float()).to(dtype)
     scale_NG1, zero_NG1 = scale_NG.float()[..., None], zero_NG.float()[..., None]
@@ -57,7 +57,7 @@ def parts(
 
 
 def unpack(packed: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights, float32 [N, K]; ``dtype`` is the activations'."""
+    """Return the weights, float32 [N, K]; ``dtype`` is the dtype of the activations."""
     codes, scale_NG, zero_NG = parts(packed, num_rows, dtype)
     bytes_NGb = codes.view(*scale_NG.shape, GROUP // 2)
     q_NGg = torch.cat([bytes_NGb & 15, bytes_NGb >> 4], dim=2).float() - _MIDDLE

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages between near memory and pinned far memory, many in one launch; and block tables."""
+"""Batched copies of KV pages between near and pinned far memory, and block table translation."""

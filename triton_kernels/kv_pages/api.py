@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers: check shapes and types, then one launch."""
+"""Launchers of the KV page kernels: check shapes and types, then launch one kernel."""
 
 import torch
 
@@ -15,15 +15,15 @@ def copy_pages(
     *,
     device_name: str | None = None,
 ) -> None:
-    """``dst_PW[dst_ids[i]] = src_PW[src_ids[i]]`` for all i, on the current stream.
+    """Copy pages on the current stream: ``dst_PW[dst_ids[i]] = src_PW[src_ids[i]]`` for all i.
 
-    With no ids it is launched all the same: so that it is compiled before the first copy.
+    The kernel is launched even with no ids, so that it can be compiled before the first copy.
 
     Args:
-        src_PW, dst_PW: int32 [pages, words]; contiguous. On the GPU, or pinned host memory.
-        src_ids, dst_ids: int64 [n]; on the GPU, or pinned host memory that stays as it is
-            until the launch is over. They are not checked against the number of pages.
-        device_name: whose launch parameters to take.
+        src_PW, dst_PW: int32 [pages, words], contiguous; on the GPU or in pinned host memory.
+        src_ids, dst_ids: int64 [n]; on the GPU, or in pinned host memory that must not change until
+            the kernel has finished. They are not checked against the number of pages.
+        device_name: the GPU whose launch parameters are used.
     """
     assert src_PW.dtype == dst_PW.dtype == torch.int32, (src_PW.dtype, dst_PW.dtype)
     assert src_ids.dtype == dst_ids.dtype == torch.int64, (src_ids.dtype, dst_ids.dtype)
@@ -53,24 +53,25 @@ def translate(
     block_tokens: int,
     device_name: str | None = None,
 ) -> None:
-    """Block tables and slot mappings of all layers, on the current stream; one launch.
+    """Write block tables and slot mappings of all layers in one launch, on the current stream.
 
         tables_LRC[l, r, c] = pages_LB[l, blocks_RC[r, c]]
-        layer_slots_LT[l, t] = page of slot t's block in layer l * block_tokens + the rest
+        layer_slots_LT[l, t] = pages_LB[l, slots_T[t] // block_tokens] * block_tokens
+                               + slots_T[t] % block_tokens
 
-    The outputs may be larger than R, C and T: what lies beyond is left as it is. So they can keep
-    their addresses from step to step, for readers in a CUDA graph. A block id out of 0..B-1 becomes
-    page 0, which no request reads; a slot below 0, or of such a block, becomes -1, which none
-    writes.
+    The outputs may be larger than R, C and T; elements beyond these are not written. So the outputs
+    can keep their addresses from step to step, for kernels in a CUDA graph. A block id outside
+    0..B-1 becomes page 0, which no request reads. A negative slot, or a slot of such a block,
+    becomes -1, which no kernel writes to.
 
     Args:
-        pages_LB: int32, the mapping table's.
-        blocks_RC: int32, vLLM's block table, of the longest sequence's columns.
+        pages_LB: int32, the page ids of the mapping table.
+        blocks_RC: int32, vLLM's block table, with as many columns as the longest sequence has.
         tables_LRC: int32 [L, >= R, >= C]; written.
         slots_T: int64, vLLM's slot mapping.
         layer_slots_LT: int64 [L, >= T]; written.
-        block_tokens: tokens of a block; a power of two is quicker.
-        device_name: whose launch parameters to take.
+        block_tokens: tokens of a block; a power of two is faster.
+        device_name: the GPU whose launch parameters are used.
     """
     (num_layers, num_blocks), (num_requests, num_columns) = pages_LB.shape, blocks_RC.shape
     int32s, int64s = (pages_LB, blocks_RC, tables_LRC), (slots_T, layer_slots_LT)

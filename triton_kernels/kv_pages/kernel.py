@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two kernels: pages copied, and block ids translated to page ids.
+"""Kernels that copy KV pages and translate block ids to page ids.
 
-``copy_pages_kernel`` copies scattered pages, in one launch, by loads and stores of the GPU itself
-(zero-copy). Far memory is host memory pinned with CUDA, so a kernel reads and writes it over
-the link. A few programs are enough to fill a link, and leave the other multiprocessors to the
-model:
+``copy_pages_kernel`` copies scattered pages in one launch with the GPU's loads and stores
+(zero-copy). Far memory is host memory pinned with CUDA, so a kernel reads and writes it over the
+link. A few programs saturate a link and leave the other multiprocessors to the model:
 
     program p copies chunks p, p + programs, p + 2 programs, ...
     chunk c is words [c % per_page * BLOCK, ... + BLOCK) of the page at position c / per_page
 
-P pages, W words of 4 bytes in each; 16 bytes a thread and load where W is divisible by 4.
+P pages, W words of 4 bytes in each page. A thread loads 16 bytes at once if W is divisible by 4.
 
-``translate_kernel`` writes block tables and slot mappings for all layers, in one launch. Programs
-(chunk, layer): the first chunks are the table's, row by row, the others the slots'.
+``translate_kernel`` writes block tables and slot mappings of all layers in one launch. Programs are
+(chunk, layer): the first chunks are entries of the block table, row by row, the others are slots.
 
     chunk   0          1          2          3
-            │ entries of R x C    │ │ slots of T  │       the last of each is partly filled
+            │ entries of R x C    │ │ slots of T  │       the last chunk of each may be partial
 
-L layers, B blocks, R requests, C blocks of the longest, T tokens.
+L layers, B blocks, R requests, C blocks of the longest request, T tokens.
 """
 
 import triton
@@ -26,7 +25,7 @@ import triton.language as tl
 from vllm_tiered.kernels.variants import Variant
 
 
-# A number of pages that is 1, or divisible by 16, would each be compiled anew, within a step.
+# Otherwise Triton compiles again, in a step, if the number of pages is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["num_pages"])
 def copy_pages_kernel(
     src_PW,
@@ -40,7 +39,7 @@ def copy_pages_kernel(
     per_page = tl.cdiv(page_words, BLOCK)
     for chunk in range(tl.program_id(0), num_pages * per_page, tl.num_programs(0)):
         position = chunk // per_page
-        # A far tier has more words than 32 bits count.
+        # A far tier can have more than 2^32 words.
         src = tl.load(src_ids + position).to(tl.int64)
         dst = tl.load(dst_ids + position).to(tl.int64)
         words = chunk % per_page * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +48,7 @@ def copy_pages_kernel(
         tl.store(dst_PW + dst * page_words + words, values, mask=is_within)
 
 
-# Requests and tokens change from step to step: see above.
+# The numbers of requests and tokens change from step to step: see above.
 @triton.jit(do_not_specialize=["num_requests", "num_columns", "num_tokens"])
 def translate_kernel(
     pages_LB,
@@ -69,7 +68,7 @@ def translate_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # All layers' tables together, and pages times tokens, are more than 32 bits count.
+    # 64 bits: the tables of all layers, and pages times tokens, can exceed 32 bits.
     layer = tl.program_id(1).to(tl.int64)
     pages_B = pages_LB + layer * pages_stride
     num_entries = num_requests * num_columns

@@ -7,7 +7,7 @@ import torch
 def copy_pages(
     src_PW: torch.Tensor, src_ids: torch.Tensor, dst_PW: torch.Tensor, dst_ids: torch.Tensor
 ) -> None:
-    """``dst_PW[dst_ids[i]] = src_PW[src_ids[i]]`` for all i; bytes as they are."""
+    """Copy pages bit by bit: ``dst_PW[dst_ids[i]] = src_PW[src_ids[i]]`` for all i."""
     dst_PW[dst_ids] = src_PW[src_ids]
 
 
@@ -20,7 +20,7 @@ def translate(
     *,
     block_tokens: int,
 ) -> None:
-    """As ``api.translate``: the same tensors are written, at the same places."""
+    """Write block tables and slot mappings; see ``api.translate``."""
     num_blocks = pages_LB.shape[1]
     is_block_RC = (blocks_RC >= 0) & (blocks_RC < num_blocks)
     pages_LRC = pages_LB[:, torch.where(is_block_RC, blocks_RC, 0).long()]

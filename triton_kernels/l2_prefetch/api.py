@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launchers of the L2 prefetch: check shapes and types, then launch on the current stream.
 
-Never run on a GPU (2026-11): compiled for all architectures, and what is asked for is tested in
-Triton's interpreter.
+Not yet run on a GPU (2026-11). The kernels are compiled for all architectures, and their requests
+are tested in Triton's interpreter.
 """
 
 import torch
@@ -18,7 +18,7 @@ from vllm_tiered.kernels.l2_prefetch.kernel import (
 )
 
 MIN_ARCHITECTURE = 80
-"""The instruction is older; the kernels are compiled and looked at from here on."""
+"""Oldest architecture for which the kernels are compiled and checked; the instruction is older."""
 
 _FIRST_WITH_BULK = 90
 
@@ -33,7 +33,7 @@ def prefetch(
     """Prefetch all of a tensor into the L2, if ``switch`` is not 0 when the kernel runs.
 
     Args:
-        tensor: contiguous, or a transposed view of what is.
+        tensor: contiguous, or a transposed view of a contiguous tensor.
         switch: int32 [1], on the GPU.
         architecture: compute capability times 10.
         device_name: the GPU whose launch parameters are used.
@@ -66,16 +66,18 @@ def prefetch_kv(
     architecture: int,
     device_name: str | None = None,
 ) -> None:
-    """Prefetch the pages that a step's attention reads, from the first request on.
+    """Prefetch the pages that a step's attention reads, in order of requests.
 
-    A page that two requests share is asked for twice, and counts twice.
+    They are prefetched only if ``switch`` is not 0 when the kernel runs. A page that two requests
+    share is requested twice and counts twice.
 
     Args:
-        cache_PX: [pages, ...], each page contiguous; pages may lie apart.
-        block_table_BM: int32 [requests, blocks]; columns contiguous.
+        cache_PX: [pages, ...]; each page is contiguous, and there may be gaps between pages.
+        block_table_BM: int32 [requests, blocks]; each row contiguous.
         seq_lens_B: int32 [requests].
         switch: int32 [1], on the GPU.
-        max_bytes: pages that exceed it in all are left.
+        block_tokens: tokens of a block.
+        max_bytes: budget of all pages together; pages beyond it are not prefetched.
         architecture: compute capability times 10.
         device_name: the GPU whose launch parameters are used.
     """
@@ -110,7 +112,7 @@ def prefetch_kv(
 
 
 def _way(architecture: int, bulk_bytes: int) -> tuple[int, int]:
-    """Return the instruction to use and the bytes that one of it requests."""
+    """Return the kind of instruction and the bytes that one instruction requests."""
     assert architecture >= MIN_ARCHITECTURE, architecture
     return (BULK, bulk_bytes) if architecture >= _FIRST_WITH_BULK else (LINES, LINE_BYTES)
 
@@ -120,7 +122,7 @@ def _check_switch(switch: torch.Tensor) -> None:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor without gaps; a matmul's weight is often transposed."""
+    """Return the bytes of a tensor without gaps, such as a transposed weight."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     assert last + 1 == tensor.numel(), ("a tensor with gaps", tensor.shape, tensor.stride())
     return tensor.nbytes

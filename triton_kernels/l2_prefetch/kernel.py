@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefetch of memory into the L2 before it is read (PRESERVE, section 3), without a result.
+"""Kernels that prefetch memory into the L2 cache before it is read (PRESERVE, section 3).
 
-A span of memory is cut at multiples of the unit, so that no line is asked for twice:
+A span of memory is cut at multiples of the unit, so that no line is requested twice:
 
     unit      |        |        |        |        |      multiples of UNIT_BYTES
     span           [=====================]               not aligned itself
-    asks           [---][-------][-------]               one each, a thread each
+    asks           [---][-------][-------]               one request for each unit, by one thread
 
-One ask is an instruction: on sm_90 and later ``cp.async.bulk.prefetch.L2`` of a whole unit, which
-starts and ends at multiples of 16 bytes; on sm_80 ``prefetch.global.L2``, and units are lines of
-128 bytes. Neither has a result, so every kernel can be told (BY = RECORDED) to write down what it
-asks for instead: that is what tests read.
+One request is one instruction. On sm_90 and later it is ``cp.async.bulk.prefetch.L2`` of a whole
+unit, which starts and ends at multiples of 16 bytes. On sm_80 it is ``prefetch.global.L2``, and
+units are lines of 128 bytes. Neither instruction has a result. For tests, a kernel with BY =
+RECORDED writes its requests to memory instead.
 
-Whether to ask at all is read from device memory, ``switch``: a captured CUDA graph replays what it
-was, and would not see a switch of the host's.
+The kernels read from device memory, ``switch``, whether to prefetch at all. A replayed CUDA graph
+would not see a switch on the host.
 
 N spans, B requests, M blocks at most in each.
 """
@@ -26,14 +26,14 @@ from vllm_tiered.kernels.variants import Variant
 LINES: int = 0
 BULK: int = 1
 RECORDED: int = 2
-"""What ``BY`` may be; in the kernels by number, where names of modules are not read."""
+"""Values of ``BY``; kernels use the numbers, because they cannot read these module names."""
 
 LINE_BYTES = 128
 
 
 @triton.jit
 def ask(addresses, sizes, at, asked_A2, is_within, BY: tl.constexpr):
-    """Request ``sizes`` bytes from ``addresses``; sizes of 0 and less request nothing."""
+    """Request ``sizes`` bytes from ``addresses``; sizes of 0 or less request nothing."""
     if BY == 2:
         tl.store(asked_A2 + 2 * at, addresses, mask=is_within)
         tl.store(asked_A2 + 2 * at + 1, tl.maximum(sizes, 0), mask=is_within)
@@ -69,9 +69,9 @@ def ask(addresses, sizes, at, asked_A2, is_within, BY: tl.constexpr):
 
 @triton.jit
 def cut(first, past, unit, UNIT_BYTES: tl.constexpr):
-    """Return address and bytes of the span's ``unit``-th request; at most 0 bytes past its end.
+    """Return address and bytes of the span's ``unit``-th request; 0 or less past the span's end.
 
-    Widened to multiples of 16 bytes, as bulk prefetches want it: never to another line.
+    The span is widened to multiples of 16 bytes for bulk prefetches, which never adds a line.
     """
     first = first // 16 * 16
     past = tl.cdiv(past, 16) * 16
@@ -91,7 +91,10 @@ def prefetch_kernel(
     BLOCK: tl.constexpr,
     BY: tl.constexpr,
 ):
-    """Prefetch ``num_bytes`` (> 0) from ``address`` on; programs take turns of BLOCK requests."""
+    """Prefetch ``num_bytes`` (> 0) from ``address`` on.
+
+    Programs make BLOCK requests at a time in turn.
+    """
     if tl.load(switch) != 0:
         address = address.to(tl.int64)
         past = address + num_bytes
@@ -121,10 +124,10 @@ def prefetch_kv_kernel(
     REQUESTS: tl.constexpr,
     BY: tl.constexpr,
 ):
-    """Prefetch the pages of this step's requests in order, at most ``max_pages`` in all.
+    """Prefetch the pages of this step's requests in order, at most ``max_pages`` in total.
 
-    Program (b, p) takes every programs-th turn of request b. REQUESTS is a power of two, at least
-    ``num_requests``.
+    The programs (b, p) of request b make BLOCK prefetches at a time in turn. REQUESTS is a power of
+    two, at least ``num_requests``.
     """
     if tl.load(switch) != 0:
         request = tl.program_id(0)
@@ -134,7 +137,7 @@ def prefetch_kv_kernel(
         before = tl.sum(tl.where(requests < request, pages_of, 0))
         mine = tl.sum(tl.where(requests == request, pages_of, 0))
         allowed = tl.maximum(tl.minimum(mine, max_pages - before), 0)
-        # A page that is not aligned reaches into one unit more.
+        # A page that is not aligned can touch one more unit.
         asks_a_page = tl.cdiv(page_bytes, UNIT_BYTES) + 1
         num_asks = allowed * asks_a_page
         num_turns = tl.cdiv(num_asks, BLOCK)

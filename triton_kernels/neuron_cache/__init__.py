@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index of a layer's neuron cache on the device (M2Cache, 5.3; LLM in a flash, 3.1)."""
+"""Device-resident index of a layer's neuron cache (M2Cache, 5.3; LLM in a flash, 3.1)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of the neuron cache's plan: checks shapes and types, then launches one kernel."""
+"""Launcher of the neuron cache's plan kernel: checks shapes and types, then launches it."""
 
 import torch
 
@@ -8,7 +8,7 @@ from vllm_tiered.kernels.neuron_cache.index import CacheIndex, CachePlan, empty_
 from vllm_tiered.kernels.neuron_cache.kernel import plan_kernel
 
 MOST_NEURONS = 1 << 19
-"""Limit of a layer's neurons: one 64-bit sum holds the counts of three buffers."""
+"""Neurons of a layer must be fewer, because one 64-bit sum holds the counts of three buffers."""
 
 
 def plan(
@@ -16,13 +16,14 @@ def plan(
 ) -> CachePlan:
     """Plan a step's loads and computation on the device, and update the index.
 
-    Afterwards the index has all wanted neurons, and none that no token of the window wanted. A
-    neuron that is cached in a better precision than the wanted one stays there, as far as there is
-    room. A neuron without a free slot is listed as missing, and does not enter the index.
+    Afterwards the index holds all wanted neurons that have a slot, and no neuron that no token of
+    the window wanted. A neuron that is cached in a better precision than wanted stays there while
+    that buffer has free slots. A wanted neuron without a free slot is listed as missing and does
+    not enter the index.
 
     Args:
-        reached_N: uint8, 7 where full precision is wanted, 6 for 8 bit, 4 for 4 bit, else 0: the
-            maximum over a step's tokens of what ``select_neurons.rank`` returns.
+        reached_N: uint8, wanted precision: 7 for full precision, 6 for 8 bit, 4 for 4 bit, 0 for
+            none. It is the maximum over a step's tokens of the output of ``select_neurons.rank``.
         device_name: the GPU whose launch parameters are used.
     """
     num_neurons = index.num_neurons

@@ -5,8 +5,8 @@
     neuron_in_slot_PC    buffer and slot ─► neuron       -1: the slot is free
 
 Suffixes: P neuron cache buffers, one for each precision (0 full, 1 in 8 bit, 2 in 4 bit); C slots
-of the largest buffer, at least 1; N neurons of the layer. A buffer may have free slots between
-used ones: the plan lists the slots to compute.
+of the largest buffer, at least 1; N neurons of the layer. A buffer may have free slots between used
+slots, so the plan lists the slots to compute.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,14 @@ class CacheIndex:
     """Device-resident index of one layer's neuron cache.
 
     Attributes:
-        location_N: int32; a neuron is in one buffer at most.
-        neuron_in_slot_PC: int32.
-        last_used_N: int32, the last step that wanted a neuron; valid for cached neurons only.
+        location_N: int32, location of each neuron; a neuron is in at most one buffer.
+        neuron_in_slot_PC: int32, neuron in each slot.
+        last_used_N: int32, the last step that wanted each neuron; valid for cached neurons only.
         step: int32 [1], the number of steps so far.
-        capacities: slots of each buffer; 0 if the mix lacks the precision: neurons that want it are
-            not listed.
-        window: tokens whose neurons stay cached, the present one included; 1: the last token only.
+        capacities: slots of each buffer; 0 if the mix lacks the precision, and then neurons that
+            want it are not listed.
+        window: number of tokens whose neurons stay cached, including the current token; 1 for the
+            current token only.
     """
 
     location_N: torch.Tensor
@@ -47,7 +48,7 @@ class CacheIndex:
 
     @property
     def num_neurons(self) -> int:
-        """N."""
+        """Number of neurons, N."""
         return len(self.location_N)
 
     def clear(self) -> None:
@@ -58,18 +59,18 @@ class CacheIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CachePlan:
-    """Plan of one step: what it loads and what it computes, by buffer.
+    """Neurons that one step loads and slots that it computes, by buffer.
 
-    Entries of a list behind its count are undefined.
+    Entries of a list after its count are undefined.
 
     Attributes:
         missing_neurons_PN: int64, ascending, neurons to load.
-        missing_slots_PN: int64, the slot of each of them; -1: there is no free slot.
-        retained_slots_PC: int64, ascending, slots that were in use and stay so.
-        counts_P4: int32, numbers of missing neurons, retained slots, wanted neurons (of those two),
-            and missing neurons without a slot.
-        skip_in_base_N: bool, True unless only 4 bit are wanted of a neuron that no buffer holds:
-            the 4-bit base of all neurons computes those alone.
+        missing_slots_PN: int64, the slot for each missing neuron; -1: there is no free slot.
+        retained_slots_PC: int64, ascending, slots that keep their neurons.
+        counts_P4: int32, numbers of missing neurons, retained slots, wanted neurons, and missing
+            neurons without a slot.
+        skip_in_base_N: bool, False for neurons that are wanted in 4 bit and that no buffer holds.
+            The 4-bit base of all neurons computes only these.
     """
 
     missing_neurons_PN: torch.Tensor

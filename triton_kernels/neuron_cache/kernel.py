@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of a step in one program: what the host's caches do (ffn/cache), on the GPU.
+"""Kernel that plans a step on the GPU, as the host's caches do (ffn/cache), in one program.
 
     1   count the neurons wanted in each precision, and those cached in a better one
-    2   keep the latter where they are, as far as there is room   final_N
-    3   find up to which age the last tokens' neurons have room   cutoffs
-    4   split a buffer's slots into retained and free ones        retained_slots, free
+    2   keep neurons in a better buffer while it has free slots   final_N
+    3   find the age up to which recent neurons fit               cutoffs
+    4   split a buffer's slots into retained and free slots       retained_slots, free
     5   assign missing neurons to free slots, in order            missing_neurons, missing_slots
 
-Each pass goes over the layer's neurons or a buffer's slots, a part at a time. One 64-bit sum holds
-three counts of 20 bits. Barriers separate the passes, because a pass reads what other threads wrote
-in the one before; one program needs nothing more.
+Each pass goes over the layer's neurons or a buffer's slots, PART at a time. One 64-bit sum holds
+three counts of 20 bits. A pass reads values that other threads wrote in the previous pass, so
+barriers separate the passes. Barriers suffice because there is one program.
 
 Suffixes: P neuron cache buffers (precisions), C slots of the largest one, N neurons of the layer.
 
-Expected by reasoning, not measured: 16,384 neurons are eight parts of 2,048 in each pass. A part is
-a load, a scan and a store, about a microsecond: 20 to 40 us a layer. It replaces a wait for the
-GPU, two transfers, and the host's own index: 50 us for 1,638 neurons of 16,384 in one precision,
-200 in three, 1,070 for all of 13,824 in three (numpy on an EPYC core, medians of 300, 2026-11-24).
+Expected performance (estimated, not measured): 16,384 neurons are eight parts of 2,048 in each
+pass. A part takes a load, a scan and a store, about 1 us, so a layer takes 20 to 40 us. The kernel
+replaces a wait for the GPU, two transfers, and the update of the host's index. That update takes
+50 us for 1,638 neurons of 16,384 in one precision, 200 us in three, and 1,070 us for all of 13,824
+in three (numpy on an EPYC core, medians of 300, 2026-11-24).
 """
 
 import triton
@@ -25,7 +26,7 @@ import triton.language as tl
 from vllm_tiered.kernels.variants import Variant
 
 _NONE = tl.constexpr(3)
-"""Buffer number of neurons that are in no buffer, or wanted in none."""
+"""Buffer number of neurons that are in no buffer or are not wanted."""
 
 
 @triton.jit
@@ -49,13 +50,13 @@ def _count_of_buffer(packed, buffer):
 
 @triton.jit
 def _ranks(packed, before):
-    """Return the packed counts up to and with each element, and those of all elements so far."""
+    """Return the packed counts up to and including each element, and the new total."""
     return before + tl.cumsum(packed), before + tl.sum(packed)
 
 
 @triton.jit
 def _wanted_and_home(reached_N, location_N, neuron, is_neuron, capacity0, capacity1, capacity2):
-    """Return the buffer that wants each neuron, the one that holds it, its location and bits."""
+    """Return each neuron's wanted buffer, current buffer, location and ``reached_N``."""
     reached = tl.load(reached_N + neuron, mask=is_neuron, other=0)
     full = (reached == 7) & (capacity0 > 0)
     int8 = (reached == 6) & (capacity1 > 0)
@@ -67,7 +68,7 @@ def _wanted_and_home(reached_N, location_N, neuron, is_neuron, capacity0, capaci
 
 @triton.jit
 def _is_recent(last_used_N, neuron, is_one, cutoff, now, WINDOW: tl.constexpr):
-    """Return whether one of the last tokens wanted the neuron and its age still has room."""
+    """Return whether the neuron's last use is less than ``cutoff`` steps ago."""
     recent = is_one & False
     if WINDOW > 1:
         recent = is_one & (now - tl.load(last_used_N + neuron, mask=is_one, other=0) < cutoff)
@@ -96,10 +97,10 @@ def plan_kernel(
     WINDOW: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Plan one layer's step; one program.
+    """Plan one layer's step in one program.
 
     Shapes and types are those of ``index.CacheIndex`` and ``index.CachePlan``; ``reached_N`` and
-    ``skip_in_base_N`` are uint8. ``final_N`` uint8 and ``free_PC`` int32 are scratch.
+    ``skip_in_base_N`` are uint8. ``final_N`` (uint8) and ``free_PC`` (int32) are scratch memory.
     """
     zero = tl.program_id(0).to(tl.int64)  # 0: there is one program
     now = tl.load(step) + 1
@@ -240,7 +241,7 @@ def plan_kernel(
         tl.store(last_used_N + neuron, now, mask=is_neuron & (final != _NONE))
         is_unused = (location >= 0) | (reached != 4)
         tl.store(skip_in_base_N + neuron, is_unused.to(tl.uint8), mask=is_neuron)
-    # All threads have read the old value.
+    # Wait until all threads have read the old value.
     tl.debug_barrier()
     tl.store(step, now)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference of the neuron cache's plan in plain torch, one neuron after the other."""
+"""Reference of the neuron cache's plan in plain torch, one neuron at a time."""
 
 import torch
 
 from vllm_tiered.kernels.neuron_cache.index import PRECISIONS, CacheIndex, CachePlan, empty_plan
 
 _BUFFER = {7: 0, 6: 1, 4: 2}
-"""By ``reached_N``: the buffer of neurons that reach full precision, 8 bit, 4 bit."""
+"""Buffer by ``reached_N``: full precision, 8 bit, 4 bit."""
 
 
 def plan(index: CacheIndex, reached_N: torch.Tensor) -> CachePlan:
@@ -54,7 +54,7 @@ def plan(index: CacheIndex, reached_N: torch.Tensor) -> CachePlan:
 def _keep_in_better_buffer(
     wanted: list[int | None], homes: list[int | None], index: CacheIndex
 ) -> None:
-    """Change ``wanted`` to the better buffer that holds a neuron, as far as there is room."""
+    """Change ``wanted`` to the better buffer that holds a neuron, while it has free slots."""
     for buffer in range(PRECISIONS):
         for better in range(buffer):
             room = index.capacities[better] - wanted.count(better)
@@ -71,9 +71,9 @@ def _recent(
     homes: list[int | None],
     index: CacheIndex,
 ) -> set[int]:
-    """Return the buffer's unwanted neurons that stay: those of the window's latest tokens.
+    """Return the buffer's unwanted neurons that stay because recent tokens of the window used them.
 
-    A token's neurons stay all or none, newest token first, as far as there is room.
+    Tokens are tried from the newest on. A token's neurons stay only if all of them fit.
     """
     now, last_used = int(index.step) + 1, index.last_used_N.tolist()
     recent: set[int] = set()

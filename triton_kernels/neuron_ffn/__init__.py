@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFN over cached neurons, computed from their bundles in 16, 8 and 4 bit."""
+"""FFN over cached neurons, computed from bundles in float32, 16, 8 or 4 bit."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launchers of the FFN: check shapes and types, then launch its kernels.
 
-few tokens     x in the words' order ─► few_tokens_kernel ─► reduce_kernel
-more           batch_activations_kernel ─► batch_down_kernel ─► reduce_kernel
+few tokens     permute x ─► few_tokens_kernel ─► reduce_kernel
+batch          batch_activations_kernel ─► batch_down_kernel ─► reduce_kernel
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def compute_activations(
     """Compute the activations of slots 0 .. num_rows - 1, float32 [B, n].
 
     Args:
-        x_BH: of any float type; rows of contiguous numbers.
+        x_BH: any float type; each row contiguous.
         activation: one of ``ACTIVATIONS``.
         device_name: the GPU whose launch parameters are used.
     """
@@ -53,11 +53,11 @@ def add_down_projection(
 ) -> None:
     """Add the down projection of slots 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
 
-    Slots whose activations are all 0 add nothing, whatever they hold; the few-tokens kernel does
+    Slots whose activations are all 0 add nothing, even if they hold NaN; the few-tokens kernel does
     not read them.
 
     Args:
-        a_Bn: float32; rows of contiguous numbers.
+        a_Bn: float32 activations; each row contiguous.
     """
     assert out_BH.dtype == a_Bn.dtype == torch.float32, (out_BH.dtype, a_Bn.dtype)
     assert out_BH.is_contiguous() and out_BH.shape == (len(a_Bn), bundles.hidden)
@@ -83,7 +83,7 @@ def compute_ffn(
 ) -> torch.Tensor:
     """Compute activations and down projection, float32 [B, H].
 
-    Arguments as of :func:`compute_activations`.
+    The arguments are those of :func:`compute_activations`.
     """
     _check(x_BH, bundles, num_rows, activation)
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
@@ -101,7 +101,7 @@ def compute_ffn(
 
 
 def num_passes(bundles: Bundles, num_tokens: int, *, device_name: str | None = None) -> int:
-    """Return how often :func:`load_and_compute` reads neurons without a slot."""
+    """Return how many times :func:`load_and_compute` reads missing neurons without a slot."""
     most: int = few_tokens.most_tokens(bundles, tuned.parameters("neuron_ffn", device_name))
     return -(-num_tokens // most)
 
@@ -118,19 +118,20 @@ def load_and_compute(
 ) -> torch.Tensor:
     """Compute the FFN over missing and present neurons, and store the missing ones to their slots.
 
-    For a few tokens. More are computed a few at a time: each pass reads the present slots
-    again, and the missing neurons that have no slot.
+    The kernel is for a few tokens. Larger batches are computed a few tokens at a time; each pass
+    reads the present slots and the missing neurons without a slot again.
 
     Args:
-        x_BH: of any float type; rows of contiguous numbers.
-        missing: no slot occurs twice among its slots (-1 apart) and the present ones.
+        x_BH: any float type; each row contiguous.
+        missing: neurons to load. Except for -1, no slot may occur twice in its slots and the
+            present ones.
         present_slot_ids: int64, slots of ``bundles``.
-        counts: int32 [2], how many entries of ``missing`` and of ``present_slot_ids`` are valid,
-            from the first; read on the device.
+        counts: int32 [2], numbers of valid entries at the start of ``missing`` and of
+            ``present_slot_ids``; read on the device.
         activation: one of ``ACTIVATIONS``.
 
     Returns:
-        float32 [B, H]. Sums are in the order of the two lists.
+        float32 [B, H]. The order of the sums follows the two lists.
     """
     _check(x_BH, bundles, 0, activation)
     assert counts.dtype == torch.int32 and counts.shape == (2,) and counts.is_contiguous()
@@ -163,7 +164,7 @@ def _check(x_BH: torch.Tensor, bundles: Bundles, num_rows: int, activation: str)
 
 
 def _is_batch(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> bool:
-    """Return whether tensor cores compute it: they take at least 16 codes that share a scale."""
+    """Return whether to use tensor cores, which need at least 16 codes that share a scale."""
     most: int = few_tokens.most_tokens(bundles, parameters)
     return num_tokens > most and bundles.segment >= 16
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the FFN for a batch of tokens."""
+"""Launches of the FFN kernels for a batch of tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,8 +24,8 @@ def compute_activations(
 ) -> None:
     """Compute the activations of the first n slots into ``a_Bn``.
 
-    Weights and x are multiplied in x's dtype, which represents 8- and 4-bit codes exactly, or in
-    float32.
+    For 8- and 4-bit codes, the matmul is in x's dtype, which represents the codes exactly. For
+    other codecs it is in x's dtype if the weights have it, or else in float32.
     """
     constants = _constants(bundles, len(x_BH), parameters)
     dtype = _FLOATS.get(bundles.codec, x_BH.dtype)
@@ -66,8 +66,8 @@ def add_down_projection(
     num_parts = min(wanted, num_blocks)
     parts_PBH = out_BH.new_empty((num_parts, *out_BH.shape))
     codes = bundles.codes
-    # float16 has no room for an activation with its scale: the 11 bits of its significand are
-    # those of tf32, which has.
+    # float16 cannot represent the range of activations; tf32 has the same 11-bit significand and
+    # a larger range.
     is_float = bundles.codec in ("float16", "float32")
     batch_down_kernel[(num_columns, num_parts, num_tiles)](
         a_Bn,
@@ -88,7 +88,7 @@ def add_down_projection(
 
 
 def _constants(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> dict[str, Any]:
-    # Both halves of 4-bit codes have sums of their own, and they share the registers.
+    # The two halves of 4-bit codes have separate sums, which share the registers.
     most_tokens = parameters["batch_tokens"] * bundles.width // bundles.hidden
     return dict(
         HIDDEN=bundles.hidden,

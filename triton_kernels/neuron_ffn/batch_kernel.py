@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFN of a batch of tokens over the neurons of a cache buffer, on tensor cores.
+"""FFN kernels for a batch of tokens over the neurons of a cache buffer, on tensor cores.
 
-    batch_activations    a_Bn               a program: N neurons, M tokens; all of gate and up
-    batch_down           parts_PBH          a program: C codes of down, M tokens; a P-th of the rows
+    batch_activations    a_Bn         one program: N neurons, M tokens; all of gate and up
+    batch_down           parts_PBH    one program: C codes of down, M tokens; one P-th of the slots
     reduce (codecs.py)   out_BH
 
-Codes of 8 and 4 bit are whole numbers that bfloat16 and float16 have exactly: they are multiplied
-as they are, and scales with the sums of a group. Activations are in two bfloat16 numbers, which
-have 16 bits of their significand together, at the cost of a second product: one alone would lose
-more than what the dense layer of a 16-bit model loses, as scales are in it.
+8- and 4-bit codes are integers that bfloat16 and float16 represent exactly. They are multiplied
+without their scales, which are applied to the sums of a group. In the down projection the scales
+are part of the activations, and one bfloat16 number would lose more precision than the dense layer
+of a 16-bit model does. So an activation is split into two bfloat16 numbers, with 16 significand
+bits together, at the cost of a second matmul.
 
-Expected, by reasoning and not measured: an H200 has some 200 operations of bfloat16 for a byte of
-memory. M tokens are 2 M operations a weight for gate and up, 4 M for down: 64 tokens of gated 8-bit
-neurons are 171 a byte, near the balance; 4-bit ones are bound by tensor cores from about 40 tokens.
+Expected performance (estimated, not measured): an H200 can do about 200 bfloat16 operations for
+each byte of memory that it reads. M tokens take 2 M operations a weight for gate and up, 4 M for
+down. For gated 8-bit neurons, 64 tokens take 171 operations a byte, near the balance. 4-bit neurons
+are bound by tensor cores from about 40 tokens.
 """
 
 import triton
@@ -25,7 +27,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _operand(codes, is_high: tl.constexpr, CODEC: tl.constexpr, DOT: tl.constexpr):
-    """Return codes as a matmul's operand."""
+    """Convert codes to a matmul's operand."""
     if CODEC == "bfloat16":
         found = codes.to(tl.bfloat16, bitcast=True).to(DOT)
     elif CODEC == "float16":
@@ -51,7 +53,7 @@ def _add_scaled_matmul(
     NUM_GROUPS: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """Add a scaled matmul; rows come first, as their weights are decoded in registers."""
+    """Add a scaled matmul; weights are the left operand, because they are decoded in registers."""
     w_NK = _operand(codes, is_high, CODEC, DOT)
     if NUM_GROUPS > 1:
         group = feature // (HIDDEN // NUM_GROUPS)
@@ -87,7 +89,10 @@ def batch_activations_kernel(
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """CODES divides WIDTH, and lies in one group. ``row_stride`` in codes."""
+    """Compute the activations of ROWS slots for TOKENS tokens.
+
+    CODES divides WIDTH, and a block of CODES is in one scale group. ``row_stride`` is in codes.
+    """
     NUM_MATRICES: tl.constexpr = 3 if GATED else 2
     UP: tl.constexpr = NUM_MATRICES - 2
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -167,7 +172,10 @@ def batch_down_kernel(
     ROWS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """CODES divides WIDTH, and lies in one group. ``row_stride`` in codes."""
+    """Compute partial sums of the down projection for TOKENS tokens and CODES codes.
+
+    CODES divides WIDTH, and a block of CODES is in one scale group. ``row_stride`` is in codes.
+    """
     NUM_MATRICES: tl.constexpr = 3 if GATED else 2
     DOWN: tl.constexpr = NUM_MATRICES - 1
     first = tl.program_id(0) * CODES
@@ -189,7 +197,7 @@ def batch_down_kernel(
             mask=is_row[:, None],
             other=0,
         )
-        # Rows whose activations are 0 may hold anything, NaN included.
+        # Slots whose activations are all 0 may hold any bits, including NaN.
         adds = tl.max((a != 0).to(tl.int32), axis=0) > 0
         scales = scales_nMG
         if NUM_GROUPS:
@@ -213,7 +221,7 @@ def batch_down_kernel(
 
 
 def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant]:
-    """Return the launches of ``batch.py`` for 4096 features; 4 bit in groups of 64."""
+    """Return the launches of ``batch.py`` for 4096 features, with 4-bit codes in groups of 64."""
     groups = {"int8": 1, "int4": 64}.get(codec, 0)
     shape = {
         "HIDDEN": 4096,

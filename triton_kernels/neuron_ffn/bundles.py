@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles in a neuron cache buffer and in a far slab, as the kernels read them.
+"""Layout of bundles in a neuron cache buffer and in a far slab, for the kernels.
 
     slot      [gate │] up │ down │ padding     each matrix: the codes of H weights
-    codes     16-bit, float32 or int8: one a weight
+    codes     16-bit, float32 or int8: one code for each weight
               int4: byte h holds weight h in its lower half and weight h + H / 2 in its upper half
 
 Suffixes: n slots in use, N neurons of the layer, M matrices of a neuron, G groups of weights that
@@ -29,14 +29,15 @@ _LONGEST_SEGMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Bundles:
-    """One layer's neuron cache buffer in one precision: a bundle in each slot.
+    """Neuron cache buffer of one layer in one precision, with a bundle in each slot.
 
     Attributes:
-        slots: uint8 [capacity, at least the bundle's bytes]; a code's size divides the stride.
+        slots: uint8 [capacity, at least the bundle's bytes]; the stride is a multiple of a code's
+            size.
         scales: float16 [capacity, M, G], contiguous; None for float codecs.
         up_bias: float32 [capacity]; None if the model has none.
         hidden: H; even.
-        gated: whether a neuron has three matrices; otherwise two.
+        gated: True if a neuron has three matrices, False if it has two.
         codec: one of ``CODECS``.
     """
 
@@ -64,17 +65,17 @@ class Bundles:
 
     @property
     def num_matrices(self) -> int:
-        """Matrices of a neuron."""
+        """Number of a neuron's matrices, M."""
         return 3 if self.gated else 2
 
     @property
     def num_groups(self) -> int:
-        """Scale groups of one matrix of a bundle; 0 without scales."""
+        """Number of scale groups of one matrix of a bundle; 0 without scales."""
         return 0 if self.scales is None else self.scales.shape[2]
 
     @property
     def width(self) -> int:
-        """Codes of one matrix of a bundle; an int4 code holds two weights."""
+        """Number of codes of one matrix of a bundle; an int4 code holds two weights."""
         return self.hidden // 2 if self.codec == "int4" else self.hidden
 
     @property
@@ -84,11 +85,11 @@ class Bundles:
 
     @property
     def codes(self) -> torch.Tensor:
-        """View of the slots as integers of a code's size: [capacity, M * width]."""
+        """View of the slots as integers of a code's size, [capacity, M * width]."""
         return self.view(self.slots, _CODES[self.codec])
 
     def view(self, bundles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of bundles of this layout as an integer type, [.., M * words]."""
+        """Return a view of such bundles as an integer type, [.., M * words of a matrix]."""
         return bundles[:, : self.num_matrices * self.matrix_bytes].view(dtype)
 
     @property
@@ -98,10 +99,10 @@ class Bundles:
 
     @property
     def segment(self) -> int:
-        """Codes that the kernels read together.
+        """Number of codes that the kernels read together.
 
-        The largest power of two, up to 64, such that a segment lies in one scale group wherever it
-        begins, also in the second half of a matrix of 4-bit codes.
+        It is the largest power of two, up to 64, such that each segment is in one scale group. This
+        also holds in the upper halves of 4-bit codes.
         """
         group = self.hidden // self.num_groups if self.num_groups else self.width
         common = math.gcd(self.width, group)
@@ -119,14 +120,14 @@ class Bundles:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Missing:
-    """Neurons to load from far memory, and the layer's near tables of scales and biases.
+    """Neurons to load from far memory, and the layer's tables of scales and biases.
 
     Attributes:
-        slab: uint8 [slab entries, at least the bundle's bytes], pinned host memory.
-        slab_ids: int64 [m], the entries of the slab that the bundles are read from.
-        slot_ids: int64 [m], the slots that they are stored to; -1: the neuron is computed, but not
-            kept.
-        neuron_ids: int64 [m], their indices in ``scales`` and ``up_bias``.
+        slab: uint8 [slab entries, at least the bundle's bytes], in pinned host memory.
+        slab_ids: int64 [m], slab index of each neuron's bundle.
+        slot_ids: int64 [m], slot that each neuron is stored to; -1: the neuron is computed but not
+            stored.
+        neuron_ids: int64 [m], index of each neuron in ``scales`` and ``up_bias``.
         scales: float16 [N, M, G], contiguous, near; None for float codecs.
         up_bias: float32 [N], near; None if the model has none.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions of the FFN's kernels: decode codes, apply activations, reduce partial sums."""
+"""Device functions of the FFN kernels: decode codes, apply activations, reduce partial sums."""
 
 import triton
 import triton.language as tl
@@ -7,17 +7,17 @@ import triton.language as tl
 
 @triton.jit
 def decode(words, place, is_high, CODEC: tl.constexpr):
-    """Weights as float32, exactly; of 4-bit codes in units of :func:`decoded_unit`.
+    """Decode weights to float32, exactly; 4-bit codes are in units of :func:`decoded_unit`.
 
     Args:
-        words: int32 of as many codes as there are places, or a code each, of its own size.
-        place: of the code in its word.
-        is_high: of 4-bit codes the upper half of a byte, 1, or the lower one, 0.
+        words: int32 words of several codes, or single codes in an integer type of their size.
+        place: position of the code in its word.
+        is_high: for 4-bit codes, 1 for the upper half of a byte and 0 for the lower half.
     """
     words = words.to(tl.int32)
     if CODEC == "int4":
-        # 2^23 + (code << shift), of which the latter are the lowest bits of the mantissa. One
-        # operation and a subtraction: to shift each code down or to convert it takes more.
+        # Build the float 2^23 + (code << shift): the code is in the lowest bits of the mantissa.
+        # This takes one operation and a subtraction, fewer than shifting and converting each code.
         shift = 8 * place + 4 * is_high
         codes = (words >> (shift // 16 * 16)) & (15 << (shift % 16))
         weights = (codes | 0x4B000000).to(tl.float32, bitcast=True)
@@ -37,7 +37,7 @@ def decode(words, place, is_high, CODEC: tl.constexpr):
 
 @triton.jit
 def decoded_unit(place, is_high, CODEC: tl.constexpr):
-    """Return the unit of decoded weights: a power of two, so that multiplying by it is exact."""
+    """Return the unit of decoded weights, a power of two, so that multiplying by it is exact."""
     found = 1.0
     if CODEC == "int4":
         found = 1.0 / (1 << ((8 * place + 4 * is_high) % 16)).to(tl.float32)
@@ -52,7 +52,7 @@ def _sigmoid(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Apply the activation function; NaN stays NaN."""
+    """Apply the activation function; NaN inputs give NaN."""
     if ACTIVATION == "relu":
         found = tl.where(x < 0, 0.0, x)
     elif ACTIVATION == "silu":
@@ -80,9 +80,10 @@ def reduce_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the sum of the partial sums to ``out_BH``, or add it, in a fixed order.
+    """Write the sum of the partial sums to ``out_BH``, or add it; the order is fixed.
 
-    Parts are [P, B, HALVES, PLACES, WORDS], and out [B, HALVES, WORDS, PLACES].
+    The partial sums are [P, B, HALVES, PLACES, WORDS], and the output is [B, HALVES, WORDS,
+    PLACES].
     """
     HIDDEN: tl.constexpr = HALVES * PLACES * WORDS
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the FFN for a few tokens."""
+"""Launches of the FFN kernels for a few tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from vllm_tiered.kernels.neuron_ffn.codecs import reduce_kernel
 from vllm_tiered.kernels.neuron_ffn.few_tokens_kernel import few_tokens_kernel
 
 _NUMBERS = 64
-"""Of x in a thread's registers; sums of the down product take as many."""
+"""Most numbers of x in a thread's registers; sums of the down projection take as many."""
 
 
 def most_tokens(bundles: Bundles, parameters: Mapping[str, int]) -> int:
-    """Return the most tokens of one launch: more would not fit into registers."""
+    """Return the most tokens of one launch, which registers limit."""
     threads = 32 * _num_warps(bundles, parameters)
     segments = power_of_two(bundles.width // bundles.segment)
     hidden = segments * bundles.segment * (bundles.hidden // bundles.width)
@@ -24,7 +24,7 @@ def most_tokens(bundles: Bundles, parameters: Mapping[str, int]) -> int:
 
 
 def _num_warps(bundles: Bundles, parameters: Mapping[str, int]) -> int:
-    """Return the warps of a program: a thread for each 16 bytes of a matrix, up to the limit."""
+    """Return the warps of a program: one thread for each 16 bytes of a matrix, up to a limit."""
     segments = power_of_two(bundles.width // bundles.segment)
     row_bytes = segments * bundles.segment * bundles.code_dtype.itemsize
     num_warps: int = max(1, min(parameters["num_warps"], row_bytes // 512))
@@ -35,11 +35,11 @@ class Launch:
     """Launch of the few-tokens kernel over at most ``num_rows`` neurons.
 
     Args:
-        parameters: of ``tuned``.
+        parameters: launch parameters from ``tuned``.
         missing: neurons to load; None if all are cached.
 
     Attributes:
-        constants: that the kernel is compiled with.
+        constants: constants that the kernel is compiled with.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Launch:
         rows = parameters["tile_bytes"] // (bundles.num_matrices * row_bytes)
         rows = min(rows, parameters["tile_rows"] // tokens)
         if bundles.num_groups:
-            # Fewer scales than threads: else Triton gives them a layout of their own, and takes
-            # everything that they meet through shared memory.
+            # Keep scales fewer than threads. Otherwise Triton gives them another layout, and moves
+            # every operand that they are combined with through shared memory.
             rows = min(rows, (32 * num_warps - 1) // (self._halves * segments))
         rows = 1 << max(1, rows).bit_length() - 1
         tile_bytes = rows * bundles.num_matrices * row_bytes
-        # Lists take registers, too: with 8 stages two tokens in 4 bit spill on sm_100.
+        # The lists of ids take registers too: with 8 stages, two tokens in 4 bit spill on sm_100.
         most_stages = 8 if missing is None else 7
         num_stages = max(2, min(1 + parameters["prefetch_bytes"] // tile_bytes, most_stages))
         self._reduce_block = parameters["reduce_block"]
@@ -110,7 +110,7 @@ class Launch:
         adds: bool,
         **others: Any,
     ) -> None:
-        """Compute the FFN of x, or the down projection of ``a_Bn``, and write or add it."""
+        """Compute the FFN of x or the down projection of ``a_Bn``; write it or add it."""
         shape = (self._num_programs, self._num_tokens, self._bundles.hidden)
         parts = out_BH.new_empty(shape, dtype=torch.float32)
         self.run(x_BH, a_Bn, parts, **others)
@@ -129,7 +129,7 @@ class Launch:
         present_slot_ids: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
     ) -> None:
-        """Launch without the reduction; without ``parts`` the kernel writes ``a_Bn``."""
+        """Launch the kernel without the reduction; without ``parts`` it writes ``a_Bn``."""
         bundles, missing = self._bundles, self._missing
         words = bundles.view(bundles.slots, self._dtype)
         far = None if missing is None else bundles.view(missing.slab, self._dtype)
@@ -186,5 +186,5 @@ def reduce_partial_sums(
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two that is not below a number."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()

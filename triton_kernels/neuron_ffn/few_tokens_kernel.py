@@ -1,31 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFN of a few tokens over a cache buffer's neurons: one pass reads each byte of a slot once.
+"""FFN kernel for a few tokens over a cache buffer's neurons; it reads each byte of a slot once.
 
-T tokens, R neurons of a tile, G segments of S codes: a matrix's row. Program p of P has the tiles
-p, p + P, ...; x and the sums of the down product stay in registers from tile to tile:
+T tokens, R neurons of a tile. A matrix of a neuron is G segments of S codes. In this file a row is
+one slot's bundle. Program p of P computes tiles p, p + P, ...; x and the sums of the down
+projection stay in registers from tile to tile:
 
     tile     R rows    [gate │] up   ─► a_TR ─► down ─► sums_TH        each byte in 16-byte loads
     after    sums_TH ─► parts_PTH, which a second launch adds up
 
-Without atomics the sums' order is fixed by P and the number of rows: two runs are equal bit by bit.
-The parts are P x T x H floats, 2 MB where P = 128, H = 4096 and T = 1; they stay in the L2 cache,
-beside some 37 MB of 3,000 gated neurons in 8 bit.
+There are no atomics. P and the number of rows fix the order of the sums, so two runs give the same
+bits. The partial sums are P x T x H floats, 2 MB for P = 128, H = 4096 and T = 1. They stay in the
+L2 cache, together with about 37 MB for 3,000 gated neurons in 8 bit.
 
-Rows of the next tiles come to shared memory while one is multiplied (cp.async, on sm_80 and later),
-16 bytes at a time, as words of 4 bytes: x is arranged so that what the codes in one place of all
-words are multiplied with lies together. Everything then has one layout in registers.
+While one tile is multiplied, the rows of the next tiles are copied to shared memory (cp.async, on
+sm_80 and later), 16 bytes at a time, as words of 4 bytes. x is permuted so that the codes in the
+same position of all words are multiplied with contiguous values of x. All operands then have one
+layout in registers.
 
-Where neurons are missing (FILLS), they are the first in line: their bundles are read from
-pinned far memory, stored to their rows, and multiplied, by the programs that meet them, while
-the others are at the present rows. One for which there is no row is multiplied only. How many there
-are is read on the device. What is behind a bundle in its row is not copied.
+Missing neurons (FILLS) come first in the list. The program whose tile has a missing neuron reads
+its bundle from pinned far memory, stores it to its slot and multiplies it, while other programs
+compute present slots. A missing neuron without a slot is only multiplied. The number of missing
+neurons is read on the device. Padding after a bundle is not copied.
 
-Expected, by reasoning and not measured. Bytes of a gated neuron of 4096 features: 24,576 in 16 bit,
-12,294 in 8, 6,528 in 4 with groups of 64. 48 KB come ahead to each SM of an H200, where 25 cover
-700 ns of 4.8 TB/s. One token's weight takes 5.2 instructions in 16 bit, 5.7 in 8 and 6.7 in 4 (the
-loop's, counted in sm_90's code), while 12.3, 6.2 and 3.1 can be issued for the bytes of one. So 16
-bit should reach 80 % of the bandwidth or more, 8 bit is at the balance, and 4 bit at most 46 %:
-its time is 8 bit's. Fewer instructions there are worth more than anything else.
+Expected performance (estimated, not measured): a gated neuron of 4096 features has 24,576 bytes in
+16 bit, 12,294 in 8 bit, and 6,528 in 4 bit with groups of 64. Each SM of an H200 prefetches 48 KB,
+where 25 KB cover a latency of 700 ns at 4.8 TB/s. For one token, a weight takes 5.2 instructions in
+16 bit, 5.7 in 8 bit and 6.7 in 4 bit (the loop's, counted in sm_90's code), while 12.3, 6.2 and 3.1
+can be issued in the time that its bytes take. So 16 bit should reach 80 % of the bandwidth or more,
+8 bit is at the balance, and 4 bit reaches at most 46 % and takes as long as 8 bit. Fewer
+instructions for 4 bit would help most.
 """
 
 import triton
@@ -37,7 +40,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _dot(words, scales, x, place, is_high, CODEC: tl.constexpr):
-    """Multiply rows with tokens, [T, R, 1, 1, 1, 1]."""
+    """Return the products of rows with tokens, [T, R, 1, 1, 1, 1]."""
     found = tl.sum(decode(words, place, is_high, CODEC) * x, axis=3, keep_dims=True)
     found = scales * tl.sum(found, axis=5, keep_dims=True)
     return tl.sum(tl.sum(found, axis=2, keep_dims=True), axis=4, keep_dims=True)
@@ -60,12 +63,13 @@ def _matrix(
     NUM_GROUPS: tl.constexpr,
     FILLS: tl.constexpr,
 ):
-    """Load one matrix of some rows, and store the rows to keep as they are.
-
-    Returns its words, and its scales (1 without scales).
+    """Load one matrix of some rows, and store the rows to keep to their slots.
 
     Args:
         feature: the first feature of each segment.
+
+    Returns:
+        The matrix's words, and its scales (1 without scales).
     """
     words = tl.load(begin + matrix * WORDS + word, mask=mask, other=0)
     if FILLS:
@@ -74,8 +78,8 @@ def _matrix(
     if NUM_GROUPS:
         GROUP: tl.constexpr = HIDDEN // NUM_GROUPS
         number = matrix * NUM_GROUPS + feature // GROUP
-        # Two at a time, so that they come ahead as rows do: two bytes are too few for cp.async. A
-        # word that begins in the table ends in its page.
+        # Load two scales at a time so that cp.async can prefetch them; it cannot copy 2 bytes. A
+        # word that begins in the table also ends in the table's memory page.
         pairs = scales.to(tl.pointer_type(tl.int32))
         pair = tl.load(pairs + (first_scale + number) // 2, mask=mask, other=0)
         halves = (pair >> (first_scale + number) % 2 * 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -126,16 +130,20 @@ def few_tokens_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """ACTIVATES: a from x, else a_Bn is read. MULTIPLIES: the down product, else a_Bn is written.
+    """Compute activations, the down projection, or both, over the rows of the program's tiles.
 
-    Row strides are in words. ``is_filled`` is 1 for later tokens of a batch, which find near what
-    the first ones brought. ``slot_ids`` has -1 where there is no row. ``counts`` has the numbers of
-    missing and of present rows. A matrix's row has segments of SEGMENT words, in one group of
-    scales each; SEGMENTS is their number, or the next power of two.
+    With ACTIVATES, activations are computed from x; otherwise they are read from ``a_Bn``. With
+    MULTIPLIES, the down projection is computed; otherwise activations are written to ``a_Bn``.
+
+    Row strides are in words. ``is_filled`` is 1 for later tokens of a batch, because the first
+    tokens' launch has stored the missing neurons to their slots. ``slot_ids`` is -1 for a neuron
+    without a slot. ``counts`` has the numbers of missing and of present neurons. A matrix of a row
+    has segments of SEGMENT words, each in one scale group; SEGMENTS is the number of segments,
+    rounded up to a power of two.
     """
     WORDS: tl.constexpr = HIDDEN // HALVES // PLACES
     NUM_MATRICES: tl.constexpr = 3 if GATED else 2
-    # All tiles have these axes, so that all have the layout of the rows' words in registers.
+    # All tiles have these axes, so that all have the register layout of the rows' words.
     token = tl.arange(0, TOKENS)[:, None, None, None, None, None]
     in_tile = tl.arange(0, ROWS)[None, :, None, None, None, None]
     half = tl.arange(0, HALVES)[None, None, :, None, None, None]
@@ -171,10 +179,10 @@ def few_tokens_kernel(
             is_new = position < num_missing * (1 - is_filled)
             is_missing = is_listed & (is_new | (near < 0))
             is_kept = is_missing & (near >= 0)
-            # Of all that are listed: these loads need not wait for the rows.
+            # Load these for all listed neurons, so that the loads need not wait for the slots.
             far_row = tl.load(slab_ids + position, mask=is_listed, other=0)
             neuron = tl.load(neuron_ids + position, mask=is_listed, other=0)
-        # A region has more codes than 32 bits count.
+        # 64 bits: a buffer can have more than 2^32 codes.
         into = rows + row * row_stride
         begin = into
         scales = scales_nMG
@@ -183,7 +191,7 @@ def few_tokens_kernel(
         if FILLS:
             begin = tl.where(is_missing, far + far_row * far_stride, into)
             if ALIGNED:
-                # Triton does not see through the choice.
+                # Triton cannot derive the alignment through tl.where.
                 begin = tl.multiple_of(begin, [16, 16, 16, 16, 16, 16])
             if NUM_GROUPS:
                 into_scales = scales_nMG + first_scale
@@ -195,8 +203,8 @@ def few_tokens_kernel(
                 a_Bn + token.to(tl.int64) * a_stride + position, mask=is_token & is_row, other=0.0
             )
             is_read &= tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
-        # All of a row before any of it is used, down too: nearly all rows' is needed, and it need
-        # not wait for the activations.
+        # Load the whole row, including down, before any of it is used. Nearly every row's down is
+        # needed, and this way its load does not wait for the activations.
         if MULTIPLIES:
             down, down_scales = _matrix(
                 begin, into, scales, first_scale, into_scales, NUM_MATRICES - 1, word, feature,
@@ -226,10 +234,10 @@ def few_tokens_kernel(
                     a += biases
                 a = activate(a, ACTIVATION)
         if MULTIPLIES:
-            # Rows that add nothing may hold anything.
+            # Rows that add nothing may hold any bits, including NaN.
             adds = tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
             weights = decode(down, place, half, CODEC)
-            if not NUM_GROUPS:  # codes that have a scale are numbers
+            if not NUM_GROUPS:  # codes with a scale are integers, never NaN
                 weights = tl.where(adds, weights, 0.0)
             scaled = tl.where(adds, a * down_scales, 0.0)
             sums += tl.sum(scaled * weights, axis=1, keep_dims=True)
@@ -254,7 +262,7 @@ def _variant(
     multiplies: bool = True,
     fills: bool = False,
 ) -> Variant:
-    """Return the launch of ``api.py`` for 4096 features; 4 bit in groups of 64."""
+    """Return the launch of ``api.py`` for 4096 features, with 4-bit codes in groups of 64."""
     groups = {"int8": 1, "int4": 64}.get(codec, 0)
     pointers: dict[str, str | None] = {
         "x_BHPW": "*fp32" if activates else None,
@@ -306,7 +314,7 @@ def _variant(
 
 
 def _reduce(name: str, *, halves: int, places: int, adds: bool = False) -> Variant:
-    """Return the launch of ``few_tokens.py`` for 4096 features."""
+    """Return the reduction that ``few_tokens.py`` launches for 4096 features."""
     return Variant(
         name=f"neuron_ffn.reduce.{name}",
         kernel=reduce_kernel,

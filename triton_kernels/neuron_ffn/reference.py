@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference of the FFN's kernels in plain torch, in float32 or another dtype.
+"""Reference of the FFN kernels in plain torch, in float32 or another dtype.
 
 a_Bn    = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T + bias_n)
 out_BH  = a_Bn down_nH
@@ -16,7 +16,7 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dequantize(bundles: Bundles, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights of the given slots (int64 [n]), [n, M, H]."""
+    """Return the dequantised weights of the given slots (int64 [n]), [n, M, H]."""
     codes = bundles.codes[rows].view(len(rows), bundles.num_matrices, bundles.width)
     if bundles.codec in _FLOATS:
         numbers: torch.Tensor = codes.view(_FLOATS[bundles.codec]).to(dtype)
@@ -67,7 +67,7 @@ def compute_ffn(
 
 
 def load_missing(bundles: Bundles, missing: Missing) -> None:
-    """Store missing neurons to their slots, if they have one, with their scales and biases."""
+    """Store missing neurons that have a slot there, with their scales and biases."""
     has_row = missing.slot_ids >= 0
     near, neurons = missing.slot_ids[has_row], missing.neuron_ids[has_row]
     far = missing.slab_ids[has_row].to(missing.slab.device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launchers of the selection: check shapes and types, then launch its kernels.
 
-One launch ranks and one collects; with limits, one for each precision demotes between them.
+One launch ranks and one collects. With limits, one launch for each precision demotes in between.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from vllm_tiered.kernels.select_neurons.kernel import (
 )
 
 MOST_NEURONS = 1 << 19
-"""Limit of a layer's neurons: one sum holds three counts. Registers hold some 65,000."""
+"""Neurons of a layer must be fewer: one sum holds three counts. Registers hold about 65,000."""
 
 
 _REACHED = (7, 6, 4, 0)
-"""Bits of neurons in full precision, in 8 bit, in 4 bit and left out."""
+"""Bits of neurons in full precision, in 8 bit, in 4 bit, and left out."""
 
 
 def edges_of(shares: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Return where the precisions' ranks end, float64 [3], from [full, int8, int4] shares."""
+    """Return the running sums of the [full, int8, int4] shares, float64 [3]."""
     edges = [sum(shares[: i + 1]) for i in range(3)]
     return torch.tensor(edges, dtype=torch.float64, device=device)
 
@@ -41,11 +41,11 @@ def rank(
     Bit 0: full precision; bit 1: at least 8 bit; bit 2: at least 4 bit.
 
     Args:
-        scores_BN: float32, larger = matters more; rows of contiguous numbers.
-        edges: of :func:`edges_of`.
-        threshold: neurons with lower scores are left out, and shares are of the others; None: all
-            are ranked.
-        device_name: whose launch parameters to take.
+        scores_BN: float32; larger scores matter more; each row contiguous.
+        edges: output of :func:`edges_of`.
+        threshold: neurons with lower scores are left out, and shares apply to the others; None to
+            rank all neurons.
+        device_name: the GPU whose launch parameters are used.
     """
     assert scores_BN.dtype == torch.float32 and scores_BN.ndim == 2 and scores_BN.stride(1) == 1
     assert edges.dtype == torch.float64 and edges.shape == (3,) and edges.is_contiguous()
@@ -76,20 +76,22 @@ def demoted(
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """Return the precisions that each neuron reaches within limits, uint8 [N], as :func:`rank`.
+    """Return the precisions that each neuron reaches within limits, uint8 [N].
 
-    Excess neurons, lowest best score in the batch first, fall to the next precision; from the last
-    one they fall out.
+    The bits are those of :func:`rank`. If a precision has more neurons than its limit, the neurons
+    with the lowest scores fall to the next precision; from 4 bit they are left out. A neuron's
+    score is its best in the batch.
 
     Args:
-        reached_BN: of :func:`rank`; at least one token.
-        limits: how many of [full, int8, int4] there is room for.
+        scores_BN: see :func:`rank`.
+        reached_BN: output of :func:`rank`; at least one token.
+        limits: largest numbers of neurons in [full, int8, int4].
     """
     assert len(limits) == 3 and reached_BN.shape == scores_BN.shape and len(scores_BN)
     num_neurons = scores_BN.shape[1]
     parameters = tuned.parameters("select_neurons", device_name)
     best_N = scores_BN.amax(dim=0)
-    # What has a bit has those above it too: the greatest of the tokens' has all of theirs.
+    # A value that has a bit also has all higher bits, so the maximum is the union over tokens.
     reached_N = reached_BN.amax(dim=0)
     for limit, here, below in zip(limits, _REACHED[:3], _REACHED[1:], strict=True):
         demote_kernel[(1,)](
@@ -116,11 +118,11 @@ def select(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select a step's neurons: the union over tokens, each in the best precision of any token.
 
-    Arguments as of :func:`rank`, and of :func:`demoted`.
+    The arguments are those of :func:`rank` and :func:`demoted`.
 
     Returns:
-        ids int64 [3, N] by precision, ascending, and counts int32 [3]; ids behind a count are
-        undefined. Both stay on the device, and nothing waits for it.
+        Ids, int64 [3, N], by precision and ascending, and counts, int32 [3]. Ids after a count are
+        undefined. Both stay on the device, and the call does not wait for the device.
     """
     reached_BN = rank(scores_BN, edges, threshold, device_name=device_name)
     if limits is not None and len(scores_BN):

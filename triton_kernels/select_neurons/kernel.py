@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks cut into precisions, exactly, and lists of what was chosen.
+"""Kernels that assign precisions to neurons by exact rank, and list the chosen neurons.
 
-    rank_kernel       a program: a token     scores ─► a bit for each precision reached
-    demote_kernel     one program            what a precision has no room for falls to the next one
+    rank_kernel       one program a token    scores ─► a bit for each precision reached
+    demote_kernel     one program            neurons beyond a precision's limit fall to the next one
     collect_kernel    one program            all tokens' bits ─► three ascending lists
 
-Scores are compared as unsigned numbers of the same order, in which 0 and -0 are one and NaN is the
-highest. A cut is found bit by bit from the highest: the greatest number that at least so many
-scores reach. Three cuts at a time take 32 passes over numbers that stay in registers. Of the lowest
-score's equals the lower neurons are taken, by a running count.
+Scores are compared as unsigned integers in the same order, in which 0 and -0 are equal and NaN is
+the highest. A cut is the greatest integer that at least ``count`` scores reach; it is found bit by
+bit from the highest bit. Three cuts at a time take 32 passes over integers that stay in registers.
+Among scores equal to the cut, a running count takes those of the lower neuron ids.
 
-Expected, by reasoning and not measured: 16,384 neurons are 32 a thread of 512; a pass is some 300
-instructions a thread and two barriers, so that ranking takes 10 to 20 us, for as many tokens as
-there are multiprocessors; collecting 5. The scores themselves are 64 KiB a token: neither is near
-the memory's bandwidth. If it matters, digits of 8 bits (four passes of a histogram) are next.
+Expected performance (estimated, not measured): 16,384 neurons are 32 for each of 512 threads. A
+pass takes about 300 instructions a thread and two barriers, so ranking takes 10 to 20 us, for as
+many tokens as there are multiprocessors. Collecting takes 5 us. The scores are 64 KiB a token, so
+neither kernel is near the memory's bandwidth. If faster ranking is needed, the next step is a
+histogram of 8-bit digits in four passes.
 """
 
 import triton
@@ -24,7 +25,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _ordered(scores):
-    """uint32 of the same order; NaN is the highest."""
+    """Map scores to uint32 in the same order; NaN is the highest."""
     bits = scores.to(tl.uint32, bitcast=True)
     bits = tl.where(bits == 0x80000000, 0, bits)
     flipped = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
@@ -33,7 +34,7 @@ def _ordered(scores):
 
 @triton.jit
 def _rounded(x):
-    """Half to even, as Python does."""
+    """Round to the nearest integer, half to even, as Python does."""
     low = tl.floor(x)
     rest = x - low
     is_odd = low - 2 * tl.floor(low * 0.5) > 0
@@ -42,7 +43,7 @@ def _rounded(x):
 
 @triton.jit
 def _room(ordered, cut, count):
-    """For scores of rank ``count``, beside the numbers that are above; NaN is the highest."""
+    """Return how many scores equal to ``cut`` fit in ``count``; NaN is not counted as above it."""
     return count - tl.sum(((ordered > cut) & (ordered < 0xFFFFFFFF)).to(tl.int32))
 
 
@@ -50,7 +51,7 @@ def _room(ordered, cut, count):
 def _top(ordered, is_number, is_active, cut, count, room, used, num_ranked, num_neurons,
     HAS_THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """Whether scores are among the highest ``count``, and the scores of that rank so far."""
+    """Return whether scores are in the highest ``count``, and how many equalled the cut so far."""
     is_equal = is_number & (ordered == cut)
     place = used + tl.cumsum(is_equal.to(tl.int32))
     top = (is_number & (ordered > cut)) | (is_equal & (place <= room))
@@ -72,12 +73,15 @@ def rank_kernel(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """``edges`` float64 [3]; ``reached_BN`` uint8, a bit for each precision."""
+    """Rank one token's neurons and store the bits of the precisions that each reaches.
+
+    ``edges`` is float64 [3], and ``reached_BN`` is uint8 with a bit for each precision.
+    """
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.arange(0, BLOCK)
     is_neuron = neuron < num_neurons
     scores = tl.load(scores_BN + token * scores_stride + neuron, mask=is_neuron, other=0.0)
-    # What is no neuron reaches no cut that is tried: those are above 0.
+    # Padding is 0, below every cut that is tried, so it is never counted.
     ordered = tl.where(is_neuron, _ordered(scores), 0)
     num_ranked = num_neurons
     if HAS_THRESHOLD:
@@ -89,7 +93,7 @@ def rank_kernel(
     cut0, cut1, cut2 = zero, zero, zero
     for place in range(32):
         bit = (zero + 1) << (31 - place)
-        # 20 bits hold a count; one sum is one pair of barriers.
+        # A count fits in 20 bits, and one sum of all three needs only one pair of barriers.
         counts = (ordered >= (cut0 | bit)).to(tl.int64)
         counts += (ordered >= (cut1 | bit)).to(tl.int64) << 20
         counts += (ordered >= (cut2 | bit)).to(tl.int64) << 40
@@ -100,7 +104,7 @@ def rank_kernel(
     room0 = _room(ordered, cut0, count0)
     room1 = _room(ordered, cut1, count1)
     room2 = _room(ordered, cut2, count2)
-    # A part at a time: all of them with three running counts would not fit into registers.
+    # PART at a time: all scores with three running counts would not fit in registers.
     used0 = num_ranked * 0
     used1 = used0
     used2 = used0
@@ -140,9 +144,9 @@ def demote_kernel(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Of the neurons whose ``reached_N`` is ``HERE``, all but the ``limit`` best get ``BELOW``.
+    """Change ``reached_N`` from ``HERE`` to ``BELOW`` for all but the ``limit`` best neurons.
 
-    ``best_N`` float32, over the tokens; ``reached_N`` uint8.
+    ``best_N`` is float32, the best score over the tokens. ``reached_N`` is uint8.
     """
     neuron = tl.arange(0, BLOCK) + tl.program_id(0)  # 0: there is one program
     is_neuron = neuron < num_neurons
@@ -174,7 +178,7 @@ def demote_kernel(
 
 @triton.jit
 def _append(ids, count, neuron, is_chosen):
-    """Return the new count."""
+    """Append the chosen neurons to ``ids``, and return the new count."""
     place = count + tl.cumsum(is_chosen.to(tl.int32)) - 1
     tl.store(ids + place, neuron.to(tl.int64), mask=is_chosen)
     return count + tl.sum(is_chosen.to(tl.int32))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same in plain torch, by sorting: what the kernels are held against.
+"""Reference of the selection kernels in plain torch, by sorting.
 
-B tokens, N neurons of a layer, three precisions. ``edges`` are the shares of the ranks that end in
-full precision, in 8 bit at least, and in 4 bit at least: running sums of a mix's shares.
+B tokens, N neurons of a layer, three precisions. ``edges`` are the shares of neurons in full
+precision, in at least 8 bit, and in at least 4 bit: running sums of a mix's shares.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import torch
 def reached(
     scores_BN: torch.Tensor, edges: Sequence[float], threshold: float | None = None
 ) -> torch.Tensor:
-    """Whether each token gives each neuron at least a precision: bool [3, B, N].
+    """Return whether each neuron reaches each precision for each token, bool [3, B, N].
 
-    NaN ranks before all numbers and is never chosen; of equal scores the lower neuron is first.
+    NaN ranks before all numbers and is never chosen. Of equal scores, the lower neuron id is first.
     """
     found = torch.zeros((3, *scores_BN.shape), dtype=torch.bool, device=scores_BN.device)
     for token, scores_N in enumerate(scores_BN):
@@ -23,7 +23,7 @@ def reached(
         num_ranked = len(scores_N) if is_active is None else int(is_active.sum())
         is_nan = scores_N.isnan()
         key = torch.where(is_nan, torch.inf, scores_N.double())
-        # Numbers behind all NaN, also behind infinity's equals.
+        # Put all NaN first, also before infinity, which has the same key.
         order = torch.sort(key, descending=True, stable=True).indices
         order = torch.cat([order[is_nan[order]], order[~is_nan[order]]])
         for edge, share in enumerate(edges):
@@ -38,7 +38,7 @@ def reached(
 def _top(
     scores_N: torch.Tensor, is_nan: torch.Tensor, order: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Return a mask of the scores down to that of rank ``count``, NaN left out.
+    """Return a mask of the scores down to that of rank ``count``, without NaN.
 
     NaN ranks highest and takes ranks, but is not in the mask. At most ``count`` scores are taken,
     in ``order``.
@@ -61,10 +61,11 @@ def select(
     threshold: float | None = None,
     limits: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Neurons in full, 8 and 4 bit, ascending: the union, each in the best that a token gave it.
+    """Return ascending neuron ids in full precision, 8 and 4 bit.
 
-    Of more than ``limits`` in a precision the lowest, by their best score in the batch, are taken
-    to the next one, or left out.
+    They are the union over tokens, each neuron in the best precision of any token. If a precision
+    has more neurons than its limit, the neurons with the lowest scores fall to the next precision,
+    or are left out. A neuron's score is its best in the batch.
     """
     full, int8, int4 = reached(scores_BN, edges, threshold).any(dim=1)
     chosen = [full, int8 & ~full, int4 & ~int8]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which neurons matter for a hidden state, before they are computed (Deja Vu)."""
+"""Predictors of the neurons that matter for a hidden state (Deja Vu)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of feed-forward networks by the names that checkpoints give them."""
+"""Activation functions of FFNs, by their names in checkpoints."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation function of a name in a checkpoint's configuration.
+    """Return the activation function with a name from a checkpoint's configuration.
 
     Raises:
         UnsupportedError: the name is unknown.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract of predictors: which neurons matter for a token before they are computed (M2Cache 5.2).
+"""Contract of predictors, which score neurons before they are computed (M2Cache, 5.2).
 
 B tokens, H features of the hidden state, N neurons of a layer.
 """
@@ -14,9 +14,9 @@ class Predictor(ABC):
     """Predictor of one layer's neurons, or of a shard of them.
 
     Attributes:
-        name: of the kind, as in files and in messages.
-        threshold: neurons that score less are predicted inactive; None if there is no such thing
-            in the model, whose neurons are only ranked.
+        name: name of the kind of predictor, used in files and messages.
+        threshold: neurons with lower scores are predicted inactive; None if the model has no
+            inactive neurons and they are only ranked.
     """
 
     name: ClassVar[str]
@@ -25,19 +25,19 @@ class Predictor(ABC):
     @property
     @abstractmethod
     def num_neurons(self) -> int:
-        """N."""
+        """Number of neurons, N."""
 
     @abstractmethod
     def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
-        """Score how much each neuron matters, float32 [B, N], larger = more.
+        """Score how much each neuron matters, float32 [B, N]; larger scores matter more.
 
         Args:
-            x_BH: what the FFN is given, in the model's dtype.
+            x_BH: the FFN's input, in the model's dtype.
         """
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save; none for a predictor built from the neuron store."""
+        """Return the tensors to save; empty for a predictor built from the neuron store."""
 
     def to(self, near: torch.device) -> "Predictor":
         """Return this predictor with its tensors on the torch device ``near``."""
@@ -45,5 +45,5 @@ class Predictor(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of near memory."""
+        """Bytes of near memory that the predictor takes."""
         return sum(tensor.nbytes for tensor in self.tensors().values())

@@ -3,9 +3,9 @@
 
     a = act(gate4 x) * (up4 x)         score = |a| * norm of the neuron's down column
 
-Nothing is trained, and nothing is left to do for the neurons that the mix computes in 4 bit but to
-multiply their `a` with their down columns: only the top ranks are computed again, in 8 bit and in
-full. A model that is not gated has fc1 alone, with its bias.
+Nothing is trained. For neurons that the mix computes in 4 bit, only the product of `a` with their
+down columns is left to compute. Only the top ranks are computed again, in 8 bit and in full
+precision. A model without a gate has only fc1, with its bias.
 
 B tokens, H features of the hidden state, N neurons, M matrices (gate and up, or fc1), G groups.
 """
@@ -21,21 +21,22 @@ from vllm_tiered.ffn.predictor.base import Predictor
 
 _TORCH_GROUPS = (32, 64, 128, 256)
 _BLOCK = 64
-"""Rows that torch's product takes at once, at most; a multiple of it suits every processor."""
+"""Largest row block of torch's 4-bit matmul; a multiple of it suits every processor."""
 
 
 class Base4(Predictor):
     """4-bit predictor built from the neuron store's codes; it has no file.
 
     Args:
-        codes_NMH: int8, -8 to 7, of gate and up or of fc1.
+        codes_NMH: int8, -8 to 7, codes of gate and up, or of fc1.
         scales_NMG: float16; a weight is about its code times its group's scale.
-        norms_N: float32, of the down columns.
-        bias_N: of fc1.
-        dtype: of the activations.
+        norms_N: float32, norms of the down columns.
+        activation: name of the activation function.
+        bias_N: bias of fc1; None if the model has none.
+        dtype: dtype of the activations.
 
     Attributes:
-        threshold: of ReLU models: neurons whose `a` is 0 in 4 bit are left out.
+        threshold: for ReLU models, leaves out neurons whose `a` is 0 in 4 bit; None for others.
     """
 
     name: ClassVar[str] = "base4"
@@ -54,13 +55,13 @@ class Base4(Predictor):
         self.norms_N, self._bias_N, self._dtype = norms_N.float(), bias_N, dtype
         self.threshold = torch.finfo(torch.float32).tiny if activation == "relu" else None
         self._activation = activation_function(activation)
-        # Gate above up: the halves of a row of the product are then contiguous.
+        # Gate above up, so that each half of an output row is contiguous.
         codes = codes_NMH.transpose(0, 1).reshape(-1, self._hidden)
         scales = scales_NMG.transpose(0, 1).reshape(len(codes), -1)
         self._rows = len(codes)
         group = self._hidden // scales.shape[1]
         self._group = next((g for g in reversed(_TORCH_GROUPS) if group % g == 0), 0)
-        # In float32 torch's product for 4 bit takes 30 times as long as in bfloat16.
+        # Torch's 4-bit matmul takes 30 times as long in float32 as in bfloat16.
         self._is_packed = bool(self._group) and dtype != torch.float32
         if self._is_packed:
             self._pack(codes, scales)
@@ -83,8 +84,8 @@ class Base4(Predictor):
         """Build the predictor from a layer's 4-bit bundles in the neuron store.
 
         Args:
-            bundles: uint8 [N, at least bundle_bytes]; their down columns are not kept.
-            scales_NMG: of all matrices, down too.
+            bundles: uint8 [N, at least bundle_bytes]; the down columns are not kept.
+            scales_NMG: scales of all matrices, including down.
         """
         num_bytes = bundle_bytes(shape, Precision.INT4)
         packed = bundles[:, :num_bytes].reshape(len(bundles), shape.num_matrices, -1)[:, :-1]
@@ -111,7 +112,7 @@ class Base4(Predictor):
         return self._activation(gate_BN) * up_BN
 
     def rank(self, activations_BN: torch.Tensor) -> torch.Tensor:
-        """Return the scores that belong to the result of :meth:`activations`."""
+        """Return the scores of neurons from the result of :meth:`activations`."""
         return activations_BN.abs() * self.norms_N
 
     def scores(self, x_BH: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of trained predictors, one a layer, so that `prepare` resumes where it stopped.
+"""Files of trained predictors, one for each layer, so that `prepare` can resume.
 
-FOLDER/predictor-0000.safetensors    tensors; as metadata kind, version, model, threshold, report
+FOLDER/low_rank-0000.safetensors    tensors; metadata: version, kind, fingerprint, threshold,
+                                    activation, report
 """
 
 import json
@@ -17,7 +18,7 @@ from vllm_tiered.ffn.predictor.low_rank import LowRank
 
 VERSION = 1
 
-_KEY = "vllm_tiered"  # of the metadata, which safetensors keeps as strings
+_KEY = "vllm_tiered"  # key in the metadata, whose values safetensors stores as strings
 
 
 def predictor_name(layer: int) -> str:
@@ -31,10 +32,10 @@ def save_predictor(
     """Write a layer's predictor atomically.
 
     Args:
-        fingerprint: of the model whose layer it is.
-        report: JSON-safe; how well it predicts.
+        fingerprint: fingerprint of the layer's model.
+        report: JSON-safe figures of the predictor's quality.
     """
-    draft = path.with_suffix(".new")  # which a neuron store's draft does not publish
+    draft = path.with_suffix(".new")  # a neuron store's writer does not publish this suffix
     header = {
         "version": VERSION,
         "kind": predictor.name,
@@ -57,11 +58,11 @@ def load_predictor(
     first_neuron: int = 0,
     num_neurons: int | None = None,
 ) -> LowRank:
-    """Read a layer's predictor, or what a shard of the neurons needs of it.
+    """Read a layer's predictor, or its part for a shard of the neurons.
 
     Raises:
-        ConfigError: there is none, or it is another model's or of another version.
-        IntegrityError: it is damaged.
+        ConfigError: the file is missing, or is of another model or version.
+        IntegrityError: the file is damaged.
     """
     header = read_header(path, fingerprint)
     try:
@@ -89,7 +90,7 @@ def load_predictor(
 
 
 def read_header(path: Path, fingerprint: str | None = None) -> dict[str, Any]:
-    """Return a file's metadata, its ``report`` included; raise as :func:`load_predictor`."""
+    """Return a file's metadata, including ``report``; raise errors like :func:`load_predictor`."""
     if not path.is_file():
         raise ConfigError(f"no predictor: {path} does not exist; run prepare --predictor low_rank")
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank predictor: two small matrices a layer (Deja Vu; LLM in a flash, 3.1).
+"""Low-rank predictor: two small matrices for each layer (Deja Vu; LLM in a flash, 3.1).
 
-    ReLU        score = B (A x) + b                                     about the pre-activation
-    gated       score = |act(B_gate (A x)) * (B_up (A x))| * norm       about the neuron's part of
-                                                                        the output
+    ReLU        score = B (A x) + b                                     estimates the pre-activation
+    gated       score = |act(B_gate (A x)) * (B_up (A x))| * norm       estimates the norm of the
+                                                                        neuron's output
 R features of A x, the rank. B tokens, H features of the hidden state, N neurons of a layer.
 """
 
@@ -20,14 +20,16 @@ class LowRank(Predictor):
     """Low-rank predictor, trained by ``vllm_tiered.ffn.prepare.train``.
 
     16,384 neurons of 4096 features and one token take 0.6 ms with rank 128 and 0.9 ms with 256
-    (bfloat16, 2 cores of an EPYC with AVX2, 2026-11-22): what reading B takes.
+    (bfloat16, 2 cores of an EPYC with AVX2, 2026-11-22). This is the time to read B.
 
     Args:
-        a_RH: of the model's dtype, as are the others unless said.
-        b_NR: [M * N, R], M = 2 (gate above up) if the model is gated, otherwise 1.
+        a_RH: in the model's dtype.
+        b_NR: [M * N, R] in the model's dtype; M = 2 (gate above up) if gate and up are
+            predicted, otherwise 1.
         bias: float32 [M * N].
-        norms_N: float32, of the down columns; None if the model is not gated.
-        activation: of the gate; None if the model is not gated.
+        norms_N: float32, norms of the down columns; None if M is 1.
+        activation: activation of the gate; None if M is 1.
+        threshold: see :class:`Predictor`.
     """
 
     name: ClassVar[str] = "low_rank"
@@ -53,7 +55,7 @@ class LowRank(Predictor):
 
     @property
     def rank(self) -> int:
-        """R."""
+        """Rank, R."""
         return len(self.a_RH)
 
     def scores(self, x_BH: torch.Tensor) -> torch.Tensor:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done once for a model: its neuron store, predictors, ratio of precisions, statistics."""
+"""Offline preparation of a model: neuron store, predictors, precision ratio and statistics."""

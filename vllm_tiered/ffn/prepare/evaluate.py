@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with its FFNs in several mixes, all at once, layer by layer.
+"""Evaluation of a model with several precision mixes in one pass over its layers.
 
-Each layer is read and quantised once, and each variant of the model goes through it with hidden
-states of its own: T tokens, H features.
+Each layer is read and quantised once. Then each variant of the model runs through the layer with
+its own hidden states. T tokens, H features of the hidden state.
 """
 
 import math
@@ -24,13 +24,13 @@ Scores = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A model to look at.
+    """Variant of a model to evaluate.
 
     Attributes:
-        group: weights that share a scale in 4 bit; None: all of a row.
-        ranking: given a layer and its copies, what ranks its neurons, and the threshold below
-            which they are left out; None where the mix gives all the same precision.
-        has_cache: neurons may stay in the precision in which they are near: see
+        group: weights that share a 4-bit scale; None for a row.
+        ranking: takes a layer and its copies, and returns a function that scores neurons and the
+            threshold below which neurons are left out. None if the mix has one precision only.
+        has_cache: neurons may keep the precision in which they are near: see
             :class:`MixedFfn`.
     """
 
@@ -42,12 +42,14 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of one variant; means over tokens after their prompts unless said.
+    """Quality of one variant.
 
     Attributes:
-        perplexity: over all tokens but each text's first.
-        correct: share of all those tokens that the model thought most likely.
-        bits: of a neuron's weights as computed, on average over tokens; left out ones count 0.
+        perplexity: over all tokens except each text's first.
+        correct: share of those tokens that the model predicted as most likely.
+        bits: bits of a weight as computed, averaged over neurons and tokens; neurons that are left
+            out count 0.
+        uncertainty: over the tokens after the prompts.
     """
 
     perplexity: float
@@ -66,7 +68,7 @@ def evaluate(
     """Run the texts through each variant.
 
     Args:
-        advance: hears of each layer that is done.
+        advance: called with a message after each layer.
     """
     start = model.embed([text.token_ids for text in texts])
     hidden = dict.fromkeys(variants, start)
@@ -138,7 +140,7 @@ def _outcome(
 
 
 def by_base4(_: int, copies: Copies) -> tuple[Scores, float | None]:
-    """Rank as :class:`~vllm_tiered.ffn.predictor.base4.Base4` does, from dequantised weights."""
+    """Rank like :class:`~vllm_tiered.ffn.predictor.base4.Base4`, but with dequantised weights."""
     norms = copies.weights.down_norms_N
     threshold = torch.finfo(torch.float32).tiny if copies.weights.is_relu else None
     return lambda x: copies.activations(x, Precision.INT4).abs() * norms, threshold

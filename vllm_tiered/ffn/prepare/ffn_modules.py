@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward network of a decoder layer of transformers: its weights, its input, its place.
+"""Access to the feed-forward network (FFN) of a transformers decoder layer.
 
 N neurons, M matrices ([gate,] up, down), H features of the hidden state.
 """
@@ -14,11 +14,11 @@ from vllm_tiered.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class FfnWeights:
-    """Of one layer.
+    """FFN weights of one layer.
 
     Attributes:
         rows_NMH: rows of gate and up (or fc1) and columns of down (or fc2).
-        activation: as the model's config names it.
+        activation: its name in the model's config.
     """
 
     rows_NMH: torch.Tensor
@@ -28,7 +28,7 @@ class FfnWeights:
 
     @property
     def is_gated(self) -> bool:
-        """SwiGLU and ReGLU."""
+        """Whether the FFN has a gate, as SwiGLU and ReGLU have."""
         return self.rows_NMH.shape[1] == 3
 
     @property
@@ -38,7 +38,7 @@ class FfnWeights:
 
     @property
     def down_norms_N(self) -> torch.Tensor:
-        """float32."""
+        """Euclidean norms of the down columns, float32."""
         norms: torch.Tensor = self.rows_NMH[:, -1].float().norm(dim=1)
         return norms
 
@@ -60,7 +60,7 @@ def ffn_weights(layer: nn.Module, activation: str) -> FfnWeights:
         )
         biases = [getattr(module, "bias", None) for module in into]
         if len(weights) == 2 and any(bias is not None for bias in biases):
-            break  # a bias of the gate has no place in the neuron store
+            break  # the neuron store cannot hold a bias of the gate
         rows = torch.stack([*(weight.detach() for weight in weights), down.weight.detach().T], 1)
         bias_H = getattr(down, "bias", None)
         return FfnWeights(
@@ -76,7 +76,7 @@ def ffn_weights(layer: nn.Module, activation: str) -> FfnWeights:
 
 
 def replace_ffn(layer: nn.Module, ffn: nn.Module) -> None:
-    """Put ``ffn``, which takes the hidden state and returns what is added to it, in its place."""
+    """Replace a layer's FFN by ``ffn``, which maps the hidden state to the FFN's output."""
     if hasattr(layer, "fc1"):
         # OPT has no module around fc1 and fc2.
         layer.fc1, layer.activation_fn, layer.fc2 = nn.Identity(), nn.Identity(), ffn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of transformers, one decoder layer of which is in memory at a time.
+"""Run a transformers model with one decoder layer in memory at a time.
 
     hidden = model.embed(texts)
     for layer in range(model.num_layers):
@@ -7,8 +7,8 @@
             hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
     logits = model.logits(text, hidden[text])
 
-So a model that memory does not hold can be looked at, and each layer is read once, however many
-texts there are and however often it is run. T tokens, H features of the hidden state.
+The model may be larger than memory. Each layer is read once, for any number of texts and runs.
+T tokens, H features of the hidden state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,19 +26,19 @@ _PATHS_OF_LAYERS = ("layers", "decoder.layers", "h")
 
 
 class _Caught(Exception):
-    """A layer was called."""
+    """Raised when the stand-in layer is called, to end the forward pass there."""
 
 
 class LayerwiseModel:
-    """For texts, each by itself from its first token on; no cache, no padding.
+    """Model that runs whole texts layer by layer, one text at a time, without KV cache or padding.
 
     Args:
-        folder: config.json and safetensors.
-        dtype: to compute in; weights are rounded to the checkpoint's dtype first (they are in it).
+        folder: a folder with config.json and safetensors.
+        dtype: dtype to compute in; the weights are converted from the checkpoint's dtype.
 
     Raises:
-        ConfigError: no checkpoint there, or it lacks tensors.
-        UnsupportedError: transformers builds the model in a way that is not known here.
+        ConfigError: the folder has no checkpoint, or the checkpoint lacks tensors.
+        UnsupportedError: the model's structure in transformers is not known.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -66,7 +66,7 @@ class LayerwiseModel:
                 f"no decoder layers found in {type(base).__name__} (looked for"
                 f" {', '.join(_PATHS_OF_LAYERS)})"
             )
-        # One stands for all: what is around the layers runs with it alone.
+        # One stand-in replaces all layers; the rest of the model runs with it.
         self._stand_in = _StandIn(self._layers[0])
         setattr(self._owner, self._attribute, nn.ModuleList([self._stand_in]))
         self._load(self._model, "")
@@ -75,12 +75,12 @@ class LayerwiseModel:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self._layers)
 
     @property
     def activation(self) -> str:
-        """Of the feed-forward networks, as the config names it."""
+        """Activation of the feed-forward networks, by its name in the config."""
         for name in ("hidden_act", "activation_function", "activation"):
             if isinstance(found := getattr(self.config, name, None), str):
                 return found
@@ -88,7 +88,7 @@ class LayerwiseModel:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Take texts, as token ids, and return what enters the first layer: [1, T, H] each."""
+        """Return the first layer's input, [1, T, H], for each text of token ids."""
         self._calls, self._token_ids = [], []
         for text in texts:
             token_ids = torch.tensor([list(text)])
@@ -102,7 +102,7 @@ class LayerwiseModel:
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[nn.Module]:
-        """Load a decoder layer's weights for a ``with`` block, and drop them afterwards."""
+        """Load a decoder layer's weights for a ``with`` block, and free them afterwards."""
         module = self._layers[layer]
         self._load(module, f"{self._layers_name}.{layer}.")
         try:
@@ -121,7 +121,7 @@ class LayerwiseModel:
 
     @torch.inference_mode()
     def logits(self, text: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 [T, vocabulary], from what left the last layer."""
+        """Return the logits, float32 [T, vocabulary], from the last layer's output."""
         self._stand_in.answer = hidden
         out = self._model(input_ids=self._token_ids[text], use_cache=False).logits
         self._stand_in.answer = None
@@ -129,7 +129,12 @@ class LayerwiseModel:
         return logits
 
     def _load(self, module: nn.Module, prefix: str) -> None:
-        """Fill parameters from the checkpoint, but for those of the stand-in."""
+        """Load a module's parameters from the checkpoint, except those of the stand-in.
+
+        Raises:
+            ConfigError: the checkpoint lacks a parameter, or its shape differs.
+            UnsupportedError: a buffer has no memory.
+        """
         state = {}
         missing = []
         for name, parameter in module.named_parameters():
@@ -154,13 +159,13 @@ class LayerwiseModel:
                 raise UnsupportedError(f"buffer {prefix}{name} was not made")
 
     def _saved_name(self, name: str) -> str | None:
-        """Find a checkpoint name; some checkpoints leave the base model's prefix out."""
+        """Return a parameter's name in the checkpoint, which may lack the base model's prefix."""
         candidates = (name, name.removeprefix(f"{self._prefix}."))
         return next((candidate for candidate in candidates if candidate in self._files), None)
 
 
 class _StandIn(nn.Module):
-    """In the place of all layers: says what they are called with, or answers for them."""
+    """Replacement for all layers: records its arguments, or returns a given answer."""
 
     def __init__(self, like: nn.Module) -> None:
         super().__init__()
@@ -180,7 +185,7 @@ class _StandIn(nn.Module):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made meanwhile have parameters without memory; buffers are made as usual."""
+    """Put parameters of modules built in this context on the meta device; allocate buffers."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

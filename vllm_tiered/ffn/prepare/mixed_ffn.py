@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's feed-forward network with each neuron in the precision that its rank gives it.
+"""FFN that computes each neuron in the precision of its rank.
 
-What the engine computes from bundles, computed with whole matrices: to see what a mix costs in
-quality. T tokens, H features of the hidden state, N neurons, M matrices ([gate,] up, down).
+It computes with whole matrices what the engine computes from bundles, to measure the quality of a
+mix. T tokens, H features of the hidden state, N neurons, M matrices ([gate,] up, down).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,11 +24,11 @@ _TOKENS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A layer's weights, and what is left of them in 8 and 4 bit.
+    """Weights of a layer in full precision, and dequantised from 8 and 4 bit.
 
     Attributes:
-        rows_NMH: by precision, in the dtype to compute in.
-        int4: codes, uint8 bundles, and scales, as they are quantised.
+        rows_NMH: weights by precision, in the dtype to compute in.
+        int4: the 4-bit codes (uint8 bundles) and scales.
     """
 
     weights: FfnWeights
@@ -37,7 +37,7 @@ class Copies:
 
     @classmethod
     def of(cls, weights: FfnWeights, groups: Mapping[Precision, int | None]) -> "Copies":
-        """Quantise a layer and expand it again."""
+        """Quantise a layer to 8 and 4 bit, and dequantise it."""
         rows = weights.rows_NMH
         copies = {Precision.FULL: rows}
         shape = shape_of(weights)
@@ -47,7 +47,7 @@ class Copies:
         return cls(weights, copies, (codes, scales))
 
     def activations(self, x_TH: torch.Tensor, precision: Precision) -> torch.Tensor:
-        """[T, N]: act(gate x) * (up x), or act(fc1 x + bias)."""
+        """Compute the activations, [T, N]: act(gate x) * (up x), or act(fc1 x + bias)."""
         act = activation_function(self.weights.activation)
         rows = self.rows_NMH[precision]
         first_TN = x_TH @ rows[:, 0].T
@@ -57,7 +57,7 @@ class Copies:
 
 
 def shape_of(weights: FfnWeights) -> FfnShape:
-    """Of one layer."""
+    """Return the shape of one layer's FFN."""
     neurons, _, hidden = weights.rows_NMH.shape
     return FfnShape(
         num_layers=1,
@@ -69,17 +69,18 @@ def shape_of(weights: FfnWeights) -> FfnShape:
 
 
 class MixedFfn(nn.Module):
-    """In the place of a layer's feed-forward network.
+    """FFN module with a mix of precisions, to replace a layer's own.
 
     Args:
-        scores: of tokens [T, H], float32 [T, N]; None where all neurons get the same precision.
+        scores: maps hidden states [T, H] to neuron scores, float32 [T, N]; None if all neurons
+            have the same precision.
         threshold: see :func:`vllm_tiered.ffn.selection.select`.
-        has_cache: tokens come one after another, and neurons that are near in another precision
-            than their ranks ask for may stay in it, as in the engine with a 4-bit base: see
-            :class:`~vllm_tiered.ffn.cache.layer_cache.LayerCache`.
+        has_cache: simulate the neuron cache of the engine with a 4-bit base. Tokens come one after
+            another, and a neuron that is near in another precision than its rank asks for may
+            keep it: see :class:`~vllm_tiered.ffn.cache.layer_cache.LayerCache`.
 
     Attributes:
-        num_computed: neurons of each precision, over all tokens so far.
+        num_computed: neurons computed in each precision, summed over all tokens so far.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class MixedFfn(nn.Module):
         return out_TH
 
     def _new_cache(self) -> LayerCache:
-        """Of the precisions that the base does not hold: twice what a token wants."""
+        """Return a cache for full precision and 8 bit, with slots for twice a token's neurons."""
         neurons = len(self._copies.weights.rows_NMH)
         counts = dict(zip(Precision, self._mix.counts(neurons), strict=True))
         del counts[Precision.INT4]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint to a published neuron store, step by step.
+"""Pipeline from a checkpoint to a published neuron store.
 
-1  neurons       each layer quantised and written (store_layer.py)
-2  ...           what the predictor needs, from PREDICTORS
-3                the draft is published under its name
+1  neurons       quantise and write each layer (store/layer.py)
+2  ...           run the predictor's steps, from PREDICTORS
+3                publish the draft under the store's name
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ from vllm_tiered.ffn.store.writer import NeuronStoreWriter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """What a predictor's steps have to go by.
+    """Inputs of a predictor's steps.
 
     Attributes:
-        checkpoint: of the model.
-        writer: whose ``path_of`` says where to leave files that are to be published.
-        calibration: what to watch the model on; None for nothing that is not needed.
+        checkpoint: the model's checkpoint.
+        writer: its ``path_of`` returns where to write files that are to be published.
+        calibration: calibration settings; None to run only what the predictor requires.
     """
 
     checkpoint: Checkpoint
@@ -73,7 +73,7 @@ PREDICTORS: Mapping[str, Callable[[Preparation], list[Step]]] = {
     "low_rank": _low_rank,
     "none": _none,
 }
-"""What each predictor needs to be prepared, by the name that it has on the command line."""
+"""Functions that return a predictor's steps, by the predictor's name on the command line."""
 
 
 def prepare(
@@ -88,24 +88,24 @@ def prepare(
     runner: Runner | None = None,
     progress: Progress | None = None,
 ) -> bool:
-    """Write a model's neuron store, or go on where an earlier call was interrupted.
+    """Write a model's neuron store, or resume an interrupted call.
 
     Args:
         model: folder with a Hugging Face checkpoint.
         out: the store's folder.
         group: weights that share a 4-bit scale; None for the default, 0 for a row.
-        dtype: of full precision; None for the checkpoint's.
-        predictor: of ``PREDICTORS``.
-        calibration: to watch the model on, for statistics and a searched mix; None for what the
-            predictor needs alone.
-        runner: how layers are worked through; None for one after the other.
+        dtype: dtype of full precision; None for the checkpoint's.
+        predictor: a key of ``PREDICTORS``.
+        calibration: settings for statistics and the ratio search; None to run only what the
+            predictor requires.
+        runner: runs the layers of each step; None for one after the other in this process.
 
     Returns:
-        Whether anything was done: not if the store was there already, just so.
+        False if the same store was already published, True otherwise.
 
     Raises:
-        ConfigError: a wrong argument, no checkpoint, or another store in its place.
-        UnsupportedError: a model that cannot be prepared.
+        ConfigError: an argument is wrong, there is no checkpoint, or ``out`` is another store.
+        UnsupportedError: the model cannot be prepared.
         BudgetError: the disk does not have the space.
     """
     checkpoint = Checkpoint(model, dtype)
@@ -163,7 +163,7 @@ def _do_layer(checkpoint: Checkpoint, draft: Path, form: StoreFormat, layer: int
 
 
 def _is_there(out: Path, form: StoreFormat, notes: Mapping[str, str]) -> bool:
-    """Whether just this store was published earlier."""
+    """Return whether a store with the same format and notes is already published."""
     header = out / HEADER
     try:
         found = fmt.unseal(header.read_bytes(), header)

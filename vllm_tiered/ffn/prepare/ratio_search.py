@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which shares of the neurons in which precision, for so many bytes (M2Cache, algorithm 1).
+"""Search for the shares of neurons in each precision at a byte budget (M2Cache, algorithm 1).
 
-The paper moves from low to high precision at equal bytes, step by step, and keeps the ratio whose
-tokens the model is least uncertain of. With three precisions there are two ways to spend what the
-full ones leave: on 8 bit alone, leaving neurons out, or on all that are left, in 8 and 4 bit:
+The paper moves from low to high precision at equal bytes, step by step, and keeps the ratio with
+the least uncertainty of the model about its tokens. With three precisions there are two ways to
+spend the bytes that full precision leaves: on 8 bit alone, which leaves neurons out, or on all
+remaining neurons in 8 and 4 bit:
 
     full  ├──── f ────┤
           ├──── f ────┼── 8 bit ──┤                          rest left out
           ├──── f ────┼─ 8 bit ─┼──── 4 bit ────┤            all computed
 
 Uncertainty (equation 2) is the entropy of the distribution of each token after the prompt. The
-paper generates; here the text's own tokens follow the prompt, so that all candidates are asked
-about the same ones, and what they think of those tokens, their perplexity, is had for nothing. On
-SmolLM2-135M both picked the same of 8 mixes (256 tokens, 2026-11-22).
+paper generates these tokens. Here the text's own tokens follow the prompt, so that all candidates
+are compared on the same tokens, and their perplexity costs nothing extra. On SmolLM2-135M both
+criteria picked the same of 8 mixes (256 tokens, 2026-11-22).
 """
 
 import math
@@ -32,11 +33,11 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Uncertainty:
-    """Of a model with a mix.
+    """Uncertainty of a model with a mix.
 
     Attributes:
-        entropy: mean over tokens after their prompts, nats.
-        perplexity: of the same tokens.
+        entropy: mean over the tokens after the prompts, in nats.
+        perplexity: over the same tokens.
     """
 
     entropy: float
@@ -45,13 +46,13 @@ class Uncertainty:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mix that was tried."""
+    """Mix that was evaluated, and its uncertainty."""
 
     mix: Mix
     uncertainty: Uncertainty
 
     def to_json(self, full_bits: int = FULL_BITS) -> dict[str, Any]:
-        """With the bits of a weight."""
+        """Return a JSON-safe description, with the average bits of a weight."""
         return {
             "mix": list(self.mix.shares),
             "bits": self.mix.bits(full_bits),
@@ -62,7 +63,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The mix to take, and all that were tried, in their order."""
+    """Best mix, and all mixes in the order in which they were evaluated."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
@@ -76,14 +77,15 @@ def search(
     full_bits: int = FULL_BITS,
     criterion: Criterion = "entropy",
 ) -> SearchResult:
-    """Try mixes of the same bytes; then, around the best one, with half the step.
+    """Evaluate mixes of equal bytes, then halve the step around the best one.
 
     Args:
-        evaluate: runs the model with each of the mixes.
-        budget_bits: of a weight, on average over all neurons; 8 is half the bytes of 16 bit.
-        step: of the share in full precision.
-        full_bits: of a weight in full precision.
-        criterion: the figure of :class:`Uncertainty` that is to be least.
+        evaluate: runs the model with each mix.
+        budget_bits: bits of a weight, averaged over all neurons; 8 is half the bytes of 16 bit.
+        step: first step of the share in full precision; halved after each round.
+        rounds: number of rounds.
+        full_bits: bits of a weight in full precision.
+        criterion: the attribute of :class:`Uncertainty` to minimise.
 
     Raises:
         ConfigError: no mix fits the budget.
@@ -109,14 +111,17 @@ def search(
 def mixes_of(
     budget_bits: float, full_shares: Sequence[float], full_bits: int = FULL_BITS
 ) -> list[Mix]:
-    """Return the mixes that spend the budget, or that compute all neurons at their best."""
+    """Return the mixes for the given shares in full precision.
+
+    A mix spends the whole budget, unless all remaining neurons fit in 8 bit.
+    """
     found: dict[tuple[float, float, float], Mix] = {}
     for full in full_shares:
         bits = budget_bits - full * full_bits
         left = 1 - full
         if bits < -_EPSILON:
             continue
-        # All of the rest in 4 bit, and as many of them in 8 as there are bits left.
+        # All remaining neurons in 4 bit, and as many as possible of them in 8 bit.
         if bits >= 4 * left - _EPSILON:
             int8 = min(left, (bits - 4 * left) / 4)
             options = [(int8, left - int8)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer's FFN is given on calibration text, in a file a layer.
+"""Recordings of each layer's FFN inputs on calibration text, one file for each layer.
 
-    FOLDER/hidden-0008.safetensors    what enters the next layer: an interrupted call goes on there
+    FOLDER/hidden-0008.safetensors    input of the next layer, where an interrupted call resumes
     FOLDER/inputs-0007.safetensors    x [T, H] in the checkpoint's dtype, and T of each text
 
 T tokens, H features of the hidden state.
@@ -20,7 +20,7 @@ from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
 
 
 def inputs_path(folder: Path, layer: int) -> Path:
-    """Where a layer's inputs are."""
+    """Return the path of a layer's recorded inputs."""
     return folder / f"inputs-{layer:04d}.safetensors"
 
 
@@ -30,11 +30,11 @@ def record(
     folder: Path,
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Run the texts through the model, from the layer on at which an earlier call ended.
+    """Run the texts through the model and record each FFN's inputs; resume an earlier call.
 
     Args:
-        folder: of these texts and this model alone; made if need be.
-        advance: hears of each layer that is done.
+        folder: folder for these texts and this model only; created if missing.
+        advance: called with the layer's index after each layer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     hidden = model.embed(texts)
@@ -52,7 +52,7 @@ def record(
             hook.remove()
         kept = {"x": torch.cat(inputs).to(model.config.dtype or model.dtype)}
         kept["lengths"] = torch.tensor([len(x) for x in inputs])
-        # In this order: inputs are there if the hidden state after them is.
+        # In this order: if a hidden state exists, so do the inputs of the layer before it.
         _save(kept, inputs_path(folder, layer))
         if layer + 1 < model.num_layers:
             _save({str(text): x for text, x in enumerate(hidden)}, _hidden_path(folder, layer + 1))
@@ -62,7 +62,7 @@ def record(
 
 
 def num_recorded(folder: Path, num_layers: int) -> int:
-    """Layers that need no recording any more, the first ones."""
+    """Return how many layers, from the first on, are recorded."""
     if inputs_path(folder, num_layers - 1).is_file():
         return num_layers
     found = [layer for layer in range(1, num_layers) if _hidden_path(folder, layer).is_file()]
@@ -70,24 +70,27 @@ def num_recorded(folder: Path, num_layers: int) -> int:
 
 
 def recorded_inputs(folder: Path, layer: int) -> tuple[torch.Tensor, list[int]]:
-    """Return x [T, H] of all texts, one after the other, and each text's tokens."""
+    """Return x [T, H] of all texts, one after the other, and each text's number of tokens."""
     with safe_open(inputs_path(folder, layer), framework="pt") as file:
         return file.get_tensor("x"), file.get_tensor("lengths").tolist()
 
 
 def num_training_tokens(lengths: Sequence[int], held_out: float = 0.25) -> int:
-    """Tokens of the texts to train with: all but the last ones, of which at least one is left."""
+    """Return the number of tokens in the training texts.
+
+    The last texts are held out, at least one. A single text is cut instead.
+    """
     total, taken = sum(lengths), 0
     for length in lengths[:-1]:
         if taken + length > (1 - held_out) * total and taken:
             break
         taken += length
-    # One text alone is cut.
+    # With a single text, hold out its end.
     return taken or max(1, int((1 - held_out) * total))
 
 
 def _first_linear(layer: nn.Module) -> nn.Module:
-    """Return the first module of a layer's FFN, whose input is the FFN's."""
+    """Return the first module of a layer's FFN; its input is the FFN's input."""
     ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
     names = ("fc1", "gate_proj", "gate_up_proj", "dense_h_to_4h")
     return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of a given rank that come closest to a product on given inputs.
+"""Reduced-rank approximation of a linear map, optimal on given inputs.
 
-    B A = W C^(1/2) V V' C^(-1/2)      C the covariance of the inputs, V the leading eigenvectors
-                                       of C^(1/2) W' W C^(1/2)
+    B A = W C^(1/2) V V' C^(-1/2)      C: covariance of the inputs
+                                       V: leading eigenvectors of C^(1/2) W' W C^(1/2)
 
 T tokens, H features, N neurons, R rank.
 """
@@ -12,15 +12,16 @@ import torch
 from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
 
 _RIDGE = 1e-2
-"""Of the mean variance, added to every feature's: few tokens do not span all features."""
+"""Share of the mean variance added to each feature's: few tokens do not span all features."""
 
 
 def reduced_rank(
     x_TH: torch.Tensor, weights: FfnWeights, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fit A [R, H], B [N, R], bias [N], float32, so that B (A x) + bias is about fc1 x + bias.
+    """Fit A [R, H], B [N, R] and bias [N], float32, so that B (A x) + bias approximates fc1.
 
-    Of a ReLU model with a gate it is the gate; of others with one both, gate above up.
+    In a gated ReLU model the gate is fitted in place of fc1. In other gated models gate and up are
+    fitted together, gate above up, and B and bias have 2 N rows.
     """
     rows = weights.rows_NMH.float()
     if weights.is_gated and not weights.is_relu:

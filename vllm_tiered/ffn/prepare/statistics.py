@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer's neurons behave on calibration text: how many matter, how long, and which together.
+"""Activation statistics of a layer's neurons on calibration text.
 
-    active share    of the neurons: those that fire (ReLU), or the fewest that carry 90 % of the
-                    energy (others)
-    overlap         of a token's active neurons, those that the token before it had too (M2Cache,
-                    figure 6; LLM in a flash, figure 4)
-    window          neurons that any of the last k tokens had: what a window cache holds, and what
-                    a token adds to it (LLM in a flash, 3.1)
-    friends         how often a neuron's closest friend is active when the neuron is (LLM in a
-                    flash, 3.2)
+    active share    share of the neurons that are active: positive (ReLU), or the fewest that carry
+                    90 % of the energy (others)
+    overlap         share of a token's active neurons that were active for the previous token
+                    (M2Cache, figure 6; LLM in a flash, figure 4)
+    window          neurons active for any of the last k tokens: how many a window cache holds, and
+                    how many a token adds to it (LLM in a flash, 3.1)
+    friends         how often a neuron's closest friend is active when the neuron is active (LLM in
+                    a flash, 3.2)
 
 T tokens, N neurons.
 """
@@ -23,7 +23,7 @@ from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
 from vllm_tiered.ffn.prepare.train import importance
 
 TOP_SHARE = 0.25
-"""Of the neurons of a model without inactive ones: those that are followed from token to token."""
+"""Share of the neurons that count as active in models other than ReLU: the most important."""
 
 _ENERGY = 0.9
 _WINDOWS = (2, 4, 5, 8, 16)
@@ -31,21 +31,21 @@ _WINDOWS = (2, 4, 5, 8, 16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerStatistics:
-    """Of one layer; shares of its neurons, averaged over tokens, unless said.
+    """Statistics of one layer: shares of its neurons, averaged over tokens, unless stated.
 
     Attributes:
-        active_share: that fire (ReLU), or carry 90 % of the energy.
-        top_energy: share of the energy that the top quarter carries.
-        followed_share: of those that `overlap`, `window` and `friends` are about: the active ones
-            (ReLU), the top quarter (others).
-        overlap: share of a token's that the token before had.
-        overlap_by_chance: what it would be if tokens had nothing to do with each other, by how
-            often each neuron is active.
-        window: held by windows of so many tokens.
-        window_new: of the neurons, what a token adds to such a window.
-        friends: see the module; mean over neurons that are active at all.
-        never: share that no token had.
-        num_tokens: that were looked at.
+        active_share: neurons that are positive (ReLU), or that carry 90 % of the energy (others).
+        top_energy: share of the energy that the top quarter of the neurons carries.
+        followed_share: neurons that `overlap`, `window` and `friends` count: the active ones
+            (ReLU), or the top quarter (others).
+        overlap: share of a token's followed neurons that the previous token followed too.
+        overlap_by_chance: the overlap if tokens were independent, from how often each neuron is
+            active.
+        window: neurons in a window of k tokens, by k.
+        window_new: neurons that a token adds to such a window, by k.
+        friends: see the module; mean over neurons that are active at least once.
+        never: neurons that are active for no token.
+        num_tokens: number of tokens.
     """
 
     active_share: float
@@ -60,7 +60,7 @@ class LayerStatistics:
     num_tokens: int
 
     def to_json(self) -> dict[str, Any]:
-        """With windows as strings, as JSON has them."""
+        """Return a JSON-safe dictionary; window lengths become strings."""
         plain = asdict(self)
         for name in ("window", "window_new"):
             plain[name] = {str(k): share for k, share in plain[name].items()}
@@ -70,10 +70,11 @@ class LayerStatistics:
 def layer_statistics(
     x_TH: torch.Tensor, lengths: Sequence[int], weights: FfnWeights
 ) -> LayerStatistics:
-    """Look at a layer.
+    """Compute the statistics of a layer.
 
     Args:
-        x_TH: recorded inputs of texts of these lengths, one after the other.
+        x_TH: recorded inputs of the texts, one after the other.
+        lengths: tokens of each text.
     """
     importance_TN = torch.cat([importance(x, weights) for x in torch.split(x_TH, 512)])
     tokens, neurons = importance_TN.shape
@@ -106,7 +107,7 @@ def layer_statistics(
 
 
 def _overlap(texts: Sequence[torch.Tensor]) -> float:
-    """Over adjacent tokens of the same text."""
+    """Return the overlap over adjacent tokens of the same text."""
     both = sum((text[1:] & text[:-1]).sum().item() for text in texts)
     return both / max(1, sum(text[1:].sum().item() for text in texts))
 
@@ -117,11 +118,11 @@ def _overlap_by_chance(active_TN: torch.Tensor) -> float:
 
 
 def _window(texts: Sequence[torch.Tensor], tokens: int) -> tuple[float, float]:
-    """Return how much windows of so many tokens hold once full, and what each next token adds."""
+    """Return the shares of neurons that a full window holds and that each next token adds."""
     held = added = count = neurons = 0
     for text in texts:
         neurons = text.shape[1]
-        # age_N: tokens since a neuron was active last.
+        # age: tokens since each neuron was last active.
         age = torch.full((neurons,), tokens + 1)
         for position, active_N in enumerate(text):
             age += 1
@@ -135,7 +136,7 @@ def _window(texts: Sequence[torch.Tensor], tokens: int) -> tuple[float, float]:
 
 
 def _friends(active_TN: torch.Tensor) -> float:
-    """Mean over neurons of the largest P(other active | neuron active)."""
+    """Return the mean over neurons of the largest P(other active | neuron active)."""
     active = active_TN[:, active_TN.any(0)].float()
     if active.shape[1] < 2:
         return 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `prepare` does: steps, each of which works through a model's layers, here or through Ray.
+"""Steps of `prepare`, which process a model's layers in this process or through Ray.
 
-A step's work on a layer leaves a file behind, whole or not at all, so that whoever is killed finds
-out which layers are done. It may run in another process, on another machine that sees the same
+A step's work writes one file for each layer atomically, so that after a kill the next call knows
+which layers are done. The work may run in another process, or on another machine that has the same
 folder.
 """
 
@@ -14,25 +14,25 @@ from vllm_tiered.errors import UnsupportedError
 
 
 def _nothing() -> None:
-    """There is nothing to put together."""
+    """Do nothing when all layers are done."""
 
 
 def _not_noted(layer: int) -> None:
-    """Nobody keeps a list of layers."""
+    """Do nothing when a layer is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Work on each layer.
+    """Work to do on each layer.
 
     Attributes:
-        name: for people, "neurons".
-        num_layers: of the model.
+        name: name for progress messages, such as "neurons".
+        num_layers: layers of the model.
         pending: layers that are not done.
-        work: does a layer; for Ray it has to pickle: a :func:`functools.partial` of a module's
-            function with plain values. Raises what is to stop the whole.
-        note: hears, in the process that runs the steps, of a layer that is done.
-        finish: puts the layers together, when all are done.
+        work: processes one layer. For Ray it must be picklable: a :func:`functools.partial` of a
+            module's function with plain values. An exception stops all steps.
+        note: called with each finished layer, in the process that runs the steps.
+        finish: called when all layers are done.
     """
 
     name: str
@@ -44,24 +44,24 @@ class Step:
 
 
 class Progress(Protocol):
-    """Somebody who looks on."""
+    """Observer of the steps' progress."""
 
     def begin(self, name: str, num_layers: int, num_done: int) -> None:
         """Begin a step; some layers may be done from an earlier run."""
 
     def advance(self) -> None:
-        """One more layer of it is done."""
+        """Count one more finished layer of the step."""
 
 
 class Runner(Protocol):
-    """How layers are worked through."""
+    """Strategy that processes the layers of a step."""
 
     def run(self, step: Step) -> Iterator[int]:
-        """Do all pending layers; yield each when it is done, in any order."""
+        """Process all pending layers; yield each when it is done, in any order."""
 
 
 class Here:
-    """One layer after the other, in this process."""
+    """Runner that processes one layer after the other in this process."""
 
     def run(self, step: Step) -> Iterator[int]:
         for layer in step.pending:
@@ -70,12 +70,12 @@ class Here:
 
 
 class OnRay:
-    """Layers side by side, as Ray has processors for them.
+    """Runner that processes layers in parallel on Ray, as many as its processors allow.
 
-    The folders have to be seen under the same names by all of its machines.
+    All of Ray's machines must have the folders under the same paths.
 
     Args:
-        threads: of torch, for each layer; as many processors are asked of Ray.
+        threads: torch threads for each layer, and processors that each layer requests from Ray.
 
     Raises:
         UnsupportedError: Ray is not installed.
@@ -100,7 +100,7 @@ class OnRay:
             ray.init(log_to_driver=False, include_dashboard=False)
         try:
             remote = ray.remote(num_cpus=self._threads, max_retries=0)(_remote_work)
-            # Not more at a time than run: each would hold what it was given.
+            # Submit no more tasks than can run: each submitted task holds its arguments.
             waiting = list(step.pending)
             at_most = max(1, int(ray.cluster_resources().get("CPU", 1)) // self._threads)
             running: dict[Any, int] = {}
@@ -127,10 +127,10 @@ def _remote_work(work: Callable[[int], None], layer: int, threads: int) -> None:
 
 
 def run_steps(steps: Sequence[Step], runner: Runner, progress: Progress | None = None) -> None:
-    """All steps in their order, each on all of its layers.
+    """Run all steps in order, each on all of its pending layers.
 
     Raises:
-        What a step's work raises.
+        Exception: a step's work raised it.
     """
     for step in steps:
         if progress:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's safetensors, read one tensor at a time into memory of its own.
+"""Reader of a checkpoint's safetensors, one tensor at a time into new memory.
 
-Not mapped: what a mapping has touched counts as the process's memory until the system takes it.
+Files are not memory-mapped, because touched pages of a mapping count as the process's memory until
+the system reclaims them.
 """
 
 import json
@@ -27,10 +28,11 @@ class _Place(NamedTuple):
 
 
 class TensorFiles:
-    """All tensors of a folder, by name.
+    """Index of all tensors in a folder's safetensors, by name.
 
     Raises:
-        ConfigError: no safetensors there, one of several files missing, or a file damaged.
+        ConfigError: the folder has no safetensors, lacks one of several files, or a file is
+            damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,18 +45,18 @@ class TensorFiles:
         return name in self._places
 
     def names(self) -> list[str]:
-        """In no particular order."""
+        """Return the names of all tensors, in no particular order."""
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """Return the shape of an existing tensor."""
         return self._places[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that is there.
+        """Return the dtype of an existing tensor.
 
         Raises:
-            UnsupportedError: it is quantised.
+            UnsupportedError: the tensor is quantised.
         """
         place = self._places[name]
         if place.dtype not in _DTYPES:

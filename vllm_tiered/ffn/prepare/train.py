@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank predictors from recorded inputs (Deja Vu; LLM in a flash, 3.1 and 4.1).
+"""Training of low-rank predictors from recorded inputs (Deja Vu; LLM in a flash, 3.1 and 4.1).
 
-1  closed form: the matrices of this rank that come closest to gate and up (fc1) *on these inputs*
-2  gradient steps from there towards what counts, until held-out tokens gain no more
-3  ReLU: the threshold at which 3 % of the active neurons are missed, so that no more than 5 % are
-   on other text
-4  the least rank that predicts well enough; last layers usually need the most
+1  Closed form: fit the matrices of this rank that best approximate gate and up (fc1) on the
+   recorded inputs.
+2  Train with gradient descent from there, until the loss on held-out tokens stops falling.
+3  ReLU: set the threshold at which 3 % of the active neurons are missed, so that at most 5 % are
+   missed on other text.
+4  Take the least rank that predicts well enough. The last layers usually need the highest rank.
 
-Held-out tokens are of other texts. One half of them stops training and sets the threshold, the
-report is about the other. T tokens, H features of the hidden state, N neurons, R rank.
+Held-out tokens come from other texts than the training tokens. One half of them stops training and
+sets the threshold, the other half is for the report.
+T tokens, H features of the hidden state, N neurons, R rank.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,23 +25,23 @@ from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
 from vllm_tiered.ffn.prepare.reduced_rank import reduced_rank
 
 _MARGIN = 0.6
-"""Of the share that may be missed, what the threshold lets be missed on the tokens that set it: on
-others it is more (5.8 % where it was 5 %; small ReLU model, 6,000 tokens, 2026-11-22)."""
+"""Factor on the allowed share of missed neurons, for the tokens that set the threshold. More are
+missed on other tokens (5.8 % instead of 5 %; small ReLU model, 6,000 tokens, 2026-11-22)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
-    """How predictors are trained.
+    """Settings of the training.
 
     Attributes:
-        ranks: tried in this order, until one is good enough; the last one is taken anyway. None
-            for 1/32, 1/16, 1/8 and 1/4 of the features (128 to 1024 of OPT-6.7B's), of which only
-            the last two are tried where gate and up have both to be predicted.
-        false_negatives: share of the active neurons that may be missed (ReLU).
-        false_positives: share of the inactive neurons that may be taken for active (ReLU).
-        energy: share of what the best half of the neurons carries that the predicted half has to
-            carry (others).
-        patience: epochs without a gain after which training ends.
+        ranks: ranks to try in this order, until one is good enough; the last one is used in any
+            case. None for 1/32, 1/16, 1/8 and 1/4 of the features (128 to 1024 for OPT-6.7B), or
+            only the last two if both gate and up must be predicted.
+        false_negatives: largest share of the active neurons that may be missed (ReLU).
+        false_positives: largest share of the inactive neurons predicted as active (ReLU).
+        energy: least energy of the predicted half of the neurons, as a share of the energy of the
+            best half (others).
+        patience: number of epochs without improvement that training tolerates.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -55,16 +57,17 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a layer's neurons are predicted, on tokens that training did not see.
+    """Quality of a layer's predictor on tokens that training did not use.
 
     Attributes:
-        active_share: of the neurons: those that fire (ReLU), or the best quarter (others).
-        predicted_share: of the neurons: those predicted to be among them.
-        recall: of them, those that were predicted.
-        precision: of the predicted ones, those that are among them.
-        false_positives: of the others, those that were predicted.
-        energy: what the predicted ones (others: the predicted best half) carry of the sum of
-            squares, over what as many could carry at best.
+        active_share: share of the neurons that are active: positive (ReLU), or in the best quarter
+            (others).
+        predicted_share: share of the neurons that are predicted active.
+        recall: share of the active neurons that are predicted.
+        precision: share of the predicted neurons that are active.
+        false_positives: share of the inactive neurons that are predicted.
+        energy: sum of squares of the predicted neurons as a share of the total (ReLU); or of the
+            predicted half as a share of the best half's (others).
     """
 
     active_share: float
@@ -76,7 +79,7 @@ class Quality:
 
     @property
     def false_negatives(self) -> float:
-        """Of those that matter, those that were not predicted."""
+        """Share of the active neurons that are not predicted."""
         return 1 - self.recall
 
 
@@ -89,11 +92,11 @@ def train_layer(
     """Train a layer's predictor.
 
     Args:
-        x_TH: what the layer's FFN was given; the first ``num_training`` tokens are trained with,
-            the others held out, at least two of them.
+        x_TH: inputs of the layer's FFN. The first ``num_training`` tokens are for training; the
+            others, at least two, are held out.
 
     Returns:
-        It, in the dtype of the weights, and the report: rank, bytes, quality, epochs.
+        The predictor, in the dtype of the weights, and the report: rank, bytes, quality, epochs.
     """
     settings = settings or TrainSettings()
     hidden = x_TH.shape[1]
@@ -129,7 +132,7 @@ def train_layer(
 
 
 def importance(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
-    """Return the norm of what each neuron adds to the output: float32 [T, N]."""
+    """Return the norm of each neuron's contribution to the output, float32 [T, N]."""
     rows = weights.rows_NMH.float()
     act = activation_function(weights.activation)
     first_TN = x_TH.float() @ rows[:, 0].T
@@ -142,14 +145,14 @@ def importance(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
 
 
 def measure(predictor: LowRank, x_TH: torch.Tensor, importance_TN: torch.Tensor) -> Quality:
-    """How well it predicts for these tokens."""
+    """Measure a predictor's quality on the given tokens."""
     scores_TN = predictor.scores(x_TH)
     neurons = scores_TN.shape[1]
     energy_TN = importance_TN.square()
     if predictor.threshold is not None:
         wanted, predicted = importance_TN > 0, scores_TN >= predictor.threshold
         kept = predicted
-        best = energy_TN.sum()  # no more than all
+        best = energy_TN.sum()  # all energy
     else:
         wanted = _top(importance_TN, neurons // 4)
         predicted = _top(scores_TN, neurons // 4)
@@ -177,7 +180,7 @@ def _wanted(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
 
 
 def _threshold(scores_TN: torch.Tensor, wanted_TN: torch.Tensor, missed: float) -> float:
-    """Return the score that all but this share of the active neurons reach."""
+    """Return the score below which the share ``missed`` of the active neurons lies."""
     active = scores_TN[wanted_TN > 0].sort().values
     return active[int(missed * len(active))].item() if len(active) else float("inf")
 
@@ -191,7 +194,7 @@ def _train(
     rank: int,
     settings: TrainSettings,
 ) -> tuple[LowRank, int]:
-    """Return the predictor, and the epochs that it took."""
+    """Return a trained predictor, and the number of epochs."""
     a, b, bias = reduced_rank(x_train, weights, rank)
     parameters = [tensor.requires_grad_() for tensor in (a, b, bias)]
     norms = None if weights.is_relu else weights.down_norms_N
@@ -233,5 +236,5 @@ def _train(
 
 
 def _size(tensor: torch.Tensor) -> float:
-    """Of a typical element: steps are taken in proportion to it."""
+    """Return the root mean square of the elements, which scales the learning rate."""
     return tensor.detach().square().mean().sqrt().item()

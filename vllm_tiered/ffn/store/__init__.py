@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The neuron store on disk: format, writer, reader."""
+"""Neuron store on disk: format, writer and reader."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Format of a neuron store's files, shared by the writer and the reader.
 
-NAME/store.json           what it is of, where its sections are, checksums of the files beside
-NAME/neurons.bin          for each layer, for each precision: a section of bundles, each at its
-                          stride (ffn/layout.py), from a boundary of 4 KiB on
-NAME/tables.safetensors   of each layer: scales and checksums of the bundles by precision,
-                          biases, norms of the down columns
-NAME/...                  files that other steps of `prepare` added, each with its checksum
+NAME/store.json           header: the model, offsets of the sections, checksums of the other files
+NAME/neurons.bin          a section of bundles for each layer and precision; it begins at a multiple
+                          of 4 KiB, and bundles are at the stride of ffn/layout.py
+NAME/tables.safetensors   for each layer: scales and checksums of the bundles by precision, biases,
+                          and norms of the down columns
+NAME/...                  files of other steps of `prepare`; the header has their checksums
 """
 
 import json
@@ -26,10 +26,10 @@ VERSION = 1
 HEADER, NEURONS, TABLES = "store.json", "neurons.bin", "tables.safetensors"
 
 MIX_FILE = "mix.json"
-"""The shares that the ratio search found best, if it ran, and those that it compared."""
+"""File with the ratio search's best mix and all candidates; absent if the search did not run."""
 
 ANEW = "remove the folder and run `vllm-tiered prepare` again"
-"""What to do about a store that cannot be used."""
+"""Advice in messages about a store that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +37,15 @@ class StoreFormat:
     """Format of one model's neuron store.
 
     Attributes:
-        model: its name, for people.
-        fingerprint: of its configuration and weights.
-        activation: "relu", "silu", "gelu", ... as the model's config calls it.
-        dtype: of the model's weights.
-        groups: weights that share a scale, None for a row, by each precision that is stored.
+        model: the model's name, for messages.
+        fingerprint: hash of the model's configuration and weights.
+        shape: shape of the model's FFN layers.
+        activation: its name in the model's config: "relu", "silu", "gelu", ...
+        dtype: dtype of the model's weights.
+        groups: weights that share a scale (None for a row), by stored precision.
 
     Raises:
-        ConfigError: groups that do not make up a row, or no precision.
+        ConfigError: there is no precision, the hidden size is odd, or a group does not divide it.
     """
 
     model: str
@@ -69,23 +70,23 @@ class StoreFormat:
         return tuple(precision for precision in Precision if precision in self.groups)
 
     def num_groups(self, precision: Precision) -> int:
-        """Return the scales of a matrix's row; 0 for FULL."""
+        """Return the number of scales in a matrix's row; 0 for FULL."""
         return num_groups(self.shape.hidden, precision, self.groups[precision])
 
     def offset(self, layer: int, precision: Precision) -> int:
-        """Return a section's offset in the neuron file, bytes."""
+        """Return a section's offset in the neuron file, in bytes."""
         precisions = self.precisions
         before = precisions[: precisions.index(precision)]
         return layer * self._layer_bytes + sum(map(self._section_bytes, before))
 
     @property
     def neurons_bytes(self) -> int:
-        """Bytes of the neuron file."""
+        """Size of the neuron file in bytes."""
         return self.shape.num_layers * self._layer_bytes
 
     @property
     def tables_bytes(self) -> int:
-        """Estimated bytes of the tables."""
+        """Estimated size of the tables in bytes."""
         shape = self.shape
         scales = sum(2 * shape.num_matrices * self.num_groups(p) for p in self.groups)
         of_neuron = scales + 8 * len(self.groups) + 4 + shape.dtype_bytes
@@ -101,7 +102,7 @@ class StoreFormat:
         return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-safe description that suffices to find each bundle."""
+        """Return a JSON-safe description with the location of each bundle."""
         return {
             "version": VERSION,
             "model": {"name": self.model, "fingerprint": self.fingerprint},
@@ -127,7 +128,7 @@ class StoreFormat:
         """Parse the output of :meth:`to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: for anything else.
+            KeyError, TypeError, ValueError: the contents are not such an output.
         """
         dtype = getattr(torch, contents["dtype"], None)
         if not isinstance(dtype, torch.dtype):
@@ -146,7 +147,7 @@ class StoreFormat:
 
 
 def seal(contents: Mapping[str, Any]) -> bytes:
-    """Return a header's text: its contents and their checksum."""
+    """Serialise a header's contents with their checksum."""
     return json.dumps({**contents, "xxh3": _digest(contents)}, indent=1).encode()
 
 
@@ -154,11 +155,11 @@ def unseal(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a header and verify its checksum.
 
     Args:
-        path: of the header, for messages.
+        path: path of the header, for messages.
 
     Raises:
-        ConfigError: of another version.
-        IntegrityError: it is damaged.
+        ConfigError: the header has another version.
+        IntegrityError: the header is damaged.
     """
     try:
         contents = dict(json.loads(text))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a neuron store's draft: write it, or verify it, in any process."""
+"""Functions that write or verify one layer of a neuron store's draft, in any process."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 32 * MIB
 
 
 def tables_of(draft: Path, layer: int) -> Path:
-    """Return the path of a layer's tables; the file exists once its bundles are on the disk."""
+    """Return the path of a layer's tables; the file exists once the bundles are on the disk."""
     return draft / f"layer-{layer}.safetensors"
 
 
@@ -40,8 +40,8 @@ def write_layer(
         down_bias: [H].
 
     Raises:
-        OSError: as the system says.
-        ConfigError: weights that cannot be quantised.
+        OSError: a system call fails.
+        ConfigError: the weights cannot be quantised.
     """
     expected = (form.shape.neurons, form.shape.num_matrices, form.shape.hidden)
     assert weights_NMH.shape == expected and weights_NMH.dtype == form.dtype
@@ -56,7 +56,7 @@ def write_layer(
                 tables[fmt.scales_name(layer, precision)] = scales
             tables[fmt.checksums_name(layer, precision)] = sums
         os.fdatasync(fd)
-        # What was written is not read again soon, and would take the place of what is.
+        # The written pages are not read again soon; free the page cache for others.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
@@ -64,7 +64,7 @@ def write_layer(
 
 
 def is_intact(draft: Path, form: StoreFormat, layer: int) -> bool:
-    """Return whether a layer is intact; verifies the checksum of each bundle.
+    """Verify the checksum of each bundle, and return whether the layer is intact.
 
     Raises:
         OSError: the disk fails.
@@ -136,7 +136,7 @@ def _sums(data: memoryview, stride: int, num_bytes: int) -> list[int]:
 
 
 def _norms(down_NH: torch.Tensor) -> torch.Tensor:
-    starts = range(0, len(down_NH), 4096)  # in float32 they take twice the room
+    starts = range(0, len(down_NH), 4096)  # in chunks: float32 takes twice the memory
     chunks = [down_NH[first : first + 4096].float() for first in starts]
     return torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in chunks])
 
@@ -148,7 +148,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def load_tables(draft: Path, num_layers: int) -> Mapping[str, torch.Tensor]:
-    """Return the tables of all layers."""
+    """Return the tables of all layers by their keys."""
     tables: dict[str, torch.Tensor] = {}
     for layer in range(num_layers):
         tables |= load_file(tables_of(draft, layer))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A published neuron store: any neurons of a layer, in any precision, read to rows of a cache.
+"""Reader of a published neuron store: reads any neurons of a layer, in any stored precision.
 
-Every bundle is verified when it arrives; a bad one is read once more, and then it is an error that
-names it: a model cannot go on without its weights.
+Each bundle's checksum is verified after the read. A bad bundle is read once more. If it is still
+bad, the reader raises an error that names it, because a model cannot run without its weights.
 """
 
 from pathlib import Path
@@ -26,20 +26,20 @@ KNOB = "ffn.store"
 
 
 class NeuronStore:
-    """The neurons of a model, or of a rank's share of it; from :meth:`open`.
+    """Neurons of a model, or of a rank's shard of it; use :meth:`open` to create one.
 
-    Neurons are numbered from the shard's first one on.
+    Neuron 0 is the shard's first neuron.
 
     Attributes:
-        path: of the folder.
-        first_neuron: of the shard, in the whole.
-        shape: of the shard.
+        path: path of the folder.
+        first_neuron: index of the shard's first neuron in the whole layer.
+        shape: shape of the shard.
         activation: "relu", "silu", "gelu", ...
-        dtype: of the model's weights.
-        precisions: that are stored.
-        group: weights that share a scale, None for a row, by precision.
-        contents: of the header.
-        is_direct: reads bypass the page cache.
+        dtype: dtype of the model's weights.
+        precisions: stored precisions.
+        group: weights that share a scale (None for a row), by precision.
+        contents: contents of the header.
+        is_direct: whether reads bypass the page cache.
     """
 
     def __init__(
@@ -83,12 +83,13 @@ class NeuronStore:
 
         Args:
             path: the folder that ``vllm-tiered prepare`` made.
-            fingerprint: of the model that it has to be of; None for any.
-            first_neuron, num_neurons: of each layer, those that are wanted; None for all others.
+            fingerprint: the expected model's fingerprint; None accepts any model.
+            first_neuron, num_neurons: the shard of each layer; None for all neurons from
+                ``first_neuron`` on.
 
         Raises:
-            ConfigError: there is none, or it is another model's or of another version.
-            IntegrityError: it is damaged.
+            ConfigError: there is no store, it cannot be read, or it is of another model or version.
+            IntegrityError: the store is damaged.
         """
         folder = Path(path)
         header = folder / HEADER
@@ -128,35 +129,38 @@ class NeuronStore:
     # Tables ------------------------------------------------------------------------------
 
     def scales(self, layer: int, precision: Precision) -> torch.Tensor:
-        """float16 [N, M, G]; G is 0 for FULL."""
+        """Return the scales, float16 [N, M, G]; G is 0 for FULL."""
         if precision is Precision.FULL:
             size = (self.shape.neurons, self.shape.num_matrices, 0)
             return torch.empty(size, dtype=torch.float16)
         return self._of_shard(fmt.scales_name(layer, precision))
 
     def up_bias(self, layer: int) -> torch.Tensor | None:
-        """[N], in the model's dtype, if it has it."""
+        """Return the up bias, [N] in the model's dtype; None if the model has none."""
         name = fmt.up_bias_name(layer)
         return self._of_shard(name) if name in self._tables else None
 
     def down_bias(self, layer: int) -> torch.Tensor | None:
-        """[H], in the model's dtype, if it has it; not shared out among shards."""
+        """Return the down bias, [H] in the model's dtype; None if the model has none.
+
+        It is the whole bias in every shard.
+        """
         return self._tables.get(fmt.down_bias_name(layer))
 
     def down_norms(self, layer: int) -> torch.Tensor:
-        """float32 [N], Euclidean norms of the down columns."""
+        """Return the Euclidean norms of the down columns, float32 [N]."""
         return self._of_shard(fmt.down_norms_name(layer))
 
     @property
     def table_bytes(self) -> int:
-        """Of the tables, all of them in memory."""
+        """Bytes of all tables, which are in memory."""
         return sum(table.nbytes for table in self._tables.values())
 
     def file(self, name: str) -> Path:
-        """Another file that was published with the store.
+        """Verify another file of the store, and return its path.
 
         Raises:
-            ConfigError: it has none of this name.
+            ConfigError: the store has no file of this name.
             IntegrityError: the file is damaged.
         """
         if name not in self.contents["files"]:
@@ -179,13 +183,14 @@ class NeuronStore:
         """Read the bundle of ``neurons[i]`` into ``into[rows[i]]``; block until all are read.
 
         Args:
-            neurons: int64 [n], of the shard.
-            into: uint8 [num_rows, bundle_stride], contiguous; memory from ``aligned_pages`` is
-                read to directly.
-            rows: int64 [n], each once.
+            neurons: int64 [n], neurons of the shard.
+            into: uint8 [num_rows, bundle_stride], contiguous; memory from ``aligned_pages`` is read
+                into without a copy.
+            rows: int64 [n], without duplicates.
 
         Raises:
-            IntegrityError: naming file, layer, precision and neuron.
+            IntegrityError: a bundle is damaged; the message names file, layer, precision and
+                neuron.
         """
         self.submit(layer, precision, neurons, into, rows).wait()
 
@@ -197,7 +202,7 @@ class NeuronStore:
         into: torch.Tensor,
         rows: PageIds,
     ) -> PendingRead:
-        """As :meth:`read`, but begun only: ``wait`` for what is returned, which may raise."""
+        """Begin a :meth:`read`; ``wait`` on the returned handle completes it and may raise."""
         section = self._sections[layer, precision]
         if self.first_neuron:
             neurons = neurons + self.first_neuron
@@ -205,21 +210,21 @@ class NeuronStore:
 
     @property
     def num_bytes_read(self) -> int:
-        """That the disk brought, blocks around small bundles included."""
+        """Bytes read from the disk, including whole blocks around small bundles."""
         return self._file.stats.num_bytes
 
     @property
     def num_reads(self) -> int:
-        """Requests to the system."""
+        """Number of read requests to the system."""
         return self._file.stats.num_reads
 
     @property
     def read_seconds(self) -> float:
-        """In which at least one read was under way."""
+        """Seconds during which at least one read was in flight."""
         return self._file.stats.seconds
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the store; idempotent."""
         self._file.close()
 
     def __enter__(self) -> "NeuronStore":
@@ -263,7 +268,7 @@ class NeuronStore:
         return tables
 
     def _read_file(self, name: str) -> bytes:
-        """Return a file's contents, verified by their checksum."""
+        """Return a file's contents after verifying their checksum."""
         path = self.path / name
         try:
             expected = self.contents["files"][name]["xxh3"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writer of a neuron store, layer by layer, which resumes where it was killed.
+"""Writer of a neuron store, layer by layer; it resumes a draft after a kill.
 
-NAME.draft/draft.json            what is being written: another model's draft is begun anew
-NAME.draft/neurons.bin           all of its space reserved, and each layer written in place
-NAME.draft/layer-3.safetensors   layer 3's tables, there once all of its bundles are on the disk
-NAME                             the draft's new name when it is whole
+NAME.draft/draft.json            format of the draft; a draft of another model is deleted
+NAME.draft/neurons.bin           fully allocated at the start; each layer is written in place
+NAME.draft/layer-3.safetensors   tables of layer 3; written once all its bundles are on the disk
+NAME                             the draft is renamed to this when it is complete
 """
 
 import contextlib
@@ -42,19 +42,21 @@ _DRAFT_HEADER = "draft.json"
 
 
 class NeuronStoreWriter:
-    """Neuron store that is being written, by one process at a time.
+    """Draft of a neuron store, locked by the one process that writes it.
 
     Args:
-        folder: what it will be called; there must not be one yet.
-        dtype: of the model's weights.
-        fingerprint: of the model.
-        groups: the precisions to store, each with the weights that share a scale (None: a row).
-        model: its name, for messages.
+        folder: the store's final folder, which must not exist yet.
+        shape: shape of the model's FFN layers.
+        activation: its name in the model's config.
+        dtype: dtype of the model's weights.
+        fingerprint: the model's fingerprint.
+        groups: weights that share a scale (None for a row), by precision to store.
+        model: the model's name, for messages.
 
     Attributes:
-        draft: the folder until then.
-        form: what is being written.
-        finished_layers: in the order in which they were.
+        draft: the folder of the draft.
+        form: format of the store.
+        finished_layers: layers that are written, in the order in which they were finished.
 
     Raises:
         ConfigError: the folder exists, cannot be made, or another process writes it.
@@ -101,11 +103,11 @@ class NeuronStoreWriter:
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
-        """Write a layer as :func:`write_layer` does.
+        """Write a layer with :func:`write_layer` and record it as finished.
 
         Raises:
-            BudgetError: the disk is full. What was finished stays, and can be gone on with.
-            ConfigError: weights that cannot be quantised, or the disk fails.
+            BudgetError: the disk is full. Finished layers stay in the draft, which can be resumed.
+            ConfigError: the weights cannot be quantised, or the disk fails.
         """
         with self.said(f"cannot take layer {layer}"):
             write_layer(self.draft, self.form, layer, weights_NMH, up_bias, down_bias)
@@ -116,10 +118,11 @@ class NeuronStoreWriter:
         self.finished_layers = (*self.finished_layers, layer)
 
     def path_of(self, name: str) -> Path:
-        """Return where to write another file; files present at publication are part of the store.
+        """Return the path at which to write another file of the store.
 
-        Such files are kept by a draft that is gone on with: write them whole, under a name that
-        ends in ".new", and rename them; files of that name are not published.
+        All files in the draft are published, except those whose names end in ".new". A resumed
+        draft keeps its files, so write a file under a ".new" name first and rename it when it is
+        complete.
         """
         assert name not in (HEADER, NEURONS, TABLES, _DRAFT_HEADER) and "/" not in name
         return self.draft / name
@@ -128,14 +131,14 @@ class NeuronStoreWriter:
         """Sync the draft to the disk and rename it to the store.
 
         Args:
-            notes: JSON-safe, what else the header is to say.
+            notes: JSON-safe entries to add to the header.
 
         Returns:
-            The folder.
+            The store's folder.
 
         Raises:
             BudgetError: the disk is full; the draft stays.
-            ConfigError: there is a folder of this name by now, or the disk fails.
+            ConfigError: the store's folder exists by now, or the disk fails.
         """
         layers = range(self.form.shape.num_layers)
         missing = [layer for layer in layers if layer not in self.finished_layers]
@@ -155,13 +158,13 @@ class NeuronStoreWriter:
         return self.folder
 
     def close(self) -> None:
-        """Release the draft, which stays unless it was published; idempotent."""
+        """Unlock the draft; an unpublished draft stays on the disk. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
     def _take(self) -> int:
-        """Lock the draft's folder and return its descriptor."""
+        """Lock the draft's folder, and return its file descriptor."""
         while True:
             if self.folder.exists():
                 raise ConfigError(_exists(self.folder))
@@ -177,14 +180,14 @@ class NeuronStoreWriter:
                     f"{self.draft} is being written by another process: wait for it, or give "
                     "another --out"
                 ) from error
-            # Its writer may have published it between our opening and locking it.
+            # Another writer may have published the draft between our open and our lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), self.draft.stat()):
                     return lock
             os.close(lock)
 
     def _begin(self) -> None:
-        """Resume this model's draft; delete another model's."""
+        """Keep a draft of this store, or start a new one in place of another draft."""
         headers = [path for n in (HEADER, _DRAFT_HEADER) if (path := self.draft / n).exists()]
         paths = sorted(self.draft.iterdir())
         if not headers and any(path.name != f"{_DRAFT_HEADER}.new" for path in paths):
@@ -199,7 +202,7 @@ class NeuronStoreWriter:
                     "tiered ffn: %s is of another model or of other settings: begun anew",
                     self.draft,
                 )
-            # The header goes last, or a kill would leave what nobody knows to be a draft.
+            # Delete the header last: after a kill, files without it are not known to be a draft.
             for path in sorted(paths, key=lambda path: path in headers):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             put(self.draft / _DRAFT_HEADER, fmt.seal(mine))
@@ -212,7 +215,7 @@ class NeuronStoreWriter:
             held_bytes = os.fstat(fd).st_blocks * 512
             disk = os.fstatvfs(fd)
             free_bytes = disk.f_bavail * disk.f_frsize
-            # Tables are there twice for a moment: layer by layer, and gathered.
+            # The tables exist twice for a while: one file for each layer, and the merged file.
             wanted_bytes = num_bytes + 2 * self.form.tables_bytes
             if free_bytes + held_bytes < wanted_bytes:
                 raise BudgetError(
@@ -228,7 +231,7 @@ class NeuronStoreWriter:
     def _intact_layers(self) -> tuple[int, ...]:
         num_layers = self.form.shape.num_layers
         if (self.draft / HEADER).exists():
-            return tuple(range(num_layers))  # killed while it was being published
+            return tuple(range(num_layers))  # killed during publication
         finished = []
         for layer in range(num_layers):
             path = tables_of(self.draft, layer)
@@ -242,7 +245,7 @@ class NeuronStoreWriter:
         return tuple(finished)
 
     def _temporary(self) -> list[Path]:
-        """Return the draft's files that are no part of the store."""
+        """Return the draft's files that are not part of the store."""
         num_layers = self.form.shape.num_layers
         names = {_DRAFT_HEADER, *(tables_of(self.draft, n).name for n in range(num_layers))}
         return [p for p in self.draft.iterdir() if p.name in names or p.suffix == ".new"]
@@ -258,7 +261,12 @@ class NeuronStoreWriter:
 
     @contextlib.contextmanager
     def said(self, what: str) -> Iterator[None]:
-        """Raise the system's errors while the store is written as ours."""
+        """Convert the system's errors to ours while the store is written.
+
+        Raises:
+            BudgetError: the disk is full.
+            ConfigError: another system error occurred.
+        """
         try:
             yield
         except OSError as error:

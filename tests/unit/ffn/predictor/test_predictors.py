@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictors: their scores by definition, their shards, and their files."""
+"""Tests of predictors: scores by definition, shards, and files."""
 
 import pytest
 import torch
@@ -108,13 +108,13 @@ def test_base4_multiplies_with_code_times_scale(dtype, groups, neurons, matrices
     expected = (
         F.silu(first) * (x.float() @ weight[:, 1].T) if bias is None else F.relu(first + bias)
     )
-    # Scales are rounded to 8 bits in bfloat16, and so is each sum.
+    # bfloat16 rounds scales and sums to 8 significant bits.
     tolerance = (0.02 if dtype == torch.bfloat16 else 1e-5) * expected.abs().max().item()
     found = predictor.activations(x)
     torch.testing.assert_close(found, expected, rtol=0.02, atol=tolerance)
     assert torch.equal(predictor.scores(x), found.abs() * norms)
     assert predictor.num_neurons == neurons
-    if bias is not None:  # ReLU: those that 4 bit finds inactive are left out
+    if bias is not None:  # ReLU: neurons that are inactive in 4 bit are left out
         chosen = select(predictor.scores(x[:1]), [1, 0, 0], predictor.threshold).full
         assert chosen.tolist() == found[0].nonzero().flatten().tolist()
 
@@ -132,7 +132,7 @@ def test_base4_of_the_stores_bundles(gated):
     shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=gated, dtype_bytes=4)
     rows, x = torch.randn(N, shape.num_matrices, H), torch.randn(2, H)
     codes, scales = quantise(rows, Precision.INT4, 32)
-    padded = F.pad(codes, (0, 64))  # as rows of a cache are longer than a bundle
+    padded = F.pad(codes, (0, 64))  # cache slots are longer than a bundle
     activation = "silu" if gated else "relu"
     found = Base4.of_bundles(
         padded, scales, shape, torch.ones(N), activation=activation, dtype=torch.float32
@@ -143,7 +143,7 @@ def test_base4_of_the_stores_bundles(gated):
 
 
 def output_error(scores_BN, rows_NMH, x_BH):
-    """Mean absolute error of the FFN's output when scores choose the precisions of a mix."""
+    """Return the mean absolute error of the FFN's output if scores choose the precisions."""
     shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=True, dtype_bytes=4)
     selection = select(scores_BN, Mix.from_shares((0.25, 0.25, 0.5)))
     mixed = torch.zeros_like(rows_NMH)
@@ -159,7 +159,7 @@ def output_error(scores_BN, rows_NMH, x_BH):
 
 
 def test_base4_ranks_better_than_chance_and_reversal():
-    """Over 20 tokens, each by itself; the error is measured on the FFN's output."""
+    """Compares errors of the FFN's output, summed over 20 single tokens."""
     torch.manual_seed(0)
     shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=True, dtype_bytes=4)
     rows = torch.randn(N, 3, H) / H**0.5

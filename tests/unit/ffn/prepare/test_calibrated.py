@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare` with calibration text: what it leaves in the store, and that it goes on when killed."""
+"""Tests of `prepare` with calibration text: files in the store, and resuming after a kill."""
 
 import json
 
@@ -24,7 +24,7 @@ class Killed(Exception):
 
 
 class KilledAfter:
-    """Progress that ends the process, as it were, after so many layers of a step."""
+    """Progress that raises ``Killed`` after ``count`` layers of a step."""
 
     def __init__(self, name, count):
         self.name, self.count, self.current = name, count, ""
@@ -85,7 +85,7 @@ def test_low_rank(model, text, tmp_path):
 
 
 def test_a_model_of_few_positions(text, tmp_path):
-    """Fewer than a text has tokens otherwise: OPT's table of positions would end before it."""
+    """OPT's position table has fewer entries than a calibration text has tokens by default."""
     tiny_model("opt", tmp_path / "model", max_position_embeddings=100)
     tiny_tokenizer(tmp_path / "model")
     texts = calibration_texts(tmp_path / "model", 1200, text)

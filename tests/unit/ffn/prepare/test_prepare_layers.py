@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model run layer by layer, what it records, and FFNs of mixed precision in it."""
+"""Tests of layer-by-layer runs of a model, recordings, and FFNs of mixed precision."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ TEXTS = tiny_texts(3, 17)
 
 
 def run(model, replace=None):
-    """Logits of each text, every layer's FFN replaced first."""
+    """Return the logits of each text; ``replace`` may replace every layer's FFN first."""
     hidden = model.embed(TEXTS)
     with torch.inference_mode():
         for layer in range(model.num_layers):
@@ -54,7 +54,7 @@ def test_all_neurons_in_full_equal_the_model(tmp_path, kind):
         expected = [whole(torch.tensor([text])).logits[0] for text in TEXTS]
 
     def ranked(weights):
-        # In full, but through ranks: [1, 0, 0] with a threshold takes the path of a mix.
+        # Full precision through ranks: with a threshold, [1, 0, 0] is computed as a mix.
         def scores(x):
             return torch.rand(len(x), NEURONS)
 
@@ -95,7 +95,7 @@ def test_a_mix_by_definition(tmp_path, kind):
 
 
 def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
-    """Ranks that change a little: what is computed in which precision is what is near."""
+    """Ranks change a little, and some neurons keep the precision in which they are cached."""
     tiny_model("llama", tmp_path)
     model = LayerwiseModel(tmp_path)
     mix = Mix(full=0.25, int8=0.25, int4=0.5)
@@ -105,7 +105,7 @@ def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
         copies = Copies.of(ffn_weights(module, model.activation), GROUPS)
         plain = MixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)])
         cached = MixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)], has_cache=True)
-        torch.testing.assert_close(cached(x[:1]), plain(x[:1]))  # nothing was near
+        torch.testing.assert_close(cached(x[:1]), plain(x[:1]))  # the cache was empty
         found, other = cached(x), plain(x)
     assert not torch.allclose(found, other)
     full, int8, _ = cached.num_computed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search over mixes: what it tries, that all of it fits the budget, and what it picks."""
+"""Tests of the ratio search: candidates, budget, and result."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_the_least_uncertain_one_is_refined(criterion):
 
     def evaluate(mixes):
         asked.append(shares(mixes))
-        # Least at 0.17, between two steps; leaving neurons out is worse.
+        # The minimum is at 0.17, between two steps; leaving neurons out is worse.
         figures = [abs(m.full - 0.17) + (1 - sum(m.shares)) for m in mixes]
         other = "entropy" if criterion == "perplexity" else "perplexity"
         return [Uncertainty(**{criterion: figure, other: -figure}) for figure in figures]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's statistics, on neurons whose behaviour is known."""
+"""Tests of a layer's statistics on neurons with known activations."""
 
 import json
 
@@ -11,7 +11,7 @@ from vllm_tiered.ffn.prepare.statistics import layer_statistics
 
 
 def one_to_one(activation, neurons):
-    """Neuron n sees feature n."""
+    """Return weights with which neuron n depends on feature n only."""
     rows = torch.stack([torch.eye(neurons)] * 2, dim=1)
     return FfnWeights(rows, None, None, activation)
 
@@ -23,10 +23,10 @@ def test_active_neurons_of_a_relu_model():
     found = layer_statistics(x, [len(x)], one_to_one("relu", 4))
     assert found.active_share == found.followed_share == 0.5
     assert found.never == 0.25
-    # 11 steps: neuron 2 stays 11 times, 0 or 1 stays 6 times; 22 are active.
+    # In 11 steps neuron 2 stays 11 times, and neuron 0 or 1 stays 6 times; 22 are active in all.
     assert found.overlap == pytest.approx(17 / 22)
     assert found.overlap_by_chance == pytest.approx((1 + 0.25 + 0.25) / 2)
-    # A window of 4 tokens has all three; one of 2 tokens misses the other one half of the time.
+    # A window of 4 tokens has all three; one of 2 tokens lacks neuron 0 or 1 half of the time.
     assert found.window[4] == 0.75
     assert found.window_new[4] == 0
     assert found.window_new[2] == pytest.approx(0.25 * 5 / 10)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained predictors: the closed form, what training and rank give, and the report's figures."""
+"""Tests of predictor training: closed form, effects of training and rank, and the report."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ INNER = 6
 
 
 def a_layer(activation, *, gated=False, seed=0):
-    """Weights of low rank but for some noise, on inputs that fill few directions; few fire."""
+    """Return inputs, and weights of low rank with noise and few active neurons."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -82,7 +82,7 @@ def test_training_improves_on_the_closed_form():
 
 def test_training_stops_when_held_out_tokens_gain_no_more():
     x, weights = a_layer("relu")
-    # 64 tokens are soon learnt by heart.
+    # 64 tokens are overfitted quickly.
     settings = TrainSettings(ranks=(H,), max_epochs=500, learning_rate=0.05, batch_tokens=16)
     assert train_layer(torch.cat([x[:64], x[1200:]]), 64, weights, settings)[1]["epochs"] < 100
 
@@ -94,7 +94,7 @@ def test_figures_by_definition():
     x = torch.tensor([[1.0, 2.0, -1.0, -1.0]])
     layer = FfnWeights(weights, None, None, "relu")
     assert importance(x, layer).tolist() == [[1, 2, 0, 0]]
-    # Predicts neurons 1 and 2: one of two hits, 4 of 5 of the energy.
+    # Predicts neurons 1 and 2: one hit of two, and 4/5 of the energy.
     predictor = LowRank(torch.eye(4), torch.diag(torch.tensor([-1.0, 1, -1, 1])), torch.zeros(4))
     predictor.threshold = 0.0
     quality = measure(predictor, x, importance(x, layer))

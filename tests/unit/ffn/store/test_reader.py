@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published stores: any neurons to any rows, to the byte; shards; overlap; counters."""
+"""Tests of the store's reader: exact bytes, shards, overlapping reads, and counters."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["queued", "threads"])
 def stores(request, folders):
-    """Opened; with many requests given to the system at once, and without."""
+    """Open the stores, with and without asynchronous I/O."""
     opened = {name: NeuronStore.open(folder) for name, folder in folders.items()}
     for store in opened.values():
         store._file.use_aio &= request.param == "queued"
@@ -113,7 +113,7 @@ def test_what_a_store_says_of_itself(stores, name):
 
 
 def test_the_header_leads_anyone_to_each_bundle(folders):
-    """Without this package: JSON and a plain file."""
+    """The header and the neuron file can be read without this package."""
     header = json.loads((folders["middle"] / "store.json").read_text())
     data = (folders["middle"] / "neurons.bin").read_bytes()
     for section in header["sections"]:
@@ -153,7 +153,7 @@ def test_shards_together_are_the_model(folders, name, num_ranks):
 
 
 def test_neighbours_travel_together(stores):
-    """70 bundles of 16 KiB: a call for each 256 KiB, whatever the rows are."""
+    """70 adjacent bundles of 16 KiB take one call for each 256 KiB, for any order of rows."""
     store = stores["large"]
     into = region(LARGE, Precision.FULL, 70)
     before = store.num_reads, store.num_bytes_read, store.read_seconds
@@ -175,7 +175,7 @@ def test_small_bundles_of_a_block_are_read_once(stores):
 
 
 def test_reads_overlap_and_their_seconds_count_once(stores, monkeypatch):
-    """Two reads that each take 0.2 s, at the same time."""
+    """Two reads of 0.2 s each run at the same time."""
     real, gate = os.preadv, threading.Barrier(2)
 
     def preadv(fd, buffers, offset):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage, failing disks and wrong stores: read once more, then named; never a wrong weight."""
+"""Tests of damaged files, failing disks and wrong stores: no wrong weight is ever returned."""
 
 import ctypes
 import errno
@@ -24,7 +24,7 @@ from vllm_tiered.storage.aio import AioQueue
 
 @pytest.fixture(params=["large-queued", "large-threads", "small-queued", "small-threads"])
 def case(request, tmp_path, monkeypatch):
-    """A store whose bundles are whole blocks or share them, read many at once or by threads."""
+    """Open a store with large or small bundles, read by asynchronous I/O or by threads."""
     shape = SMALL if request.param.startswith("small") else LARGE
     store = NeuronStore.open(written(tmp_path / "store", shape))
     store._file.use_aio &= request.param.endswith("queued")
@@ -34,7 +34,7 @@ def case(request, tmp_path, monkeypatch):
 
 
 def patch_reads(monkeypatch, preadv):
-    """Let the system read by ``preadv``, also what it is asked for many at once."""
+    """Replace the system's reads by ``preadv``, including asynchronous ones."""
     monkeypatch.setattr(os, "preadv", preadv)
 
     def read(self, fd, vectors, cuts, offsets):
@@ -105,7 +105,7 @@ def test_damage_on_the_way_is_mended_by_the_second_read(case, precision, monkeyp
 
 
 def test_a_bundle_mixed_up_with_another(case):
-    """Whole, but another neuron's: the checksum belongs to the place."""
+    """A bundle that is intact but another neuron's fails, because checksums are per position."""
     store, shape = case
     path, stride = store.path / "neurons.bin", bundle_stride(shape, Precision.INT8)
     data = bytearray(path.read_bytes())
@@ -128,7 +128,7 @@ def test_a_shard_names_the_models_neuron(tmp_path):
 
 
 def inject(monkeypatch, store, bad, error, *, times=10**9):
-    """Reads that touch a bundle of layer 1 in full precision fail."""
+    """Make reads fail that touch the bundle ``bad`` of layer 1 in full precision."""
     real, left = os.preadv, [times]
     begin = offset_of(store, 1, Precision.FULL, bad)
     end = begin + bundle_bytes(store.shape, Precision.FULL)
@@ -145,7 +145,7 @@ def inject(monkeypatch, store, bad, error, *, times=10**9):
 def test_a_bad_block_is_named_by_its_neuron(case, monkeypatch):
     store, shape = case
     inject(monkeypatch, store, 17, errno.EIO)
-    # With small bundles the block's first neuron is named: none of them can be had.
+    # With small bundles the block's first neuron is named: no bundle of the block can be read.
     per_block = max(1, 4096 // bundle_stride(shape, Precision.FULL))
     neuron = 17 // per_block * per_block
     named = rf"layer 1, neuron {neuron}, full cannot be read \(Input/output error\)"
@@ -172,7 +172,7 @@ def test_a_file_that_is_cut_off_while_it_is_open(case):
     store, shape = case
     last = shape.num_layers - 1
     os.truncate(store.path / "neurons.bin", offset_of(store, last, Precision.INT4, 16))
-    # Another section's bundles are still there.
+    # Bundles of other sections are still readable.
     assert torch.equal(read_all(store, 0, Precision.INT8), bundles(shape, 0, Precision.INT8)[0])
     with pytest.raises(IntegrityError, match=rf"layer {last}, neuron \d+, int4 is cut off"):
         read_all(store, last, Precision.INT4)
@@ -190,7 +190,7 @@ def test_a_bug_in_a_reader_is_no_damage(case, monkeypatch):
 
 
 def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
-    """Threads read what it does not take."""
+    """Threads read the extents whose requests the system rejects."""
     real = AioQueue._submit
 
     def submit(self, pointers, num_under_way):
@@ -210,7 +210,7 @@ def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
 
 
 def test_after_an_error_a_store_goes_on(case, monkeypatch):
-    """Tasks of a read that failed do not run on into the next one."""
+    """Tasks of a failed read do not run during the next read."""
     store, shape = case
     with monkeypatch.context() as patch:
         inject(patch, store, 3, errno.EIO)
@@ -250,7 +250,7 @@ def folder(tmp_path):
 
 
 def rewrite(folder, **changes):
-    """The header with other contents, and the checksum that goes with them."""
+    """Write the header with changed contents and a valid checksum."""
     path = folder / store_format.HEADER
     contents = store_format.unseal(path.read_bytes(), path)
     path.write_bytes(store_format.seal({**contents, **changes}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts: gone on with, begun anew, one process's alone; published whole or not at all."""
+"""Tests of drafts: resuming, restarting, locking, and atomic publication."""
 
 import errno
 import logging
@@ -161,12 +161,12 @@ def test_another_store_appears_meanwhile(folder, tmp_path):
     filling.close()
 
 
-# Killed while it is published -----------------------------------------------------------
+# Kill during publication ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", range(12))
 def test_killed_at_any_step_of_publishing(folder, expected, step, monkeypatch):
-    """Whatever system call is the last: afterwards the store is there, or can be gone on with."""
+    """After a kill at any system call, the store is published or the draft can be resumed."""
     first = writer(folder, MIDDLE)
     for layer in range(MIDDLE.num_layers):
         add(first, layer)
