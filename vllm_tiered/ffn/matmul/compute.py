@@ -66,7 +66,8 @@ def add_down(
 ) -> None:
     """Add the down GEMM of slots 0 .. num_slots - 1 to ``out_BH``, float32 and contiguous.
 
-    Slots whose activations are all 0 add nothing, even if they hold NaN; kernels do not read them.
+    Slots whose activations are all 0 add nothing, even if they hold NaN. The C++ kernels and the
+    GPU's few-tokens kernel do not read them.
     """
     assert a_Bn.shape == (len(out_BH), num_slots) and out_BH.shape[1] == buffer.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
