@@ -8,9 +8,9 @@ Sparse computation is faster for small batches. Every prompt is a dense step, so
 both ways. One fit covers the steps of all layers.
 
 Only sparse steps fill the neuron cache, so the first sparse step after dense ones finds a cold
-cache and pays for it once. The model therefore predicts a sparse step's missing bytes from the
-layer's warm steps: sparse steps that followed sparse ones, at about the same batch size. A layer
-that is computed densely tries sparse steps again from time to time:
+cache and pays for it once. The model therefore ignores that cost: it counts at most the missing
+share that is usual in the layer's warm steps, which are sparse steps that followed sparse ones at
+about the same batch size. A layer that is computed densely tries sparse steps from time to time:
 
     sparse ... | dense for 128 steps | 4 sparse | dense for 256 | 4 sparse | ...
 
@@ -103,7 +103,7 @@ class StepTimes:
             self._rates = self._fit()
 
     def expected(self, parts: Sequence[float]) -> float | None:
-        """Return the expected seconds of a step; None before the first fit."""
+        """Return the expected seconds of a step; None if too few steps are known."""
         return None if self._rates is None else float(self._rates @ np.asarray(parts))
 
     def _fit(self) -> _Table | None:

@@ -107,7 +107,7 @@ class FfnRuntime:
 
     @property
     def stats(self) -> LayerStats:
-        """The sum of all layers' counts; steps that the GPU has not reported are not included."""
+        """The sum of all layers' counts, without hits and misses that the GPU has yet to report."""
         self._rank.clock.poll()
         total = LayerStats()
         for layer in self.layers:

@@ -68,7 +68,7 @@ class Mix:
         return self.full * full_bits + self.int8 * 8 + self.int4 * 4
 
     def counts(self, num_neurons: int) -> tuple[int, int, int]:
-        """Return the number of neurons in each precision; their sum is rounded, not each alone."""
+        """Return the number of neurons by precision; their sum is all if the shares sum to 1."""
         edges = [round(sum(self.shares[: i + 1]) * num_neurons) for i in range(3)]
         return edges[0], edges[1] - edges[0], edges[2] - edges[1]
 
