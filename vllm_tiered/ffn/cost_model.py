@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense/sparse cost model: which way a step takes less time (M2Cache, 5.5.2).
+"""Cost model that decides whether a step is computed densely or sparsely (M2Cache, 5.5.2).
 
     sparse    s0 + s1 missing bytes + s2 bytes multiplied + s3 bytes multiplied x tokens
     dense     d0 + d1 tokens
 
-Sparsity pays for small batches. Every prompt is a dense step, so both ways are measured in any run;
-the steps of all layers count.
+Sparse computation is faster for small batches. Every prompt is a dense step, so any run measures
+both ways. One fit covers the steps of all layers.
 
-The cache decides how much is missing, and only sparse steps fill it. So a sparse step is judged by
-what its layer misses, at batches of about that size, when the steps before were sparse too: a cold
-cache costs once. A layer that is computed densely tries sparse steps again now and then:
+Only sparse steps fill the neuron cache, so the first sparse step after dense ones finds a cold
+cache and pays for it once. The model therefore ignores that cost: it counts at most the missing
+share that is usual in the layer's warm steps, which are sparse steps that followed sparse ones at
+about the same batch size. A layer that is computed densely tries sparse steps from time to time:
 
     sparse ... | dense for 128 steps | 4 sparse | dense for 256 | 4 sparse | ...
 
-In most of a row of dense steps, neurons are not even scored: scoring is no small part of a step
-that has no use for it.
+Most steps in a run of dense steps do not score their neurons: scoring takes a noticeable part of a
+step, and a dense step does not use the scores.
 """
 
 import statistics
@@ -27,49 +28,55 @@ import numpy as np
 import numpy.typing as npt
 
 _KEPT = 64
-"""Steps of a kind that are kept, so that many of one kind do not crowd out another."""
+"""Most steps that are kept of one kind, so that a frequent kind does not displace the others."""
 
 _FORGOTTEN = 8192
-"""Steps after which a step is ignored: it may be of another workload."""
+"""Age in steps from which a measured step is ignored: the workload may have changed since."""
 
 _LEAST = 16
-"""Steps of one way before its times are predicted."""
+"""Fewest measured steps from which times are predicted."""
 
 _REFIT = 64
+"""Measured steps between two fits."""
 
 _OUTLIER = 1.5
-"""Times the expected seconds from which a step is an outlier: something else delayed it."""
+"""A step that takes longer than this factor times its expected seconds is an outlier."""
 
 _ROUNDS = 3
+"""Rounds of fitting without outliers."""
 
 _LEAST_WARM = 3
-"""A layer's sparse steps that follow sparse ones, before it may prefer dense ones."""
+"""Fewest warm steps of a layer before it may prefer dense ones."""
 
 _KEPT_WARM = 5
-"""Warm steps that are kept; a trial's three are most of them."""
+"""Warm steps that are kept for each layer; the three of one trial are the majority."""
 
 _TRIAL = 4
-"""Steps of a trial: one with a cold cache, and three warm ones."""
+"""Steps of a trial: one with a cold cache, then three warm ones."""
 
 _PATIENCE = 128
+"""Preferred dense steps before the first trial; the number doubles with each trial."""
+
 _MOST_PATIENCE = 4096
+"""Most preferred dense steps between two trials."""
+
 _SETTLED = 16
-"""Sparse steps in a row that a layer prefers before its patience is reset."""
+"""Consecutive preferred sparse steps after which a layer's patience is reset."""
 
 _SURE_ROW = 8
-"""Preferred dense steps in a row, after which the next ones are dense without scoring."""
+"""Consecutive preferred dense steps after which the next steps are dense without scoring."""
 
 _SCORED_EVERY = 8
-"""One step of so many is scored and judged all the same."""
+"""Of a run of dense steps without scoring, every eighth is scored and evaluated nevertheless."""
 
 _Table: TypeAlias = npt.NDArray[np.float64]
 
 
 class StepTimes:
-    """Linear fit of steps' seconds to their amounts of work, with rates that are not below 0.
+    """Linear fit of steps' seconds to their amounts of work, with non-negative rates.
 
     Args:
-        num_parts: kinds of work in a step.
+        num_parts: number of kinds of work in a step.
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -82,8 +89,8 @@ class StepTimes:
         """Add a measured step.
 
         Args:
-            kind: steps of one kind are alike; the newest of each kind are kept.
-            parts: amounts of work.
+            kind: key that similar steps share; the newest steps of each kind are kept.
+            parts: amounts of work, one for each kind of work.
         """
         assert len(parts) == self._num_parts
         steps = self._steps.setdefault(kind, deque(maxlen=_KEPT))
@@ -96,7 +103,7 @@ class StepTimes:
             self._rates = self._fit()
 
     def expected(self, parts: Sequence[float]) -> float | None:
-        """Return the expected seconds; None while too few steps are known."""
+        """Return the expected seconds of a step; None if too few steps are known."""
         return None if self._rates is None else float(self._rates @ np.asarray(parts))
 
     def _fit(self) -> _Table | None:
@@ -107,7 +114,7 @@ class StepTimes:
         table = np.asarray(kept, dtype=np.float64)
         parts, seconds = table[:, :-1], table[:, -1]
         rates = _rates(parts, seconds)
-        # Outliers, which something else delayed, would bias the fit.
+        # Something else delayed the outliers; they would bias the fit.
         usual = seconds <= _OUTLIER * (parts @ _rates(parts, seconds))
         for _ in range(_ROUNDS):
             if not usual.any():
@@ -118,7 +125,7 @@ class StepTimes:
 
 
 def _rates(parts: _Table, seconds: _Table) -> _Table:
-    """Return the non-negative rates with the least relative squared errors."""
+    """Return non-negative rates fitted by least squares of the relative errors."""
     relative = parts / seconds[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-30)
     left = list(range(parts.shape[1]))
@@ -138,11 +145,11 @@ class _LayerHistory:
     """Recent steps of one layer at batches of about one size.
 
     Attributes:
-        missing_shares: missing over multiplied bytes of the newest warm sparse steps.
+        missing_shares: missing bytes over multiplied bytes of the newest warm sparse steps.
         dense: preferred dense steps since the last trial.
-        sparse: preferred sparse steps in a row.
-        row: preferred dense steps in a row.
-        trial: steps that are left of a trial.
+        sparse: consecutive preferred sparse steps.
+        row: consecutive preferred dense steps.
+        trial: remaining steps of a trial.
         patience: preferred dense steps before the next trial.
     """
 
@@ -180,7 +187,8 @@ class DenseSparseCostModel:
         """Add a measured sparse step.
 
         Args:
-            missing, multiplied: bytes of neurons that were loaded, and that were multiplied.
+            missing: bytes of the neurons that were loaded.
+            multiplied: bytes of the neurons that were multiplied.
             is_warm: the layer's last decode step was sparse too.
         """
         kind = tokens.bit_length(), is_warm
@@ -193,7 +201,12 @@ class DenseSparseCostModel:
         self._dense.add(tokens.bit_length(), (1.0, tokens), seconds)
 
     def prefers_dense(self, layer: int, missing: int, multiplied: int, tokens: int) -> bool:
-        """Return whether computing all neurons will take less time than the selected ones."""
+        """Return whether the step is to be computed densely; updates the layer's history.
+
+        Args:
+            missing: bytes of neurons that a sparse step would load.
+            multiplied: bytes of neurons that a sparse step would multiply.
+        """
         history = self._history(layer, tokens)
         if history.trial:
             history.trial -= 1
@@ -213,9 +226,9 @@ class DenseSparseCostModel:
         return True
 
     def is_surely_dense(self, layer: int, tokens: int) -> bool:
-        """Return whether a step is dense without scoring, because a row of steps before was.
+        """Return whether the step is dense without scoring, after a run of dense steps.
 
-        Call it once a step, before :meth:`prefers_dense`, which is not called if this is true.
+        Call it once for each step. Call :meth:`prefers_dense` afterwards only if it returns False.
         """
         history = self._history(layer, tokens)
         is_scored = (history.row + 1) % _SCORED_EVERY == 0 or history.dense >= history.patience

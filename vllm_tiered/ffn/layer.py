@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's FFN, computed from its neurons by the strategy that suits the step.
+"""One layer's FFN, which picks a strategy for each step.
 
-    Dense            prompts, and steps for which the cost model finds it faster
+    Dense            prompts, and decode steps that the cost model predicts to be faster densely
     SparseOnHost     decode steps: the host selects neurons and plans the cache
     SparseOnDevice   decode steps of a few tokens, where far memory holds every missing neuron
 
@@ -20,14 +20,14 @@ from vllm_tiered.ffn.strategy.sparse_on_host import SparseOnHost
 
 
 class FfnLayer:
-    """One FFN layer of a rank; loads the neurons that stay near for good.
+    """One FFN layer of a rank. The constructor loads the permanently near neurons.
 
     Args:
-        resources: what the layer computes with.
-        on_device: its strategy for steps of a few tokens on a GPU; None if the host plans all.
+        resources: memory, indices and helpers of the layer.
+        on_device: strategy for sparse steps of a few tokens on a GPU; None if the host plans all.
 
     Attributes:
-        on_host: its strategy for other sparse steps; None if every neuron is always computed.
+        on_host: strategy for the other sparse steps; None if every neuron is always computed.
 
     Raises:
         IntegrityError: a bundle is damaged.
@@ -47,7 +47,7 @@ class FfnLayer:
 
     @property
     def down_bias(self) -> torch.Tensor | None:
-        """The last bias, [H], which is added once where the ranks' outputs are summed."""
+        """The bias of fc2, [H]. It is added once, where the ranks' outputs are summed."""
         return self.resources.tables.down_bias
 
     @property
@@ -59,8 +59,8 @@ class FfnLayer:
         """Return the FFN's output without the last bias, [B, H] in ``x_BH``'s dtype.
 
         Args:
-            only_decodes: each row is a request's newest token. Otherwise all neurons are computed:
-                a prompt's tokens together want most of them.
+            only_decodes: each row is the newest token of its own request. Otherwise the step is
+                dense: the tokens of a prompt together need most neurons.
 
         Raises:
             IntegrityError: a bundle is damaged.
@@ -71,9 +71,9 @@ class FfnLayer:
         return out_BH.to(x_BH.dtype)
 
     def resident_neurons(self) -> dict[Precision, Ids]:
-        """Return the neuron in each slot of the buffers that change, -1 where there is none.
+        """Return the neuron in each slot of the cached buffers; -1 marks an empty slot.
 
-        Waits for the GPU if it has the cache index.
+        Waits for the GPU if the GPU has the cache index.
         """
         if self.on_device is not None and self.on_device.owns_index:
             return self.on_device.slots()
@@ -81,10 +81,10 @@ class FfnLayer:
         return {p: one.resident() for p, one in self.resources.cache.caches.items()}
 
     def check_integrity(self) -> None:
-        """Check the cache index, wherever it is. Waits for the GPU if it has the index.
+        """Check the cache index on the host or on the GPU. Waits for the GPU if it has the index.
 
         Raises:
-            IntegrityError: naming the neurons.
+            IntegrityError: the index is inconsistent; the message names neurons or slots.
         """
         if self.resources.cache is not None:
             self.resources.cache.check_integrity()
@@ -92,7 +92,7 @@ class FfnLayer:
             self.on_device.check_integrity()
 
     def _compute_sparse(self, x_BH: torch.Tensor) -> torch.Tensor | None:
-        """Return a decode step's output, float32; None if the step is to be computed densely."""
+        """Return a decode step's output, float32; None if the step must be computed densely."""
         if self.on_host is None:
             return None
         is_warm, self._is_warm = self._is_warm, False

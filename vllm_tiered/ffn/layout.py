@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of a feed-forward network's neurons: each has its rows and its column side by side.
+"""Layout of an FFN's neurons: the rows and the column of a neuron are stored contiguously.
 
     neuron i    row i of gate and up (or fc1), column i of down (or fc2)
     bundle      its codes in one precision:   [gate i │] up i │ down i      (LLM in a flash, 3.2)
-    stride      a bundle's place in a file: never across a boundary of 4 KiB unless it is longer
+    stride      bytes between bundles; a bundle crosses a 4 KiB boundary only if it is longer
 
-The scales of 8 and 4 bit codes, one for each group of weights, are kept in tables that stay near.
+8 and 4 bit codes have one scale for each group of weights. The scales are in tables that stay near.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
 BLOCK_BYTES = 4096
-"""Unit of a disk's reads, and of O_DIRECT."""
+"""Unit of disk reads and of O_DIRECT."""
 
 
 class Precision(Enum):
-    """Precision of a neuron's weights. FULL is the model's own dtype, the papers' 16 bit."""
+    """Precision of a neuron's weights. FULL is the model's dtype (16 bit in the papers)."""
 
     FULL = "full"
     INT8 = "int8"
@@ -25,13 +25,13 @@ class Precision(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnShape:
-    """Shape of a model's FFN layers; they are all alike.
+    """Shape of a model's FFN layers; all layers have the same shape.
 
     Attributes:
         hidden: features of the hidden state; even.
-        neurons: of a layer.
-        gated: gate, up and down (SwiGLU, ReGLU); otherwise fc1 and fc2.
-        dtype_bytes: of a weight in full precision, 2 or 4.
+        neurons: neurons of one layer.
+        gated: the matrices are gate, up and down (SwiGLU, ReGLU); otherwise fc1 and fc2.
+        dtype_bytes: bytes of a weight in full precision, 2 or 4.
     """
 
     num_layers: int
@@ -42,7 +42,7 @@ class FfnShape:
 
     @property
     def num_matrices(self) -> int:
-        """The matrices of a neuron: its rows and its column."""
+        """The number of matrices, and so of weight vectors in a bundle."""
         return 3 if self.gated else 2
 
 
@@ -61,8 +61,8 @@ def bundle_bytes(shape: FfnShape, precision: Precision) -> int:
 def bundle_stride(shape: FfnShape, precision: Precision) -> int:
     """Return the bytes from one bundle to the next in a file and in a cache.
 
-    A multiple of ``BLOCK_BYTES``, or the least power of two that holds the bundle: so one read of
-    whole blocks holds any bundle.
+    It is a multiple of ``BLOCK_BYTES``; for bundles below one block it is the least power of two
+    that holds the bundle. So a bundle never touches more blocks than it needs.
     """
     num_bytes = bundle_bytes(shape, precision)
     if num_bytes >= BLOCK_BYTES:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small messages between the host and compute: scores one way, lists of the cache plan the other.
+"""Copies of small tensors between the host and near memory.
 
     near     scores ─ d2h ┐                          ┌ h2d ─► slots to move, slots to fill
     host                  └─► selection ─► cache plan ┘
 
-Where near memory is the host's, nothing is copied. On a GPU both directions go through pinned
-memory: ``d2h`` holds the host until compute has come that far, ``h2d`` does not. ``async_stats``
-does not either: the host reads the statistics of a step, whose cache index is on the GPU, later.
+Where near memory is host memory, nothing is copied. On a GPU both directions go through pinned
+memory. ``d2h`` blocks the host until the GPU has computed the tensors; ``h2d`` and ``async_stats``
+do not block. ``async_stats`` copies the statistics of a step whose cache index is on the GPU, and
+the host reads them later.
 """
 
 from collections import deque
@@ -20,20 +21,21 @@ from vllm_tiered.devices.base import Device, Event
 
 _ALIGNMENT = 16
 _NUM_H2D_BUFFERS = 4
-"""Messages under way: a layer sends one, and waits for its scores before the next does. Where
-layers send without waiting, as when cache indices migrate to the GPU, the fifth waits for the
-first."""
+"""Buffers for copies to near memory that may be in flight at once. A layer sends one message, and
+the next layer waits for its scores before it sends. Layers that send without waiting, as when cache
+indices migrate to the GPU, reuse a buffer: the fifth message waits for the copy of the first."""
 
 _STATS_BYTES = 64
 _NUM_STATS = 64
-"""Places that the async stats buffer grows by: one for each layer in a few steps under way."""
+"""Entries by which the async stats buffer grows. Each layer of each step in flight uses one."""
 
 
 class Mailbox:
-    """Copies small tensors between the host and near memory, for the thread that submits compute.
+    """Copies small tensors between the host and near memory; used by the thread that submits work.
 
     Args:
-        near: torch's device.
+        device: provides pinned memory and compute events.
+        near: torch device of near memory.
 
     Attributes:
         near: as given.
@@ -49,7 +51,7 @@ class Mailbox:
         self._free_stats: list[torch.Tensor] = []
 
     def d2h(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return near tensors on the host, valid until the next call; waits for compute."""
+        """Copy near tensors to the host and wait for them; they are valid until the next call."""
         if not self._device.has_device_memory:
             return list(tensors)
         ends = _ends(tensors)
@@ -62,9 +64,9 @@ class Mailbox:
         return found
 
     def async_stats(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a place in the async stats buffer to which a near tensor is being copied.
+        """Begin to copy a near tensor to the async stats buffer; return the host tensor.
 
-        It must not be read before a later event of compute is done, and then goes to
+        Read the result only after a compute event that was recorded later is done. Then pass it to
         :meth:`recycle`.
 
         Args:
@@ -80,12 +82,12 @@ class Mailbox:
         return host
 
     def recycle(self, stats: torch.Tensor) -> None:
-        """Give a place of the async stats buffer to later statistics; it has been read."""
+        """Free the async stats entry behind ``stats``, which has been read."""
         place = stats.view(torch.uint8).flatten().as_strided((_STATS_BYTES,), (1,))
         self._free_stats.append(place)
 
     def h2d(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """Return arrays as near tensors, for compute that is submitted from now on."""
+        """Copy arrays to near tensors without waiting; work submitted later may use them."""
         tensors = [torch.from_numpy(array) for array in arrays]
         if not self._device.has_device_memory:
             return tensors
@@ -104,7 +106,7 @@ class Mailbox:
 
 
 def _ends(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return where each tensor ends in a buffer of bytes, rounded up."""
+    """Return the end offset of each tensor in a byte buffer, aligned to ``_ALIGNMENT``."""
     ends: list[int] = []
     for tensor in tensors:
         begin = ends[-1] if ends else 0
@@ -115,7 +117,7 @@ def _ends(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _views(
     memory: torch.Tensor, tensors: Sequence[torch.Tensor], ends: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return each tensor's part of the bytes, with its dtype and shape."""
+    """Return views of ``memory``, one for each tensor, with its dtype and shape."""
     begins = [0, *ends[:-1]]
     return [
         memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

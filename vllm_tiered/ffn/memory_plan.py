@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the FFN is near and how much is far, before any memory is allocated.
+"""Plan of the FFN's near and far memory, made before any memory is allocated.
 
 near    cache      buffers of each layer, one for each precision
         tables     scales and biases of all neurons; predictors
-        staging    chunks through which a layer passes that is computed densely
-far     the first layers' bundles (M2Cache, 5.4: the fixed area), and neurons that are read ahead
-store   everything, read when it is needed
+        staging    chunks of the neurons that a dense step streams
+far     the first layers' bundles (M2Cache, 5.4: the fixed area), and prefetched neurons
+store   all neurons, read on demand
 """
 
 import math
@@ -18,38 +18,42 @@ from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.units import MIB, format_bytes
 
 PREFETCH_LAYERS = 2
-"""Layers from the one that computes to the one whose neurons are read ahead (M2Cache, 5.4)."""
+"""Distance in layers from the one that computes to the one whose neurons are prefetched (M2Cache,
+5.4)."""
 
 KNOB = "tiered.ffn.near_gib"
 
 _CHUNK_BYTES = 4 * MIB
-"""Bytes of a staging buffer: 2 ms of a fast disk, many bundles of the largest models."""
+"""Most bytes of a staging buffer. A fast disk reads it in 2 ms; it holds many bundles even of the
+largest models."""
 
 NUM_CHUNKS = 3
-"""Staging buffers: one that is computed with, and two that are loaded."""
+"""Staging buffers: the GEMM reads one while two are loaded."""
 
 _SLOTS_PER_WANTED = 2.0
-"""Default slots of a buffer over what one token wants: room for a window, and for batches."""
+"""Default ratio of a buffer's slots to the neurons that one token wants. The other slots are for
+the window policy and for batches."""
 
 _LEAST_SLOTS_PER_WANTED = 1.25
-"""The same where twice would be more than all neurons: tokens differ in what they want."""
+"""Least default ratio, even if the buffers then take more bytes than all neurons in full precision.
+Tokens differ in how many neurons they want."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnPlan:
-    """Memory of one rank's FFN; all layers are alike.
+    """Memory plan of one rank's FFN; all layers get the same near memory.
 
     Attributes:
         shape: the rank's layers and neurons.
-        mix: None if every neuron is computed in full precision.
-        cache_slots: slots of each precision's cache buffer in each layer. With ``mix`` None, the
-            neurons that stay near for good.
-        has_base: the 4-bit buffer holds every neuron for good: it ranks them, and its activations
-            of the low ranks are used.
+        mix: shares by precision; None if every neuron is computed in full precision.
+        cache_slots: slots of each precision's cache buffer in each layer. If ``mix`` is None, the
+            number of neurons that are permanently near.
+        streamed: the precision of dense steps.
+        num_far_layers: number of layers, from the first, whose bundles are in far memory.
+        table_bytes: bytes of tables and predictors.
+        has_base: the 4-bit buffer permanently holds every neuron. It ranks the neurons, and its
+            activations of the low ranks are used.
         prefetches: neurons that later layers are predicted to want are read into far memory.
-        streamed: the precision in which layers are computed densely.
-        num_far_layers: layers whose bundles far memory holds, the first ones.
-        table_bytes: of tables and predictors.
     """
 
     shape: FfnShape
@@ -63,17 +67,17 @@ class FfnPlan:
 
     @property
     def dynamic_slots(self) -> dict[Precision, int]:
-        """Neurons in each of the ``PREFETCH_LAYERS + 1`` far buffers for what is read ahead."""
+        """The slots by precision of each of the ``PREFETCH_LAYERS + 1`` prefetch buffers."""
         return {p: self.cache_slots[p] for p in self.cached} if self.prefetches else {}
 
     @property
     def cached(self) -> tuple[Precision, ...]:
-        """The precisions whose buffers change from token to token."""
+        """The precisions whose buffers are caches; a 4-bit base is not among them."""
         return tuple(p for p in self.cache_slots if not (self.has_base and p is Precision.INT4))
 
     @property
     def chunk_neurons(self) -> int:
-        """Neurons in a staging buffer."""
+        """The number of neurons in a staging buffer."""
         return min(self.shape.neurons, _chunk_neurons(self.shape, self.streamed))
 
     @property
@@ -93,7 +97,7 @@ class FfnPlan:
 
     @property
     def far_precisions(self) -> tuple[Precision, ...]:
-        """The precisions that far memory holds of a layer: those that steps read."""
+        """The precisions of a far layer's bundles: those that steps read."""
         wanted = {self.streamed, *(p for p, count in self.cache_slots.items() if count)}
         if self.has_base:
             wanted.discard(Precision.INT4)
@@ -101,7 +105,7 @@ class FfnPlan:
 
     @property
     def far_bytes(self) -> int:
-        """Bytes of the far layers, and of what is read ahead."""
+        """Bytes of the far layers and of the prefetch buffers."""
         ahead_bytes = (PREFETCH_LAYERS + 1) * _bytes(self.shape, self.dynamic_slots)
         return self.num_far_layers * _layer_bytes(self.shape, self.far_precisions) + ahead_bytes
 
@@ -109,15 +113,15 @@ class FfnPlan:
 def plan_exact(
     shape: FfnShape, *, near_bytes: int | None, far_bytes: int, table_bytes: int
 ) -> FfnPlan:
-    """Plan every neuron in full precision: as many as fit stay near, the others are staged.
+    """Plan for every neuron in full precision: as many as fit are near, the others are streamed.
 
     Args:
-        near_bytes: the limit of everything near; None keeps nothing near but what is needed.
-        far_bytes: the limit of far memory.
+        near_bytes: limit of near memory; None keeps only staging buffers and tables near.
+        far_bytes: limit of far memory.
         table_bytes: as in :class:`FfnPlan`.
 
     Raises:
-        BudgetError: ``near_bytes`` does not hold tables and staging.
+        BudgetError: ``near_bytes`` is too little for tables and staging buffers.
     """
     stride = bundle_stride(shape, Precision.FULL)
     bare = FfnPlan(
@@ -147,21 +151,22 @@ def plan_mixed(
     has_base: bool = False,
     prefetches: bool = False,
 ) -> FfnPlan:
-    """Plan neurons by importance: each precision has a buffer for what tokens want of it.
+    """Plan for neurons by importance: each precision of the mix gets a cache buffer.
 
     Args:
-        mix: shares of the neurons that are predicted active.
-        active_share: share of all neurons that is active, on average; 1 where none is ever
+        mix: shares of the active neurons by precision.
+        active_share: share of all neurons that a token's active ones are; 1 if none is ever
             inactive.
         streamed, table_bytes, has_base: as in :class:`FfnPlan`.
-        near_bytes: the limit of everything near. None for buffers of twice what a token wants, or
-            of as many bytes as all neurons take in full precision, if that is less and leaves room.
-        far_bytes: the limit of far memory.
-        prefetches: later layers' neurons can be predicted. They are read ahead if far memory has
-            room for them, and does not hold all layers anyway.
+        near_bytes: limit of near memory. With None, a layer's buffers hold twice what one token
+            wants, but take at most the bytes of all its neurons in full precision; they hold at
+            least 1.25 times what one token wants.
+        far_bytes: limit of far memory.
+        prefetches: whether later layers' neurons can be predicted. They are prefetched if the
+            buffers for them fit in far memory, and far memory does not hold all layers.
 
     Raises:
-        BudgetError: ``near_bytes`` does not hold what one token wants.
+        BudgetError: ``near_bytes`` is too little for what one token wants.
     """
     num_active = math.ceil(active_share * shape.neurons)
     counts = dict(zip(Precision, mix.counts(num_active), strict=True))
@@ -202,7 +207,10 @@ def plan_mixed(
 def _scaled(
     shape: FfnShape, wanted: Mapping[Precision, int], layer_bytes: float
 ) -> dict[Precision, int]:
-    """Return slots in proportion; a buffer with all neurons leaves its share to the others."""
+    """Scale the wanted slots to ``layer_bytes``, at most one slot a neuron in each buffer.
+
+    A buffer that holds all neurons leaves the rest of its share to the others.
+    """
     slots: dict[Precision, int] = {}
     left = dict(wanted)
     while left:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a neuron store: from the configuration to layers that compute."""
+"""Open a neuron store: make the runtime of an FFN from its configuration."""
 
 import json
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.units import GIB
 
 _INDEX_BYTES = 20
-"""Bytes of a neuron in a cache index on a GPU: its place, its last use, a slot of three buffers."""
+"""Bytes of a neuron in a cache index on a GPU: location, last use, and a slot in three buffers."""
 
 DEFAULT_MIX = Mix(full=0.25, int8=0.25, int4=0.5)
-"""M2Cache's mix, half the bytes of 16 bit; used where `prepare` did not search for a better one."""
+"""M2Cache's mix, which takes half the bytes of 16 bit. Used if `prepare` did not search for one."""
 
 
 def open_runtime(
@@ -36,17 +36,19 @@ def open_runtime(
     num_ranks: int = 1,
     near_device: torch.device | None = None,
 ) -> FfnRuntime:
-    """Lay out near and far memory as configured, and fill far memory.
+    """Plan near and far memory as configured, allocate them, and fill far memory.
 
     Args:
         config: the ``ffn`` section.
         store: the rank's neurons; closed with the runtime.
+        device: copies between the tiers; closed with the runtime.
         num_ranks: ranks that share the host's memory.
-        near_device: torch's device of near memory; None for the host.
+        near_device: torch device of near memory; None for the host.
 
     Raises:
         BudgetError: a tier does not have the memory.
-        ConfigError: the store lacks a precision, or a predictor.
+        ConfigError: the store lacks a precision or a predictor.
+        IntegrityError: a bundle is damaged.
     """
     predictors = [] if config.exact else load_predictors(store)
     is_gpu = near_device is not None and near_device.type == "cuda"
@@ -70,10 +72,15 @@ def make_plan(
     num_ranks: int,
     has_index: bool = False,
 ) -> FfnPlan:
-    """Return what is near and what is far. Raises as :func:`open_runtime`.
+    """Return the memory plan of a rank.
 
     Args:
-        has_index: near memory holds the far layers' cache indices, too.
+        num_ranks: ranks that share the host's memory.
+        has_index: near memory also holds cache indices.
+
+    Raises:
+        BudgetError: a tier does not have the memory.
+        ConfigError: the store lacks a precision.
     """
     near_bytes = None if config.near_gib == "auto" else int(config.near_gib * GIB)
     if config.far_gib == "auto":
@@ -99,18 +106,18 @@ def make_plan(
         far_bytes=far_bytes,
         table_bytes=table_bytes,
         has_base=not predictors,
-        # On the CPU backend the cores that compute also read ahead: 205 and 226 ms a token instead
-        # of 159, though nine of ten misses were predicted (OPT-1.3B with synthetic sparsity,
-        # 2 cores, 2026-11-22).
+        # On the CPU backend the cores that compute also prefetch: a token took 205 and 226 ms
+        # instead of 159, though nine of ten misses were predicted (OPT-1.3B with synthetic
+        # sparsity, 2 cores, 2026-11-22).
         prefetches=bool(predictors) and config.preload == "on",
     )
 
 
 def load_predictors(store: NeuronStore) -> list[Predictor]:
-    """Return the predictors that `prepare` trained, one a layer; none where the base ranks neurons.
+    """Return the trained predictors, one for each layer; none if the 4-bit base ranks neurons.
 
     Raises:
-        ConfigError: the store has neither.
+        ConfigError: the store has neither predictors nor 4-bit neurons.
     """
     if predictor_name(0) in store.contents["files"]:
         return [_trained(store, layer) for layer in range(store.shape.num_layers)]
@@ -130,10 +137,10 @@ def searched_mix(store: NeuronStore) -> Mix:
 
 
 def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
-    """Return the share of a token's neurons that are predicted active, of the layer with the most.
+    """Return the largest share of neurons that a layer predicts to be active for a token.
 
-    As `prepare` measured it on calibration text; 1 where it did not, or where no neuron is ever
-    inactive.
+    `prepare` measured the shares on calibration text. The result is 1 if it did not, or if no
+    neuron is ever inactive.
     """
     layers = range(store.shape.num_layers)
     if any(predictor.threshold is not None for predictor in predictors):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All FFN layers of a rank: their memory, and the resources that they share."""
+"""All FFN layers of a rank, with their memory and their shared resources."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -33,7 +33,7 @@ from vllm_tiered.ffn.tables import NeuronTables
 from vllm_tiered.storage.direct_file import aligned_pages
 
 BASE = "base4"
-"""The predictor's name where the 4-bit buffer ranks neurons."""
+"""Predictor name that is reported if the 4-bit base ranks neurons."""
 
 CachePolicy = Literal["atu", "window", "none"]
 
@@ -43,18 +43,20 @@ class FfnRuntime:
 
     Args:
         store: the rank's neurons; closed with the runtime.
-        plan: what is near and what is far.
+        plan: the memory plan.
         device: copies between the tiers; closed with the runtime.
-        predictors: one a layer; none if every neuron is computed, or the plan has a 4-bit base.
-        policy: which neurons stay near.
+        predictors: one for each layer; none if every neuron is computed or the plan has a 4-bit
+            base.
+        policy: cache policy.
         window: tokens whose neurons stay near with the policy "window".
-        near_device: torch's device of the cache and staging buffers; None for the host.
+        near_device: torch device of the cache and staging buffers; None for the host.
 
     Attributes:
-        layers: in the order of computation.
+        plan: as given.
+        layers: the layers in the order of computation.
         backend: loads neurons from far memory and the store.
-        dynamic: what is read ahead; None if nothing is.
-        predictor: the name of what ranks neurons; None if nothing does.
+        dynamic: buffers of prefetched neurons; None if nothing is prefetched.
+        predictor: name of the predictor; None if neurons are not ranked.
 
     Raises:
         BudgetError: a tier does not have the memory.
@@ -105,7 +107,7 @@ class FfnRuntime:
 
     @property
     def stats(self) -> LayerStats:
-        """The counts of all layers together, as far as they are known."""
+        """The sum of all layers' counts, without hits and misses that the GPU has yet to report."""
         self._rank.clock.poll()
         total = LayerStats()
         for layer in self.layers:
@@ -116,7 +118,7 @@ class FfnRuntime:
         return total
 
     def close(self) -> None:
-        """Free far memory and close the store; no layer computes any more. Idempotent."""
+        """Free far memory and close the store; no layer may compute afterwards. Idempotent."""
         self._device.close()
         self._store.close()
 
@@ -164,12 +166,13 @@ class FfnRuntime:
         return FfnLayer(resources, self._make_device_strategy(resources))
 
     def _make_device_strategy(self, resources: LayerResources) -> SparseOnDevice | None:
-        """Return a layer's strategy on the GPU alone.
+        """Return a layer's strategy that runs on the GPU alone; None if its steps need the host.
 
-        None where the host has a part in its steps: it multiplies, the policy needs its index, or
-        it reads files for the layer or for a later one.
+        They do if the host multiplies, if the policy is "none", if the layer's neurons are not all
+        in far memory, or if the layer prefetches neurons of a later layer from the store. A layer
+        without a cache has no sparse steps.
         """
-        # Tokens whose neurons stay near, for the policies that keep a neuron by its age.
+        # Tokens whose neurons stay near, for the policies that evict by age.
         window = {"atu": 1, "window": self._window}.get(self._policy)
         buffers, cache = resources.buffers, resources.cache
         if cache is None or window is None:
@@ -203,7 +206,7 @@ class FfnRuntime:
         )
 
     def _cache_maker(self) -> Callable[[int], NeuronCache]:
-        """Return the function that makes the index of a buffer with so many slots."""
+        """Return a function that makes a cache index of the policy from its capacity."""
         num_neurons, window = self.plan.shape.neurons, self._window
         match self._policy:
             case "atu":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The selection of a step's neurons and their precisions (M2Cache, 5.2).
+"""Selection of a step's neurons and their precisions (M2Cache, 5.2).
 
-Neurons are ranked by a predictor's scores. The first share of the ranks is computed in full
-precision, the next in 8 bit, the next in 4 bit; the rest is left out:
+Neurons are ranked by their scores. The first share of the ranks is computed in full precision, the
+next in 8 bit, the next in 4 bit. The rest is left out:
 
     rank   0 ─────────── full ─────────── int8 ─────────── int4 ─────────── left out ── N
 
@@ -28,10 +28,10 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mix:
-    """Shares of the neurons by precision; the rest, up to 1, is left out.
+    """Shares of the neurons by precision; neurons beyond their sum are left out.
 
     Raises:
-        ConfigError: a share is not between 0 and 1, or all are 0, or they exceed 1 together.
+        ConfigError: a share is not between 0 and 1, all shares are 0, or their sum exceeds 1.
     """
 
     full: float
@@ -47,10 +47,10 @@ class Mix:
 
     @classmethod
     def from_shares(cls, shares: Sequence[float]) -> "Mix":
-        """Return the mix of [full, int8, int4].
+        """Return the mix with the shares [full, int8, int4].
 
         Raises:
-            ConfigError: as above, or there are not three shares.
+            ConfigError: there are not three shares, or they are not valid.
         """
         if len(shares) != 3:
             raise ConfigError(
@@ -64,11 +64,11 @@ class Mix:
         return self.full, self.int8, self.int4
 
     def bits(self, full_bits: int = 16) -> float:
-        """Return the average bits of a weight, without scales: 8 for [.25, .25, .5]."""
+        """Return the average bits of a weight, without scales: 8 for [0.25, 0.25, 0.5]."""
         return self.full * full_bits + self.int8 * 8 + self.int4 * 4
 
     def counts(self, num_neurons: int) -> tuple[int, int, int]:
-        """Return how many neurons each precision gets; all of them if the shares sum to 1."""
+        """Return the number of neurons by precision; their sum is all if the shares sum to 1."""
         edges = [round(sum(self.shares[: i + 1]) * num_neurons) for i in range(3)]
         return edges[0], edges[1] - edges[0], edges[2] - edges[1]
 
@@ -79,12 +79,13 @@ ALL = Mix(full=1, int8=0, int4=0)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Neurons to compute with; none is in two of the arrays.
+    """Selected neurons by precision; no neuron is in two of the arrays.
 
     Attributes:
-        num_demoted: neurons that got a lower precision than their rank asks for, or none, because
-            of ``limits``.
-        scores_N: best scores of the batch, float32; None where they are not on the host.
+        num_demoted: neurons that ``limits`` moved to a lower precision than their rank gave them,
+            or left out.
+        scores_N: float32, the best score of each neuron in the batch; None if the scores are not
+            on the host.
     """
 
     full: Neurons
@@ -117,18 +118,18 @@ def select(
 ) -> Selection:
     """Select a step's neurons.
 
-    Each token ranks them for itself; the step takes the union, and a neuron that several tokens
-    chose gets the best precision that one of them gave it. Of equal scores the lower neuron id
-    comes first. NaN is never chosen. Ranks are cut, not sorted: 16,384 neurons and one token take
-    116 us, or 52 where all active ones are in full (an EPYC core with AVX2, best of 500,
-    2026-11-22).
+    Each token ranks the neurons for itself, and the step selects the union. A neuron that several
+    tokens selected gets the best of its precisions. Of equal scores the lower neuron id ranks
+    first. NaN is never selected. Ranks come from partitions, not from a sort: 16,384 neurons and
+    one token take 116 us, or 52 if all active neurons are in full precision (an EPYC core with
+    AVX2, best of 500, 2026-11-22).
 
     Args:
-        scores_BN: float32 on the CPU, larger = matters more.
-        threshold: neurons with lower scores are predicted inactive and left out; the shares are
-            then shares of a token's active neurons (ReLU models). None: there are no inactive ones.
-        limits: how many each precision has room for. Those in excess with the lowest best scores
-            in the batch fall to the next precision, and from the last one out.
+        scores_BN: float32 on the CPU; a higher score means a more important neuron.
+        threshold: neurons with lower scores are predicted inactive and left out. The shares are
+            then shares of a token's active neurons (ReLU models). None: every neuron is active.
+        limits: most neurons of each precision. The excess neurons, those with the lowest best
+            scores in the batch, move to the next precision; from the last one they are left out.
     """
     scores: _Scores = scores_BN.detach().numpy()
     mix = mix if isinstance(mix, Mix) else Mix.from_shares(mix)
@@ -144,7 +145,7 @@ def select(
 def select_each(
     scores_BN: torch.Tensor, mix: Mix, threshold: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what :func:`select` chooses for each token alone: bool [B, N] by precision."""
+    """Select neurons as :func:`select`, for each token alone; return bool [B, N] by precision."""
     scores: _Scores = scores_BN.detach().numpy()
     reached = np.zeros((3, *scores.shape), dtype=np.bool_)
     for token, scores_N in enumerate(scores):
@@ -154,7 +155,10 @@ def select_each(
 
 
 def _add_reached(scores_N: _Scores, mix: Mix, threshold: float | None, reached: _Mask) -> None:
-    """Set the neurons that reach full, at least 8 and at least 4 bit: [3, N], each in the next."""
+    """Set in ``reached`` [3, N] the neurons that get full, at least 8 bit, and at least 4 bit.
+
+    Each row is a subset of the next.
+    """
     is_active = None if threshold is None else scores_N >= threshold
     num_ranked = len(scores_N) if is_active is None else int(np.count_nonzero(is_active))
     top = 0
@@ -167,7 +171,7 @@ def _add_reached(scores_N: _Scores, mix: Mix, threshold: float | None, reached: 
 
 
 def _without_better(reached: _Mask) -> _Mask:
-    """Return the neurons that reached a precision but not the one before."""
+    """Return the neurons whose best precision is each one: the difference of adjacent rows."""
     chosen = np.empty_like(reached)
     chosen[0] = reached[0]
     np.greater(reached[1:], reached[:-1], out=chosen[1:])
@@ -175,14 +179,13 @@ def _without_better(reached: _Mask) -> _Mask:
 
 
 def _add_top(scores_N: _Scores, count: int, chosen_N: _Mask) -> None:
-    """Set ``chosen_N`` for exactly the ``count`` highest scores."""
+    """Set ``chosen_N`` for exactly the ``count`` highest scores; NaN is never among them."""
     if count <= 0:
         return
     if count >= len(scores_N):
         chosen_N |= scores_N == scores_N
         return
-    # One cut at a time: numpy vectorises a partition about one place only (25 us against 210 for
-    # two places at once).
+    # Partition about one rank at a time: numpy vectorises only that (25 us, 210 for two at once).
     lowest = np.partition(scores_N, len(scores_N) - count)[len(scores_N) - count]
     top_N = scores_N >= lowest
     surplus = int(np.count_nonzero(top_N)) - count
@@ -192,13 +195,13 @@ def _add_top(scores_N: _Scores, count: int, chosen_N: _Mask) -> None:
 
 
 def _best(scores_BN: _Scores) -> _Scores:
-    """Return the best of the tokens' scores, [N]."""
+    """Return the highest score of each neuron over the tokens, [N]."""
     best_N: _Scores = scores_BN.max(axis=0, initial=-np.inf)
     return best_N
 
 
 def _demote(chosen: _Mask, scores_BN: _Scores, limits: tuple[int, int, int]) -> int:
-    """Move what exceeds the limits down, in place; return how many neurons moved."""
+    """Move excess neurons to the next lower precision, in place; return how many moved."""
     best_N = _best(scores_BN)
     moved_N = np.zeros(len(best_N), dtype=np.bool_)
     for index, limit in enumerate(limits):

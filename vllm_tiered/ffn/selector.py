@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select a step's neurons where the scores are: on the host, or on a GPU by kernels.
+"""Selection of a step's neurons on the device that has the scores: the host, or a GPU by kernels.
 
     host     scores ─────────────────────────────► select
     GPU      scores ─► rank ─► best of the tokens ─► N bytes to the host ─► selection
@@ -23,7 +23,7 @@ class Selector:
 
     Args:
         mix: shares of the neurons by precision.
-        threshold: neurons that score less are left out; None if all are ranked.
+        threshold: neurons with lower scores are left out; None if all are ranked.
     """
 
     def __init__(self, mix: Mix, threshold: float | None) -> None:
@@ -32,15 +32,16 @@ class Selector:
         self._edges: torch.Tensor | None = None
 
     def encode(self, scores_BN: torch.Tensor) -> torch.Tensor:
-        """Return what :meth:`decode` needs of the scores on the host; near, without waiting."""
+        """Return a near tensor that :meth:`decode` takes on the host; does not wait for the GPU."""
         return self.rank(scores_BN) if scores_BN.device.type == "cuda" else scores_BN
 
     def rank(self, scores_BN: torch.Tensor) -> torch.Tensor:
-        """Rank neurons by kernels; return near uint8 [N], without waiting.
+        """Rank neurons with kernels and return near uint8 [N]; does not wait for the GPU.
 
-        Bit 0 is set for full precision, 1 for 8 bit at least, 2 for 4 bit at least: 7, 6, 4 or 0.
+        Bit 0 is set for full precision, bit 1 for at least 8 bit, bit 2 for at least 4 bit. So a
+        value is 7, 6, 4 or 0.
         """
-        # Without a GPU nothing needs Triton.
+        # Imported here: only a GPU needs Triton.
         from vllm_tiered.kernels.select_neurons import api
 
         is_gpu = scores_BN.device.type == "cuda"
@@ -48,12 +49,12 @@ class Selector:
         if self._edges is None:
             self._edges = api.edges_of(self._mix.shares, scores_BN.device)
         reached_BN = api.rank(scores_BN, self._edges, self._threshold, device_name=name)
-        # A set bit implies those above it: the greatest of the tokens' values has all their bits.
+        # A set bit implies the bits above it, so the maximum over tokens is their bitwise or.
         best_N: torch.Tensor = reached_BN.amax(dim=0)
         return best_N
 
     def decode(self, encoded: torch.Tensor) -> Selection:
-        """Return the selection from what :meth:`encode` returned, copied to the host."""
+        """Return the selection from the result of :meth:`encode`, copied to the host."""
         if encoded.dtype != torch.uint8:
             return select(encoded, self._mix, self._threshold)
         reached_N = encoded.numpy()
@@ -62,8 +63,8 @@ class Selector:
 
 
 def score_threshold(store: NeuronStore, predictor: Predictor | None) -> float | None:
-    """Return the score below which neurons are inactive; None if no neuron ever is."""
+    """Return the score below which neurons are inactive; None if no neuron is ever inactive."""
     if predictor is not None:
         return predictor.threshold
-    # ReLU leaves nothing of inactive neurons: over a base they score 0 exactly.
+    # With ReLU, a 4-bit base gives inactive neurons a score of exactly 0.
     return _LEAST_SCORE if store.activation == "relu" else None

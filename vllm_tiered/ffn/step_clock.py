@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations of steps, where compute may run after it was submitted.
+"""Durations of steps on the host or on a GPU that computes asynchronously.
 
-On a GPU a step lasts from when compute reaches its beginning to when compute has ended; time that
-the host takes in between, while nothing is left to compute, is included. The duration is known
-later and reported then, without anyone waiting for it.
+On a GPU a step lasts from its first event to its last one in the compute stream. That includes
+time in which the GPU is idle because the host has not submitted work yet. The duration is reported
+once it is known; nothing waits for it.
 """
 
 import time
@@ -19,22 +19,22 @@ _LEAST_SECONDS = 1e-9
 
 
 class StepClock:
-    """Measures steps for the thread that submits compute."""
+    """Measures the durations of steps; used by the thread that submits work."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._open: deque[tuple[Event, Event, Callable[[float], None]]] = deque()
 
     def now(self) -> Moment:
-        """Return the moment that compute has come to."""
+        """Return the present moment: an event in the compute stream, or the host's clock."""
         return (
             self._device.compute_event() if self._device.has_device_memory else time.perf_counter()
         )
 
     def measure(self, begin: Moment, on_seconds: Callable[[float], None]) -> None:
-        """Call ``on_seconds`` with the seconds from ``begin`` until now; at once, or later.
+        """Call ``on_seconds`` with the seconds from ``begin`` until now.
 
-        On a GPU a later call of this method or of :meth:`poll` makes the call.
+        On a GPU a later :meth:`measure` or :meth:`poll` makes that call.
         """
         if isinstance(begin, float):
             on_seconds(time.perf_counter() - begin)
@@ -43,7 +43,7 @@ class StepClock:
         self.poll()
 
     def poll(self) -> None:
-        """Report the steps whose durations are known by now, in their order."""
+        """Report the steps whose durations are known by now, oldest first."""
         while self._open:
             begin, end, on_seconds = self._open[0]
             seconds = self._device.seconds_between(begin, end)

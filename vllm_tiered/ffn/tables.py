@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps near of every neuron beside the bundles: scales, biases, norms."""
+"""Near tables of a layer's neurons: scales, biases and norms, which are not in the bundles."""
 
 import torch
 
@@ -12,12 +12,13 @@ class NeuronTables:
 
     Args:
         store: this rank's neurons.
-        near: torch's device.
+        layer: index of the layer.
+        near: torch device of near memory.
 
     Attributes:
-        scales: float16 [N, M, G] by precision; none for full precision.
-        up_bias: float32 [N], of fc1; None if the model has none.
-        down_bias: [H], of fc2, in the model's dtype; None if the model has none.
+        scales: float16 [N, M, G] by precision; full precision has none.
+        up_bias: float32 [N], bias of fc1; None if the model has none.
+        down_bias: [H], bias of fc2 in the model's dtype; None if the model has none.
         down_norms: float32 [N], Euclidean norms of the down columns.
     """
 
@@ -26,13 +27,13 @@ class NeuronTables:
             p: store.scales(layer, p).to(near) for p in store.precisions if p != Precision.FULL
         }
         up_bias, down_bias = store.up_bias(layer), store.down_bias(layer)
-        # float32 as in cache buffers: kernels add in float32 whatever the weights are.
+        # float32 as in cache buffers: kernels add biases in float32 for every dtype of weights.
         self.up_bias = None if up_bias is None else up_bias.float().to(near)
         self.down_bias = None if down_bias is None else down_bias.to(near)
         self.down_norms = store.down_norms(layer).to(near)
 
     def slice(self, precision: Precision, first: int, count: int) -> dict[str, torch.Tensor | None]:
-        """Return views of the tables for ``count`` neurons from ``first`` on, by field name."""
+        """Return views of the tables for ``count`` neurons from ``first`` on, by their names."""
         scales = self.scales.get(precision)
         return {
             "scales": None if scales is None else scales[first : first + count],

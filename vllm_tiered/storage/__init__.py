@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files on SSDs, written and read past the page cache, with checksums."""
+"""Files on SSDs, read and written with direct I/O, with checksums."""

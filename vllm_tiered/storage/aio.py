@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous I/O of Linux (io_submit): many reads under way at once, in one thread.
+"""Asynchronous I/O of Linux (io_submit): one thread with many reads in flight.
 
-A thread for each read costs the system a switch, and Python its lock, each time one comes back.
-Here requests are built by numpy, some hundred at a time, and given to the system in one call.
+With a thread for each read, every completion costs a context switch and the GIL. Here numpy builds
+about a hundred requests at a time, and one system call submits them.
 """
 
 import ctypes
@@ -52,13 +52,13 @@ _EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("res
 
 
 class AioQueue:
-    """Queue of the reads that one thread has under way.
+    """Queue of one thread's asynchronous reads.
 
     Args:
-        depth: reads under way at a time.
+        depth: most reads in flight.
 
     Raises:
-        OSError: the system has no asynchronous I/O, or none for one more queue.
+        OSError: the system has no asynchronous I/O, or cannot make another queue.
     """
 
     def __init__(self, depth: int) -> None:
@@ -77,19 +77,21 @@ class AioQueue:
     def read(
         self, fd: int, vectors: npt.NDArray[np.uint64], cuts: Ints, offsets: Ints
     ) -> Generator[tuple[int, int], None, None]:
-        """Read n extents; memory and ``fd`` belong to it until it ends, or is closed.
+        """Read n extents and yield each as it completes.
+
+        Memory and ``fd`` must stay valid until the generator ends or is closed.
 
         Args:
-            fd: a file with O_DIRECT (without, the system reads at once, and the thread waits).
+            fd: a file with O_DIRECT (without it, submitting blocks until the data is read).
             vectors: [m, 2], address and bytes of each piece of memory.
-            cuts: [n + 1]; extent i goes to the pieces cuts[i] to cuts[i + 1].
-            offsets: [n], of the extents in the file.
+            cuts: [n + 1]; extent i goes to the pieces cuts[i] .. cuts[i + 1] - 1.
+            offsets: [n], offsets of the extents in the file.
 
         Yields:
-            Each extent that arrived, and its bytes, or the negative of an error's number.
+            The index of a completed extent, and the bytes read or the negative errno.
 
         Raises:
-            OSError: the system does not take requests. Those that it took have arrived by then.
+            OSError: the system rejects requests. Accepted requests have completed by then.
         """
         count = len(offsets)
         requests = np.zeros(count, dtype=_REQUEST)
@@ -101,7 +103,7 @@ class AioQueue:
         num_submitted = num_under_way = 0
         try:
             while num_submitted < count or num_under_way:
-                # Before arrivals are handled, so that the disk always has enough to do.
+                # Submit before completions are handled, so that the disk stays busy.
                 room = min(count - num_submitted, self.depth - num_under_way)
                 if room:
                     taken = self._submit(pointers[num_submitted:][:room], num_under_way)
@@ -115,7 +117,7 @@ class AioQueue:
                 num_under_way -= len(self._wait(num_under_way)[0])
 
     def close(self) -> None:
-        """Destroy the queue; nothing is under way. Idempotent."""
+        """Destroy the queue, which must have no reads in flight. Idempotent."""
         if self._context:
             self._call(self._numbers.destroy, self._context)
             self._context = 0
@@ -127,7 +129,7 @@ class AioQueue:
             )
         except OSError as error:
             if error.errno == EAGAIN and num_under_way:
-                return 0  # there is room again when a read has arrived
+                return 0  # the next completion makes room again
             raise
 
     def _wait(self, at_least: int) -> tuple[list[int], list[int]]:
@@ -149,7 +151,7 @@ class AioQueue:
             return events["data"].tolist(), events["result"].tolist()
 
     def _call(self, number: int, *arguments: int) -> int:
-        """Make a system call without holding the GIL; raises OSError."""
+        """Make a system call without holding the GIL; raise OSError if it fails."""
         result: int = self._syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments))
         if result < 0:
             error = ctypes.get_errno()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprint of a checkpoint, made without reading all of it."""
+"""Fingerprint of a checkpoint, computed from samples of its files."""
 
 import json
 import os
@@ -13,18 +13,20 @@ from vllm_tiered.units import KIB
 
 _SAMPLE_BYTES = 4 * KIB
 _SAMPLES = 997
-"""Of a file whose format is unknown: a prime, so that samples do not fall in step with layers."""
+"""Samples of a file in an unknown format: a prime, so that they do not align with layers."""
 
 _ORIGIN_KEYS = ("_name_or_path", "transformers_version")
-"""Left out of the configuration: a model that was moved or read by another version is the same."""
+"""Keys of the configuration that are ignored: where the model is and who read it do not matter."""
 
 
 def fingerprint_of(config: Mapping[str, Any], files: Iterable[Path]) -> str:
-    """Return the hash of a configuration, file sizes and the ends and middle of every tensor.
+    """Return the hash of a configuration, of file sizes, and of samples of every tensor.
+
+    The samples are 4 KiB each, at a tensor's beginning, middle and end.
 
     Args:
-        config: a model's, JSON-safe.
-        files: of its weights, in an order that does not change.
+        config: the model's configuration, JSON-safe.
+        files: the files of its weights, always in the same order.
 
     Raises:
         OSError: a file cannot be read.
@@ -39,7 +41,7 @@ def fingerprint_of(config: Mapping[str, Any], files: Iterable[Path]) -> str:
 def fingerprint_of_folder(folder: Path) -> str:
     """Return the fingerprint of a checkpoint's folder: its config.json and safetensors files.
 
-    It does not depend on the engine that reads the folder.
+    The fingerprint does not depend on the engine that reads the folder.
 
     Raises:
         OSError: a file cannot be read.
@@ -56,7 +58,7 @@ def _without_origin(value: Any) -> Any:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """Yield the bytes that a file's fingerprint is made of."""
+    """Yield the bytes of a file that its fingerprint covers."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         yield f"{path.name} {size}".encode()
@@ -69,7 +71,7 @@ def _samples(path: Path) -> Iterator[bytes]:
                     v["data_offsets"] for k, v in json.loads(header).items() if k[:2] != "__"
                 ]
             except (ValueError, KeyError, TypeError, AttributeError):
-                return  # the loader will say what is wrong with it
+                return  # the loader reports what is wrong with the file
             for begin, end in tensors:
                 last = max(begin, end - _SAMPLE_BYTES)
                 for offset in sorted({begin, (begin + last) // 2, last}):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of pages, kept in near memory: a damaged page is found before attention reads it.
+"""Checksums of pages, which find a damaged page before attention reads it.
 
-A checksum is made from the near page that is written and compared with the page that arrived: this
-covers what happened to the bytes on both ways and in between. It stays in this process's memory, by
-page id: a page that was mixed up with another one, or that an older write has overwritten, does not
-match either.
+A checksum is computed from the near page when it is written, and compared with the near page after
+it is read back. So it covers both copies and the time in between. Checksums are in the memory of
+this process, indexed by page id. So a page that was swapped with another one, or overwritten by an
+older write, does not match either.
 """
 
 from typing import TypeAlias
@@ -25,7 +25,7 @@ from vllm_tiered.devices.pages import (
 from vllm_tiered.errors import ConfigError
 
 UNWRITTEN = 0
-"""Checksum of a page that was not written."""
+"""Checksum of a page that has not been written."""
 
 SAMPLE_EVERY = 16
 """``verify="sample"`` verifies every 16th read of each page."""
@@ -35,7 +35,7 @@ Checksums: TypeAlias = npt.NDArray[np.uint64]
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Return the xxh3 of contiguous bytes, 64 bit, never ``UNWRITTEN``."""
+    """Return the 64-bit xxh3 of contiguous bytes; never ``UNWRITTEN``."""
     return xxh3_64_intdigest(data) or 1
 
 
@@ -45,17 +45,17 @@ def checksums_of(words: Words, page_ids: PageIds) -> list[int]:
 
 
 def new_checksums(num_pages: int) -> Checksums:
-    """Return those of pages that were not written, uint64 [num_pages]."""
+    """Return the checksums of unwritten pages, uint64 [num_pages]."""
     return np.zeros(num_pages, dtype=np.uint64)
 
 
 class CheckedPages(PageStore):
-    """Page store in memory whose pages are verified when they are read.
+    """Page store in memory that verifies pages when they are read.
 
     Args:
         words: the pages, int64 [num_pages, page_bytes / 8].
-        every: verify every ``every``-th read of each page. Which one differs from page to page, so
-            that each read verifies about that share of its pages, and none is ever left out.
+        every: verify every ``every``-th read of each page. Pages start at different counts, so
+            each read verifies about that share of its pages, and no page is left out.
     """
 
     def __init__(self, words: Words, every: int) -> None:
@@ -94,13 +94,13 @@ class CheckedPages(PageStore):
 
 
 def checked(buffer: PageBuffer, verify: str) -> PageBuffer:
-    """Return the same pages, verified as ``kv.verify`` says.
+    """Return the buffer with the verification that ``kv.verify`` asks for.
 
     Args:
         verify: "off", "sample" (every 16th read of each page) or "full" (every read).
 
     Raises:
-        ConfigError: ``verify`` is another word.
+        ConfigError: ``verify`` has another value.
     """
     every = {"off": 0, "sample": SAMPLE_EVERY, "full": 1}.get(verify)
     if every is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extents moved by threads under a deadline: what a silent disk does not deliver is a miss."""
+"""Thread pool that moves extents under a deadline: a silent disk causes misses, not a hang."""
 
 import time
 from collections import deque
@@ -15,21 +15,23 @@ from vllm_tiered.storage.scatter_plan import ScatterPlan
 
 PROBE_SECONDS = 0.1
 PROBING_SECONDS = 3.0
-"""A disk that let a copy give up, and has brought nothing since, is given so little for each copy
-in the next seconds. A step copies many layers, and vLLM gives up on a step that takes minutes. But
-not for longer: requests that lose pages too often in a short time stop the engine."""
+"""After a copy has given up, the next copies wait only ``PROBE_SECONDS`` each, until the disk
+answers or ``PROBING_SECONDS`` have passed. The deadline is short because a step copies many layers,
+and vLLM gives up on a step that takes minutes. The period is short because requests that lose pages
+too often in a short time stop the engine."""
 
 _NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class Extent:
-    """An extent of a plan on its way between bounce buffer and file.
+    """An extent of a plan that is moved between a bounce buffer and a file.
 
     Attributes:
-        plan, index: which one.
-        first, end: its slots, as indexes in the plan.
+        plan: the plan.
+        index: index of the extent in the plan.
+        first, end: range of its slots in the plan.
         buffer: bounce buffer, uint8 [at least the extent's bytes].
-        failure: a bug's exception in the thread that moved it.
+        failure: unexpected exception in the thread that moved it.
     """
 
     __slots__ = ("buffer", "end", "failure", "first", "index", "plan")
@@ -41,7 +43,7 @@ class Extent:
         self.failure: BaseException | None = None
 
     def run(self, move: "Callable[[Extent], None]", done: "SimpleQueue[Extent]") -> None:
-        """Move it unless the caller has given up, and put it into ``done`` in any case."""
+        """Move the extent, unless the caller has given up. Put it into ``done`` in any case."""
         try:
             if not self.plan.is_given_up:
                 move(self)
@@ -51,20 +53,22 @@ class Extent:
 
 
 class DeadlinePool(IoPool):
-    """Pool of threads for whose work a caller waits at most so long.
+    """Thread pool whose callers wait for work until a deadline.
 
     Args:
-        deadline_seconds: without any extent that arrives. (Not the time of the whole copy: that
-            would give up on a disk that is slow, but works, again and again.) After a copy that
-            gave up see ``PROBE_SECONDS``.
+        name: name of the threads.
+        size: most threads.
+        deadline_seconds: longest time without a completed extent. It does not limit the whole
+            copy: a slow disk that works would then fail again and again. After a copy that gave
+            up, ``PROBE_SECONDS`` applies.
     """
 
     def __init__(self, name: str, size: int, deadline_seconds: float) -> None:
         super().__init__(name, size)
         self.deadline_seconds = deadline_seconds
         self.probe_seconds = min(PROBE_SECONDS, deadline_seconds)
-        # When a copy gave up after the whole deadline: how many tasks the pool had finished, and
-        # until when the next copies give up sooner.
+        # The tasks that the pool had finished when a copy last gave up, and the time until which
+        # copies use the short deadline.
         self._num_finished_then, self._probing_until = -1, 0.0
 
     def run(
@@ -76,13 +80,13 @@ class DeadlinePool(IoPool):
         move: Callable[[Extent], None],
         end: Callable[[Extent], None],
     ) -> list[Extent]:
-        """Call ``move`` in the pool on each extent; ``begin`` before and ``end`` after it here.
+        """Call ``move`` on each extent in the pool; call ``begin`` and ``end`` in this thread.
 
         Returns:
-            Extents that are late. Their plan is given up: ``end`` will not be called for them, and
-            what a thread still delivers ends in a bounce buffer that is not used again.
+            Extents that are late. Their plan is given up, and ``end`` is not called for them. Their
+            bounce buffers are never reused, since a thread may still write to them.
         """
-        deadline, most = self.deadline_seconds, 2 * self.size  # enough for no thread to wait
+        deadline, most = self.deadline_seconds, 2 * self.size  # keeps every thread busy
         if self._num_finished_then == self.num_finished and time.monotonic() < self._probing_until:
             deadline, most = self.probe_seconds, 1
         done: SimpleQueue[Extent] = SimpleQueue()

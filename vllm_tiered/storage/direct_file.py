@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files read and written past the page cache, where their file system supports that."""
+"""Files with direct I/O (O_DIRECT), where the file system supports it."""
 
 import fcntl
 import logging
@@ -22,23 +22,25 @@ logger = logging.getLogger("vllm.tiered")
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 Transfer: TypeAlias = Callable[[int, list[memoryview], int], int]
-"""``os.preadv`` or ``os.pwritev``: descriptor, buffers, offset; bytes moved."""
+"""``os.preadv`` or ``os.pwritev``: takes a descriptor, buffers and an offset; returns the bytes
+moved."""
 
 ALIGNMENT = 4096
-"""Bytes in which O_DIRECT counts: the blocks of all but very old or exotic disks divide it."""
+"""Alignment for O_DIRECT in bytes, a multiple of the block size of all but very unusual disks."""
 
 
 class DirectFile:
-    """An open file as a context manager: ``with file as fd`` keeps the descriptor open.
+    """Open file as a context manager: ``with file as fd`` keeps the descriptor open.
 
-    The descriptor is closed when its last user has left. The system gives a closed descriptor's
-    number to the next file, so a late write would hit a file of somebody else.
+    After :meth:`close`, the descriptor is closed when its last user leaves. The system reuses the
+    number of a closed descriptor, so a late write could otherwise go to another file.
 
     Args:
-        fd: owned from now on; O_DIRECT is set where the file system supports it.
-        path: of the file or its folder, for messages.
+        fd: the descriptor, which this object now owns; O_DIRECT is set on it if possible.
+        path: the file or its folder, for messages.
 
     Attributes:
+        path: as given.
         is_direct: reads and writes bypass the page cache.
     """
 
@@ -66,7 +68,7 @@ class DirectFile:
         """Open a file for reading.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
 
@@ -100,10 +102,12 @@ class DirectFile:
 
 
 def make_direct(fd: int) -> bool:
-    """Set O_DIRECT on a descriptor and read a block, as some file systems take only the flag.
+    """Set O_DIRECT on a descriptor, and test it with a read.
+
+    Some file systems accept the flag but not the reads.
 
     Returns:
-        Whether the file system supports it; nothing changes if not.
+        Whether the file system supports O_DIRECT; if not, the flags are restored.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -116,16 +120,16 @@ def make_direct(fd: int) -> bool:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that holds a path; "" where the system does not say."""
+    """Return the type of the file system that holds a path; "" if it is not known."""
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounts[str(f)] for f in (path, *path.resolve().parents) if str(f) in mounts), "")
 
 
 def transfer(call: Transfer, fd: int, buffer: memoryview, offset: int) -> int:
-    """Move all of ``buffer``, if need be in several calls.
+    """Move all of ``buffer``, in several calls if necessary.
 
     Returns:
-        Bytes moved; fewer at the end of the file.
+        Bytes moved; fewer than the buffer's at the end of the file.
 
     Raises:
         OSError: the system call failed.
@@ -140,12 +144,12 @@ def transfer(call: Transfer, fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def aligned_bytes(num_bytes: int) -> Bytes:
-    """Allocate uint8 [num_bytes] at an address that O_DIRECT takes, zeros."""
+    """Allocate zeros, uint8 [num_bytes], at an address that is aligned for O_DIRECT."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
 
 def aligned_pages(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate uint8 [num_pages, page_bytes] to which a disk can write; contents undefined."""
+    """Allocate uint8 [num_pages, page_bytes], aligned for O_DIRECT; contents are undefined."""
     memory = torch.empty(num_pages * page_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     begin = -memory.data_ptr() % ALIGNMENT
     return memory[begin : begin + num_pages * page_bytes].view(num_pages, page_bytes)

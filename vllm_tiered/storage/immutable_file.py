@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Immutable file of pages: written once, published whole, read by this and later processes.
+"""Immutable file of pages: written once, published atomically, read by any later process.
 
-    data pages │ a checksum of each │ contents, JSON │ tail: sizes, version, checksum of the middle
+    data pages │ a checksum of each │ contents, JSON │ trailer: sizes, version, checksum of the
+                                                       checksums and contents
 
-A draft has no name: a process that dies while filling it leaves nothing behind. Published pages are
-read past the page cache, straight into near memory: they are far more than memory holds.
+A draft has no name, so a process that dies while filling it leaves no file behind. Published pages
+take far more than memory holds, so they are read with O_DIRECT into near memory.
 """
 
 import contextlib
@@ -36,10 +37,12 @@ from vllm_tiered.units import MIB, format_bytes
 VERSION = 1
 
 REQUEST_BYTES = MIB
+"""Most bytes of a read request."""
+
 NUM_READERS = 8
-"""Reads of 1 MiB with a checksum for each 64 KiB: 1.3 GB/s with 1 reader, 1.8 with 2, 2.0 with 4
-and with 8; without checksums 1.9 with one. At other hours the disk gave 1.4 to 1.8, and 8 readers
-up to a quarter more than 4 (2 cores, virtio disk, 2026-11-22)."""
+"""Reader threads. Reads of 1 MiB with a checksum for each 64 KiB: 1.3 GB/s with 1 reader, 1.8 with
+2, 2.0 with 4 and with 8; without checksums 1.9 with 1. At other times the disk gave 1.4 to 1.8, and
+8 readers up to a quarter more than 4 (2 cores, virtio disk, 2026-11-22)."""
 
 _MAGIC = b"tieredpf"
 _TAIL = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, pages, bytes of contents, checksum
@@ -48,17 +51,19 @@ _REMEDY = "remove the file, and the next start fills it anew"
 
 
 class Draft:
-    """File that is being filled, as memory.
+    """Unpublished file that is filled through a memory mapping.
 
-    The system writes the memory out as it needs room, so a draft may be larger than memory.
+    The system writes mapped pages to the disk when memory is short, so a draft may be larger than
+    memory.
 
     Args:
-        folder: where the file will be published.
-        page_bytes: a multiple of ``ALIGNMENT``.
-        knob: the configuration's key for ``folder``, for messages.
+        folder: the folder in which the file will be published.
+        num_pages: number of pages, at least 1.
+        page_bytes: bytes of a page, a multiple of ``ALIGNMENT``.
+        knob: the configuration key of ``folder``, for messages.
 
     Attributes:
-        memory: uint8 [num_pages, page_bytes], zeros.
+        memory: the mapping, uint8 [num_pages, page_bytes], initially zeros.
 
     Raises:
         ConfigError: no file can be made in ``folder``.
@@ -81,17 +86,18 @@ class Draft:
         self.memory = torch.from_numpy(self._pages.view(np.uint8))
 
     def publish(self, path: Path, contents: Mapping[str, Any]) -> None:
-        """Give the file its name, replacing an older file; all of it is on the disk then.
+        """Write the file to the disk, and give it its name; it replaces an older file.
 
-        Readers of the older file keep reading that one. Called once; the memory is not to be
-        written to afterwards.
+        Open readers of the older file keep reading that one. Call this once, and do not write to
+        the memory afterwards.
 
         Args:
-            contents: JSON-safe; what :attr:`ImmutableFile.contents` will be.
+            path: name of the file, in the draft's folder.
+            contents: the later :attr:`ImmutableFile.contents`, JSON-safe.
 
         Raises:
             BudgetError: the disk is full.
-            ConfigError: the file system cannot do it.
+            ConfigError: the file system refuses an operation.
         """
         pages = self._pages
         sums = np.fromiter((checksum(p.data) for p in pages), dtype=np.uint64, count=len(pages))
@@ -112,10 +118,10 @@ class Draft:
             ) from error
 
     def close(self) -> None:
-        """Close the file; an unpublished one goes away. Idempotent."""
+        """Close the file; an unpublished one is deleted. Idempotent."""
         if self._fd < 0:
             return
-        # Other users of the memory keep the mapping; else its pages need not stay in memory.
+        # The mapping lives as long as other references to it. Its cached pages are dropped.
         del self.memory, self._pages, self._map
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -135,7 +141,7 @@ class Draft:
             if (unnamed := create_tmpfile(self._folder)) is not None:
                 return unnamed
             fd, name = tempfile.mkstemp(suffix=_DRAFT, dir=self._folder)
-            fcntl.flock(fd, fcntl.LOCK_EX)  # or another start would remove it as abandoned
+            fcntl.flock(fd, fcntl.LOCK_EX)  # otherwise another process would remove it as abandoned
         except OSError as error:
             raise ConfigError(
                 f"{self._knob} is {self._folder}: no file can be made there ({error.strerror}); "
@@ -146,7 +152,7 @@ class Draft:
 
     def _reserve(self, num_bytes: int) -> None:
         try:
-            # Without this, memory whose page the disk has no room for would kill the process.
+            # On a full disk, a write to unreserved mapped memory would kill the process.
             reserve(self._fd, num_bytes)
         except OSError as error:
             free_bytes = count_free_bytes(self._fd)
@@ -160,10 +166,10 @@ class Draft:
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             if self._name is None:
-                # A link cannot replace a file; a rename can, at once for all readers.
+                # A link cannot replace a file; a rename can, and it is atomic.
                 name = f"{path.name}.{secrets.token_hex(4)}{_DRAFT}"
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
-                # Only with a folder's descriptor Python follows the link from /proc to the file.
+                # Python follows the /proc link to the file only if a folder descriptor is given.
                 os.link(f"/proc/self/fd/{self._fd}", name, dst_dir_fd=folder)
                 self._name = self._folder / name
             os.rename(self._name, path)
@@ -174,7 +180,7 @@ class Draft:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove drafts of processes that were killed while theirs had a name: they are not locked."""
+    """Remove named drafts that no process has locked: their processes were killed."""
     for path in folder.glob(f"*{_DRAFT}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,21 +188,22 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 class ImmutableFile(PageStore):
-    """Page store in a published file. Every read is verified, and tried once more if it fails.
+    """Page store in a published file. Every read is verified, and retried once if it fails.
 
     Args:
-        path: of the file.
-        describe: names a page's owner, for messages.
+        path: the file.
+        describe: names the owner of a page, for messages.
 
     Attributes:
-        contents: as they were published.
-        num_pages, page_bytes: of the data.
+        path: as given.
+        contents: the contents given to :meth:`Draft.publish`.
+        num_pages, page_bytes: number and bytes of the data pages.
         is_direct: reads bypass the page cache.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it is not such a file, or of another version.
-        IntegrityError: it is damaged.
+        ConfigError: the file has another format or version.
+        IntegrityError: the file is damaged.
     """
 
     def __init__(self, path: Path, describe: Callable[[int], str] = "page {}".format) -> None:
@@ -217,7 +224,7 @@ class ImmutableFile(PageStore):
             checksums=checksums,
             describe=describe,
         )
-        # Threads, as one alone would make all checksums.
+        # Threads instead of asynchronous I/O, which would compute all checksums in one thread.
         self._reader = ScatterReader(
             DirectFile(fd, path),
             name="tiered-weights",
@@ -229,15 +236,15 @@ class ImmutableFile(PageStore):
         self.is_direct = self._reader.is_direct
 
     def buffer(self) -> PageBuffer:
-        """Return the pages as a source of copies."""
+        """Return a page buffer of all pages, to copy from."""
         shape = torch.empty((self.num_pages, self.page_bytes), dtype=torch.uint8, device="meta")
         return PageBuffer(shape, self)
 
     def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
-        """Read pages as the contract says, but those that cannot be loaded are an error.
+        """Read pages as :meth:`PageStore.read`, but raise if a page is lost.
 
         Raises:
-            IntegrityError: naming the file and whose page it is.
+            IntegrityError: a page is lost; the message names the file and the page's owner.
         """
         assert near.words is not None, "read into memory that the CPU addresses"
         assert not self.is_direct or near.data.data_ptr() % ALIGNMENT == 0, "this costs a copy"
@@ -251,16 +258,16 @@ class ImmutableFile(PageStore):
         raise IntegrityError(f"{self.path} is published: its pages stay")
 
     def cancel(self) -> None:
-        """Let reads that a silent disk keeps waiting fail soon."""
+        """Let pending reads of a silent disk fail soon."""
         self._reader.cancel()
 
     def close(self) -> None:
-        """Let reads that are under way end, and close the file. Idempotent."""
+        """Let pending reads end, and close the file. Idempotent."""
         self._reader.close()
 
 
 def _read_description(fd: int, path: Path) -> tuple[Checksums, int, bytes]:
-    """Return the checksums, the bytes of a page, and the contents."""
+    """Return the checksums, the bytes of a page, and the contents as JSON text."""
     size = os.fstat(fd).st_size
     anew = "remove it, and the next start fills it anew"
     tail = os.pread(fd, _TAIL.size, max(0, size - _TAIL.size))

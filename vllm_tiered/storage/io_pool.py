@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads and buffers for disk I/O that may never return.
+"""Thread and buffer pools for disk I/O that may never return.
 
-A read that hangs in the kernel cannot be cancelled. So a caller may give up, and nothing that the
-hanging thread holds (its buffer, the descriptor) is used for anything else until it returns.
+A read that hangs in the kernel cannot be cancelled, but its caller may give up. The hanging
+thread's buffer and descriptor are not reused until the read returns.
 """
 
 import threading
@@ -15,12 +15,13 @@ from vllm_tiered.storage.direct_file import Bytes, aligned_bytes
 
 
 class IoPool:
-    """Pool of at most ``size`` daemon threads, started when there is work for them.
+    """Pool of at most ``size`` daemon threads, which are started on demand.
 
-    Tasks do not raise.
+    Tasks must not raise.
 
     Attributes:
-        num_finished: tasks that have ended in its threads.
+        size: most threads.
+        num_finished: number of tasks that the threads have finished.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -35,11 +36,11 @@ class IoPool:
 
     @property
     def num_threads(self) -> int:
-        """Threads started so far."""
+        """The number of threads started so far."""
         return len(self._threads)
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run ``task`` in one of the threads; after ``close`` in the caller's."""
+        """Run ``task`` in one of the threads; after :meth:`close`, in the caller's thread."""
         with self._lock:
             if not self._is_closed:
                 self._num_unfinished += 1
@@ -50,10 +51,10 @@ class IoPool:
         task()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Let threads end after the tasks submitted so far. Idempotent.
+        """End the threads after the tasks submitted so far. Idempotent.
 
         Returns:
-            Whether all have; the others end when their task does.
+            Whether all threads have ended; the others end with their tasks.
         """
         with self._lock:
             if not self._is_closed:
@@ -74,7 +75,7 @@ class IoPool:
     def _loop(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            # Not kept until the next task, or its buffer would live as long.
+            # Otherwise the task's buffer would live until the next task arrives.
             del task
             with self._lock:
                 self._num_unfinished -= 1
@@ -82,27 +83,28 @@ class IoPool:
 
 
 class BouncePool:
-    """Pool of buffers of one size at addresses that O_DIRECT takes; allocated on demand."""
+    """Pool of bounce buffers of one size, aligned for O_DIRECT; allocated on demand."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._free: deque[Bytes] = deque()
 
     def take(self, at_least: int = 0) -> Bytes:
-        """Return uint8 [num_bytes], aligned to the system's pages; contents undefined.
+        """Return a buffer, uint8 [num_bytes], aligned to memory pages; contents are undefined.
 
         Args:
-            at_least: where it is more, the buffer is larger, and not kept.
+            at_least: if it exceeds the pool's size, a buffer of ``at_least`` bytes is returned;
+                the pool will not keep it.
         """
         if at_least <= self._num_bytes and self._free:
             try:
                 return self._free.pop()
             except IndexError:
-                pass  # another thread was faster
+                pass  # another thread has taken the last one
         return aligned_bytes(max(at_least, self._num_bytes))
 
     def give(self, buffer: Bytes) -> None:
-        """Take back a buffer that no I/O uses any more; one of another size is dropped."""
+        """Return a buffer to the pool; no I/O may use it. A buffer of another size is dropped."""
         if len(buffer) == self._num_bytes:
             self._free.append(buffer)
 

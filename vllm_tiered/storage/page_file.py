@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage tier of the KV cache: far pages in a file, read and written past the page cache.
+"""Storage tier of the KV cache: far pages in a file that is read and written with O_DIRECT.
 
-Pages go through bounce buffers, as O_DIRECT wants addresses, offsets and lengths in whole disk
-blocks, and near pages lie where the engine put them:
+O_DIRECT needs addresses, offsets and lengths in whole disk blocks, and near pages are not aligned.
+So pages pass through bounce buffers:
 
     read    reader threads: file ─► bounce, verify       copying thread: bounce ─► near
     write   copying thread: near ─► bounce, checksum     writer threads: bounce ─► file
 
-Only the copying thread touches near pages, within the copy. What a slow disk delivers after the
-copy has given up ends in a bounce buffer that is not looked at.
+Only the copying thread touches near pages, and only during the copy. Data that a slow disk delivers
+after the copy has given up goes to a bounce buffer that nothing reads.
 
-The file has no name, so it goes away with the process, however that ends: it holds users' text.
+The file holds users' text. It has no name, so it is deleted when the process ends, even by a crash.
 """
 
 import logging
@@ -42,36 +42,42 @@ from vllm_tiered.units import KIB, MIB
 logger = logging.getLogger("vllm.tiered")
 
 EXTENT_BYTES = MIB
-"""At most for one request: a disk reads whole MiB at its full bandwidth."""
+"""Most bytes of a request: a disk reads 1 MiB at its full bandwidth."""
 
 HOLE_BYTES = 48 * KIB
-"""At most read along between two pages, as a request more costs more. Pages of 24 KiB, one of four
-missing: 9.7 us of CPU a page, against 14.8 without; one of two: 16 against 33 (2 cores, virtio
-disk, 16 readers, 2026-11-21)."""
+"""Longest gap between two pages that one request reads across; a second request costs more. With
+pages of 24 KiB, and one of four not wanted: 9.7 us of CPU a page, against 14.8 without; one of two:
+16 against 33 (2 cores, virtio disk, 16 readers, 2026-11-21)."""
 
 NUM_READERS = 16
-"""Scattered pages of 24 KiB: 200 MB/s with 1 reader, 360 with 4, 410 with 8, 500 with 16, 530 with
-32; runs of four: 0.5, 1.0, 1.3, 1.5, 1.6 GB/s; consecutive: 2 GB/s from 2 on, as much as ``dd``
-(same machine, busy with other work: these figures spread by 20 %)."""
+"""Reader threads. Scattered pages of 24 KiB: 200 MB/s with 1 reader, 360 with 4, 410 with 8, 500
+with 16, 530 with 32; runs of four pages: 0.5, 1.0, 1.3, 1.5, 1.6 GB/s; consecutive pages: 2 GB/s
+from 2 readers on, as much as ``dd`` (same machine, busy with other work: these figures spread by
+20 %)."""
 
 NUM_WRITERS = 8
-"""Consecutive pages: 2.2 GB/s with 1 writer and no more with 32; scattered ones as reads."""
+"""Writer threads. Consecutive pages: 2.2 GB/s with 1 writer and no more with 32; scattered pages:
+as for reads."""
 
 
 class PageFile(PageStore):
-    """Page store in a file without a name; each page has a checksum that stays in memory.
+    """Page store in a file without a name, with a checksum of each page in memory.
 
-    Nothing that goes wrong with the file raises: a read names the pages that it could not load, and
-    a page that could not be written is missing for later reads.
+    I/O errors do not raise. A read returns the pages that it could not load, and a page that could
+    not be written is lost for later reads.
 
     Args:
-        folder: where the file lives.
+        folder: folder of the file.
+        num_pages: number of pages.
+        page_bytes: bytes of a page.
         deadline_seconds: see :class:`DeadlinePool`.
-        num_readers, num_writers: I/O requests at a time.
+        num_readers, num_writers: most threads that read and write.
 
     Attributes:
-        is_direct: whether the file system takes O_DIRECT; otherwise its page cache is in between.
-        num_bytes: reserved on the disk.
+        folder, num_pages, page_bytes: as given.
+        slot_bytes: bytes of a page in the file, whole blocks.
+        num_bytes: bytes reserved on the disk.
+        is_direct: reads and writes bypass the page cache.
 
     Raises:
         ConfigError: no file can be made in ``folder``.
@@ -110,7 +116,7 @@ class PageFile(PageStore):
         self.is_direct = self._file.is_direct
 
     def buffer(self) -> PageBuffer:
-        """Return all pages, to copy from and to."""
+        """Return a page buffer of all pages, to copy from and to."""
         shape = (self.num_pages, self.page_bytes)
         return PageBuffer(torch.empty(shape, dtype=torch.uint8, device="meta"), self)
 
@@ -147,7 +153,7 @@ class PageFile(PageStore):
         self._checksums[first_page : first_page + num_pages] = UNWRITTEN
 
     def close(self) -> None:
-        """Close the file; copies under way lose the pages that have not begun to travel."""
+        """Close the file; pending copies lose the pages whose I/O has not begun."""
         self._file.close()
         pools = (self._readers, self._writers)
         if not all([pool.close(pool.deadline_seconds) for pool in pools]):
@@ -167,13 +173,16 @@ class PageFile(PageStore):
         )
 
     def _deliver(self, near: Words, lost: list[PageIds], extent: Extent) -> None:
-        """Copy what was read to the near pages; lost pages too, as those may hold anything."""
+        """Copy an extent to its near pages, and list its lost pages.
+
+        Lost pages are copied too: their near pages may hold anything.
+        """
         slots, rows = _pages_of(extent)
         copy_words(self._words(extent), slots - slots[0], near, Pages(rows))
         lost.append(slots[self._count_errors(extent)])
 
     def _gather(self, near: Words, checksums: Checksums, extent: Extent) -> None:
-        """Copy near pages to the bounce buffer, and make their checksums."""
+        """Copy near pages to the bounce buffer, and compute their checksums."""
         _, rows = _pages_of(extent)
         words = self._words(extent)
         for start, count, first in Pages(rows).runs:
@@ -181,13 +190,13 @@ class PageFile(PageStore):
         checksums[extent.first : extent.end] = checksums_of(near, rows)
 
     def _publish(self, checksums: Checksums, extent: Extent) -> None:
-        """Let pages that were written exist for later reads."""
+        """Set the checksums of written pages, so that later reads find them."""
         slots, _ = _pages_of(extent)
         self._checksums[slots] = checksums[extent.first : extent.end]
         self._checksums[slots[self._count_errors(extent)]] = UNWRITTEN
 
     def _count_errors(self, extent: Extent) -> list[int]:
-        """Return the positions in the extent of the pages that were lost."""
+        """Count the extent's lost pages, and return their positions in the extent."""
         errors = extent.plan.errors
         if not errors:
             return []
@@ -220,18 +229,18 @@ class PageFile(PageStore):
             plan.errors.update(dict.fromkeys(range(extent.first, extent.end), PageError.IO))
 
     def _write_extent(self, extent: Extent) -> None:
-        """Write an extent; page by page after an error, so that a bad block costs its own page."""
+        """Write an extent; after an error page by page, so that a bad block loses only its page."""
         plan = extent.plan
         if self._write_pages(extent, extent.first, extent.end):
             return
         for page in range(extent.first, extent.end):
-            if plan.is_given_up:  # a dying disk takes its time for each
+            if plan.is_given_up:  # a failing disk takes long for each page
                 return
             if not self._write_pages(extent, page, page + 1):
                 plan.errors[page] = PageError.WRITE
 
     def _write_pages(self, extent: Extent, first: int, end: int) -> bool:
-        """Write pages of an extent; return whether all of them were."""
+        """Write pages of an extent; return whether all of them were written."""
         plan = extent.plan
         offset, num_bytes, _ = plan.span(first, end)
         begin = offset - int(plan.offsets[extent.index])

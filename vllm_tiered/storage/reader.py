@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous scatter reader: slots of a file to rows of memory, past the page cache, verified.
+"""Asynchronous reader that scatters slots of a file to rows of memory and verifies them.
 
     file     │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ ...          slots have one size, the stride
                           ╲        ╲
-    memory   │ row 0 │ row 1 │ row 2 │ row 3 │ ...              neighbours travel in one request
+    memory   │ row 0 │ row 1 │ row 2 │ row 3 │ ...              one request reads adjacent slots
 
-Slots of whole blocks go straight to their rows. Of others the blocks around them are read to bounce
-buffers first.
+Slots of whole blocks are read directly into their rows. For other slots, the blocks around them are
+read to a bounce buffer first.
 
-A read costs Python little for each slot: the list is cut into as few requests as neighbours allow
-(scatter_plan.py). One thread submits many requests to the system at once; where the system cannot
-do that, or they are few, threads share them out among themselves. A caller waits as long as the
-disk takes, as a model cannot go on without its weights; page_file.py reads the same plans with a
-deadline.
+Adjacent slots share a request, so that Python does little for each slot (scatter_plan.py). One
+thread submits many requests to the system at once (aio.py). If the system cannot do that, or the
+requests are few, threads share them. A caller waits as long as the disk takes, because a model
+cannot continue without its weights; page_file.py reads the same plans with a deadline.
 """
 
 import logging
@@ -41,34 +40,36 @@ from vllm_tiered.units import KIB, MIB
 logger = logging.getLogger("vllm.tiered")
 
 EXTENT_BYTES = 256 * KIB
-"""At most of slots in one request, unless one alone is larger."""
+"""Most bytes of slots in one request, unless one slot is larger."""
 
 NUM_READERS = 32
-"""Threads, as LLM in a flash has them (its section 4)."""
+"""Reader threads, as many as in LLM in a flash (section 4)."""
 
 DEPTH = 128
-"""Requests that one thread has under way. Scattered bundles of 16 KiB take 51 us and 14 of the CPU,
-read by 32 threads 68 and 58; of 4 KiB 46 and 11, 63 and 56. A checksum, included, takes 2.2 and 0.9
-(medians of 8 interleaved rounds; 2 cores, busy with other work; virtio disk, 2026-11-22)."""
+"""Requests that one thread has in flight. A scattered bundle of 16 KiB takes 51 us, 14 us of them
+on the CPU, against 68 and 58 with 32 threads; one of 4 KiB takes 46 and 11, against 63 and 56. That
+includes its checksum, of 2.2 and 0.9 us (medians of 8 interleaved rounds; 2 cores, busy with other
+work; virtio disk, 2026-11-22)."""
 
 MIN_AIO_EXTENTS = 8
-"""Fewer are not worth building requests for."""
+"""Fewest extents that are read with asynchronous I/O; for fewer, building requests costs more."""
 
 AREA_BYTES = 4 * MIB
-"""To which one thread reads blocks around slots, from which slots are copied: some hundred
-requests, so that waiting for the last of them costs little. As much memory is used as was needed
-so far."""
+"""Bytes of the bounce buffer for asynchronous reads of slots that are not whole blocks. It holds
+about a hundred requests, so that waiting for the last of them costs little. The system allocates
+its memory pages only as they are used."""
 
 SILENCE_SECONDS = 10.0
+"""Seconds without an answer from the disk after which a warning is logged."""
 
 
 class ReadStats(NamedTuple):
-    """Use of a file so far.
+    """Counts of a file's reads so far.
 
     Attributes:
-        num_bytes: that the disk brought, blocks around small slots included.
-        num_reads: requests.
-        seconds: in which at least one read was under way.
+        num_bytes: bytes read, including the blocks around small slots.
+        num_reads: number of requests.
+        seconds: time in which at least one read was pending.
     """
 
     num_bytes: int
@@ -77,11 +78,12 @@ class ReadStats(NamedTuple):
 
 
 class PendingRead:
-    """A read that is under way.
+    """Pending read of several tasks.
 
     Args:
-        num_tasks: each puts its error, or None, into ``results``.
-        is_cancelled: whether a silent disk is not worth waiting for any more.
+        path: the file, for messages.
+        num_tasks: number of tasks; each puts its error, or None, into ``results``.
+        is_cancelled: set when the wait for a silent disk must end.
     """
 
     def __init__(self, path: Path, num_tasks: int, is_cancelled: threading.Event) -> None:
@@ -92,14 +94,14 @@ class PendingRead:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether all slots have arrived, or failed to; never blocks."""
+        """Return whether all tasks have ended, also in errors; never blocks."""
         return self.results.qsize() >= self._num_tasks
 
     def wait(self) -> None:
         """Block until all slots are in their rows.
 
         Raises:
-            IntegrityError: naming the file and the slot that is damaged, or cannot be read.
+            IntegrityError: a slot is damaged or cannot be read; the message names file and slot.
         """
         waited = 0.0
         while self._num_tasks:
@@ -124,18 +126,19 @@ class PendingRead:
 
 
 class ScatterReader:
-    """Reader of a file of slots. Every slot is verified, and read once more if it is not intact.
+    """Reader of a file of slots. Every slot is verified, and read again once if it is damaged.
 
     Args:
-        file: closed with the reader.
-        name: of the threads.
-        remedy: what to do about a lost slot, for messages.
-        num_readers: threads.
+        file: the file; closed with the reader.
+        name: name of the threads.
+        remedy: what the user can do about a lost slot, for messages.
+        num_readers: most threads.
         extent_bytes: see :class:`ScatterPlan`.
-        use_aio: let one thread have many requests under way, where the system can.
+        use_aio: use asynchronous I/O if the system supports it.
 
     Attributes:
         is_direct: reads bypass the page cache.
+        use_aio: asynchronous I/O is used; it becomes False if the system rejects it.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class ScatterReader:
         self._file = file
         self._policy = RaiseOnLoss(file.path, remedy)
         self._extent_bytes = extent_bytes
-        self._bounce = BouncePool(extent_bytes + 2 * ALIGNMENT)  # and the rest of two blocks
+        self._bounce = BouncePool(extent_bytes + 2 * ALIGNMENT)  # with the blocks at both ends
         self._areas = BouncePool(AREA_BYTES)
         self._pool = IoPool(name, num_readers)
         self._queues: deque[AioQueue] = deque()
@@ -164,20 +167,21 @@ class ScatterReader:
 
     @property
     def stats(self) -> ReadStats:
-        """Use of the file so far."""
+        """The counts of the file's reads so far."""
         with self._lock:
             return ReadStats(self._num_bytes, self._num_reads, self._seconds)
 
     def submit(
         self, section: Section, slots: PageIds, into: torch.Tensor, rows: PageIds
     ) -> PendingRead:
-        """Begin to read slot ``slots[i]`` to row ``rows[i]``.
+        """Begin to read slot ``slots[i]`` into row ``rows[i]`` of ``into``, for all i.
 
         Args:
+            section: the slots of the file.
             slots: int64 [n], in any order.
-            into: uint8 [num_rows, stride], contiguous, in memory that the CPU addresses; not to be
-                touched in these rows until the read is done.
-            rows: int64 [n], each once.
+            into: uint8 [num_rows, stride], contiguous, in host memory. Do not use these rows until
+                the read is done.
+            rows: int64 [n], unique.
         """
         assert into.dtype == torch.uint8 and into.is_contiguous()
         assert into.shape[1] == section.stride and len(slots) == len(rows)
@@ -190,7 +194,7 @@ class ScatterReader:
         if queue:
             works = [partial(self._read_queued, plan, queue)]
         else:
-            extents = iter(range(plan.num_extents))  # next() of it is one step for all threads
+            extents = iter(range(plan.num_extents))  # shared by the threads: next() is atomic
             num_works = min(self._pool.size, plan.num_extents)
             works = [partial(self._read_extents, plan, extents)] * num_works
         read = PendingRead(self._file.path, len(works), self._is_cancelled)
@@ -204,11 +208,11 @@ class ScatterReader:
         return read
 
     def cancel(self) -> None:
-        """Let reads that a silent disk keeps waiting fail soon."""
+        """Let pending reads of a silent disk fail soon."""
         self._is_cancelled.set()
 
     def close(self) -> None:
-        """Let reads that are under way end, and close the file. Idempotent."""
+        """Let pending reads end, and close the file. Idempotent."""
         self._pool.close(timeout_seconds=1.0)
         self._file.close()
         self._bounce.clear()
@@ -239,7 +243,12 @@ class ScatterReader:
         unfinished: list[int],
         results: "SimpleQueue[BaseException | None]",
     ) -> None:
-        """Run a task of a read: ``work`` returns bytes and requests."""
+        """Run a task of a read and put its error, or None, into ``results``.
+
+        Args:
+            work: reads and returns the number of bytes and of requests.
+            unfinished: the number of the read's unfinished tasks, shared by all of them.
+        """
         error: BaseException | None = None
         num_bytes = num_reads = 0
         try:
@@ -262,7 +271,7 @@ class ScatterReader:
         results.put(error)
 
     def _read_extents(self, plan: ScatterPlan, extents: Iterator[int]) -> tuple[int, int]:
-        """Read extents that no thread has taken yet, one after the other."""
+        """Read extents from the shared iterator, one after the other; return bytes and requests."""
         num_bytes = num_reads = 0
         with self._file as fd:
             for extent in extents:
@@ -282,9 +291,9 @@ class ScatterReader:
         return num_bytes, num_reads
 
     def _read_queued(self, plan: ScatterPlan, queue: AioQueue) -> tuple[int, int]:
-        """Read all extents, many at a time."""
+        """Read all extents with asynchronous I/O; return bytes and requests."""
         area = None if plan.is_direct else self._areas.take(int(plan.sizes.max()))
-        # Each extent has its rows to itself; an area is filled again when it has been emptied.
+        # Direct reads need one pass. A bounce buffer is filled and copied from, part by part.
         parts = [(0, plan.num_extents)] if area is None else plan.parts(len(area))
         try:
             with self._file as fd:
@@ -295,7 +304,7 @@ class ScatterReader:
             self.use_aio = False
             return self._read_extents(plan, iter(range(plan.num_extents)))
         finally:
-            self._queues.append(queue)  # nothing is under way in it, whatever happened
+            self._queues.append(queue)  # no read is in flight, even after an error
             if area is not None:
                 self._areas.give(area)
         return int(plan.sizes.sum()), plan.num_extents
@@ -303,12 +312,12 @@ class ScatterReader:
     def _read_part(
         self, fd: int, plan: ScatterPlan, queue: AioQueue, area: Bytes | None, first: int, end: int
     ) -> None:
-        """Read extents ``first`` to ``end``, to their rows or to ``area`` first.
+        """Read extents ``first`` .. ``end - 1`` to their rows, through ``area`` if there is one.
 
-        Afterwards none is under way.
+        No read is in flight afterwards.
 
         Raises:
-            OSError: the system does not take requests.
+            OSError: the system rejects requests.
         """
         sizes = plan.sizes[first:end]
         places = np.cumsum(sizes) - sizes

@@ -5,8 +5,8 @@
     slots       [ 0 ][ 1 ][ 2 ][ 3 ]                        [ 11 ]
     extents   ├──────────── 0 ────────────┤             ├───── 1 ─────┤
 
-An extent is moved in one request: of whole blocks, as direct I/O wants it. Slots in the same block
-or in neighbouring ones share it.
+An extent is moved in one request of whole blocks, as direct I/O requires. Slots in the same block
+or in adjacent blocks share an extent.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Slots of one size in a file.
+    """Section of a file with slots of one size.
 
     Attributes:
-        offset: of slot 0, bytes.
-        stride: from one slot to the next. Where it and ``offset`` are multiples of ``ALIGNMENT``
-            slots are read straight to their rows; others cost a copy.
-        num_bytes: of a slot's content, which the checksum covers.
+        offset: offset of slot 0 in bytes.
+        stride: bytes from one slot to the next. If it and ``offset`` are multiples of
+            ``ALIGNMENT``, slots are read directly into their rows; otherwise they are copied.
+        num_bytes: bytes of a slot's content, which the checksum covers.
         checksums: uint64 [num_slots].
         describe: names a slot, for messages.
     """
@@ -41,27 +41,30 @@ class Section:
 
 
 class ScatterPlan:
-    """Slots to move between a file and rows of memory.
+    """Plan to move slots between a file and rows of memory.
 
     Args:
-        slots: int64 [n], in any order; one may come twice.
-        rows: int64 [n], of memory.
-        memory: all rows, as bytes, if a disk or a reader thread may write to them. None if the
+        section: the slots of the file.
+        slots: int64 [n], in any order; a slot may be repeated.
+        rows: int64 [n], the rows of memory.
+        memory: all rows as bytes, if the disk or a reader thread may write to them. None if the
             caller copies between rows and bounce buffers itself.
-        extent_bytes: at most of slots in one request, unless one alone is larger.
-        hole_bytes: at most read along between two slots, as a request more costs more.
+        extent_bytes: most bytes of slots in one request, unless one slot is larger.
+        hole_bytes: longest gap between two slots that one request may cover.
 
     Attributes:
-        slots, rows: in the order of ``slots``.
-        is_direct: slots are whole blocks, and the disk writes to the rows. Else it writes to
+        section: as given.
+        slots, rows: as given, sorted by slot.
+        is_direct: slots are whole blocks, and the disk writes to the rows. Otherwise it writes to
             bounce buffers.
-        cuts: extent i is of the slots cuts[i] to cuts[i + 1].
-        offsets, sizes: of the extents in the file, bytes; whole blocks.
+        cuts: extent i has the slots with indexes cuts[i] .. cuts[i + 1] - 1.
+        offsets, sizes: offsets and bytes of the extents in the file, whole blocks.
         origins: ``offsets`` as a list.
-        needed: bytes of each extent that contain its slots: the file may end within the last block.
-        errors: why a slot did not arrive, by its index, where its loss is no error.
-        reason: what the system said to the last request that failed.
-        is_given_up: the rest is not needed any more.
+        needed: bytes of each extent up to the end of its last slot. A shorter read has lost slots;
+            the file may end within the last block.
+        errors: errors of lost slots by index, if the failure policy records them.
+        reason: the system's message for the last failed request.
+        is_given_up: the remaining extents need not be moved.
     """
 
     def __init__(
@@ -108,22 +111,22 @@ class ScatterPlan:
         return len(self.sizes)
 
     def release_memory(self) -> None:
-        """Drop the memory, while its owner still waits.
+        """Drop the references to the memory, while its owner still waits.
 
-        Otherwise a reader thread could be the last to hold it, and freeing a tensor in a daemon
+        Otherwise a reader thread could hold the last reference, and freeing a tensor in a daemon
         thread when Python ends aborts the process.
         """
         self._memory = self._view = None
 
     def describe(self, index: int) -> str:
-        """Name a slot, for messages."""
+        """Return the name of the slot with an index in the plan, for messages."""
         return self.section.describe(int(self.slots[index]))
 
     def span(self, first: int, end: int) -> tuple[int, int, int]:
-        """Return where in the file slots ``first`` to ``end`` of one extent are.
+        """Return the range of the file that holds slots ``first`` .. ``end - 1`` of one extent.
 
         Returns:
-            Offset and bytes, in whole blocks, and how many of the bytes contain the slots.
+            Offset and bytes, in whole blocks, and the bytes up to the end of the last slot.
         """
         offset = self._begins[first] // ALIGNMENT * ALIGNMENT
         needed = self._begins[end - 1] + self.section.stride - offset
@@ -132,7 +135,7 @@ class ScatterPlan:
     # Memory that a disk writes to ---------------------------------------------------------
 
     def buffers(self, first: int, end: int) -> list[memoryview]:
-        """Return the rows of an extent; consecutive ones are one buffer."""
+        """Return the rows of slots ``first`` .. ``end - 1``; consecutive rows share a buffer."""
         view, begins, stride = self._view, self._row_begins, self.section.stride
         assert view is not None
         buffers = []
@@ -146,7 +149,7 @@ class ScatterPlan:
         return buffers
 
     def vectors(self) -> npt.NDArray[np.uint64]:
-        """Return [n, 2], address and bytes of each row."""
+        """Return the address and bytes of each row, uint64 [n, 2]."""
         assert self._memory is not None
         stride = self.section.stride
         vectors = np.empty((len(self.rows), 2), dtype=np.uint64)
@@ -155,7 +158,7 @@ class ScatterPlan:
         return vectors
 
     def parts(self, num_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield extents, first and end, that together fit so much memory; at least one."""
+        """Yield ranges of extents, first and end, that fit in ``num_bytes``; at least one each."""
         ends = np.cumsum(self.sizes)
         first, before = 0, 0
         while first < len(ends):
@@ -166,10 +169,10 @@ class ScatterPlan:
     # Slots that have arrived --------------------------------------------------------------
 
     def damaged(self, first: int, end: int, bounce: memoryview | None, origin: int) -> list[int]:
-        """Return those of an extent's slots whose bytes do not match their checksums.
+        """Return the indexes from ``first`` to ``end - 1`` of slots that fail their checksums.
 
         Args:
-            bounce: holds the file's bytes from ``origin`` on; None if the slots are in their rows.
+            bounce: the file's bytes from ``origin`` on; None if the slots are in their rows.
         """
         if bounce is None:
             view, begins, origin = self._view, self._row_begins, 0
@@ -184,7 +187,7 @@ class ScatterPlan:
         ]
 
     def copy_to_rows(self, bounce: memoryview, origin: int, first: int, end: int) -> None:
-        """Copy slots to their rows from ``bounce``, the file's bytes from ``origin`` on."""
+        """Copy slots to their rows from ``bounce``, which has the file's bytes from ``origin``."""
         begins, rows, stride = self._begins, self._row_begins, self.section.stride
         view = self._view
         assert view is not None
@@ -199,11 +202,12 @@ def cut(
     """Cut a list of slots into extents.
 
     Args:
-        begins: of the slots in the file, bytes, ascending.
+        begins: offsets of the slots in the file, bytes, ascending.
+        stride, extent_bytes, hole_bytes: as in :class:`Section` and :class:`ScatterPlan`.
         may_repeat: an extent may contain a slot twice.
 
     Returns:
-        n + 1 positions for n extents.
+        n + 1 positions in the list for n extents.
     """
     if not len(begins):
         return np.zeros(1, dtype=np.int64)
@@ -212,7 +216,7 @@ def cut(
     is_start = np.ones(len(begins), dtype=np.bool_)
     is_start[1:] = firsts[1:] > ends[:-1] + hole_bytes // ALIGNMENT
     if not may_repeat:
-        is_start[1:] |= begins[1:] == begins[:-1]  # to two rows
+        is_start[1:] |= begins[1:] == begins[:-1]  # one slot for two rows: two reads
     origins = (firsts[is_start] * ALIGNMENT)[np.cumsum(is_start) - 1]
     unit = max(stride, ALIGNMENT)
     parts = (begins - origins) // unit // max(1, extent_bytes // unit)

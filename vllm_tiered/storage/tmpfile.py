@@ -13,7 +13,7 @@ _OWNER_ONLY = 0o600
 
 
 def open_tmpfile(folder: Path, num_bytes: int) -> int:
-    """Open a file of ``num_bytes`` reserved bytes, mode 0600, that goes away when it is closed.
+    """Open a file of ``num_bytes`` reserved bytes, mode 0600, that is deleted when it is closed.
 
     Returns:
         The file descriptor, for reading and writing through the page cache.
@@ -23,7 +23,7 @@ def open_tmpfile(folder: Path, num_bytes: int) -> int:
         BudgetError: the file system does not have the space.
     """
     try:
-        fd = create_tmpfile(folder, os.O_EXCL)  # nobody can give it a name later
+        fd = create_tmpfile(folder, os.O_EXCL)  # O_EXCL: it can never be given a name
         if fd is None:
             fd, name = tempfile.mkstemp(prefix=".vllm-tiered-", dir=folder)  # mode 0600
             os.unlink(name)
@@ -48,8 +48,11 @@ def open_tmpfile(folder: Path, num_bytes: int) -> int:
 def create_tmpfile(folder: Path, flags: int = 0) -> int | None:
     """Create a file without a name, for reading and writing, mode 0600.
 
+    Args:
+        flags: further flags for ``os.open``.
+
     Returns:
-        The file descriptor; None where the file system or the kernel has no O_TMPFILE.
+        The file descriptor; None if the file system or the kernel does not support O_TMPFILE.
 
     Raises:
         OSError: no file can be made in ``folder``.
@@ -63,12 +66,12 @@ def create_tmpfile(folder: Path, flags: int = 0) -> int | None:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Reserve a file's first ``num_bytes`` on the disk.
+    """Reserve disk space for the first ``num_bytes`` of a file.
 
     Raises:
         OSError: the file system does not have the space.
     """
-    # An attempt that cannot succeed would fill the disk for others meanwhile.
+    # An attempt that cannot succeed would fill the disk for other processes until it fails.
     if count_free_bytes(fd) < num_bytes:
         raise OSError(ENOSPC, os.strerror(ENOSPC))
     if num_bytes:
@@ -76,6 +79,6 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 def count_free_bytes(fd: int) -> int:
-    """Return the bytes that are free in a file's file system."""
+    """Return the free bytes of the file system that holds a file."""
     disk = os.fstatvfs(fd)
     return disk.f_bavail * disk.f_frsize

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One extent read by the thread that asks, verified, and what happens to slots that are lost.
+"""Synchronous read of one extent with verification, and failure policies for lost slots.
 
-Slots that did not arrive intact are read once more, one by one: a bad disk block costs what lies in
-it alone. Those that fail again are the affair of a failure policy: weights cannot be done without,
-while lost KV pages are recomputed.
+Slots that do not arrive intact are read again once, one by one, so that a bad disk block loses only
+the slots in it. A failure policy handles slots that fail again: a lost weight is an error, while a
+lost KV page is recomputed.
 """
 
 import logging
@@ -22,11 +22,12 @@ logger = logging.getLogger("vllm.tiered")
 
 
 class Problem(NamedTuple):
-    """Slots that did not arrive intact.
+    """Failure of slots to arrive intact.
 
     Attributes:
-        indexes: of the slots in the plan, at least one.
-        reason: what the system said, if it reported an error.
+        indexes: indexes of the slots in the plan, at least one.
+        error: kind of failure.
+        reason: the system's message, if it reported an error.
     """
 
     indexes: Sequence[int]
@@ -39,27 +40,28 @@ class Problem(NamedTuple):
 
 
 class FailurePolicy(Protocol):
-    """Reaction to slots that did not arrive; called in the thread that reads."""
+    """Reaction to slots that do not arrive intact; called in the thread that reads."""
 
     def before_retry(self, plan: ScatterPlan, problem: Problem) -> None:
-        """Note that ``problem.indexes`` are going to be read again."""
+        """Note that the slots of ``problem`` will be read again."""
 
     def on_loss(self, plan: ScatterPlan, index: int, problem: Problem) -> None:
-        """Record or raise that a slot did not arrive at the second attempt either."""
+        """Record or raise the loss of a slot whose second read failed too."""
 
 
 class RaiseOnLoss:
-    """Failure policy of weights: a lost slot is an error that names it.
+    """Failure policy of weights: a lost slot raises an error that names it.
 
     Args:
-        remedy: what the user can do.
+        path: the file, for messages.
+        remedy: what the user can do, for messages.
     """
 
     def __init__(self, path: Path, remedy: str) -> None:
         self._path, self._remedy = path, remedy
 
     def before_retry(self, plan: ScatterPlan, problem: Problem) -> None:
-        """Log the first of the slots."""
+        """Log a warning that names the first slot."""
         others = len(problem.indexes) - 1
         logger.warning(
             "tiered: %s: %s%s %s; reading it again",
@@ -70,29 +72,30 @@ class RaiseOnLoss:
         )
 
     def on_loss(self, plan: ScatterPlan, index: int, problem: Problem) -> None:
-        """Raise IntegrityError."""
+        """Raise IntegrityError, with the file, the slot and the remedy."""
         raise IntegrityError(f"{self._path}: {plan.describe(index)} {problem}: {self._remedy}")
 
 
 class RecordLoss:
-    """Failure policy of KV pages: a lost slot is a miss, listed in ``plan.errors``."""
+    """Failure policy of KV pages: a lost slot is a miss, recorded in ``plan.errors``."""
 
     def before_retry(self, plan: ScatterPlan, problem: Problem) -> None:
-        """Keep what the system said."""
+        """Keep the system's message in ``plan.reason``."""
         plan.reason = problem.reason or plan.reason
 
     def on_loss(self, plan: ScatterPlan, index: int, problem: Problem) -> None:
-        """List the slot."""
+        """Record the slot's error in ``plan.errors``."""
         plan.errors[index] = problem.error
 
 
 def read_extent(
     fd: int, plan: ScatterPlan, extent: int, bounce: memoryview | None, policy: FailurePolicy
 ) -> None:
-    """Read and verify an extent.
+    """Read and verify an extent, and retry its damaged slots.
 
     Args:
-        bounce: holds the extent's blocks afterwards; None to read to the rows.
+        fd: descriptor of the file.
+        bounce: buffer for the extent's blocks; None to read directly into the rows.
     """
     result = _read(fd, plan, plan.cuts[extent], plan.cuts[extent + 1], bounce, plan.origins[extent])
     verify(fd, plan, extent, result, bounce, policy)
@@ -106,10 +109,10 @@ def verify(
     bounce: memoryview | None,
     policy: FailurePolicy,
 ) -> None:
-    """Verify an extent that was read, and read once more what is not intact.
+    """Verify an extent that was read, and read its damaged slots again.
 
     Args:
-        result: bytes that were read, or the negative of an error's number.
+        result: the bytes read, or the negative errno.
         bounce: as for :func:`read_extent`.
     """
     first, end, origin = plan.cuts[extent], plan.cuts[extent + 1], plan.origins[extent]
@@ -122,7 +125,7 @@ def verify(
         problem = _incomplete(range(first, end), result)
     policy.before_retry(plan, problem)
     for index in problem.indexes:
-        if plan.is_given_up:  # a dying disk takes its time for each
+        if plan.is_given_up:  # a failing disk takes long for each slot
             return
         result = _read(fd, plan, index, index + 1, bounce, origin)
         if result < plan.span(index, index + 1)[2]:
@@ -140,7 +143,7 @@ def _incomplete(indexes: Sequence[int], result: int) -> Problem:
 def _read(
     fd: int, plan: ScatterPlan, first: int, end: int, bounce: memoryview | None, origin: int
 ) -> int:
-    """Return the bytes read, or the negative of an error's number."""
+    """Read slots ``first`` .. ``end - 1``; return the bytes read, or the negative errno."""
     offset, num_bytes, _ = plan.span(first, end)
     try:
         if bounce is None:
@@ -154,7 +157,7 @@ def _read(
 def _read_to_rows(fd: int, buffers: list[memoryview], offset: int, num_bytes: int) -> int:
     if os.preadv(fd, buffers, offset) == num_bytes:
         return num_bytes
-    # Rare: the system took a part. One buffer at a time can be continued.
+    # Rare: a partial read. Read again one buffer at a time, since only that can be continued.
     moved = 0
     for buffer in buffers:
         count = transfer(os.preadv, fd, buffer, offset + moved)

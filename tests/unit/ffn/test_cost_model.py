@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model, fed with steps of a machine whose rates are known here."""
+"""Dense/sparse cost model, fed with the steps of a simulated machine with known rates."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def dense_seconds(tokens: int) -> float:
 
 
 def trained(seed: int, noise: float) -> DenseSparseCostModel:
-    """Prompts and small batches, as an engine sees them."""
+    """Return a cost model that has seen noisy prompts and small batches, as in an engine."""
     rng = np.random.default_rng(seed)
     cost_model = DenseSparseCostModel()
 
@@ -39,9 +39,9 @@ def trained(seed: int, noise: float) -> DenseSparseCostModel:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_it_is_within_five_percent_of_the_faster_way(seed: int) -> None:
-    """Far beyond the batches it was trained on."""
+    """The bound also holds for batches far larger than those of the training."""
     cost_model = trained(seed, noise=0.04)
-    # What is usual is that all is missing: steps are judged by what is missing of each.
+    # Warm steps miss all neurons, so the model uses the missing bytes that each step states.
     for tokens in (1, 2, 4, 8, 16, 32, 64) * 5:
         seconds = sparse_seconds(10_000_000, 10_000_000, tokens)
         cost_model.add_sparse(0, seconds, 10_000_000, 10_000_000, tokens, is_warm=True)
@@ -73,9 +73,10 @@ def test_no_step_becomes_dense_before_both_ways_are_known() -> None:
 
 
 class Engine:
-    """All layers of a model, each with a cache that dense steps leave as it is.
+    """Simulated layers of a model, each with a cache that dense steps do not change.
 
-    A sparse step behind a sparse one misses the layer's share of what it wants, any other one all.
+    A sparse step after a sparse one misses the layer's share of the wanted neurons. A sparse step
+    after a dense one misses all of them.
     """
 
     WANTED = 2_000_000
@@ -84,7 +85,7 @@ class Engine:
         self.cost_model = DenseSparseCostModel()
         self.warm_shares = [warm_share] * LAYERS
         self.overhead, self.dense = overhead, dense
-        self.num_looks = 0  # at what a layer wants
+        self.num_looks = 0  # steps that were scored
         self.cool()
         for _ in range(LAYERS):  # the prompt
             self.cost_model.add_dense(dense + 64 * 1e-5, 64)
@@ -124,13 +125,13 @@ ALL = list(range(LAYERS))
 
 
 def test_a_cold_cache_is_warmed_where_that_pays() -> None:
-    """Dense is faster than a step that misses all, and slower than one that misses a tenth."""
+    """A dense step is faster than a sparse one that misses all, and slower than a warm one."""
     engine = Engine(warm_share=0.1, overhead=4e-4, dense=1.2e-3)
     assert engine.sparse_seconds(0.1 * engine.WANTED) < 0.6 * engine.dense
     assert engine.sparse_seconds(engine.WANTED) > 1.4 * engine.dense
     for _ in range(5):
         assert [engine.step()[1] for _ in range(100)] == [[]] * 100
-        engine.cool()  # another request, whose neurons are all missing
+        engine.cool()  # another request: all of its neurons are missing
 
 
 def test_dense_where_it_is_faster_but_for_trials_that_become_rare() -> None:
@@ -192,11 +193,11 @@ def test_a_layer_that_is_always_sparse_keeps_no_other_from_its_trial() -> None:
 
 
 def test_small_batches_between_keep_no_large_one_from_its_trial() -> None:
-    """Of the small one sparse is faster; of the large one it becomes so."""
+    """Sparse steps are faster for small batches from the start, and for large ones later."""
     engine = Engine(warm_share=0.9, overhead=4e-4, dense=1.2e-3)
 
     def rounds(count: int) -> list[int]:
-        """Layers computed densely in the last of each round's steps with eight requests."""
+        """Return the number of dense layers in each round's last step with eight requests."""
         found = []
         for _ in range(count):
             engine.warm_shares = [0.05] * LAYERS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of neurons: what they hold, and that one read of whole blocks has each."""
+"""Layout of bundles: each bundle lies in as few blocks as its bytes need."""
 
 import pytest
 

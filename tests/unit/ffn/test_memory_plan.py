@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much near memory the FFN takes where nobody says."""
+"""Near memory of the FFN if the configuration sets no limit."""
 
 import pytest
 
@@ -39,6 +39,6 @@ def test_buffers_of_a_model_that_wants_most_are_no_larger_than_the_dense_ffn() -
 
 @pytest.mark.parametrize("active_share", [0.7, 0.8, 0.9])
 def test_tokens_that_want_more_than_the_mean_fit_too(active_share: float) -> None:
-    """In full precision beside the base, all of which is more than the dense FFN."""
+    """Full-precision slots suffice even if they and the base take more bytes than the dense FFN."""
     slots = auto((1, 0, 0), active_share, has_base=True).cache_slots
     assert slots[Precision.FULL] >= min(1536, int(1.2 * active_share * 1536))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers against the dense product: whatever is near, far or stored, and in whatever order."""
+"""FFN layers against the dense product, with neurons in any tier and layers in any order."""
 
 import time
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is near before anything is loaded, and what a chunk held, is not a number."""
+    """Fill near memory with NaN before loads, and staging buffers after their chunk was used."""
     import vllm_tiered.ffn.loader.stream as stream
     import vllm_tiered.ffn.runtime as runtime
 
@@ -79,7 +79,7 @@ def test_every_neuron_wherever_it_is(ffn: Ffn, num_permanent: int, num_far_layer
     )
     runtime = FfnRuntime(ffn.open(), plan, device)
     generator = torch.Generator().manual_seed(1)
-    # In the order of the model, and as no model would.
+    # First in the model's order, then in another order.
     for layer in (0, 1, 2, 0, 1, 2, 2, 1, 1, 0):
         x_BH = torch.randn((int(torch.randint(1, 9, (1,))), 64), generator=generator)
         assert close(runtime.layers[layer].compute(x_BH, False), ffn.dense(layer, x_BH))
@@ -102,9 +102,9 @@ def test_a_resident_layer_reads_nothing(ffn: Ffn) -> None:
 def test_chosen_neurons_in_their_precision(
     ffn: Ffn, policy: CachePolicy, mix: tuple[float, float, float], seed: int
 ) -> None:
-    """Random choices, batches and layers; a policy keeps more near, and each is multiplied once."""
+    """Random selections, batches and layers give the output of exactly the near neurons."""
     shape, chosen_mix = ffn.shape, Mix.from_shares(mix)
-    # Nothing far, what is read ahead, and a layer too.
+    # Seed 0: nothing is far. Seed 1: prefetched neurons are far. Seed 2: a layer is far too.
     plan = replace(mixed(ffn, mix), prefetches=seed > 0, num_far_layers=seed // 2)
     predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
     device = DelayedDevice(seed=seed, max_delay_seconds=0.0005)
@@ -114,7 +114,7 @@ def test_chosen_neurons_in_their_precision(
     sparse = 0
     for step in range(40):
         layer, batch = step % 3, int(rng.integers(1, 4))
-        # Most of what mattered still does.
+        # Scores change slowly from step to step.
         scores[layer] = 0.8 * scores[layer] + 0.2 * rng.random((8, shape.neurons))
         scores_BN = torch.from_numpy(scores[layer][:batch]).float()
         predictors[layer].next_BN = scores_BN
@@ -158,7 +158,7 @@ def test_a_mix_so_small_that_no_neuron_is_left(ffn: Ffn) -> None:
 def test_top_ranks_over_a_base_in_4_bit(
     ffn: Ffn, policy: CachePolicy, mix: tuple[float, float, float]
 ) -> None:
-    """Neurons that are near in a better precision are not added in 4 bit too."""
+    """Neurons that are near in a better precision are not added in 4 bit as well."""
     runtime = FfnRuntime(ffn.open(), mixed(ffn, mix, has_base=True), CpuDevice(), policy=policy)
     assert runtime.predictor == "base4"
     loaded = runtime.backend.stats.storage_bytes
@@ -186,7 +186,7 @@ def test_top_ranks_over_a_base_in_4_bit(
 
 
 def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step fails; what did not arrive is loaded by the next one that wants it."""
+    """The step fails, and the next step loads the neurons that did not arrive."""
     shape, mix = ffn.shape, Mix.from_shares((0.3, 0, 0))
     plan = mixed(ffn, (0.3, 0, 0))
     predictors = [Scripted(shape.neurons) for _ in range(shape.num_layers)]
@@ -195,7 +195,7 @@ def test_a_failed_read_leaves_nothing_behind(ffn: Ffn, monkeypatch: pytest.Monke
     x_BH = torch.ones(1, 64)
 
     def fails(arrivals: object) -> None:
-        """While the bundles are still on their way."""
+        """Raise while the bundles are still being loaded."""
         raise IntegrityError("layer 0, neuron 3, full is damaged")
 
     for step in range(6):
@@ -288,7 +288,7 @@ def test_a_plan_takes_no_more_than_it_was_given(ffn: Ffn, near_bytes: int) -> No
 
 
 def test_reading_ahead_is_paid_from_far_memory(ffn: Ffn) -> None:
-    """Before layers are; where all of them fit nothing needs to be read."""
+    """Prefetch buffers come before far layers; if all layers are far, nothing is prefetched."""
     of_layer = 96 * bundle_stride(ffn.shape, Precision.FULL)
     mix = (0.1, 0, 0)
     ahead = mixed(ffn, mix, far_bytes=of_layer, prefetches=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers on a fake CUDA runtime: compute and copies run deferred, in any order.
+"""FFN layers on a fake CUDA runtime that defers compute and copies, and runs them in any order.
 
-What a layer gives is compared when everything has run: its steps overlap as far as they may.
+Outputs are compared after everything has run, so that steps overlap as far as events allow.
 """
 
 from dataclasses import replace
@@ -49,7 +49,7 @@ def ffn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few neurons, and bounce buffers of fewer: all are reused often."""
+    """Make chunks and bounce buffers so small that all of them are reused often."""
     monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 10 * 1024)
     monkeypatch.setattr(backend, "_BUFFER_BYTES", 3 * 1024)
     monkeypatch.setattr(backend, "_NUM_BUFFERS", 2)
@@ -89,7 +89,10 @@ def test_chosen_neurons(monkeypatch, ffn, policy, mix, seed, haste):
 def chosen_neurons(
     rig: DeferredRig, policy: str, mix: tuple[float, float, float], seed: int
 ) -> None:
-    """Nothing far, what is read ahead, and a layer too; prompts between them."""
+    """Run random sparse steps with prompts between them, and compare the outputs.
+
+    From seed 1 on neurons are prefetched; from seed 2 on a layer is far.
+    """
     ffn, shape = rig.ffn, rig.ffn.shape
     plan = replace(mixed(ffn, mix), prefetches=seed > 0, num_far_layers=seed // 2)
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
@@ -164,7 +167,7 @@ def ranks_over_a_base(rig: DeferredRig, mix: tuple[float, float, float], seed: i
 
 @HASTES
 def test_a_damaged_bundle_frees_its_bounce_buffer(monkeypatch, tmp_path, haste):
-    """Steps that want it fail each time; other steps' bundles pass through the same buffers."""
+    """Steps that want the bundle always fail; other steps load through the same buffers."""
     ffn = random_ffn(tmp_path / "ffn", gated=True)
     with ffn.open() as store:
         offset = store._form.offset(0, Precision.FULL) + 5 * bundle_stride(
@@ -196,7 +199,7 @@ def test_a_damaged_bundle_frees_its_bounce_buffer(monkeypatch, tmp_path, haste):
 
 
 def slots_are_not_waited_for(monkeypatch):
-    """Copies overwrite slots that compute still reads."""
+    """Let copies overwrite slots that compute still reads."""
     load = backend.NeuronBackend._copy
 
     def careless(self, far, ids, into, slots, after):
@@ -212,7 +215,7 @@ def slots_are_not_waited_for(monkeypatch):
 
 
 def bounce_buffers_are_reused_early(monkeypatch):
-    """A disk writes to memory that is still being copied."""
+    """Let the disk write to bounce buffers that are still being copied."""
     submit_reads = bounce_pipeline.BounceLoad._submit_reads
 
     def careless(self):
@@ -234,7 +237,7 @@ def bounce_buffers_are_reused_early(monkeypatch):
     ],
 )
 def test_injected_faults_are_found(monkeypatch, ffn, mutate):
-    """At the latest in one of a few runs."""
+    """At least one of a few runs finds the fault."""
     mutate(monkeypatch)
     for seed, haste in product((1, 2, 3, 4), (0.0, 0.6, 0.9)):
         try:
@@ -247,11 +250,11 @@ def test_injected_faults_are_found(monkeypatch, ffn, mutate):
     pytest.fail(f"{mutate.__name__} was not noticed")
 
 
-# Faults that steps do not show, as each waits for the scores of the one before ------------------
+# Faults that steps do not show, because each step waits for the scores of the one before ---------
 
 
 def test_lists_are_not_changed_while_they_are_copied(monkeypatch, ffn):
-    """More of them than there are host buffers."""
+    """More lists are sent than there are host buffers."""
     rig = DeferredRig(monkeypatch, ffn, seed=0, haste=0.0)
     mailbox = Mailbox(rig.device, NEAR)
     with rig.torch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers when reads fail, are interrupted or slow: an error, or the right neurons; never others."""
+"""FFN layers with failed, interrupted or slow reads raise or compute the right neurons."""
 
 import itertools
 from dataclasses import replace
@@ -50,7 +50,7 @@ def scripted(ffn: Ffn, plan: FfnPlan, policy: CachePolicy = "atu", device: CpuDe
 
 
 class Faults:
-    """Some requests for bundles fail at once, others when they are waited for."""
+    """Injected faults: some loads fail when they are submitted, others when they are waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self.share = 0.0
@@ -67,7 +67,7 @@ class Faults:
 
 
 class Failing:
-    """While the test lets anything fail."""
+    """Arrival whose wait fails while the test injects faults."""
 
     def __init__(self, arrival, faults: Faults) -> None:
         self._arrival = arrival
@@ -82,7 +82,7 @@ class Failing:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monkeypatch) -> None:
-    """Whichever buffer's bundles failed, and whatever was to be moved."""
+    """That holds for failures in any buffer and with any pending moves."""
     faults = Faults(monkeypatch, seed)
     mix = (0.1, 0.15, 0.2)
     runtime, predictors = scripted(ffn, mixed(ffn, mix), policy)
@@ -116,7 +116,7 @@ def test_steps_after_failed_ones_have_the_right_neurons(ffn, policy, seed, monke
 
 
 def test_dense_steps_after_failed_ones_have_every_neuron(ffn, monkeypatch) -> None:
-    """Also where whoever caught the error still has it, and with it what the step had begun."""
+    """That holds even if the caught errors, and so the step's frames, are kept alive."""
     faults = Faults(monkeypatch, seed=1)
     runtime = FfnRuntime(ffn.open(), exact(ffn, num_permanent=10, num_far_layers=1), CpuDevice())
     x_BH = torch.randn(2, 64)
@@ -134,7 +134,7 @@ def test_dense_steps_after_failed_ones_have_every_neuron(ffn, monkeypatch) -> No
 
 
 def test_one_layer_is_streamed_once_a_step(tmp_path) -> None:
-    """What is read ahead of its end is its beginning."""
+    """The chunks loaded ahead of a single layer's end are its first ones."""
     ffn = random_ffn(tmp_path / "one", gated=False, num_layers=1)
     runtime = FfnRuntime(ffn.open(), exact(ffn, num_permanent=0, num_far_layers=0), CpuDevice())
     chunks = runtime._rank.stream.chunks(0, wraps=True)
@@ -189,11 +189,11 @@ def test_no_token_at_all(ffn, only_decodes) -> None:
     runtime.close()
 
 
-# Read ahead -----------------------------------------------------------------------------
+# Prefetch -------------------------------------------------------------------------------
 
 
 def test_a_dense_layer_does_not_use_what_is_prefetched_for_others(ffn) -> None:
-    """Layers take turns in far memory; a chunk that was read ahead may be used much later."""
+    """Layers share the prefetch buffers, and a chunk loaded ahead may be used much later."""
     plan = replace(mixed(ffn, (1, 0, 0)), prefetches=True)
     device = DelayedDevice(seed=1, max_delay_seconds=0.05)
     runtime, _ = scripted(ffn, plan, device=device)
@@ -202,7 +202,7 @@ def test_a_dense_layer_does_not_use_what_is_prefetched_for_others(ffn) -> None:
     for _ in range(10):
         runtime.backend.prefetch(1, everyone)
         runtime.layers[0].compute(x_BH, False)
-        runtime.backend.prefetch(4, everyone)  # in the same far buffer
+        runtime.backend.prefetch(4, everyone)  # into the same prefetch buffer
         assert close(runtime.layers[1].compute(x_BH, False), ffn.dense(1, x_BH))
     runtime.close()
 
@@ -231,11 +231,11 @@ def test_what_was_read_ahead_in_vain_may_be_damaged(tmp_path: Path) -> None:
     runtime.close()
 
 
-# Interrupted ----------------------------------------------------------------------------
+# Interrupts -----------------------------------------------------------------------------
 
 
 class Interrupted:
-    """Arrives with the third call; the first ones are interrupted."""
+    """Arrival whose first two waits are interrupted."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.num_calls = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks cut into precisions: against a sort, and the rules for batches, ties, limits."""
+"""Selection of neurons against a sort, and its rules for batches, ties and limits."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from vllm_tiered.ffn.selection import ALL, Mix, select, select_each
 
 
 def by_sorting(scores_BN, mix, threshold=None):
-    """The same by a stable sort of each token: a set of neurons for each precision."""
+    """Select by a stable sort of each token's scores; return the neurons of each precision."""
     best: dict[int, int] = {}
     for scores_N in scores_BN:
         rank = sorted(range(len(scores_N)), key=lambda n: (-scores_N[n], n))
@@ -29,7 +29,7 @@ def by_sorting(scores_BN, mix, threshold=None):
 
 @st.composite
 def cases(draw):
-    # Few different values: ties everywhere.
+    # Few different values, so that ties are frequent.
     batch, neurons = draw(st.integers(1, 4)), draw(st.integers(1, 40))
     values = st.integers(-3, 3).map(float)
     scores = draw(st.lists(values, min_size=batch * neurons, max_size=batch * neurons))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps are timed where they run: on the host at once, on a GPU by its events, without waiting."""
+"""Step clock: on the host it reports at once, on a GPU from events and without waiting."""
 
 import random
 import time
@@ -21,7 +21,7 @@ def test_on_the_host_a_step_is_over_when_it_was_computed() -> None:
 
 
 def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
-    """A step that ends later than the host has gone on, and the next, in their order."""
+    """Steps that end after the host has gone on are reported later, oldest first."""
     reported: list[tuple[str, float]] = []
     device = SimulatedCudaDevice(random.Random(0), haste=0.0)
     clock = StepClock(device)
@@ -36,11 +36,11 @@ def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
     step("short", 2)
     assert not reported
     device.cuda.run_all()
-    assert not reported  # nobody asked since
+    assert not reported  # the clock has not been polled since
     step("last", 1)
     (first, long), (second, short) = reported
     assert (first, second) == ("long", "short")
-    assert 0.04 <= long < 0.05 and 0 < short < 0.01  # a piece is a millisecond of the fake's
+    assert 0.04 <= long < 0.05 and 0 < short < 0.01  # the fake takes 1 ms for each kernel
     device.close()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linux's asynchronous reads: every extent to its pieces, however many are under way."""
+"""Asynchronous reads of Linux: every extent reaches its pieces of memory, at any queue depth."""
 
 import ctypes
 import mmap
@@ -41,7 +41,11 @@ def fd(tmp_path):
 
 
 def run(queue, fd, blocks_of_extents):
-    """Reads extents of consecutive blocks to scattered ones of memory; results, memory, places."""
+    """Read extents of consecutive blocks to scattered blocks of memory.
+
+    Returns:
+        The results, the memory by blocks, and the memory block of each block that was read.
+    """
     lengths = [length for _, length in blocks_of_extents]
     count = sum(lengths)
     memory = np.frombuffer(mmap.mmap(-1, (count + 1) * BLOCK), dtype=np.int32)
@@ -100,7 +104,7 @@ def test_the_system_may_be_busy_or_interrupted(queue, fd, monkeypatch, error):
             turn += 1
             if turn % 2 == 0:
                 raise OSError(error, os.strerror(error))
-        if asked == numbers.getevents:  # one at a time, so that others are always under way
+        if asked == numbers.getevents:  # one event a call, so that other reads stay in flight
             arguments = (arguments[0], 1, 1, *arguments[3:])
         return real(self, asked, *arguments)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far pages in memory with checksums: what is looked at, and what a damaged page does."""
+"""Far pages in memory with checksums: which reads are verified, and which pages are reported."""
 
 import random
 
@@ -27,14 +27,14 @@ def device():
 
 
 def written(device, verify):
-    """A far buffer in which each page holds its id."""
+    """Return a far buffer in which each page holds its id."""
     far = device.far_buffer(NUM_PAGES, 64, verify)
     copy(device, WRITE, make_buffer(NUM_PAGES), Pages(IDS), far, Pages(IDS)).wait()
     return far
 
 
 def read(device, far, *ids):
-    """The near pages, and which of ``ids`` were reported."""
+    """Read pages to near memory; return the near pages and the lost ids."""
     near = make_buffer(len(ids), value=-1)
     event = copy(device, READ, far, pages_of(*ids), near, Pages(np.arange(len(ids))))
     event.wait()
@@ -73,7 +73,7 @@ def test_full_finds_any_flipped_bit(device, seed):
 
 
 def test_sample_finds_it_in_at_most_16_reads(device):
-    """Also with parts, whose reads take turns, as those of a model's layers do."""
+    """Parts of the buffer are read in turn, as a model's layers are."""
     far = written(device, "sample")
     layers = [far.part(first, 8) for first in range(0, NUM_PAGES, 8)]
     far.data[:, 5] ^= 4  # every page is damaged

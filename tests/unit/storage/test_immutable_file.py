@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published files: whole or not there, verified on every read, and what goes wrong with disks."""
+"""Published files: atomic publication, verified reads, and disk errors."""
 
 import errno
 import logging
@@ -24,7 +24,7 @@ PAGE = 64 * 1024
 
 
 def filled(folder, num_pages=40, contents=None):
-    """A published file whose page ``i`` is full of bytes derived from ``i``."""
+    """Publish a file whose page ``i`` has random bytes with seed ``i``; return its path."""
     draft = Draft(folder, num_pages, PAGE, knob="weights.storage_path")
     for page in range(num_pages):
         draft.memory[page] = content(page)
@@ -199,12 +199,12 @@ def test_a_damaged_page_is_read_again_and_then_named(tmp_path, caplog):
     with pytest.raises(IntegrityError, match="page 17 of my weights is damaged"):
         read(pages, 0, 40, near(40))
     assert caplog.text.count("reading it again") == 1
-    read(pages, 18, 20, near(20))  # the others are good
+    read(pages, 18, 20, near(20))  # the other pages are intact
     pages.close()
 
 
 class Disk:
-    """``os.preadv`` that fails as a test wants; counts calls."""
+    """Replacement of ``os.preadv`` that counts calls and fails where the test says so."""
 
     def __init__(self, monkeypatch, fail):
         self.calls = 0
@@ -268,7 +268,7 @@ def test_a_silent_disk_is_waited_for_and_said(file, monkeypatch, caplog):
 
 
 def test_reads_overlap(file, monkeypatch):
-    """All three requests, of 1 MiB each, are under way before the first is answered."""
+    """All three requests, of at most 1 MiB each, are in flight before the first is answered."""
     gate = threading.Barrier(3)
 
     def meet(call):

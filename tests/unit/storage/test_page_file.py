@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages in a file: what comes back, where the file is, and what it takes."""
+"""Page file: contents after a write and a read, placement of the file, and its threads."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ def device():
 
 @pytest.fixture
 def open_file(tmp_path):
-    """Opens a file of pages in a folder of its own; closes all at the end."""
+    """Return a function that opens page files in a temporary folder; close them afterwards."""
     files: list[PageFile] = []
 
     def open_file(num_pages=8, page_bytes=ALIGNMENT, **options):
@@ -50,7 +50,7 @@ def fd_of(file):
         return fd
 
 
-# What comes back -------------------------------------------------------------------------
+# Contents --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_pages_come_back_as_they_were_written(device, tmp_path, page_bytes):
 
 
 def test_near_pages_may_lie_anywhere(open_file):
-    """O_DIRECT wants aligned memory, and the engine's is not."""
+    """The engine's memory is not aligned for O_DIRECT."""
     file = open_file(4)
     memory = np.arange(5 * ALIGNMENT // 8, dtype=np.int64)
     near = make_buffer(4, ALIGNMENT)
@@ -125,7 +125,7 @@ def test_pages_that_lie_together_travel_together(open_file, monkeypatch):
     file.write(near, ids, ids)
     assert sorted(calls) == [(0, 256), (256, 256), (512, 88)]
     calls.clear()
-    wanted = np.array([7, 300, 5, 6, 400, 299, 20, 34])  # a hole of 12 pages, and one of 13
+    wanted = np.array([7, 300, 5, 6, 400, 299, 20, 34])  # with gaps of 12 and of 13 pages
     near.words[:] = -1
     file.read(wanted, near, Pages(np.arange(8)))
     assert sorted(calls) == [(5, 16), (34, 1), (299, 2), (400, 1)]
@@ -137,7 +137,10 @@ def test_pages_that_lie_together_travel_together(open_file, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_schedules_against_a_dictionary(open_file, seed):
-    """2500 copies: what was written last comes back, and what was not written is reported."""
+    """Reads return the last write of each page, and report pages that were not written.
+
+    2,500 operations over all seeds.
+    """
     rng = random.Random(seed)
     num_pages, page_bytes = 40, 4096 + 8 * rng.randrange(2)
     file = open_file(num_pages, page_bytes)
@@ -298,7 +301,7 @@ def check_it_works(file):
     assert contents(dst) == list(range(8))
 
 
-# Threads and end -------------------------------------------------------------------------
+# Threads and close -----------------------------------------------------------------------
 
 
 def test_threads_start_when_there_is_work_for_them(open_file, monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults injected into the file: a page that is not intact is named, and all others are good."""
+"""Faults injected into a page file: damaged pages are reported, and all others are intact."""
 
 import errno
 import logging
@@ -32,7 +32,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def written(file):
-    """A file in which each page holds its id."""
+    """Return a file in which each page holds its id."""
     file.write(make_buffer(NUM_PAGES, PAGE_BYTES), IDS, IDS)
     return file
 
@@ -47,7 +47,7 @@ DEADLINE_SECONDS = 1.0
 
 @pytest.fixture
 def impatient(written, monkeypatch):
-    """A written file that gives up soon. It lies in memory: the machine's disk may be slow."""
+    """Return a written file with a short deadline, backed by memory: the disk may be slow."""
     own_fd = fd_of(written)
     words = make_buffer(NUM_PAGES, PAGE_BYTES).words
     assert words is not None
@@ -71,7 +71,7 @@ def impatient(written, monkeypatch):
 
 
 def inject(monkeypatch, file, name, *, when=lambda page: True, error=None, before=None):
-    """Calls of ``os.<name>`` that touch a page of ``file`` for which ``when`` holds go wrong."""
+    """Inject a fault into calls of ``os.<name>`` that touch a page for which ``when`` holds."""
     real, own_fd = getattr(os, name), fd_of(file)
 
     def faulty(fd, buffers, offset):
@@ -88,13 +88,13 @@ def inject(monkeypatch, file, name, *, when=lambda page: True, error=None, befor
 
 
 def read_all(file):
-    """The near buffer after a read of all pages, each to its own, and the lost ones."""
+    """Read each page to the near page of the same id; return the near buffer and the lost ids."""
     near = make_buffer(NUM_PAGES, PAGE_BYTES, value=-1)
     return near, sorted(file.read(IDS, near, Pages(IDS)).tolist())
 
 
 def check_all_but(file, lost, kind):
-    """Exactly ``lost`` are named and counted as ``kind``; all others are good."""
+    """Check that exactly ``lost`` are reported and counted as ``kind``; all others are intact."""
     before = file.errors[kind]
     near, named = read_all(file)
     assert named == lost
@@ -104,7 +104,7 @@ def check_all_but(file, lost, kind):
     assert file.errors[kind] == before + len(lost)
 
 
-# What is in the file ---------------------------------------------------------------------
+# Damaged contents ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -118,7 +118,7 @@ def test_a_flipped_bit(written, seed):
 
 
 def flip(file, offset, mask):
-    """Through another descriptor, as this one takes whole blocks only."""
+    """Flip bits of a byte through another descriptor: the file's own takes only whole blocks."""
     fd = os.open(f"/proc/self/fd/{fd_of(file)}", os.O_RDWR)
     try:
         byte = os.pread(fd, 1, offset)[0]
@@ -176,7 +176,7 @@ def test_the_page_is_named_in_the_numbering_of_the_part(tmp_path):
     device.close()
 
 
-# What the system says --------------------------------------------------------------------
+# Errors of system calls ------------------------------------------------------------------
 
 
 def test_a_bad_block_costs_its_own_page(written, monkeypatch, caplog):
@@ -190,7 +190,7 @@ def test_a_bad_block_costs_its_own_page(written, monkeypatch, caplog):
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_a_page_that_could_not_be_written_is_not_there(written, monkeypatch, error):
-    """The old contents, which are still in the file, must not come back."""
+    """The page's old contents are still in the file, but reads must not return them."""
     new = make_buffer(NUM_PAGES, PAGE_BYTES)
     with monkeypatch.context() as patch:
         inject(patch, written, "pwritev", when=lambda page: page in (3, 4, 99), error=error)
@@ -242,13 +242,13 @@ def test_late_pages_are_lost_and_what_comes_then_touches_nothing(impatient, monk
     with monkeypatch.context() as patch:
         inject(patch, impatient, "preadv", when=lambda page: page == 50, before=released.wait)
         begin = time.perf_counter()
-        with_it = list(range(42, 84))  # travel together
+        with_it = list(range(42, 84))  # the extent that holds page 50
         check_all_but(impatient, with_it, PageError.LATE)
         assert time.perf_counter() - begin >= DEADLINE_SECONDS
         near, lost = read_all(impatient)
         assert lost == with_it
         near.data[:] = 0xAB
-        for _ in range(4):  # two reads, of which two extents each have come
+        for _ in range(4):  # two extents of each of the two reads have arrived
             assert returned.acquire(timeout=60)
         assert not returned.acquire(timeout=0.05)
         released.set()
@@ -283,7 +283,7 @@ def test_the_buffer_of_a_late_read_is_not_used_again(impatient, monkeypatch):
 
 
 def test_all_readers_hang(impatient, monkeypatch):
-    """What waits for a reader is late too, and is not read when there is one again."""
+    """Extents that wait for a reader are late too, and are not read once a reader is free."""
     released, calls = threading.Event(), []
 
     def hang():
@@ -301,7 +301,7 @@ def test_all_readers_hang(impatient, monkeypatch):
 
 
 def test_a_silent_disk_is_not_waited_for_again_and_again(impatient, monkeypatch):
-    """A step copies many layers. Once it answers it has its time again."""
+    """A step copies many layers, so only one waits the whole deadline until the disk answers."""
     released = threading.Event()
     impatient._readers.probe_seconds = 0.05
     impatient._readers.size = 2
@@ -320,7 +320,10 @@ def test_a_silent_disk_is_not_waited_for_again_and_again(impatient, monkeypatch)
 
 
 def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
-    """Each give-up costs requests a recompute, and too many of those stop the engine."""
+    """After the probing period the whole deadline applies again.
+
+    Each give-up makes requests recompute pages, and too many of those stop the engine.
+    """
     released = threading.Event()
     monkeypatch.setattr(deadline, "PROBING_SECONDS", 0.3)
     impatient._readers.probe_seconds = 0.05
@@ -334,7 +337,7 @@ def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
 
 
 def test_a_slow_disk_is_not_a_dead_one(impatient, monkeypatch):
-    """Each request takes a part of the deadline, and the copy more than all of it."""
+    """Each request takes less than the deadline, but the copy takes longer than the deadline."""
     impatient._readers.size = 1
     inject(monkeypatch, impatient, "preadv", before=lambda: time.sleep(DEADLINE_SECONDS / 4))
     near = make_buffer(NUM_PAGES, PAGE_BYTES, value=-1)
@@ -353,7 +356,7 @@ def test_a_page_of_a_late_write_is_not_there(impatient, monkeypatch):
     check_all_but(impatient, [7], PageError.UNWRITTEN)
     impatient.write(make_buffer(NUM_PAGES, PAGE_BYTES), np.array([7]), np.array([7]))
     check_all_but(impatient, [], PageError.CHECKSUM)
-    # Only now the late write overwrites the new page: that is noticed.
+    # The late write overwrites the new page only now; the checksum finds it.
     released.set()
     end = time.monotonic() + 60
     while impatient._writers._num_unfinished and time.monotonic() < end:
@@ -363,7 +366,7 @@ def test_a_page_of_a_late_write_is_not_there(impatient, monkeypatch):
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 def test_close_in_the_middle(impatient, monkeypatch, name):
-    """Who copies gets an answer, who closes does not wait for ever, and the descriptor lives on."""
+    """A pending copy returns, ``close`` returns, and the descriptor stays open for hung threads."""
     released, begun = threading.Event(), threading.Event()
 
     def hang():
@@ -389,7 +392,7 @@ def test_close_in_the_middle(impatient, monkeypatch, name):
     copying.join(timeout=60)
     assert not copying.is_alive()
     assert sorted(lost) == list(range(NUM_PAGES))
-    os.fstat(fd)  # still that file: a late write hits nobody else's
+    os.fstat(fd)  # still open: a late write cannot go to another file
     released.set()
     assert impatient._readers.close(60) and impatient._writers.close(60)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -401,7 +404,10 @@ def test_close_in_the_middle(impatient, monkeypatch, name):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_faults_never_bring_wrong_bytes(tmp_path, monkeypatch, seed):
-    """1200 copies, of which each third meets faults: a page is what was written last, or named."""
+    """Every page that is read has its last written contents, or is reported.
+
+    1,200 copies over all seeds; a third of them run with faults.
+    """
     rng = random.Random(seed)
     file = PageFile(tmp_path, NUM_PAGES, PAGE_BYTES, deadline_seconds=60.0)
     near = make_buffer(NUM_PAGES, PAGE_BYTES)
@@ -432,7 +438,7 @@ def test_random_faults_never_bring_wrong_bytes(tmp_path, monkeypatch, seed):
             case 0:
                 raise OSError(faults.choice([errno.EIO, errno.ENOSPC]), "refused")
             case 1:
-                return len(buffers[0])  # forgotten by the disk
+                return len(buffers[0])  # the disk reports a write that it did not do
             case _:
                 return real_pwritev(call_fd, [buffers[0][:4096]], offset)
 

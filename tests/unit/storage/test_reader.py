@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of any size: to the byte, in few requests, whatever the disk does meanwhile."""
+"""Scatter reader: slots of any size are read exactly, in few requests, despite disk faults."""
 
 import ctypes
 import errno
@@ -40,7 +40,7 @@ STRIDES = {
 
 
 class Slots:
-    """A file of random slots that ends with the last one, within a block or not."""
+    """File of random slots; it ends with the last slot, which need not end with a block."""
 
     def __init__(self, folder, stride, offset=0, num_slots=60):
         self.path = folder / f"{stride}-{offset}"
@@ -56,7 +56,7 @@ class Slots:
         )
 
     def memory(self, num_rows, *, is_aligned=True):
-        """Rows full of poison."""
+        """Return rows full of poison."""
         stride = self.section.stride
         if is_aligned:
             return aligned_pages(num_rows, stride, torch.device("cpu")).fill_(POISON)
@@ -64,7 +64,7 @@ class Slots:
         return flat.view(-1)[8:].view(num_rows, stride)
 
     def num_requests(self, wanted):
-        """Of whole blocks, and how many blocks, where none is read twice."""
+        """Return the least number of requests for ``wanted``, and the blocks they read."""
         blocks = set()
         for slot in wanted:
             begin = self.section.offset + slot * self.section.stride
@@ -84,7 +84,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def always_queued(monkeypatch):
-    """However few slots are wanted, and in several parts even if they are few."""
+    """Use asynchronous I/O even for few slots, and split small reads into several parts."""
     monkeypatch.setattr(reader, "MIN_AIO_EXTENTS", 1)
     monkeypatch.setattr(reader, "AREA_BYTES", 4 * ALIGNMENT)
 
@@ -103,11 +103,14 @@ def read(file, one, wanted, into, rows):
 
 
 class Disk:
-    """Requests come back in any order and late; memory is poison before, and after if not rows.
+    """Fake disk whose requests complete late and in any order.
+
+    It fills memory with poison before the reads. If the memory is a bounce buffer, it does so
+    afterwards too.
 
     Args:
-        one: whose slots are read.
-        preadv: reads for it; may raise what a disk says.
+        one: file of the slots.
+        preadv: function that reads; it may raise a disk's errors.
     """
 
     def __init__(self, monkeypatch, one, preadv=os.preadv, *, seed=0):
@@ -143,7 +146,7 @@ class Disk:
                 time.sleep(self._rng.random() * 1e-3)
                 yield from results.items()
         finally:
-            for extent in left:  # called off: they come nevertheless, before this ends
+            for extent in left:  # the caller gave up: these reads complete before this ends
                 os_preadv(fd, pieces[extent], int(offsets[extent]))
             if not self._has_rows:
                 for buffer in (buffer for extent in pieces for buffer in extent):
@@ -169,7 +172,7 @@ def test_any_slots_come_to_any_rows(
     files, name, offset, use_aio, is_aligned, is_dense, seed, caplog
 ):
     one, rng = files[name, offset], np.random.default_rng(seed)
-    wanted = rng.integers(0, 60, rng.integers(0, 30))  # some twice, in any order
+    wanted = rng.integers(0, 60, rng.integers(0, 30))  # in any order, some repeated
     if is_dense:
         wanted = np.unique(np.append(wanted, [57, 58, 59]))
     rows = rng.permutation(65)[: len(wanted)]
@@ -198,7 +201,7 @@ def test_a_block_is_read_once_and_neighbours_together(files, name, offset, use_a
 
 @pytest.mark.parametrize("stride", [96, 5000, 12288])
 def test_an_extent_has_an_end(tmp_path, stride):
-    """All slots of a file, one after the other: about 256 KiB at a time."""
+    """A read of all slots of a file is split into requests of about 256 KiB."""
     num_slots = 4 * EXTENT_BYTES // stride
     one = Slots(tmp_path, stride, num_slots=num_slots)
     file = opened(one)
@@ -212,7 +215,7 @@ def test_an_extent_has_an_end(tmp_path, stride):
 
 @pytest.mark.parametrize("name", STRIDES)
 def test_every_size_is_given_to_the_system_at_once(files, name, monkeypatch):
-    """No thread waits for a read of its own."""
+    """No thread makes a read of its own."""
     one = files[name, 0]
 
     def read_by_thread(*args):
@@ -229,14 +232,14 @@ def test_every_size_is_given_to_the_system_at_once(files, name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two of a block", "nearly one", "crossing one border", "three"])
 def test_late_and_out_of_order(files, name, monkeypatch, caplog):
-    """Several reads at a time, each of several parts of memory that others use after it."""
+    """Concurrent reads of several parts each reuse the same bounce buffers."""
     one = files[name, 333]
     Disk(monkeypatch, one, seed=3)
     file, rng = opened(one), np.random.default_rng(7)
     for _ in range(20):
         reads = []
         for _ in range(3):
-            wanted = rng.permutation(12)[:9] * 5  # in extents of their own
+            wanted = rng.permutation(12)[:9] * 5  # each slot is an extent
             into = one.memory(9)
             reads.append((wanted, into, file.submit(one.section, wanted, into, np.arange(9))))
         for wanted, into, under_way in reads:
@@ -247,7 +250,7 @@ def test_late_and_out_of_order(files, name, monkeypatch, caplog):
 
 
 def failing(one, bad, times, code=errno.EIO):
-    """``preadv`` that fails where it would read of slot ``bad``."""
+    """Return a ``preadv`` whose first ``times`` reads of slot ``bad`` fail."""
     begin = one.section.offset + bad * one.section.stride
     left = [times]
 
@@ -278,7 +281,7 @@ def test_one_of_several_fails_once(files, name, monkeypatch, caplog):
 
 @pytest.mark.parametrize("name", ["two of a block", "crossing one border", "three"])
 def test_one_of_several_is_lost(files, name, monkeypatch):
-    """It is named, nothing is under way any more, and what is read next is right."""
+    """The error names the lost slot, and later reads are correct: no old read is in flight."""
     one = files[name, 0]
     file = opened(one)
     with monkeypatch.context() as patch:
@@ -297,7 +300,7 @@ def test_one_of_several_is_lost(files, name, monkeypatch):
 
 @pytest.mark.parametrize("name", STRIDES)
 def test_the_system_takes_a_part(files, name, monkeypatch, caplog):
-    """And the rest when it is asked again; nothing of what lay in memory is taken for content."""
+    """A partial read is repeated; old bytes in memory are never taken for contents."""
     one = files[name, 0]
     half = ALIGNMENT // 2
     Disk(monkeypatch, one, lambda fd, buffers, at: os_preadv(fd, [buffers[0][:half]], at))
@@ -336,7 +339,7 @@ def test_damage_is_found_where_slots_share_a_block(tmp_path, name, caplog):
 
 
 def test_memory_in_between_is_not_shared(files, monkeypatch):
-    """Two reads whose requests are under way at the same time."""
+    """Two concurrent reads use separate bounce buffers."""
     one, meet = files["two of a block", 0], threading.Barrier(2)
     places = []
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse FFN of an engine: replaced as the model is built, computed from a neuron store.
+"""Sparse FFN of an engine, which replaces the model's dense FFNs and computes from a neuron store.
 
-layers are built     each dense FFN is taken out of the layer that was just built
-weights are loaded   the loader skips the weights of what is not there
+layers are built     each layer's dense FFN is replaced as soon as the layer is built
+weights are loaded   vLLM's loader skips the weights of the replaced modules
 the model is loaded  the store is opened, cache buffers are allocated, and layers can compute
 """
 
@@ -37,15 +37,15 @@ logger = logging.getLogger("vllm.tiered")
 
 
 class FfnEngine:
-    """The FFN of one engine's rank.
+    """Sparse FFN of one rank of an engine.
 
     Args:
-        config: the ``ffn`` section; it names a store.
+        config: the ``ffn`` section, with a store.
         context: vLLM's modules that ops find by name (``static_forward_context``).
         fingerprint: returns the fingerprint of the model that the engine serves.
 
     Attributes:
-        runtime: None until the model is loaded.
+        runtime: the FFN layers; None until the model is loaded.
     """
 
     def __init__(
@@ -63,14 +63,15 @@ class FfnEngine:
         register_op()
 
     def is_of(self, context: dict[str, Any]) -> bool:
-        """Return whether this is the FFN of the engine with ``context``, of maybe several."""
+        """Return whether this FFN belongs to the engine with ``context``; there may be several."""
         return self._context is context
 
     def take_out(self, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
-        """Yield the layers as they are built, without their FFNs.
+        """Replace the FFN of each layer as it is built, and yield the layer.
 
         Raises:
-            UnsupportedError: a layer's FFN has an unknown form, or there is a second stack.
+            UnsupportedError: a layer's FFN has an unknown form, or the model has a second stack of
+                layers.
         """
         if self._modules:
             raise UnsupportedError(
@@ -84,14 +85,16 @@ class FfnEngine:
             yield layer
 
     def start(self, near_device: torch.device) -> None:
-        """Open the store; the model can compute from now on.
+        """Open the store, allocate memory, and connect the layers to the replaced modules.
 
         Args:
-            near_device: torch's device of the model.
+            near_device: torch device of the model.
 
         Raises:
-            ConfigError: the store is another model's.
+            ConfigError: the store does not fit the model, or lacks what the configuration needs.
+            UnsupportedError: no layer's FFN was replaced, or the model's device is not supported.
             BudgetError: a tier does not have the memory.
+            IntegrityError: a bundle is damaged.
         """
         if not self._modules:
             raise UnsupportedError(
@@ -128,7 +131,7 @@ class FfnEngine:
             logger.info("%s", stated.describe())
 
     def take_use(self) -> dict[str, float]:
-        """Return what was loaded and computed since the last call, by metric."""
+        """Return the increase of each metric since the last call; empty before :meth:`start`."""
         if self.runtime is None:
             return {}
         backend, layers = self.runtime.backend.stats, self.runtime.stats
@@ -148,7 +151,8 @@ class FfnEngine:
         """Free memory and close files. Idempotent."""
         for start, _ in self._modules:
             start.compute = start.rehearse = None
-        # vLLM's offloader outlives the engine and refers to this; the context has the KV cache.
+        # vLLM's offloader outlives the engine and refers to this object. The context refers to the
+        # KV cache, which would not be freed.
         self._modules, self._context = [], {}
         if self.runtime is not None:
             self.runtime.close()
@@ -156,20 +160,20 @@ class FfnEngine:
         manifest.publish_ffn(None)
 
     def _rehearse(self, x_BH: torch.Tensor) -> None:
-        """Compute a layer in the first dummy steps, which are vLLM's largest.
+        """Compute one layer in a dummy step that is larger than the dummy steps before it.
 
-        vLLM gives the KV cache what these steps leave of a GPU's memory. So they have to allocate
-        what a layer allocates for a prompt.
+        vLLM gives the KV cache the GPU memory that its dummy steps leave free. So these steps must
+        allocate as much as a layer does for a prompt.
         """
         if self.runtime is not None and len(x_BH) > self._rehearsed_tokens:
             self._rehearsed_tokens = len(x_BH)
             self.runtime.layers[0].compute(x_BH, only_decodes=False)
 
     def _compute(self, layer: FfnLayer, x_BH: torch.Tensor, only_decodes: bool) -> torch.Tensor:
-        """Compute a layer's step; refuse to after a step has failed.
+        """Compute a layer's step; raise IntegrityError if an earlier step has failed.
 
-        vLLM takes a step's tokens for computed even if its error is caught. Its KV cache would then
-        have blocks that were never written.
+        vLLM counts a step's tokens as computed even if the step's error is caught. Its KV cache
+        would then have blocks that were never written.
         """
         if self._failure is not None:
             raise IntegrityError(

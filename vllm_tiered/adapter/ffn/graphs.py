@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs beside FFNs from a neuron store, which are never captured in one.
+"""CUDA graphs with FFNs from a neuron store, which no graph captures.
 
-The host selects a layer's neurons in each step, so ``tiered::sparse_ffn`` has to run between
-graphs, as attention does in vLLM's piecewise mode:
+The host selects a layer's neurons in each step. So ``tiered::sparse_ffn`` must run between graphs,
+as attention does in vLLM's piecewise mode:
 
     graph │ attention │ graph │ sparse FFN │ graph │ attention │ ...
 
@@ -23,9 +23,9 @@ logger = logging.getLogger("vllm.tiered")
 
 
 def split_at_ffn(vllm_config: "VllmConfig") -> None:
-    """Split graphs at each FFN, or disable them.
+    """Split CUDA graphs at each FFN, or disable them if the model cannot be split.
 
-    Changes ``vllm_config``, and warns where the mode is then not the one asked for.
+    Changes ``vllm_config``, and warns if that changes the CUDA graph mode.
     """
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that replace a layer's FFN in vLLM's model as the layer is built.
+"""Modules that replace a layer's FFN in vLLM's model when the layer is built.
 
     fc1, gate_up_proj     SparseFfn: the whole FFN, through one op that is opaque to torch.compile
     activation            identity
     fc2, down_proj        FfnEnd: sums over ranks, adds the bias
 
-The names stay, so vLLM's loaders skip a checkpoint's dense FFN weights and never read them.
+The modules keep the names of the old ones, so that vLLM's loaders find them and skip the
+checkpoint's dense FFN weights without reading them.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,14 +28,15 @@ _PLACES = (
     ("mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h"),
     ("fc1", "activation_fn", "fc2"),
 )
-"""First matrix, activation, second matrix of a layer: Llama and similar models, Falcon, OPT."""
+"""Names of a layer's first matrix, activation and second matrix: Llama and similar models, Falcon,
+OPT."""
 
 _library: torch.library.Library | None = None
 _captures = False
 
 Compute = Callable[[torch.Tensor, bool], torch.Tensor]
-"""Takes a step's hidden states [B, H], and whether each row is the token of a decoding request of
-its own. Returns the FFN's output [B, H] of this rank's neurons, without the last bias."""
+"""Takes a step's hidden states [B, H], and whether each row is the one token of its own request.
+Returns the FFN's output [B, H] of this rank's neurons, without the bias of fc2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +44,12 @@ class FfnSizes:
     """Sizes of a layer's dense FFN on this rank.
 
     Attributes:
-        neurons: this rank's.
-        activation: the class name of the module that vLLM computes it with.
+        hidden: features of the hidden state.
+        neurons: number of this rank's neurons.
+        gated: the first matrix has gate and up.
+        activation: class name of vLLM's activation module.
         first_bias, last_bias: whether the matrices have biases.
+        dtype: dtype of the weights.
     """
 
     hidden: int
@@ -57,11 +62,16 @@ class FfnSizes:
 
 
 class SparseFfn(nn.Module):
-    """The whole FFN, in place of its first matrix.
+    """Module that computes the whole FFN, in place of its first matrix.
+
+    Args:
+        name: name by which the op finds this module.
+        sizes: sizes of the FFN.
 
     Attributes:
-        compute: computes a step; set when the store is open.
-        rehearse: called in dummy steps, if set.
+        name, sizes: as given.
+        compute: computes a step; None before the store is open.
+        rehearse: called with the hidden states of dummy steps; None if they compute nothing.
     """
 
     def __init__(self, name: str, sizes: FfnSizes) -> None:
@@ -73,17 +83,17 @@ class SparseFfn(nn.Module):
         _leave_names(self, sizes.first_bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Allocated here: between pieces of CUDA graphs a tensor's address must not change.
+        # Allocated here, not in the op: the CUDA graph pieces around the op need fixed addresses.
         out = torch.empty_like(x)
         torch.ops.tiered.sparse_ffn(x, out, self.name)
         return out, None
 
 
 class FfnEnd(nn.Module):
-    """The reduction over ranks and the last bias, in place of the FFN's second matrix.
+    """Module that sums over ranks and adds the last bias, in place of the FFN's second matrix.
 
     Attributes:
-        bias_H: the second matrix's bias, near; set when the store is open.
+        bias_H: bias of the second matrix, near; None if there is none or the store is not open.
     """
 
     bias_H: torch.Tensor | None
@@ -91,7 +101,7 @@ class FfnEnd(nn.Module):
     def __init__(self, second: Any, has_bias: bool) -> None:
         super().__init__()
         self._reduces = second.reduce_results and second.tp_size > 1
-        # The ranks' parts are summed here, or later in the layer.
+        # If the ranks are summed later in the layer, only rank 0 adds the bias.
         self._adds_bias = self._reduces or second.tp_rank == 0
         self.register_buffer("bias_H", None, persistent=False)
         _leave_names(self, has_bias)
@@ -105,10 +115,10 @@ class FfnEnd(nn.Module):
 
 
 def replace_ffn(layer: nn.Module, name: str) -> tuple[SparseFfn, FfnEnd]:
-    """Replace a decoder layer's FFN, and return the two modules in its place.
+    """Replace a decoder layer's FFN, and return the two new modules.
 
     Args:
-        name: the layer's, unique in its engine.
+        name: name of the layer, unique in its engine.
 
     Raises:
         UnsupportedError: the layer has no FFN of a known form.
@@ -132,7 +142,7 @@ def replace_ffn(layer: nn.Module, name: str) -> tuple[SparseFfn, FfnEnd]:
 
 
 def register_op() -> None:
-    """Define ``tiered::sparse_ffn``. Idempotent."""
+    """Define the op ``tiered::sparse_ffn``. Idempotent."""
     global _library
     if _library is None:
         _library = torch.library.Library("tiered", "FRAGMENT")
@@ -143,7 +153,7 @@ def register_op() -> None:
 
 @contextmanager
 def capture() -> Iterator[None]:
-    """Mark that CUDA graphs are captured: steps are dummies though they have attention metadata."""
+    """Mark that CUDA graphs are captured; steps are then dummies despite attention metadata."""
     global _captures
     before, _captures = _captures, True
     try:
@@ -163,7 +173,7 @@ def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
     metadata = context.attn_metadata
     of_layers = metadata[0] if isinstance(metadata, list) else metadata
     if of_layers is None or _captures:
-        out.zero_()  # a dummy step, whose output is not used
+        out.zero_()  # a dummy step: its output is not used
         if module.rehearse is not None and not _captures:
             module.rehearse(x.reshape(-1, x.shape[-1]))
         return
@@ -171,7 +181,7 @@ def _sparse_ffn(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
         raise IntegrityError(f"{name} has no neurons: its engine is closed, or was not started")
     flat_BH, out_BH = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
     of_one: Any = next(iter(of_layers.values()), None)
-    # The padding of a CUDA graph's batch behind the tokens would select neurons too.
+    # Padding of a CUDA graph's batch would select neurons too, so it is left out.
     num_tokens = min(len(flat_BH), getattr(of_one, "num_actual_tokens", len(flat_BH)))
     only_decodes = getattr(of_one, "max_query_len", 0) == 1
     out_BH[:num_tokens].copy_(module.compute(flat_BH[:num_tokens], only_decodes))
@@ -214,6 +224,6 @@ def _sizes(first: Any, activation: nn.Module, second: Any) -> FfnSizes:
 
 
 def named(layers: Iterator[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each layer with the name by which its op finds it."""
+    """Yield each layer with the name by which the op finds its FFN."""
     for index, layer in enumerate(layers):
         yield f"tiered.ffn.{index}", layer

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a neuron cache: which neurons of a layer are near, and in which slot of a buffer.
+"""Contract of a neuron cache index, which maps a layer's near neurons to slots of a buffer.
 
     slots      0 ──────── num_resident ──────── capacity
-                 resident      │    undefined      │        used in place by the GEMM
+                 resident      │    undefined      │        the GEMM reads the resident slots
 
-A token wants some neurons. The plan says what changes in the buffer, in this order:
+A token wants some neurons. A plan lists the changes in the buffer, in this order:
 
-    moves      last slots into the slots of those that leave, when fewer stay than were there
-    loads      missing neurons, over the slots of those that leave, then behind the last slot
+    moves      the last slots, into slots of evicted neurons, if fewer neurons are near afterwards
+    loads      missing neurons, into slots of evicted neurons, then behind the last slot
 
-:meth:`NeuronCache.commit` changes the index; the caller moves the bytes. After a load that failed
-behind the commit, :meth:`NeuronCache.evict` drops what did not arrive.
+:meth:`NeuronCache.commit` changes the index; the caller moves the bytes. If a load fails after the
+commit, :meth:`NeuronCache.evict` drops the neurons that did not arrive.
 """
 
 from abc import ABC, abstractmethod
@@ -30,16 +30,16 @@ NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Changes that a token makes in a buffer: moves first, all at once, then loads.
+    """Changes that a token makes in a buffer: first all moves at once, then the loads.
 
     Attributes:
         src_slots, dst_slots: int64 [k] each, the moves; no slot is in both.
-        load_neurons, load_slots: int64 [m] each, the neurons to load and the slots they come to.
-        dropped: int64, the neurons that leave; one may be among those to load.
-        wanted: int64, sorted, the neurons that the token asked for.
-        num_resident: neurons after it; the GEMM runs over slots 0 .. num_resident - 1.
-        hits: wanted neurons that were resident.
-        serial: state of the index that the plan was made from.
+        load_neurons, load_slots: int64 [m] each, the neurons to load and their slots.
+        dropped: int64, the evicted neurons; one of them may also be in ``load_neurons``.
+        wanted: int64, sorted, the neurons that the token wants.
+        num_resident: resident neurons afterwards; the GEMM runs over slots 0 .. num_resident - 1.
+        hits: number of wanted neurons that were resident.
+        serial: version of the index from which the plan was made.
     """
 
     src_slots: Ids
@@ -54,17 +54,17 @@ class Plan:
 
 
 class NeuronCache(ABC):
-    """Index of one layer's cache buffer in one precision. A policy says only which slots stay.
+    """Index of one layer's cache buffer in one precision; a policy decides which slots stay.
 
     Args:
-        capacity: slots of the buffer.
-        num_neurons: of the layer; neuron ids are below it.
+        capacity: number of slots in the buffer.
+        num_neurons: number of neurons in the layer; neuron ids are below it.
 
     Attributes:
-        num_resident: neurons that are near, in the first slots.
+        num_resident: number of near neurons; they are in the first slots.
 
     Raises:
-        BudgetError: there is no slot at all.
+        BudgetError: ``capacity`` is 0.
     """
 
     def __init__(self, capacity: int, num_neurons: int) -> None:
@@ -74,17 +74,17 @@ class NeuronCache(ABC):
         self.num_neurons = num_neurons
         self.num_resident = 0
         self._neuron_at: Ids = np.zeros(capacity, dtype=np.int64)
-        # Valid where `_is_resident`.
+        # An entry is valid only if `_is_resident` is set.
         self._slot_of: Ids = np.zeros(num_neurons, dtype=np.int64)
         self._is_resident: Mask = np.zeros(num_neurons, dtype=np.bool_)
         self._serial = 0
 
     def plan(self, wanted: Ids, gone: Ids = NO_IDS) -> Plan:
-        """Return the changes that make all of ``wanted`` resident; changes nothing.
+        """Return the changes that make all of ``wanted`` resident; the index does not change.
 
         Args:
-            wanted: int64 [n], sorted, each once.
-            gone: int64, neurons that may not stay, resident or not; none is wanted.
+            wanted: int64 [n], sorted, unique.
+            gone: int64, neurons to evict, resident or not; none is in ``wanted``.
 
         Raises:
             BudgetError: more neurons are wanted than there are slots.
@@ -109,7 +109,7 @@ class NeuronCache(ABC):
         """Apply a plan to the index.
 
         Raises:
-            IntegrityError: the index has changed since the plan was made; it stays as it is.
+            IntegrityError: the index has changed since the plan was made. No state changes then.
         """
         if plan.serial != self._serial:
             raise IntegrityError(f"a plan of state {plan.serial} in state {self._serial}")
@@ -117,7 +117,7 @@ class NeuronCache(ABC):
         self._record_use(plan.wanted)
 
     def evict(self, neurons: Ids) -> Plan:
-        """Drop neurons, resident or not, and return the plan whose moves the caller makes."""
+        """Drop neurons, resident or not, and return a plan; the caller makes its moves."""
         stays = np.ones(self.num_resident, dtype=np.bool_)
         stays[self._slot_of[neurons[self._is_resident[neurons]]]] = False
         plan = self._arrange(stays, NO_IDS, NO_IDS)
@@ -125,14 +125,15 @@ class NeuronCache(ABC):
         return plan
 
     def adopt(self, neuron_at: Ids) -> tuple[Ids, Ids]:
-        """Take over the slots of another index; nothing was resident in this one.
+        """Take over the slots of another index; this index must be empty.
 
         Args:
-            neuron_at: int64, at most ``capacity``, the neuron in each slot; -1: none.
+            neuron_at: int64, at most ``capacity`` entries, the neuron in each slot; -1 marks an
+                empty slot.
 
         Returns:
-            The moves that the caller makes, slots from which and to which: the last ones fill the
-            holes.
+            The source and destination slots of the moves that the caller makes. The last resident
+            slots fill the empty ones.
         """
         assert not self.num_resident and len(neuron_at) <= self.capacity
         held = (neuron_at >= 0).nonzero()[0]
@@ -149,23 +150,23 @@ class NeuronCache(ABC):
         return src, dst
 
     def resident(self) -> Ids:
-        """Return the resident neurons in the order of their slots, int64 [num_resident], a copy."""
+        """Return a copy of the resident neurons in slot order, int64 [num_resident]."""
         return self._neuron_at[: self.num_resident].copy()
 
     def is_resident(self, neurons: Ids) -> Mask:
-        """Return for each neuron whether a plan for it would load nothing, bool [n]."""
+        """Return for each neuron whether the next plan can use it without a load, bool [n]."""
         found: Mask = self._is_resident[neurons]
         return found
 
     def missing(self, wanted: Ids) -> Ids:
-        """Return those of ``wanted`` that are not resident, in its order."""
+        """Return the neurons of ``wanted`` that are not resident, in the same order."""
         return wanted[~self.is_resident(wanted)]
 
     def check_integrity(self) -> None:
         """Check that each resident neuron has one slot, and each used slot one neuron.
 
         Raises:
-            IntegrityError: with the numbers that do not agree.
+            IntegrityError: the index is inconsistent; the message has the numbers.
         """
         resident = self._neuron_at[: self.num_resident]
         num_marked = int(np.count_nonzero(self._is_resident))
@@ -188,12 +189,13 @@ class NeuronCache(ABC):
     def _kept_slots(self, is_wanted: Mask, may_stay: Mask, num_loads: int) -> Mask:
         """Return which slots stay, bool [num_resident].
 
-        All wanted ones do, none that may not, and at most so many that ``num_loads`` fit beside.
+        All slots of ``is_wanted`` stay, and only slots of ``may_stay``. At most
+        ``capacity - num_loads`` slots stay.
         """
 
     @abstractmethod
     def _record_use(self, wanted: Ids) -> None:
-        """Record that a token used these neurons, maybe none."""
+        """Record that a token used these neurons; ``wanted`` may be empty."""
 
     def _apply(self, plan: Plan) -> None:
         self._is_resident[plan.dropped] = False
@@ -208,11 +210,11 @@ class NeuronCache(ABC):
         self._serial += 1
 
     def _arrange(self, stays: Mask, load: Ids, wanted: Ids) -> Plan:
-        """Return the plan that gives everything its slot.
+        """Return the plan that assigns a slot to each neuron that stays or is loaded.
 
-        slots before   a b c d e f g h    b, d, e, g leave and x is loaded: 5 slots after
-        free below 5     . . . .          x takes the first of them,
-        staying above          f . h      these the others
+        slots before   a b c d e f g h    b, d, e, g are evicted and x is loaded: 5 slots after
+        free slots       .   . .   .      x gets the first free slot below 5,
+        stay from 5 on           f   h    f and h move to the other free slots below 5
         slots after    a x c f h
         """
         free = (~stays).nonzero()[0]

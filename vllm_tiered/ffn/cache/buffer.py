@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A neuron cache buffer: neurons of a layer that are near in one precision, one to a slot.
+"""Neuron cache buffer: near slots for neurons of one layer in one precision.
 
-n neurons, M matrices of a neuron, G groups of weights with a scale of their own, H hidden.
+n neurons, M matrices of a neuron, G groups of weights that each have a scale, H hidden.
 
-    slot    [gate │] up │ down │ nothing    the neuron's bundle, as it is in the store
+    slot    [gate │] up │ down │ padding    the neuron's bundle, as in the store
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ class NeuronCacheBuffer:
     Attributes:
         bundles: uint8 [capacity, stride].
         scales: float16 [capacity, M, G], contiguous; None in full precision.
-        up_bias: float32 [capacity], of fc1; None if the model has none.
-        shape: of the model's FFN.
-        dtype: of the model's weights, and of the codes in full precision.
+        up_bias: float32 [capacity], bias of fc1; None if the model has none.
+        shape: shape of the model's FFN.
+        precision: precision of the bundles.
+        dtype: dtype of the model's weights, and of the codes in full precision.
     """
 
     bundles: torch.Tensor
@@ -53,7 +54,7 @@ class NeuronCacheBuffer:
         return len(self.bundles)
 
     def move(self, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-        """Copy bundles, scales and biases from slots to others; no slot is in both.
+        """Copy bundles, scales and biases from slots to other slots; no slot is in both lists.
 
         Args:
             src_slots, dst_slots: int64, near.
@@ -70,12 +71,12 @@ class NeuronCacheBuffer:
         scales: torch.Tensor | None,
         up_bias: torch.Tensor | None,
     ) -> None:
-        """Copy what belongs to neurons beside their bundles from the layer's tables.
+        """Copy the scales and biases of neurons from the layer's tables to slots.
 
         Args:
-            slots, neurons: int64, near: where each neuron's bundle is loaded.
-            scales: float16 [N, M, G], of this precision.
-            up_bias: [N].
+            slots, neurons: int64, near: the neurons and the slots of their bundles.
+            scales: float16 [N, M, G], scales of all neurons in this precision.
+            up_bias: [N], biases of all neurons.
         """
         if len(slots):
             if self.scales is not None and scales is not None:
@@ -87,9 +88,9 @@ class NeuronCacheBuffer:
 def _copy_rows(
     into: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, from_rows: torch.Tensor
 ) -> None:
-    """Copy rows between tables, in words where rows are bytes.
+    """Copy rows between tables; rows of bytes are copied as 64-bit words.
 
-    40 bundles of 8 KiB take 42 us; by indexing bytes 350 (2 threads of an EPYC with AVX-512,
+    40 bundles of 8 KiB take 42 us as words, and 350 us as bytes (2 threads of an EPYC with AVX-512,
     2026-11-23).
     """
     if table.dtype == torch.uint8 and table.shape[1] % _WORD.itemsize == 0:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's cache buffers, one for each precision: a neuron is in at most one of them.
+"""Index of a layer's cache buffers, one for each precision; a neuron is in at most one of them.
 
-In two, its contribution would be added twice. A neuron that is wanted in another precision than
-before therefore leaves the old buffer with the plan that loads it into the new one.
+A neuron in two buffers would be added to the output twice. So the plan that loads a neuron into
+another precision also evicts it from its old buffer.
 
 Ranks change more from token to token than the set of wanted neurons does. So a neuron that is near
-in a better precision than its rank asks for stays there. For each that does, one that is near in a
-worse precision may stay there too, if it belongs to the lower half of its ranks. Every precision,
-together with the better ones, then has as many neurons as the token asked for, and nothing is read
-for neurons that only changed places about a boundary.
+in a better precision than its rank asks for stays there. For each such neuron, one that is near in
+a worse precision may stay there, if it is in the lower half of the neurons wanted in its precision.
+Each precision and the better ones together then still have as many neurons as the token wants. So
+neurons that only swap ranks across a boundary are not loaded.
 
-    asked for    16 bit: a b c      8 bit: d e f      in the order of their ranks
-    near         16 bit: a b d      8 bit: c e        d stays, so c may: only f is read
+    wanted       16 bit: a b c      8 bit: d e f      in the order of their ranks
+    near         16 bit: a b d      8 bit: c e        d stays, so c may stay: only f is loaded
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ Scores: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerPlan:
-    """One plan for each buffer; buffers are independent of each other.
+    """One plan for each of the layer's buffers.
 
     Attributes:
-        plans: for every precision of the layer, also where nothing is wanted.
-        hits: wanted neurons that were resident, in the precision wanted or in one that will do.
-        num_loads: wanted neurons that were not.
+        plans: the plan of each precision, even if none of its neurons are wanted.
+        hits: number of wanted neurons that were resident in the precision they are used in.
+        num_loads: number of wanted neurons that are loaded.
     """
 
     plans: Mapping[Precision, Plan]
@@ -54,13 +54,13 @@ class LayerCache:
         self.caches = dict(caches)
 
     def plan(self, wanted: Mapping[Precision, Ids], scores_N: Scores | None = None) -> LayerPlan:
-        """Return the changes in each buffer that make the wanted neurons resident; changes nothing.
+        """Return the changes that make the wanted neurons resident; the index does not change.
 
         Args:
-            wanted: sorted int64 neurons for each precision; a neuron is in one of them at most.
-                A precision that is left out is wanted for none.
-            scores_N: float32, by which they were ranked. Where there is a choice, those that score
-                least stay in a worse precision; with None, none does.
+            wanted: sorted int64 neurons for each precision; a neuron is in at most one of them.
+                A missing precision is wanted for no neuron.
+            scores_N: float32, the scores by which the neurons were ranked. Of the neurons that may
+                stay in a worse precision, those with the lowest scores do. With None, none does.
 
         Raises:
             BudgetError: more neurons are wanted in a precision than its buffer holds.
@@ -84,10 +84,10 @@ class LayerCache:
         )
 
     def _with_better(self, wanted: Mapping[Precision, Ids]) -> dict[Precision, Ids]:
-        """Return what is wanted, with neurons left in a better precision as far as there is room.
+        """Return ``wanted``, with neurons kept in a better precision as far as slots are free.
 
-        Without this, 56 % of what a token wanted was near with shares of a quarter, a quarter and
-        a half; 79 % where all had one precision (OPT-1.3B with synthetic sparsity).
+        Without this, 56 % of the neurons that a token wanted were near with the mix [0.25, 0.25,
+        0.5], and 79 % with a single precision (OPT-1.3B with synthetic sparsity).
         """
         found = dict(wanted)
         better: list[Precision] = []
@@ -107,13 +107,13 @@ class LayerCache:
     def _leave_worse(
         self, found: dict[Precision, Ids], asked: Mapping[Precision, Ids], scores_N: Scores
     ) -> None:
-        """Leave as many neurons in a worse precision as there are in a better one; in place.
+        """Keep neurons in a worse precision, one for each that is kept in a better one; in place.
 
-        Only the lower half of those asked for may stay. Otherwise neurons that are wanted for long
-        would keep the precision that they first came in for ever, whatever their ranks.
+        Only the lower half of the neurons wanted in a precision may stay in a worse one. Otherwise
+        neurons that are wanted for long would keep their first precision, whatever their ranks.
         """
         order = self._precisions
-        # At each precision, with the better ones: neurons beyond those asked for.
+        # Neurons beyond those asked for, in each precision and the better ones together.
         more = np.cumsum([len(found.get(p, NO_IDS)) - len(asked.get(p, NO_IDS)) for p in order])
         for at, precision in enumerate(order):
             for below, worse in enumerate(order[at + 1 :], at + 1):
@@ -134,7 +134,7 @@ class LayerCache:
 
     @property
     def _precisions(self) -> list[Precision]:
-        """The layer's precisions, the best first."""
+        """The layer's precisions, best first."""
         return [p for p in Precision if p in self.caches]
 
     def commit(self, plan: LayerPlan) -> None:
@@ -156,7 +156,7 @@ class LayerCache:
         """Check the index of each buffer, and that no neuron is in two of them.
 
         Raises:
-            IntegrityError: naming the neurons.
+            IntegrityError: a check failed; the message names the neurons.
         """
         for cache in self.caches.values():
             cache.check_integrity()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No cache: every token loads what it wants, whether the last one wanted it or not.
+"""No cache: every token loads all neurons that it wants.
 
-Without it, nothing measures what caching gains (M2Cache's ablation; `benchmarks run ffn_mixed`).
+It is the baseline that shows what caching gains (M2Cache's ablation; `benchmarks run ffn_mixed`).
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ from vllm_tiered.ffn.cache.base import Ids, Mask, NeuronCache
 
 
 class NoCache(NeuronCache):
-    """Cache index whose neurons are resident until the next plan, which never finds them."""
+    """Cache index that keeps neurons only until the next plan, which reuses none of them."""
 
     def is_resident(self, neurons: Ids) -> Mask:
-        """Return that none can be used by the next token, bool [n]."""
+        """Return False for each neuron, bool [n]: the next token reuses none."""
         return np.zeros(len(neurons), dtype=np.bool_)
 
     def _kept_slots(self, is_wanted: Mask, may_stay: Mask, num_loads: int) -> Mask:

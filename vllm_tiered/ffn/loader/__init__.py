@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How neurons reach the near tier: from far memory, from the store, through bounce buffers."""
+"""Loading of neurons into near memory, from far memory or from the store."""

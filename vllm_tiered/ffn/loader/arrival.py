@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads under way, and how to wait for them whatever happens meanwhile."""
+"""Pending loads, and a wait that survives interrupts."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -9,14 +9,14 @@ class Arrival(Protocol):
     """Bundles that are being loaded."""
 
     def wait(self) -> None:
-        """Wait until they are there. Raises what went wrong, as often as it is called."""
+        """Wait until the bundles have arrived. Every call raises the load's error, if it failed."""
 
 
 def settle(arrivals: Iterable[Arrival]) -> list[BaseException]:
-    """Wait until no load is under way, and return what went wrong, if anything did.
+    """Wait until no load is pending, and return the errors.
 
-    A wait that is interrupted (ctrl-C, in a notebook whose engine lives on) is begun again: slots
-    that a disk still writes to must not be reused. The interrupt is among the errors returned.
+    An interrupted wait (ctrl-C, in a notebook whose engine lives on) is started again, because
+    slots that a disk still writes to must not be reused. The interrupt is among the errors.
     """
     errors: list[BaseException] = []
     for arrival in arrivals:
@@ -26,7 +26,7 @@ def settle(arrivals: Iterable[Arrival]) -> list[BaseException]:
                 arrival.wait()
                 is_over = True
             except BaseException as error:
-                # A read's error comes again; an interrupt comes once.
+                # A failed read raises the same error again; an interrupt is raised once.
                 is_over = isinstance(error, Exception) or error in errors[-1:]
                 errors.append(error)
     return errors

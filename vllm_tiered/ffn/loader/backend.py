@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where bundles come from: far memory for the first layers, the store for the others.
+"""Backend that loads bundles: from far memory for the first layers, from the store for the others.
 
 layer        0 ────── far layers ────────────────── last
              │  fixed area (M2Cache, 5.4)  │  read from the store, missing neurons only
@@ -25,16 +25,17 @@ from vllm_tiered.units import MIB
 
 _BUFFER_BYTES = 4 * MIB
 _NUM_BUFFERS = 8
-"""A precision's bounce buffers: enough to keep a disk busy while what it has read is copied on."""
+"""Bounce buffers of a precision: enough to keep a disk busy while earlier reads are copied on."""
 
 
 @dataclass(slots=True)
 class BackendStats:
-    """What has been loaded since the start.
+    """Counts of loads since the start.
 
     Attributes:
-        far_bytes, storage_bytes: by where they came from.
-        wait_seconds: for which compute stood still.
+        far_bytes: bytes loaded from far memory.
+        storage_bytes: bytes read from the store.
+        wait_seconds: seconds for which compute waited for loads.
     """
 
     far_bytes: int = 0
@@ -66,7 +67,7 @@ class _AllArrivals:
 
 
 def _standstill_seconds(arrival: Arrival) -> float:
-    """Return the seconds that compute stood still, beside those for which the host was held."""
+    """Return the seconds for which compute waited on the device, without the host's wait."""
     seconds: float = getattr(arrival, "standstill_seconds", 0.0)
     return seconds
 
@@ -74,26 +75,26 @@ def _standstill_seconds(arrival: Arrival) -> float:
 class NeuronBackend:
     """Loads bundles into near memory.
 
-    A copy to slots waits for compute that was submitted before: it may still read them. On a device
-    with memory of its own, the store's bundles pass through pinned memory, of which staging
-    and cache buffers have bounce buffers of their own.
+    A copy to slots waits for compute that was submitted before it, which may still read the slots.
+    If the device has its own memory, bundles from the store pass through pinned bounce buffers.
+    Loads to cache buffers and loads to staging buffers use separate bounce buffers.
 
     Args:
         store: this rank's neurons.
-        device: whose far memory it is.
-        num_far_layers: layers that far memory holds, the first ones.
-        precisions: that far memory holds of them.
-        dynamic: what is read ahead for other layers, if anything is.
+        device: allocates far memory and copies from it.
+        num_far_layers: number of layers, from the first, whose bundles far memory holds.
+        precisions: precisions of the far layers' bundles.
+        dynamic: buffers of prefetched neurons of the other layers; None if nothing is prefetched.
         cache_slots: slots of a cache buffer, by precision.
         chunks: neurons of a load that is not waited for at once, and how many such loads may be
-            under way.
+            pending.
         streamed: the precision of chunks.
 
     Attributes:
-        stats: what has been loaded.
+        stats: counts of loads.
 
     Raises:
-        BudgetError: far memory does not have the room.
+        BudgetError: the bundles do not fit in far memory.
         IntegrityError: a bundle is damaged.
     """
 
@@ -115,7 +116,7 @@ class NeuronBackend:
         self._dynamic = dynamic
         self.stats = BackendStats()
         self._far = {p: self._read_far_layers(p) for p in precisions} if num_far_layers else {}
-        # By precision, and whether the load is waited for at once.
+        # Key: the precision, and whether the load is waited for at once.
         self._pipelines: dict[tuple[Precision, bool], BouncePipeline] = {}
         if device.has_device_memory:
             for precision, num_slots in cache_slots.items():
@@ -138,14 +139,14 @@ class NeuronBackend:
     ) -> Arrival:
         """Begin to load bundle ``neurons[i]`` into slot ``slots[i]`` of ``into``, for all i.
 
-        The caller leaves the slots alone until it has waited.
+        The caller must not use the slots until it has waited.
 
         Args:
             neurons: int64 [n], sorted.
-            slots: int64 [n], each once.
+            slots: int64 [n], unique.
             is_waited_for: the caller waits before the next :meth:`prefetch` of any layer.
-                Otherwise what was read ahead is not used: its memory may be given to another layer
-                before it has been copied.
+                Otherwise prefetched neurons are not used: a prefetch for another layer may
+                overwrite them before they have been copied.
         """
         before = self._device.compute_event()
         far = self._far.get(precision)
@@ -176,7 +177,7 @@ class NeuronBackend:
     def slab(self, layer: int, precision: Precision) -> torch.Tensor | None:
         """Return a layer's bundles in far memory, uint8 [N, stride]; None if they are not there.
 
-        A kernel that reads them adds the bytes to ``stats``.
+        A caller whose kernel reads them adds the bytes to ``stats``.
         """
         far = self._far.get(precision)
         if far is None or layer >= self._num_far_layers:
@@ -185,7 +186,7 @@ class NeuronBackend:
         return far.data[layer * neurons : (layer + 1) * neurons]
 
     def prefetch(self, layer: int, wanted: Mapping[Precision, PageIds]) -> None:
-        """Begin to read what a layer will want into far memory, if there is room to."""
+        """Begin to read neurons that a layer will want into its prefetch buffer, if it has one."""
         if self._dynamic is not None and layer >= self._num_far_layers:
             before = self._dynamic.read_bytes
             self._dynamic.prefetch(layer, wanted)
@@ -195,12 +196,12 @@ class NeuronBackend:
         """Wait for all of the loads, and add the seconds to ``stats``.
 
         Raises:
-            What went wrong with the first that failed, once none is under way any more.
+            The error of the first load that failed, after all loads have ended.
         """
         begin = time.perf_counter()
         errors = settle(arrivals)
         self.stats.wait_seconds += time.perf_counter() - begin
-        if self._device.has_device_memory:  # else that is the same time
+        if self._device.has_device_memory:  # otherwise both are the same time
             self.stats.wait_seconds += sum(map(_standstill_seconds, arrivals))
         if errors:
             raise errors[0]
@@ -214,7 +215,7 @@ class NeuronBackend:
         return _FarCopy(self._device, event)
 
     def _reads_store(self, precision: Precision) -> bool:
-        """Return whether bundles of a precision come from the store, at the start or later."""
+        """Return whether some layers' bundles of a precision are loaded from the store."""
         return self._num_far_layers < self._store.shape.num_layers or precision not in self._far
 
     def _make_pipeline(self, precision: Precision, num_slots: int) -> BouncePipeline:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the store to a GPU: a disk writes to pinned host memory, and copies go on from there.
+"""Pipeline from the store to a GPU through bounce buffers in pinned host memory.
 
     store ─── ScatterReader ──► bounce buffer 0 │ 1 │ ... ── Device.copy ──► cache slots, or staging
                                 read, then copied, then free again
 
-A bounce buffer is read to again only when its last copy is done.
+A bounce buffer is reused only after its last copy is done.
 """
 
 from collections import deque
@@ -22,12 +22,16 @@ from vllm_tiered.storage.reader import PendingRead
 class BouncePipeline:
     """Bounce buffers for bundles of one precision.
 
-    A caller that waits for each load before it begins the next may ask for any number of neurons at
-    a time. Others may have ``num_buffers`` loads of at most ``buffer_neurons`` each under way.
+    A caller that waits for each load before the next one may load any number of neurons at a time.
+    Other callers may have ``num_buffers`` pending loads of at most ``buffer_neurons`` each.
+
+    Args:
+        buffer_neurons: neurons that a bounce buffer holds.
+        num_buffers: number of bounce buffers.
 
     Attributes:
-        pages: the bounce buffers, one behind the other.
-        free: numbers of the buffers that are not being read to, each with its last copy.
+        pages: the bounce buffers, contiguous.
+        free: indices of the buffers without a pending read, each with the event of its last copy.
 
     Raises:
         BudgetError: the host does not have the memory.
@@ -51,7 +55,7 @@ class BouncePipeline:
     def load(
         self, layer: int, neurons: PageIds, into: PageBuffer, slots: PageIds, after: Event
     ) -> "BounceLoad":
-        """Begin to load bundle ``neurons[i]`` into ``into``'s slot ``slots[i]``, for all i.
+        """Begin to load bundle ``neurons[i]`` into slot ``slots[i]`` of ``into``, for all i.
 
         The copies to the slots wait for ``after``.
         """
@@ -59,7 +63,7 @@ class BouncePipeline:
 
 
 class BounceLoad(Arrival):
-    """Bundles that pass through the pipeline, a bounce buffer at a time."""
+    """Load of bundles through the pipeline, in parts that each fill a bounce buffer."""
 
     def __init__(
         self,
@@ -81,7 +85,11 @@ class BounceLoad(Arrival):
         self._submit_reads()
 
     def wait(self) -> None:
-        """Hold the host until the disk is done, and compute until the copies are."""
+        """Block the host until the disk has read, and make compute wait for the copies.
+
+        Raises:
+            The first read's error, after all reads have ended.
+        """
         pipeline = self._pipeline
         while self._reads:
             buffer, read, slots = self._reads[0]
@@ -114,7 +122,7 @@ class BounceLoad(Arrival):
             raise self._error
 
     def _submit_reads(self) -> None:
-        """Read to the free bounce buffers, once their last copies are done."""
+        """Submit reads to the free bounce buffers; waits for their last copies."""
         pipeline = self._pipeline
         while self._left and pipeline.free:
             buffer, copied = pipeline.free[0]

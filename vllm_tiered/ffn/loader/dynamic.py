@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far memory for layers that come next: read from the store while those before them compute.
+"""Far buffers for prefetched neurons, read from the store while earlier layers compute.
 
     layer       i            i + 1          i + 2
                 computes     was read       being read     (M2Cache, 5.4: the dynamic area)
 
-M2Cache reads all of a layer that far memory lacks. Where a predictor says what a layer will want,
-from the hidden state of the layer two before it, only that is read.
+M2Cache prefetches whole layers. Here a predictor estimates which neurons layer i + 2 will want from
+the input of layer i, and only these are read.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,13 @@ from vllm_tiered.storage.reader import PendingRead
 
 @dataclass(slots=True)
 class _Part:
-    """A layer's neurons in one precision.
+    """Prefetched neurons of one layer in one precision.
 
     Attributes:
-        neurons: sorted, in slots 0, 1, ... of ``pages``.
-        arrival: None once it has been waited for.
-        copied: the last copy out of ``pages``; None once it is known to be done.
+        pages: memory of the bundles.
+        neurons: sorted; ``neurons[i]`` is in slot i of ``pages``.
+        arrival: the pending read; None after it has been waited for.
+        copied: event of the last copy from ``pages``; None once it has been waited for.
     """
 
     pages: PageBuffer
@@ -40,17 +41,17 @@ class _Part:
 
 
 class DynamicArea:
-    """Far buffers that layers use in turn, each with neurons of one layer.
+    """Far buffers that layers use in turn, each with prefetched neurons of one layer.
 
     Args:
         store: this rank's neurons.
-        slots: neurons that a buffer has room for, by precision.
-        device: whose far memory it is.
+        slots: slots of a buffer, by precision.
+        device: allocates far memory.
 
     Attributes:
-        num_bytes: of all buffers.
-        hits: neurons that were there when they were wanted.
-        read_bytes: of neurons that were read ahead.
+        num_bytes: bytes of all buffers.
+        hits: wanted neurons that had been prefetched.
+        read_bytes: bytes of all prefetched neurons.
     """
 
     def __init__(self, store: NeuronStore, slots: Mapping[Precision, int], device: Device) -> None:
@@ -67,14 +68,14 @@ class DynamicArea:
         self.read_bytes = 0
 
     def holds(self, precision: Precision) -> bool:
-        """Return whether there is room for bundles of a precision."""
+        """Return whether the buffers have slots for bundles of a precision."""
         return precision in self._buffers[0]
 
     def prefetch(self, layer: int, wanted: Mapping[Precision, Ids]) -> None:
-        """Begin to read what a layer will want over what its buffer held.
+        """Begin to read neurons that a layer will want, over the contents of its buffer.
 
         Args:
-            wanted: sorted; what the buffer has no slot for is left out.
+            wanted: sorted neurons by precision; those beyond the buffer's slots are left out.
         """
         index = layer % len(self._buffers)
         self._release(index)
@@ -88,12 +89,12 @@ class DynamicArea:
         self._buffer_of[layer] = index
 
     def find(self, layer: int, precision: Precision, neurons: Ids) -> tuple[PageBuffer, Ids, Ids]:
-        """Return which neurons are there; waits for them.
+        """Return which neurons have been prefetched; waits for them.
 
         Returns:
-            The memory, the positions in ``neurons`` of those that are there, and their slots. None
-            are if one that was read with them is damaged: the error comes when that one is read
-            from the store.
+            The memory, the positions in ``neurons`` of the prefetched ones, and their slots. If one
+            of the layer's prefetched neurons is damaged, no neuron is returned; its error is raised
+            when it is read from the store.
         """
         part = self._buffers[layer % len(self._buffers)][precision]
         if layer not in self._buffer_of or not len(part.neurons):
@@ -107,18 +108,18 @@ class DynamicArea:
         return part.pages, found, slots[found]
 
     def set_copied(self, layer: int, precision: Precision, copied: Event) -> None:
-        """Protect what :meth:`find` returned from being overwritten before ``copied`` is done."""
+        """Set the event of the copy out of a buffer, which is not overwritten before it is done."""
         self._buffers[layer % len(self._buffers)][precision].copied = copied
 
     def _release(self, index: int) -> None:
-        """Empty a buffer, once nothing reads from it or writes to it."""
+        """Empty a buffer; waits until nothing reads from it or writes to it."""
         for layer, buffer in list(self._buffer_of.items()):
             if buffer == index:
                 del self._buffer_of[layer]
         for part in self._buffers[index].values():
             _settle(part)
             part.neurons = NO_IDS
-            if part.copied is not None:  # three layers ago: there is nothing left to wait for
+            if part.copied is not None:  # recorded three layers ago, so the wait is short
                 part.copied.wait()
                 part.copied = None
 
@@ -128,7 +129,7 @@ class DynamicArea:
 
 
 def _settle(part: _Part) -> bool:
-    """Wait until no read is under way, and return whether the part has all of its neurons."""
+    """Wait for the part's read, and return whether all of its neurons have arrived."""
     if part.arrival is None:
         return True
     errors = settle([part.arrival])

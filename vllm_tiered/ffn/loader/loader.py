@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a cache plan's neurons come to a layer's buffers.
+"""Loader that executes a cache plan in a layer's buffers.
 
-slots that stay but lie elsewhere    moved
-neurons that are missing             copied, from far memory or the store
+neurons that stay in another slot    moved within the buffer
+missing neurons                      loaded from far memory or the store
 """
 
 from collections import deque
@@ -41,13 +41,13 @@ class NeuronLoader:
         self._mailbox = mailbox
 
     def load(self, precision: Precision, neurons: PageIds) -> None:
-        """Load the layer's first neurons, each into the slot of its own number, and wait."""
+        """Load neurons and wait; each goes to the slot with the number of its id."""
         (near_neurons,) = self._mailbox.h2d([neurons])
         self._fill(precision, near_neurons, near_neurons)
         self._backend.wait([self._begin(precision, neurons, neurons)])
 
     def plan_bytes(self, plan: LayerPlan) -> tuple[int, int]:
-        """Return the bytes of the neurons that a plan loads, and of those to be multiplied."""
+        """Return the bytes of the neurons to load, and of the neurons to multiply."""
         missing = multiplied = 0
         for precision, part in plan.plans.items():
             stride = self._pages[precision].page_bytes
@@ -56,13 +56,13 @@ class NeuronLoader:
         return missing, multiplied
 
     def execute(self, plan: LayerPlan, extra: npt.NDArray[Any] | None) -> torch.Tensor | None:
-        """Make a plan's moves and loads; on failure no load is under way any more.
+        """Make a plan's moves and loads. On failure, all loads have ended.
 
         Args:
-            extra: an array that compute needs; it is copied with the plan's lists.
+            extra: an array that compute needs; it is copied together with the plan's lists.
 
         Returns:
-            ``extra``, near.
+            ``extra`` in near memory; None if it was None.
         """
         arrivals: list[Arrival] = []
         lists: list[npt.NDArray[Any]] = []
@@ -80,7 +80,7 @@ class NeuronLoader:
                     arrivals.append(self._begin(precision, part.load_neurons, part.load_slots))
             self._backend.wait(arrivals)
         except BaseException:
-            settle(arrivals)  # slots are not touched until no load to them is under way
+            settle(arrivals)  # the caller may reuse the slots: no load may still write to them
             raise
         return near[0] if near else None
 

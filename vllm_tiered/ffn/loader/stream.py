@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's neurons pass through a few staging buffers, loaded ahead of the GEMM.
+"""Stream of a layer's neurons through a few staging buffers, loaded ahead of the GEMM.
 
-chunks of a layer    0 │ 1 │ 2 │ ... │ last │ 0 of the next layer, if that will be wanted
-staging buffers      computed, being loaded, being loaded, then the first again
+chunks of a layer    0 │ 1 │ 2 │ ... │ last │ 0 of the next layer
+staging buffers      one is computed with, two are being loaded; the first is then reused
 """
 
 from collections import deque
@@ -20,10 +20,14 @@ from vllm_tiered.storage.direct_file import aligned_pages
 
 
 class Chunk(NamedTuple):
-    """Neurons of a layer that lie one after the other.
+    """Consecutive neurons of a layer in a staging buffer.
 
     Attributes:
-        buffer_id: the staging buffer, in whose first slots they are.
+        layer: index of the layer.
+        first: the first neuron.
+        num_neurons: number of neurons.
+        buffer_id: index of the staging buffer; the neurons are in its first slots.
+        arrival: the load.
     """
 
     layer: int
@@ -34,16 +38,20 @@ class Chunk(NamedTuple):
 
 
 class NeuronStream:
-    """Staging buffers and the chunks in them. One layer computes at a time.
+    """Staging buffers and the chunks in them; one layer computes at a time.
 
     Args:
-        precision: of the bundles that pass through.
+        backend: loads the bundles.
+        shape: shape of the FFN.
+        precision: precision of the bundles.
         chunk_neurons: neurons of a chunk.
-        firsts: of each layer, the neuron with which its stream begins.
+        num_chunks: number of staging buffers.
+        firsts: the first neuron that is streamed of each layer.
+        device: torch device of the staging buffers.
 
     Attributes:
         precision: as given.
-        staging: the buffers.
+        staging: the staging buffers.
     """
 
     def __init__(
@@ -63,23 +71,23 @@ class NeuronStream:
         self._num_neurons = shape.neurons
         self._firsts = list(firsts)
         stride = bundle_stride(shape, precision)
-        # Separate allocations: each must begin where a disk can write.
+        # Separate allocations: each must begin at an address that O_DIRECT can write to.
         self.staging = [
             PageBuffer(aligned_pages(chunk_neurons, stride, device)) for _ in range(num_chunks)
         ]
-        self._in_use: int | None = None  # the buffer that is computed with
+        self._in_use: int | None = None  # the buffer that the GEMM reads
         self._ahead: deque[Chunk] = deque()
         self._next: tuple[int, int] | None = None
 
     def chunks(self, layer: int, *, wraps: bool) -> Iterator[Chunk]:
-        """Yield the layer's chunks in order; each stays until the next is asked for.
+        """Yield the layer's chunks in order; each is valid until the next one is requested.
 
         Args:
-            wraps: after the last layer the first will be wanted too. The layer after this one is
-                read ahead in any case: what is read in vain costs the disk's time only.
+            wraps: after the last layer, load the first layer's chunks ahead too. The next layer's
+                are always loaded ahead: chunks that are not used cost only the disk's time.
         """
         first = self._firsts[layer]
-        self._in_use = None  # an earlier caller may have failed in the middle
+        self._in_use = None  # an earlier caller may have failed before the last chunk
         if not self._ahead or self._ahead[0][:2] != (layer, first):
             self.drop()
             self._next = (layer, first) if first < self._num_neurons else None
@@ -95,7 +103,7 @@ class NeuronStream:
             self._read_ahead(wraps=wraps)
 
     def drop(self) -> None:
-        """Wait for what was read ahead, and drop it: something else will be wanted."""
+        """Wait for the chunks that were loaded ahead, and drop them."""
         settle([chunk.arrival for chunk in self._ahead])
         self._ahead.clear()
         self._next = None
@@ -117,7 +125,7 @@ class NeuronStream:
             self._next = self._following(layer, first + count, wraps=wraps)
 
     def _following(self, layer: int, neuron: int, *, wraps: bool) -> tuple[int, int] | None:
-        """Return the layer and neuron of the next chunk; None if there is none."""
+        """Return the layer and first neuron of the next chunk; None if there is none."""
         if neuron < self._num_neurons:
             return layer, neuron
         for other in (*range(layer + 1, len(self._firsts)), *(range(layer) if wraps else ())):

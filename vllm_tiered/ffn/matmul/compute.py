@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's GEMM over the neurons of a cache buffer, used where they lie.
+"""The FFN's GEMM over the neurons of a cache buffer, computed in place.
 
     a_Bn   = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T + bias_n)
     out_BH += a_Bn down_nH                              rows of down are the neurons' columns
 
 B tokens, H hidden, n neurons: slots 0 .. n-1 of a buffer. Later slots are never read. Sums are in
-float32 whatever the weights are; they depend on the number of threads, not on their speed.
+float32 for every dtype of weights. They depend on the number of threads, but not on their timing.
 
-Buffers on a GPU go to the Triton kernels (``vllm_tiered.kernels.neuron_ffn``), all others to the
-C++ library, or to plain torch where there is none.
+Triton kernels compute buffers on a GPU (``vllm_tiered.kernels.neuron_ffn``). The C++ library
+computes all others, or plain torch if the library was not built.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def activations(
         activation: one of ``ACTIVATIONS``.
 
     Raises:
-        UnsupportedError: no such activation.
+        UnsupportedError: ``activation`` is unknown.
     """
     _check(x_BH, buffer, num_slots, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
@@ -66,7 +66,8 @@ def add_down(
 ) -> None:
     """Add the down GEMM of slots 0 .. num_slots - 1 to ``out_BH``, float32 and contiguous.
 
-    Slots whose activations are all 0 add nothing, whatever they hold, and are not read.
+    Slots whose activations are all 0 add nothing, even if they hold NaN. The C++ kernels and the
+    GPU's few-tokens kernel do not read them.
     """
     assert a_Bn.shape == (len(out_BH), num_slots) and out_BH.shape[1] == buffer.shape.hidden
     assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
@@ -86,15 +87,17 @@ def add_down(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Missing:
-    """Neurons that are loaded into a buffer while it is multiplied.
+    """Missing neurons, which a kernel loads into a buffer while it computes.
 
     Attributes:
         slab: uint8 [N, stride], pinned host memory: all of the layer's bundles.
-        neuron_ids, slot_ids: int64 [m], near: the missing neurons, which index the slab, and the
-            slot that each comes to; -1: none, it is multiplied and not kept.
-        retained_slot_ids: int64, near, the buffer's other slots that are multiplied.
-        counts: int32 [2], near: how many missing neurons and present slots the lists hold.
-        scales, up_bias: of all of the layer's neurons, as a buffer has them.
+        neuron_ids: int64 [m], near, the missing neurons, which index the slab.
+        slot_ids: int64 [m], near, the slot of each missing neuron; -1 means that it is multiplied
+            but not kept.
+        retained_slot_ids: int64, near, the other slots of the buffer that are multiplied.
+        counts: int32 [2], near, the valid entries of the lists of missing neurons and of retained
+            slots.
+        scales, up_bias: tables of all of the layer's neurons, with a buffer's dtypes.
     """
 
     slab: torch.Tensor
@@ -107,7 +110,7 @@ class Missing:
 
 
 def num_fills(buffer: NeuronCacheBuffer, num_tokens: int) -> int:
-    """Return how often :func:`fill_and_add` reads missing neurons that have no slot."""
+    """Return how many times :func:`fill_and_add` reads a missing neuron that has no slot."""
     kernels = gpu_kernels(buffer)
     assert kernels is not None
     found: int = kernels.num_passes(_bundles(buffer), num_tokens, device_name=device_name(buffer))
@@ -121,9 +124,10 @@ def fill_and_add(
     missing: Missing,
     activation: str,
 ) -> None:
-    """Add the output of missing and present neurons to ``out_BH``, and keep the missing ones.
+    """Add the output of missing and retained neurons to ``out_BH``, and load the missing ones.
 
-    They are in their slots for compute that comes later. The buffer has :func:`gpu_kernels`.
+    Work that is submitted later finds the missing neurons in their slots. The buffer must be on a
+    GPU.
     """
     kernels = gpu_kernels(buffer)
     assert kernels is not None
@@ -150,10 +154,10 @@ def fill_and_add(
 def ffn_output(
     x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_slots: int, activation: str
 ) -> torch.Tensor:
-    """Return the FFN's output without the bias of fc2, float32 [B, H], in one call.
+    """Return the FFN's output without the bias of fc2, float32 [B, H].
 
     Raises:
-        UnsupportedError: no such activation.
+        UnsupportedError: ``activation`` is unknown.
     """
     _check(x_BH, buffer, num_slots, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
@@ -171,9 +175,9 @@ def ffn_output(
 
 
 def gpu_kernels(buffer: NeuronCacheBuffer) -> ModuleType | None:
-    """Return the launchers of a buffer's GPU kernels; None if it is in the host's memory.
+    """Return the module of the GPU kernels for a buffer; None if it is in host memory.
 
-    Imported here: without a GPU nothing needs Triton.
+    The module is imported here because only a GPU needs Triton.
     """
     if buffer.bundles.device.type != "cuda":
         return None
@@ -184,7 +188,7 @@ def gpu_kernels(buffer: NeuronCacheBuffer) -> ModuleType | None:
 
 
 def _bundles(buffer: NeuronCacheBuffer) -> object:
-    """Return a buffer as the kernels take it."""
+    """Return a buffer as the argument of the kernels."""
     from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
 
     return Bundles(
@@ -206,14 +210,14 @@ def _codec(buffer: NeuronCacheBuffer) -> str:
 
 
 def device_name(buffer: NeuronCacheBuffer) -> str | None:
-    """Return the GPU whose launch parameters the kernels take; None if it is not a GPU."""
+    """Return the name of the buffer's GPU, which selects launch parameters; None on the host."""
     if buffer.bundles.device.type != "cuda":
         return None
     return torch.cuda.get_device_name(buffer.bundles.device)
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with contiguous rows."""
+    """Return ``x`` with contiguous rows; copy it if necessary."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -235,7 +239,7 @@ def _run(
     a_Bn: torch.Tensor,
     out_BH: torch.Tensor | None,
 ) -> bool:
-    """Run the C++ kernels; return whether there are any."""
+    """Run the C++ kernels; return False if none were built."""
     kernels = native.best()
     if kernels is None:
         return False

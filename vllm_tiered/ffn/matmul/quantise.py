@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neurons in 16, 8 and 4 bit: the codes of a bundle, and the scales that multiply them.
+"""Quantisation of neurons to 8 and 4 bit: codes and scales of a bundle.
 
     w_nMH  is about  code_nMH * scale_nMG        symmetric: no zero point
 
-n neurons, M matrices ([gate,] up, down), H hidden, G groups of ``group`` weights along H, one where
-``group`` is None.
+n neurons, M matrices ([gate,] up, down), H hidden, G groups of ``group`` weights along H; one group
+if ``group`` is None.
 
     FULL    the weights as they are                       no scales
     INT8    two's complement, -127 to 127                 a byte each
-    INT4    code + 8, 0 to 15                             two to a byte, of each matrix's row:
+    INT4    code + 8, 0 to 15                             two to a byte, within a matrix's row:
             byte h of a row holds weight h in its lower half and weight h + H / 2 in its upper one
 
-Each half of a row is unpacked in order with one operation, and ``(u - 8) * scale`` may be
-multiplied as ``u * scale`` with ``8 * scale * sum(x)`` subtracted once. Scales may be negative: the
-largest weight then gets code -8, which has no positive counterpart.
+One operation unpacks each half of a row in order. A kernel may compute ``(u - 8) * scale`` as
+``u * scale`` and subtract ``8 * scale * sum(x)`` once. Scales may be negative: the weight with the
+largest magnitude then gets code -8, which has no positive counterpart.
 """
 
 import torch
@@ -25,20 +25,23 @@ OFFSET = 8
 """Added to a 4-bit code, so that it is stored without a sign."""
 
 GROUP = 64
-"""Weights that share a 4-bit scale by default. SmolLM2-135M's FFN, error in
-4 bit by group: 11.7 % for a row, 10.0 with 96, 9.4 with 64, 8.2 with 32, and 15.5 for a row without
-the search below. Down to 64, a bit spent on scales takes more off the error than it would in codes
-(a half); below less (2026-11-22)."""
+"""Weights that share a 4-bit scale by default. The 4-bit error of SmolLM2-135M's FFN is 11.7 % with
+one group for a row, 10.0 with groups of 96, 9.4 with 64, 8.2 with 32, and 15.5 with one group and
+without the search below. Down to 64, a bit spent on scales reduces the error more than a bit spent
+on codes, which halves it; below 64 it reduces it less (2026-11-22)."""
 
 _CLIPS = (1.0, 0.92, 0.84, 0.76, 0.68)
-"""Shares of the largest weight that a 4-bit scale may reach to; each group takes the best. Error
- 9.39 %; 9.81 with 1.0 alone, 9.35 with 14 of them."""
+"""Candidate ranges of a 4-bit scale, as shares of the largest weight; each group takes the best.
+The error is 9.39 %, against 9.81 with 1.0 alone and 9.35 with 14 candidates."""
 
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB in float32, a few times that in between
 
 
 def default_group(hidden: int) -> int | None:
-    """Return the default group in 4 bit: the least divisor of ``hidden`` from ``GROUP`` on."""
+    """Return the default 4-bit group: the least divisor of ``hidden`` from ``GROUP`` on, or None.
+
+    None means one group for a row.
+    """
     candidates = (g for g in range(GROUP, hidden) if hidden % g == 0)
     return next(candidates, None)
 
@@ -47,7 +50,7 @@ def num_groups(hidden: int, precision: Precision, group: int | None) -> int:
     """Return the number of scales of a row.
 
     Raises:
-        ConfigError: groups of this size do not make up a row.
+        ConfigError: ``group`` does not divide ``hidden``.
     """
     if precision is Precision.FULL:
         return 0
@@ -68,14 +71,14 @@ def quantise(
 
     Args:
         rows_nMH: rows and columns of n neurons, in a floating-point dtype.
-        group: weights that share a scale; None for all of a row.
+        group: number of weights that share a scale; None for all of a row.
 
     Returns:
         codes uint8 [n, bundle_bytes] and scales float16 [n, M, G], G = 0 for FULL.
 
     Raises:
-        ConfigError: a row is not made of such groups, or a weight is too large for a scale in
-            float16, or not finite.
+        ConfigError: ``group`` does not divide a row, or a weight is not finite or too large for a
+            float16 scale.
     """
     num_neurons, num_matrices, hidden = rows_nMH.shape
     groups = num_groups(hidden, precision, group)
@@ -111,9 +114,9 @@ def expand(
     """Return the weights of bundles.
 
     Args:
-        codes: uint8 [n, at least bundle_bytes]; what follows the bundle is ignored.
+        codes: uint8 [n, at least bundle_bytes]; bytes after the bundle are ignored.
         scales: float16 [n, M, G].
-        dtype: of the result; for FULL the one that the model has.
+        dtype: dtype of the result; for FULL it must be the model's.
 
     Returns:
         [n, M, H]; for FULL a view.
@@ -133,16 +136,16 @@ def expand(
 
 
 def _scales8(w_nMGg: torch.Tensor) -> torch.Tensor:
-    """Return the scales of 8-bit codes, [n, M, G, 1], as they are kept: float16."""
+    """Return the scales of 8-bit codes, float16 [n, M, G, 1]."""
     largest = torch.maximum(w_nMGg.amax(dim=3, keepdim=True), -w_nMGg.amin(dim=3, keepdim=True))
     return (largest / 127).half()
 
 
 def _scales4(w_nMGg: torch.Tensor) -> torch.Tensor:
-    """Return the scales with the least squared error in 4 bit, [n, M, G, 1] in float16.
+    """Return the 4-bit scales with the least squared error, float16 [n, M, G, 1].
 
-    Each candidate lets the largest weight, or less of it, have the code -8; the best one is then
-    fitted to the codes that it gives, if that is better still.
+    Each candidate maps a share of the largest weight to the code -8. The best candidate is then
+    refined by a least-squares fit to its own codes, if that reduces the error.
     """
     low, high = w_nMGg.amin(dim=3, keepdim=True), w_nMGg.amax(dim=3, keepdim=True)
     extreme = torch.where(-low >= high, low, high)
@@ -155,14 +158,14 @@ def _scales4(w_nMGg: torch.Tensor) -> torch.Tensor:
     fitted = (w_nMGg * codes).sum(dim=3, keepdim=True) / codes.square().sum(dim=3, keepdim=True)
     fitted = torch.where(fitted.isfinite(), fitted, best.float()).half()
     best, _ = _better(w_nMGg, fitted, best, least)
-    # No scale is better than NaN.
+    # With a NaN or infinite weight no candidate has a finite error; infinity marks the group.
     return torch.where(least.isfinite(), best, torch.inf)
 
 
 def _better(
     w_nMGg: torch.Tensor, scale: torch.Tensor, best: torch.Tensor, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the better of two scales for each group, and its squared error."""
+    """Return the better one of ``scale`` and ``best`` for each group, and its squared error."""
     error = _rounded(w_nMGg, scale, Precision.INT4).mul_(scale).sub_(w_nMGg)
     error = error.square_().sum(dim=3, keepdim=True)
     is_better = error < least
@@ -170,7 +173,7 @@ def _better(
 
 
 def _rounded(w_nMGg: torch.Tensor, scale: torch.Tensor, precision: Precision) -> torch.Tensor:
-    """Return the codes as float32."""
+    """Return the codes as float32: weights over scales, rounded and clamped."""
     lowest, highest = (-OFFSET, OFFSET - 1) if precision is Precision.INT4 else (-127, 127)
     inverse = torch.where(scale != 0, scale.float().reciprocal(), 0)
     return (w_nMGg * inverse).round_().clamp_(lowest, highest)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's GEMM in plain torch, float32: the kernels' reference, and used where none were built.
+"""The FFN's GEMM in plain torch and float32: the kernels' reference, and their substitute.
 
-It expands a chunk of neurons at a time, never all of them.
+It is used if the C++ kernels were not built. It dequantises one chunk of neurons at a time.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import Precision, bundle_bytes
 
 _CHUNK_BYTES = 1 << 20
-"""Float32 weights that are expanded at a time: they stay in a core's cache."""
+"""Bytes of the float32 weights of a chunk, for each matrix; they fit in a core's cache."""
 
 
 def activations(
@@ -36,12 +36,12 @@ def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, buffer: NeuronCacheBuffer
     """Add the down GEMM of the buffer's first n slots to ``out_BH``; all float32."""
     for begin, end in _chunks(buffer, a_Bn.shape[1]):
         down_nH, some_Bn = _matrix(buffer, -1, begin, end), a_Bn[:, begin:end]
-        down_nH[(some_Bn == 0).all(dim=0)] = 0  # also where it is NaN
+        down_nH[(some_Bn == 0).all(dim=0)] = 0  # 0 * NaN would be NaN
         out_BH.addmm_(some_Bn, down_nH)
 
 
 def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return one of ``ACTIVATIONS``. Raises KeyError for other names."""
+    """Return the function of one of ``ACTIVATIONS``; raise KeyError for other names."""
     return _FUNCTIONS[name]
 
 
@@ -63,7 +63,7 @@ def _chunks(buffer: NeuronCacheBuffer, num_slots: int) -> list[tuple[int, int]]:
 
 
 def _matrix(buffer: NeuronCacheBuffer, matrix: int, begin: int, end: int) -> torch.Tensor:
-    """Return one matrix of the neurons in some slots, float32 [end - begin, H]."""
+    """Return one matrix of the neurons in slots ``begin`` .. ``end - 1``, float32 [n, H]."""
     matrix %= buffer.shape.num_matrices
     hidden = buffer.shape.hidden
     num_bytes = bundle_bytes(buffer.shape, buffer.precision) // buffer.shape.num_matrices

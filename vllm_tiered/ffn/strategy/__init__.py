@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to compute a layer's FFN: all neurons, or a selection planned by the host or a GPU."""
+"""Strategies to compute a layer's FFN: densely, or sparsely with a plan of the host or a GPU."""

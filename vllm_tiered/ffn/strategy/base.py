@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a strategy, and the resources that a layer's strategies compute with.
+"""Contract of a strategy, and the resources of a layer that its strategies share.
 
 B tokens, H hidden, N neurons of the layer.
 """
@@ -31,9 +31,9 @@ class LayerStats:
     """Counts of one layer since the start.
 
     Attributes:
-        hits, misses: neurons that a sparse step wanted and that were near already, or not. Steps
-            planned on the GPU are counted once their statistics have arrived.
-        sparse_steps, dense_steps: steps by how they were computed.
+        hits, misses: neurons that a sparse step wanted and that were near, or had to be loaded.
+            Steps planned on the GPU are counted when their statistics have arrived.
+        sparse_steps, dense_steps: number of steps by how they were computed.
     """
 
     hits: int = 0
@@ -44,7 +44,7 @@ class LayerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankResources:
-    """What all layers of a rank share."""
+    """Resources that all layers of a rank share."""
 
     store: NeuronStore
     backend: NeuronBackend
@@ -56,21 +56,22 @@ class RankResources:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerResources:
-    """What one layer computes with.
+    """Resources of one layer.
 
     Attributes:
-        index: the layer's, in the order of computation.
-        rank: what it shares with the other layers.
-        tables: scales, biases and norms of all of its neurons.
-        buffers: its near cache buffers, by precision.
-        loader: loads neurons into those buffers.
-        cache: the host's index of the buffers whose content changes; None if none does.
-        num_permanent: the first neurons, in full precision, that stay near for good.
-        selector: None if every neuron is computed.
-        predictor: None if every neuron is computed, or the 4-bit base ranks them.
-        has_base: the 4-bit buffer holds every neuron for good and ranks them; ``cache`` is the
+        index: index of the layer in the order of computation.
+        rank: resources that the layers share.
+        tables: scales, biases and norms of all of the layer's neurons.
+        buffers: the layer's near cache buffers, by precision.
+        loader: loads neurons into the buffers.
+        cache: the host's cache index; None if the buffers' neurons never change.
+        num_permanent: number of neurons, from the first, that are permanently near in full
+            precision.
+        selector: selects neurons; None if every neuron is computed.
+        predictor: scores neurons; None if every neuron is computed or the 4-bit base ranks them.
+        has_base: the 4-bit buffer permanently holds every neuron and ranks them; ``cache`` is the
             index of the other buffers.
-        stats: the layer's counts, which its strategies add to.
+        stats: the layer's counts, which its strategies update.
     """
 
     index: int
@@ -108,7 +109,7 @@ class Strategy(ABC):
             is_warm: the layer's last decode step was sparse too.
 
         Returns:
-            None if the step is to be computed densely; then no neuron cache has changed.
+            None if the step must be computed densely; the neuron cache has not changed then.
 
         Raises:
             IntegrityError: a bundle is damaged. The neuron cache is empty then.
@@ -121,12 +122,12 @@ class Strategy(ABC):
         buffer: NeuronCacheBuffer,
         num_slots: int,
     ) -> None:
-        """Add to ``out_BH`` what the neurons in the buffer's first slots give."""
+        """Add the output of the neurons in the buffer's first ``num_slots`` slots to ``out_BH``."""
         if num_slots:
             a_Bn = activations(x_BH, buffer, num_slots, self._rank.store.activation)
             add_down(out_BH, a_Bn, buffer, num_slots)
 
 
 def empty_output(x_BH: torch.Tensor) -> torch.Tensor:
-    """Return zeros, float32 [B, H], contiguous whatever ``x_BH``'s strides are."""
+    """Return zeros, float32 [B, H]; they are contiguous even if ``x_BH`` is not."""
     return torch.zeros_like(x_BH, dtype=torch.float32, memory_format=torch.contiguous_format)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every neuron in one precision: those that stay near first, the others through staging buffers."""
+"""Dense strategy: permanently near neurons first, the others streamed through staging buffers."""
 
 import torch
 
@@ -9,7 +9,7 @@ from vllm_tiered.ffn.strategy.base import Strategy, empty_output
 
 
 class Dense(Strategy):
-    """Computes a layer with all of its neurons."""
+    """Computes a layer with all of its neurons in one precision."""
 
     def compute(self, x_BH: torch.Tensor, *, is_warm: bool = False) -> torch.Tensor:
         """Return the FFN's output without the last bias, float32 [B, H]; never None."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both sparse strategies do: score neurons, and add what a 4-bit base already computed.
+"""Common part of the sparse strategies: scores of neurons, and the output of a 4-bit base.
 
     predictor    scores neurons from the layer's input
-    4-bit base   every neuron's activation times the norm of its down column is its score; the top
-                 ranks are loaded and multiplied again, the others' 4-bit activations are used
+    4-bit base   a neuron's score is the magnitude of its 4-bit activation times the norm of its
+                 down column; the top ranks are computed again in better precisions, and the
+                 4-bit activations of the others are used
 
 B tokens, H hidden, N neurons of the layer.
 """
@@ -17,10 +18,10 @@ from vllm_tiered.ffn.strategy.base import LayerResources, Strategy
 
 
 class SparseStrategy(Strategy):
-    """Computes a layer with the neurons that its selector chooses.
+    """Computes a layer with the neurons that its selector selects.
 
     Args:
-        resources: of a layer that has a selector and a cache.
+        resources: the layer's resources, with a selector and a cache.
     """
 
     def __init__(self, resources: LayerResources) -> None:
@@ -40,7 +41,7 @@ class SparseStrategy(Strategy):
         """Return the scores that rank neurons, float32 [B, N].
 
         Args:
-            base_BN: what :meth:`_base_activations` returned.
+            base_BN: the result of :meth:`_base_activations`.
         """
         if base_BN is not None:
             return base_BN.abs() * self._resources.tables.down_norms
@@ -53,7 +54,10 @@ class SparseStrategy(Strategy):
         base_BN: torch.Tensor | None,
         skip_in_base_N: torch.Tensor | None,
     ) -> None:
-        """Add the base's activations to ``out_BH``, but for the neurons of ``skip_in_base_N``."""
+        """Add the base's output to ``out_BH``, without the neurons in ``skip_in_base_N``.
+
+        Sets the activations of those neurons in ``base_BN`` to 0. Without a base, does nothing.
+        """
         if self._base is not None and base_BN is not None and skip_in_base_N is not None:
             base_BN.masked_fill_(skip_in_base_N, 0)
             add_down(out_BH, base_BN, self._base, self._base.capacity)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A far layer's sparse steps on the GPU alone (M2Cache, 5.3 and 5.4): the host never waits for one.
+"""Sparse steps of a far layer on the GPU alone (M2Cache, 5.3 and 5.4); the host never waits.
 
     ranks ─► cache index ─┬─► missing, read from far memory ─┬─► kept in their slots
-                          ├─► present ───────────────────────┴─► multiplied
+                          ├─► retained ──────────────────────┴─► multiplied
                           └─► counts ─ ─ ─ ► async stats on the host, later
 
-A layer's cache index is in one place: with the host (ffn/cache) or on the device. It is on the
-device for policies that keep a neuron by its age, in steps of a few tokens, where far memory holds
-every neuron that may be missing.
+Either the host (ffn/cache) or the device has a layer's cache index. The device has it in steps of a
+few tokens, if the policy evicts by age and far memory holds all of the layer's neurons.
 
 B tokens, H hidden, N neurons of the layer, P precisions.
 """
@@ -25,28 +24,28 @@ from vllm_tiered.ffn.strategy.base import LayerResources, empty_output
 from vllm_tiered.ffn.strategy.sparse import SparseStrategy
 
 MAX_DEVICE_TOKENS = 16
-"""Tokens of a step. The kernel takes a few at a time and reads the present slots for each few:
-27 MB of OPT-6.7B's 10 % are some 8 us of an H100's bandwidth, against a wait for the GPU and the
-host's index. By reasoning, not measured."""
+"""Most tokens of a step. The kernel computes a few tokens in each pass, and each pass reads the
+retained slots again: 27 MB for 10 % of OPT-6.7B's neurons, about 8 us of an H100's bandwidth. The
+host's index would cost a wait for the GPU. This limit is an estimate, not measured."""
 
 
 class SparseOnDevice(SparseStrategy):
     """Computes a layer's sparse steps with a cache index on the device.
 
     Args:
-        resources: whose buffers are on the GPU.
+        resources: the layer's resources, with buffers on the GPU.
         slabs: uint8 [N, stride] by precision, pinned host memory: the layer's bundles.
-        window: tokens whose neurons stay near; 1: the last one's.
+        window: number of tokens whose neurons stay near; 1 keeps only the last token's.
 
     Attributes:
-        owns_index: the device has the cache index; else the host has it.
+        owns_index: the device has the cache index; otherwise the host has it.
     """
 
     def __init__(
         self, resources: LayerResources, slabs: Mapping[Precision, torch.Tensor], window: int
     ) -> None:
         super().__init__(resources)
-        # Without a GPU nothing needs Triton.
+        # Imported here: only a GPU needs Triton.
         from vllm_tiered.kernels.neuron_cache import api, index
 
         self._plan = api.plan
@@ -64,10 +63,10 @@ class SparseOnDevice(SparseStrategy):
         self.owns_index = False
 
     def compute(self, x_BH: torch.Tensor, *, is_warm: bool) -> torch.Tensor | None:
-        """Return the output as :meth:`Strategy.compute` says; never waits for the GPU.
+        """Compute the step as :meth:`Strategy.compute`; never wait for the GPU.
 
-        The host learns what was missing after the step. So the cost model judges it by earlier
-        steps of about as many tokens.
+        The host learns the missing neurons only after the step. So the cost model uses the bytes of
+        earlier steps with about as many tokens.
         """
         rank, num_tokens = self._rank, len(x_BH)
         usual = self._multiplied_bytes.get(num_tokens.bit_length(), 0)
@@ -80,7 +79,7 @@ class SparseOnDevice(SparseStrategy):
         try:
             skip_in_base_N, counts_P4 = self._multiply(out_BH, x_BH, reached_N)
         except BaseException:
-            # Slots may not hold what the index says.
+            # Slots may not match the index any more.
             self._cache_index.clear()
             raise
         self._add_base(out_BH, base_BN, skip_in_base_N)
@@ -92,12 +91,12 @@ class SparseOnDevice(SparseStrategy):
         return out_BH
 
     def step_bytes(self, counts_P4: torch.Tensor, num_tokens: int) -> tuple[int, int]:
-        """Return the bytes that a step read from far memory, and those that it multiplied.
+        """Return the bytes that a step read from far memory, and the bytes that it multiplied.
 
-        A neuron without a slot is read again for each few tokens.
+        A neuron without a slot is read again in each of the kernel's passes over the tokens.
 
         Args:
-            counts_P4: the step's, on the host.
+            counts_P4: the step's counts on the host, as :meth:`_multiply` returns them.
         """
         missing = multiplied = 0
         for precision, index in self._precision_ids.items():
@@ -112,9 +111,9 @@ class SparseOnDevice(SparseStrategy):
         return missing, multiplied
 
     def migrate_to_host(self) -> None:
-        """Give the cache index to the host, and close the holes in the buffers.
+        """Move the cache index to the host, and fill the empty slots between used ones.
 
-        Waits for the GPU. Nothing happens if the host has the index.
+        Waits for the GPU. Does nothing if the host has the index.
         """
         if not self.owns_index:
             return
@@ -129,7 +128,7 @@ class SparseOnDevice(SparseStrategy):
             raise
 
     def slots(self) -> dict[Precision, Ids]:
-        """Return the neuron in each slot, -1 where there is none. Waits for the GPU."""
+        """Return the neuron in each slot, -1 for an empty slot. Waits for the GPU."""
         (neuron_in_slot_PC,) = self._d2h(self._cache_index.neuron_in_slot_PC)
         return {
             p: neuron_in_slot_PC[index, : self._buffers[p].capacity]
@@ -142,7 +141,7 @@ class SparseOnDevice(SparseStrategy):
         Waits for the GPU.
 
         Raises:
-            IntegrityError: naming the neurons.
+            IntegrityError: the index is inconsistent; the message names neurons.
         """
         location_N, neuron_in_slot_PC = self._d2h(
             self._cache_index.location_N, self._cache_index.neuron_in_slot_PC
@@ -164,14 +163,15 @@ class SparseOnDevice(SparseStrategy):
     def _multiply(
         self, out_BH: torch.Tensor, x_BH: torch.Tensor, reached_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add to ``out_BH`` what the selected neurons give, and those that stay near beside them.
+        """Add the output of the selected and of the other near neurons to ``out_BH``.
 
         Args:
             reached_N: uint8, from :meth:`Selector.rank`.
 
         Returns:
-            Two near tensors: bool [N], neurons whose 4-bit activations are not used, and int32
-            [P, 4], how many neurons were loaded, stayed, were wanted, and have no slot.
+            Two near tensors: bool [N], neurons whose 4-bit activations are not used; and int32
+            [P, 4], the numbers of neurons that were loaded, were retained, were wanted, and have no
+            slot.
         """
         self._migrate_to_device()
         plan = self._plan(self._cache_index, reached_N, device_name=self._device_name)
@@ -193,7 +193,7 @@ class SparseOnDevice(SparseStrategy):
     def _add_stats(
         self, stats_P4: torch.Tensor, seconds: float, num_tokens: int, is_warm: bool
     ) -> None:
-        """Count a step that is over, and recycle its place in the async stats buffer."""
+        """Count a finished step, and recycle its entry in the async stats buffer."""
         missing, multiplied = self.step_bytes(stats_P4, num_tokens)
         num_loaded, _, num_wanted, _ = stats_P4.sum(dim=0).tolist()
         self._rank.mailbox.recycle(stats_P4)
@@ -207,11 +207,11 @@ class SparseOnDevice(SparseStrategy):
         )
 
     def _migrate_to_device(self) -> None:
-        """Take the cache index over from the host, as the host has left it."""
+        """Move the cache index from the host to the device, if the host has it."""
         if self.owns_index:
             return
         index = self._cache_index
-        # Every neuron counts as wanted by the last token.
+        # Every resident neuron counts as wanted by the last token.
         index.last_used_N.zero_()
         index.step.zero_()
         self.owns_index = True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse steps that the host plans: select, plan the cache, load what is missing, multiply.
+"""Sparse steps that the host plans: select neurons, plan the cache, load, multiply.
 
-    scores ─► selection ─► plan of the cache ─► moves and loads ─► GEMM over the cache buffers
+    scores ─► selection ─► cache plan ─► moves and loads ─► GEMM over the cache buffers
 
 B tokens, H hidden, N neurons of the layer.
 """
@@ -21,7 +21,8 @@ class SparseOnHost(SparseStrategy):
     """Computes a layer's sparse steps with the host's cache index.
 
     Attributes:
-        prefetch_target: the later layer whose neurons are read ahead while this one computes.
+        prefetch_target: later layer whose neurons are prefetched while this one computes; None if
+            nothing is prefetched.
     """
 
     def __init__(self, resources: LayerResources) -> None:
@@ -29,7 +30,7 @@ class SparseOnHost(SparseStrategy):
         self.prefetch_target: SparseOnHost | None = None
 
     def compute(self, x_BH: torch.Tensor, *, is_warm: bool) -> torch.Tensor | None:
-        """Return the output as :meth:`Strategy.compute` says; waits for the scores."""
+        """Compute the step as :meth:`Strategy.compute`; wait for the scores."""
         rank, index, num_tokens = self._rank, self._index, len(x_BH)
         begin = rank.clock.now()
         base_BN = self._base_activations(x_BH)
@@ -53,21 +54,21 @@ class SparseOnHost(SparseStrategy):
         return out_BH
 
     def predict_next(self, x_BH: torch.Tensor) -> torch.Tensor | None:
-        """Return this layer's encoded scores if its input is like an earlier layer's ``x_BH``.
+        """Return this layer's encoded scores, predicted from an earlier layer's input ``x_BH``.
 
-        Layers change the hidden state little (Deja Vu, 4.3), and the change is normalised. None
-        without a predictor. :meth:`decode` takes the result, once it is on the host.
+        Layers change the hidden state little (Deja Vu, 4.3), and the input is normalised. The
+        result is None without a predictor. Copy it to the host and pass it to :meth:`decode`.
         """
         if self._resources.predictor is None:
             return None
         return self._selector.encode(self._resources.predictor.scores(x_BH))
 
     def decode(self, encoded: torch.Tensor) -> Selection:
-        """Return the selection that :meth:`predict_next` encoded; ``encoded`` is on the host."""
+        """Return the selection from the result of :meth:`predict_next`, copied to the host."""
         return self._selector.decode(encoded)
 
     def prefetch(self, selection: Selection) -> None:
-        """Begin to read ahead the selected neurons that are not near."""
+        """Begin to prefetch the selected neurons that are not near."""
         caches = self._cache.caches
         missing = {p: one.missing(selection.neurons_in(p)) for p, one in caches.items()}
         self._rank.backend.prefetch(self._index, missing)
@@ -75,9 +76,9 @@ class SparseOnHost(SparseStrategy):
     def _select(
         self, x_BH: torch.Tensor, base_BN: torch.Tensor | None
     ) -> tuple[Selection, Selection | None]:
-        """Return this step's selection, and what to read ahead for the later layer.
+        """Return this step's selection, and the prediction of the later layer's; None without one.
 
-        Both sets of scores come to the host in one copy.
+        One copy brings both sets of scores to the host.
         """
         own = self._selector.encode(self._scores(x_BH, base_BN))
         target = self.prefetch_target
@@ -121,14 +122,14 @@ class SparseOnHost(SparseStrategy):
             for precision, num_slots in self._cache.num_resident.items():
                 self._add_neurons(out_BH, x_BH, self._resources.buffers[precision], num_slots)
         except BaseException:
-            # Slots hold what the index says only once all of a plan has been executed. However far
-            # it came, nothing counts as near.
+            # The slots match the index only after the whole plan has been executed. So the index is
+            # emptied.
             self._cache.clear()
             raise
         return skip_in_base_N
 
     def _skip_in_base(self, selection: Selection) -> npt.NDArray[np.bool_]:
-        """Return the neurons, bool [N], that are near in a better precision or not selected."""
+        """Return bool [N]: the neurons that are near in a better precision or not selected."""
         skip_in_base = np.zeros(self._rank.store.shape.neurons, dtype=np.bool_)
         if selection.num_neurons < len(skip_in_base):
             skip_in_base[:] = True

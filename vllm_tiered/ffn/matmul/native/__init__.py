@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's GEMM in C++, one library for each instruction set; built with the package.
+"""The FFN's GEMM in C++, with one library for each instruction set; built with the package.
 
-The libraries need neither Python's headers nor torch's: they take pointers, and a call runs without
-the interpreter's lock, on the OpenMP threads that torch already has.
+The libraries take pointers, so they need neither Python's nor torch's headers. A call does not hold
+the GIL, and runs on torch's OpenMP threads.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import torch
 logger = logging.getLogger("vllm.tiered")
 
 LIBRARIES = ("avx512", "avx2", "generic")
-"""The libraries, fastest first; a processor that runs one also runs those behind it."""
+"""The libraries, fastest first. A processor that supports one also supports the later ones."""
 
 _FIRST = {"AVX512": "avx512", "AVX2": "avx2"}
 
@@ -27,7 +27,7 @@ ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 class Call(ctypes.Structure):
-    """The arguments of a call: `Call` of ffn.h, which describes the fields."""
+    """Arguments of a call, the same as `Call` in ffn.h, which describes the fields."""
 
     _fields_ = (
         ("bundles", ctypes.c_void_p),
@@ -54,7 +54,7 @@ Function = Callable[[Any], int]
 
 @cache
 def load(name: str) -> Function | None:
-    """Return a library's function by the library's name; None if it was not built."""
+    """Return the function of a library; None if the library was not built."""
     folder = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
         if (path := folder / f"{name}{suffix}").exists():
@@ -67,9 +67,9 @@ def load(name: str) -> Function | None:
 
 @cache
 def best() -> Function | None:
-    """Return the fastest function for this processor; None, with a warning, if none was built.
+    """Return the fastest function for this processor; warn and return None if none was built.
 
-    ``ATEN_CPU_CAPABILITY`` limits the choice as it limits torch's own kernels.
+    ``ATEN_CPU_CAPABILITY`` limits the choice, as it does for torch's own kernels.
     """
     first = _FIRST.get(torch.backends.cpu.get_cpu_capability(), "generic")
     for name in LIBRARIES[LIBRARIES.index(first) :]:

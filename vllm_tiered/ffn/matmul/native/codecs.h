@@ -9,7 +9,7 @@
 
 namespace tiered {
 
-// The base of most codecs: a block is one vector.
+// Base of most codecs: a block is one vector.
 template <class Codec>
 struct OneVector {
     static constexpr int kVectors = 1;
@@ -48,8 +48,8 @@ struct Int8 : OneVector<Int8> {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
-// Loads 32 nibbles at a time: two tables give the upper 16 bits of each code's float; the lower 16
-// are 0. Half the instructions of widening integers, and as exact.
+// Loads 32 nibbles at a time. Two tables give the upper 16 bits of each code's float; the lower 16
+// bits are 0. This takes half the instructions of widening integers, and is exact too.
 //
 //     bytes, permuted by fours     0-3 8-11 16-19 24-27 | 4-7 12-15 20-23 28-31
 //     unpacked to 16 bits          0-3 8-11 | 4-7 12-15    and    16-19 24-27 | 20-23 28-31

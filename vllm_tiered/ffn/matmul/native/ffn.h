@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The FFN's GEMM over the slots of a cache buffer: the one function that Python calls.
+// The FFN's GEMM over the slots of a cache buffer, with the one function that Python calls.
 //
-// Each translation unit, one for each instruction set, includes this once.
+// Each translation unit includes this once; there is one for each instruction set.
 #include <cmath>
 #include <cstddef>
 
@@ -13,7 +13,7 @@ namespace tiered {
 enum Codec : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 enum Activation : int32_t { kRelu, kSilu, kGelu, kGeluTanh };
 
-// The same fields as `Call` of native/__init__.py.
+// Arguments of a call. The fields are the same as in `Call` of native/__init__.py.
 struct Call {
     const uint8_t* bundles;   // [num_slots, stride]
     const uint16_t* scales;   // [num_slots, num_matrices, num_groups] float16, or null
@@ -43,7 +43,7 @@ inline float activate(float x, int32_t activation) {
     }
 }
 
-// Prefetches the next row: a processor reads ahead within a page, and each row is a page of its own.
+// Prefetches the next row. A processor reads ahead only within a page, and each row has its own page.
 inline void prefetch(const uint8_t* from) {
     for (int line = 0; line < 4; ++line) __builtin_prefetch(from + 64 * line);
 }
@@ -70,7 +70,7 @@ class Gemm {
             });
             return;
         }
-        // Each part of the slots has sums of its own, so that they do not depend on the threads' speed.
+        // Each part of the slots has its own sums, so that results do not depend on thread timing.
         const int64_t size = call_.num_tokens * call_.hidden;
         std::vector<float> others(size_t(size * (threads - 1)), 0.0f);
         parallel(threads, int(threads), [&](int64_t part) {
@@ -123,7 +123,7 @@ class Gemm {
     int64_t tile(int64_t begin, const Row* rows, int streams, int64_t token) const {
         const float* x_t[T];
         for (int t = 0; t < T; ++t) x_t[t] = x(token + t);
-        // As many dot products at a time as there are registers for their sums.
+        // Compute as many dot products at a time as registers can hold sums.
         constexpr int kStreams = T == 4 ? 2 : 4;
         float sums[4 * T];
         for (int s = 0; s < streams;) {

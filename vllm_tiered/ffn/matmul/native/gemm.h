@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMM of a few rows with a few tokens: what a thread computes at a time.
+// GEMM of a few rows with a few tokens, which a thread computes at a time.
 //
 //     dots         sums[s][t]  = <row s, x[t]>        rows of gate and up
 //     add_rows     out[t]     += sum_r a[r][t] row r  rows of down
 //
-// A row is handled segment by segment: weights that share a scale, contiguous where they are stored
-// and in the hidden state. In rows of 4-bit codes, segments of low nibbles and of high nibbles, which
-// belong to the row's second half, alternate.
+// A row is computed segment by segment. The weights of a segment share a scale, and are contiguous in
+// the stored row and in the hidden state. In rows of 4-bit codes, segments of low nibbles alternate
+// with segments of high nibbles, which are the row's second half.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ inline std::vector<Segment> segments(int64_t hidden, int64_t num_groups, bool is
     return found;
 }
 
-// What every GEMM of a call needs.
+// Constants of all GEMMs of a call.
 struct Weights {
     std::vector<Segment> segments;
     bool has_scales;
@@ -58,8 +58,8 @@ inline float scale_of(const Weights& weights, const Row& row, const Segment& seg
     return weights.has_scales ? half_to_float(row.scales[segment.group]) : 1.0f;
 }
 
-// Rows of nibbles end before a processor detects that they are read in order: their lines are
-// prefetched as they are used, some ahead; behind a row's end in vain.
+// A row of nibbles ends before a processor detects sequential reads. So cache lines are prefetched a
+// fixed distance ahead; beyond a row's end this is of no use.
 template <class Low, class High>
 constexpr bool kIsShort = !std::is_same_v<Low, High>;
 
@@ -127,7 +127,7 @@ void dots(const Weights& weights, const Row* rows, const float* const* x, float*
         for (int t = 0; t < T; ++t) sums[s * T + t] = sum(total[s][t]) + rest[s][t];
 }
 
-// Adds V vectors of each row from position j on, which `block` loads.
+// Adds V vectors of each row from position j on; `block` loads them.
 template <class Codec, int V, int R, int T>
 inline void add_vectors(int64_t j, const Row* rows, const Vector (&a)[R][T], float* const* out) {
     Vector w[R][V];

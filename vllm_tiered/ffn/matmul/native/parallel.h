@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs work on the threads that torch computes with.
 //
-// torch loads an OpenMP runtime. A second one, linked here, would have threads that spin beside
-// torch's; so the loaded one is looked up by name. libgomp has this entry point, and so have Intel's
-// and LLVM's runtimes.
+// torch loads an OpenMP runtime. A second runtime, linked here, would have threads that spin at the
+// same time as torch's. So the loaded runtime is looked up by the name of its entry point, which
+// libgomp, Intel's and LLVM's runtimes have.
 #pragma once
 
 #include <dlfcn.h>

@@ -62,8 +62,8 @@ inline Vector load_half(const uint16_t* from) {
 inline Vector load_int8(const uint8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
-// A permutation reads the lowest 4 bits of each index: it masks, and looks up the codes' values, in
-// one instruction.
+// The permutation uses only the lowest 4 bits of each index. So one instruction masks the codes and
+// looks up their values.
 inline Vector float_of_nibbles(__m512i codes) {
     const Vector values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     return _mm512_permutexvar_ps(codes, values);
