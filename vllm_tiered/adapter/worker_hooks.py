@@ -92,7 +92,7 @@ def _wrap_runners(*, is_second: bool) -> None:
 
 
 def _capture(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Capture graphs and tell the FFN so, as it cannot recognise captured steps itself."""
+    """Capture graphs in the FFN's capture mode, as it cannot recognise captured steps itself."""
     with ffn_modules.capture():
         return original(*args, **kwargs)
 

@@ -42,7 +42,7 @@ class Prefetcher(Protocol):
         """Return the bytes prefetched and the bytes dropped since the start."""
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the thread. Idempotent."""
 
 
 class NativePrefetcher:

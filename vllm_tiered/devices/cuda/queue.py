@@ -78,7 +78,7 @@ class CopyQueue:
         return len(self._held) < num_before
 
     def use(self) -> LinkUse:
-        """Return the bytes copied and busy seconds that are known without waiting."""
+        """Return the bytes copied and the busy seconds, as far as known without waiting."""
         self._settle()
         return LinkUse(num_bytes=self._num_bytes, busy_seconds=self._busy_seconds)
 
