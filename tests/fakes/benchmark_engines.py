@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines stood in for: a benchmark's `run` without vLLM, its specifications and steps noted."""
+"""Fake engines for benchmarks: they run without vLLM and record specifications and steps."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +10,7 @@ TOKENS = ((1, 2, 3), (4,))
 
 
 class FakeEngine:
-    """Answers a round at once with `answer(spec, requests)`."""
+    """Fake engine that answers a round at once with `answer(spec, requests)`."""
 
     def __init__(self, spec, answer, log_path):
         self.spec = spec
@@ -24,7 +24,7 @@ class FakeEngine:
 
 
 class FakeEngines:
-    """Takes the place of `runner.engines`; `started` are all engines there have been."""
+    """Replacement for `runner.engines`; `started` lists all engines that it has started."""
 
     def __init__(self, answer, log_path=Path("unused")):
         self.started = []
@@ -45,7 +45,7 @@ class FakeEngines:
 
 
 def answer_in(seconds_of, tokens_of=lambda spec: TOKENS):
-    """An answer whose rounds take `seconds_of(spec)` and give `tokens_of(spec)`."""
+    """Return an answer function: rounds take `seconds_of(spec)` and give `tokens_of(spec)`."""
 
     def answer(spec, requests):
         return make_round(

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake CUDA runtime, so that ``CudaDevice`` runs without a GPU, unchanged.
+"""Fake CUDA runtime, on which the unchanged ``CudaDevice`` runs without a GPU.
 
-Streams make progress only inside calls of the runtime, a random number of pieces at a time: one
-seed gives one history, and orders that a GPU shows once in a million runs come up in every other
-one. What makes CUDA's order easy to get wrong is kept as it is:
+Streams advance only inside calls of the runtime, by a random number of pieces. A seed determines
+the whole execution order. Orders that are rare on a GPU are frequent here. The fake keeps the rules
+of CUDA that are easy to get wrong:
 
-* a stream that waits for an event which nobody has recorded does not wait; a second recording
-  replaces the first for those who wait later, and not for those who wait already;
-* a kernel reads page ids and pages when it runs, not when it is launched;
-* the target of a copy is poisoned until the copy has ended.
+* A stream does not wait for an event that is not recorded yet. A second recording replaces the
+  first for later waits, but not for waits already submitted.
+* A kernel reads page ids and pages when it runs, not when it is launched.
+* The target of a copy is poisoned until the copy has ended.
 
-And what ends a process on a GPU raises: memory that is not registered, or no longer, and ids out of
-range.
+Errors that end a process on a GPU raise here: memory that is not pinned, and ids out of range.
 """
 
 import random
@@ -33,12 +32,12 @@ Range = tuple[int, int]
 
 
 class Operation:
-    """A kernel, a copy, a wait or a recording in a stream.
+    """Kernel, copy, wait or recording in a stream.
 
     Attributes:
-        after: what a wait waits for.
-        uses: memory that it reads or writes, as addresses.
-        ended_at: of the runtime's clock.
+        after: operation that a wait waits for.
+        uses: address ranges that it reads or writes.
+        ended_at: time of the runtime's clock at its end.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Operation:
 
 
 class FakeEvent:
-    """A CUDA event: what it means is decided when it is recorded."""
+    """CUDA event that stands for the work in the stream at the time of its recording."""
 
     def __init__(self) -> None:
         self.recorded: Operation | None = None
@@ -74,22 +73,23 @@ FakeStream = deque[Operation]
 
 
 class SimulatedCuda(Runtime):
-    """One GPU.
+    """Simulated GPU.
 
     Args:
-        rng: decides what makes progress, and when.
-        haste: 0 runs only what is waited for, 1 everything at once, others in between.
-        checks_memory: one side of each copy is registered, and the other is not.
+        rng: decides which stream advances, and when.
+        haste: 0 runs only operations that are waited for; 1 runs every operation at once; values
+            between run some.
+        checks_memory: check that exactly one side of each copy is pinned memory.
     """
 
     def __init__(self, rng: random.Random, *, haste: float, checks_memory: bool = True) -> None:
         self.rng = rng
         self.haste = haste
-        self.failures: dict[int, Exception] = {}  # raised by the launch of that number
+        self.failures: dict[int, Exception] = {}  # by number of the launch that raises it
         self.refuses_to_pin = False
         self.num_launches = {"kernel": 0, "engine": 0}
         self.pinned: dict[int, int] = {}
-        self.compiled_for: set[int] = set()  # words of a page
+        self.compiled_for: set[int] = set()  # page sizes in words
         self.num_rerecorded = 0
         self.patience_seconds = 20.0
         self.node: int | None = None
@@ -99,7 +99,7 @@ class SimulatedCuda(Runtime):
         self._compute: FakeStream = deque()
         self._streams: list[FakeStream] = [self._compute]
 
-    # What CudaDevice calls ------------------------------------------------------------------
+    # Called by CudaDevice --------------------------------------------------------------------
 
     def numa_node(self) -> int | None:
         return self.node
@@ -176,14 +176,14 @@ class SimulatedCuda(Runtime):
         assert self._is_pinned(pages_PW) and pages_PW.data_ptr() % 16 == 0
         self.compiled_for.add(pages_PW.shape[1])
 
-    # What tests call ------------------------------------------------------------------------
+    # Called by tests ------------------------------------------------------------------------
 
     def compute(self, kernel: Callable[[], None]) -> None:
-        """Submit a kernel. What it raises comes out of the call in which it runs."""
+        """Submit a kernel; its error is raised by the call in which it runs."""
         self._enqueue(self._compute, Operation(one_piece(kernel)))
 
     def hold_compute(self) -> Callable[[], None]:
-        """A kernel that runs until the function returned is called."""
+        """Submit a kernel that runs until the returned function is called."""
         lid = Operation(iter(()))
         self._enqueue(self._compute, Operation(iter(()), after=lid))
 
@@ -193,7 +193,7 @@ class SimulatedCuda(Runtime):
         return open_it
 
     def run_a_while(self) -> None:
-        """Let streams advance by random pieces."""
+        """Advance random streams by a random number of pieces."""
         with self._lock:
             while self.rng.random() < self.haste:
                 ready = [one[0] for one in self._streams if one and not one[0].is_blocked()]
@@ -202,7 +202,7 @@ class SimulatedCuda(Runtime):
                 self._advance(self.rng.choice(ready))
 
     def run_all(self) -> None:
-        """Let all streams advance until nothing can."""
+        """Advance all streams until none can advance."""
         haste, self.haste = self.haste, 1.0
         self.run_a_while()
         self.haste = haste
@@ -223,9 +223,9 @@ class SimulatedCuda(Runtime):
                 stream.popleft()
 
     def _advance_towards(self, operation: Operation) -> bool:
-        """One piece of what it needs first, if there is one that can run.
+        """Run the next piece that the operation needs; return False if nothing can complete it.
 
-        Other streams stand still if they can.
+        Streams that it does not wait for do not advance.
         """
         while (stream := self._stream_of(operation)) is not None:
             first = stream[0]
@@ -256,7 +256,7 @@ class SimulatedCuda(Runtime):
         dst: "np.ndarray[Any, Any]",
         dst_ids: "np.ndarray[Any, Any]",
     ) -> Iterator[None]:
-        """Poison the targets, copy some pages, copy the others: ids are read for each."""
+        """Poison the targets, then copy the pages in two parts; each part reads its ids anew."""
         for ids, pages in ((src_ids, src), (dst_ids, dst)):
             assert ((ids >= 0) & (ids < len(pages))).all(), "illegal memory access"
         cut = self.rng.randint(0, len(src_ids))
@@ -277,9 +277,9 @@ class SimulatedCuda(Runtime):
 
 
 class SimulatedCudaDevice(CudaDevice):
-    """A ``CudaDevice`` on such a runtime; by default the kernel takes all copies.
+    """``CudaDevice`` on a simulated GPU; by default the kernel does all copies.
 
-    Its rings of page ids are small, so that they are full, used again, and grow.
+    Its page id buffers are small, so that they fill up, wrap around and grow.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ def random_order(rng: random.Random, *parts: slice) -> list[slice]:
 
 
 def span(tensor: torch.Tensor) -> Range:
-    """Addresses of a contiguous tensor."""
+    """Return the address range of a contiguous tensor."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 

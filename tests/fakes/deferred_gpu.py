@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of steps on the GPU alone, without a GPU: their references, run in the fake's stream.
+"""Kernels of GPU-only FFN steps, run without a GPU by their references in the fake's stream.
 
 Lists and ranks are poison until the stream has executed them, as on a GPU.
 """
@@ -25,10 +25,10 @@ POISON = 0x5A
 
 
 class DeferredGpu:
-    """Makes the runtime take the cache buffers of far layers for a GPU's.
+    """Patches that make the runtime treat the cache buffers of far layers as GPU memory.
 
     Attributes:
-        counts: of every step, near.
+        counts: near counts of every step.
         received: the counts that the host received.
     """
 

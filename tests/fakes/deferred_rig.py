@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A runtime's layers on the fake CUDA runtime, and the faults that tests inject into them.
+"""FFN runtimes on the fake CUDA runtime, and the faults that tests inject into them.
 
-Compute and copies of the fake run deferred, in any order.
+The fake runs compute and copies deferred, in any order that events allow.
 """
 
 import random
@@ -20,18 +20,18 @@ from vllm_tiered.ffn.runtime import FfnRuntime
 HASTES = pytest.mark.parametrize("haste", [0.0, 0.6, 0.95])
 
 Due = list[tuple[torch.Tensor, torch.Tensor]]
-"""Pairs of an output, valid once it is computed, and the expected one."""
+"""Pairs of an output, which is valid after its computation, and the expected output."""
 
 
 class ScriptedNear(Scripted):
-    """Scores on the GPU."""
+    """Scripted predictor whose scores are on the GPU."""
 
     def scores(self, x_BH: torch.Tensor) -> torch.Tensor:
         return self.next_BN.to(NEAR)
 
 
 class DeferredRig:
-    """Builds runtimes on the fake, and compares what they compute once it has run."""
+    """Builder of runtimes on the fake; it compares their outputs after the fake has run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ffn: Ffn, seed: int, haste: float) -> None:
         print(f"seed {seed}, haste {haste}")
@@ -64,7 +64,7 @@ def resident_neurons(runtime: FfnRuntime, layer: int) -> dict[Precision, torch.T
 
 
 def done_event(device):
-    """Return an event that was never recorded: a stream does not wait for it."""
+    """Return an event that counts as done but was never recorded: no stream waits for it."""
     event = device._new_event()
     event.is_recorded = event._is_done = True
     return event

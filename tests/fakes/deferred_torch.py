@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's torch, without a GPU: operations on near tensors run deferred, in the fake's stream.
+"""Torch as on a GPU, without a GPU: operations on near tensors run deferred in the fake's stream.
 
-Where a tensor is made for ``NEAR``, or from one that was, the operation is queued on the fake of
-the CUDA runtime (tests/fakes/cuda.py) and runs when the stream gets there, with what its inputs
-hold then. Until it has, its output is poison. Whoever reads a near tensor on the host without
-having waited sees that poison, or an assertion.
+An operation that creates a tensor on ``NEAR``, or computes one from near tensors, is queued on the
+fake CUDA runtime (tests/fakes/cuda.py). It runs when the stream reaches it, and reads its inputs
+then. Its output is poison until it has run. A test that reads a near tensor on the host without
+waiting gets that poison, or an assertion fails.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,20 +20,20 @@ from tests.fakes.cuda import SimulatedCudaDevice
 from vllm_tiered.ffn.strategy import base, sparse
 
 NEAR = torch.device("cpu", 1)
-"""A near device whose memory is the host's; torch drops its index, the mode keeps track."""
+"""Near device in host memory. Torch drops its index, so the mode tracks near tensors."""
 
 _READS_ON_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
 class DeferredTorch(TorchDispatchMode):
-    """Defers operations on near tensors while it is on, in the thread that submits compute."""
+    """Dispatch mode that defers operations on near tensors in the thread that submits compute."""
 
     def __init__(self, device: SimulatedCudaDevice) -> None:
         super().__init__()
         self._cuda = device.cuda
         self._near: dict[
             int, Any
-        ] = {}  # storages by address; held, so that no address is used again
+        ] = {}  # storages by address, kept alive so that no address is reused
         self._kept: set[int] = set()
         self.num_deferred = 0
 
@@ -76,7 +76,7 @@ class DeferredTorch(TorchDispatchMode):
         return tensor
 
     def keep(self) -> None:
-        """Keep the near tensors made so far when others are released."""
+        """Mark the near tensors made so far, which :meth:`release` then keeps."""
         self._kept = set(self._near)
 
     def release(self) -> None:
@@ -84,13 +84,13 @@ class DeferredTorch(TorchDispatchMode):
         self._near = {address: one for address, one in self._near.items() if address in self._kept}
 
     def defer_matmul(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Defer the layers' matmul, which torch does not see, too."""
+        """Defer the layers' matmul functions as well, which torch does not dispatch."""
         for module in (base, sparse):
             for name in ("activations", "add_down"):
                 monkeypatch.setattr(module, name, self._defer(getattr(module, name)))
 
     def _defer(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the kernel deferred; it fills its first argument, or a tensor that is returned."""
+        """Return the deferred kernel, which fills its first argument or a new tensor."""
 
         def launch(*args: Any) -> Any:
             if kernel.__name__ == "add_down":

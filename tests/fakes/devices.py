@@ -14,10 +14,10 @@ NAN_BYTE = 0xFF  # a float or bfloat16 whose bytes are all 0xFF is a NaN
 
 
 class DelayedThread(CopyThread):
-    """Starts and ends copies late, by random times; poisons the targets of reads first.
+    """Copy thread that delays copies at random and poisons the targets of reads first.
 
-    Copies of one direction stay in order, as the contract says; against the other direction
-    and against compute everything that the contract allows happens.
+    Copies of one direction stay in order, as the contract says. Any order that the contract allows
+    occurs between directions, and between copies and compute.
     """
 
     random = random.Random(0)
@@ -44,7 +44,7 @@ class DelayedThread(CopyThread):
             time.sleep(seconds)
 
     def lose(self, job: CopyJob) -> None:
-        """Some of the pages did not arrive: their targets are poisoned again."""
+        """Report some of the pages as lost, and poison their targets again."""
         ids = job.copy.src_pages.ids
         is_lost = np.array([self.random.random() < self.lost_share for _ in ids], dtype=np.bool_)
         job.copy.dst.data[job.copy.dst_pages.ids[is_lost]] = NAN_BYTE
@@ -52,12 +52,12 @@ class DelayedThread(CopyThread):
 
 
 class DelayedDevice(CpuDevice):
-    """A :class:`CpuDevice` whose copies take random times and whose staging is poisoned.
+    """:class:`CpuDevice` with random copy times and poisoned read targets.
 
     Args:
-        seed: of the delays; printed by the tests that use it.
-        max_delay_seconds: each copy is held up twice by at most this.
-        lost_share: share of the pages read that do not arrive (``failed_pages``).
+        seed: seed of the delays; tests that use the device print it.
+        max_delay_seconds: upper limit of each of a copy's two delays.
+        lost_share: share of the pages read that are lost (``failed_pages``).
     """
 
     def __init__(self, seed: int, max_delay_seconds: float, lost_share: float = 0.0) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event that a test finishes by hand."""
+"""Event that a test completes by hand."""
 
 import threading
 
 
 class Gate:
-    """Satisfies the ``Event`` protocol; done when the test opens it or makes it fail."""
+    """``Event`` that is done when the test opens it or makes it fail."""
 
     def __init__(self) -> None:
         self.opens_when_waited_for = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock and a power meter that tests drive."""
+"""Clock and power meter that tests control."""
 
 import pytest
 

@@ -14,11 +14,11 @@ class Overheads:
     """Overheads of a real device; the paper's own model has none.
 
     Attributes:
-        layer_s: of each layer and step, whatever is computed.
-        core_bytes_per_s: at which cores work through what a step reads, wherever it lies.
-        strided_s_per_token: of attention per token of context where a device has several KV heads,
-            whose rows then lie apart in HBM (section 4).
-        strided_l2_share: of that, what is left when the KV cache comes from L2.
+        layer_s: fixed time of each layer in each step.
+        core_bytes_per_s: rate at which cores process the bytes that a step reads, from HBM or L2.
+        strided_s_per_token: extra time of attention per token of context where a device has several
+            KV heads, because the data of one head is then strided in HBM (section 4).
+        strided_l2_share: share of this time that remains when the KV cache is read from L2.
     """
 
     layer_s: float = 0.0
@@ -31,15 +31,15 @@ class Overheads:
 class Chip:
     """One accelerator; the defaults are table 2's.
 
-    Rates are linear: an operation takes its arithmetic over `ops_per_s`, or its bytes over
-    `hbm_bytes_per_s` or, prefetched, `l2_bytes_per_s`, whichever is longer.
+    Rates are linear. The time of an operation is the longer of its arithmetic (at `ops_per_s`) and
+    its reads (at `hbm_bytes_per_s`, or `l2_bytes_per_s` if they were prefetched).
 
     Attributes:
-        ops_per_s: int8, of all cores.
-        link_bytes_per_s: between neighbours (200 Gbit/s).
-        link_latency_s: of a whole all-reduce.
-        core_mm2, core_ops_per_s: of one core.
-        l2_mm2_per_mib: of SRAM.
+        ops_per_s: int8 operations per second of all cores.
+        link_bytes_per_s: bandwidth between neighbours (200 Gbit/s).
+        link_latency_s: latency of a whole all-reduce.
+        core_mm2, core_ops_per_s: area and rate of one core.
+        l2_mm2_per_mib: area of SRAM.
     """
 
     l2_bytes: int
@@ -56,14 +56,14 @@ class Chip:
 
     @property
     def area_mm2(self) -> float:
-        """Area of cores and L2, all that table 2 gives an area of."""
+        """Area of cores and L2; table 2 gives no other area."""
         cores = self.ops_per_s / self.core_ops_per_s
         return cores * self.core_mm2 + self.l2_bytes / MIB * self.l2_mm2_per_mib
 
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:
-        """Return the time of an all-reduce over a ring of a tensor of `num_bytes`.
+        """Return the time of a ring all-reduce of a tensor of `num_bytes`.
 
-        A ring passes on 2 (n - 1) / n of the tensor over each link.
+        Each link transfers 2 (n - 1) / n of the tensor.
         """
         if num_devices == 1:
             return 0.0
@@ -72,10 +72,10 @@ class Chip:
 
 
 L2_SIZES_MIB = {"Ascend 910B": 192, "H100": 50}
-"""Lines of figure 2: the 910B's is in the paper's text, the H100's is its maker's. The other two of
-the paper are TPUs, whose numbers its text does not have."""
+"""Lines of figure 2: the 910B's size is in the paper's text, the H100's is NVIDIA's. The paper's
+other two lines are TPUs; its text does not give their sizes."""
 
 
 def table_2(l2_mib: int) -> Chip:
-    """Return the accelerator of section 5 with an L2 of so many MiB."""
+    """Return the accelerator of section 5 with an L2 of `l2_mib` MiB."""
     return Chip(l2_bytes=l2_mib * MIB)

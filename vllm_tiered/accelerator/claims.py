@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PRESERVE's figures beside ours, and what was assumed to get them."""
+"""Comparison of PRESERVE's figures with ours, and the assumptions behind ours."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Kind = Literal["predicted", "reading", "fitted", "given"]
 """Provenance of one of our figures.
 
 predicted  follows from table 2 and the models' sizes
-reading    does too, but the paper can be read in several ways, and figures 5 and 6 chose the way
-fitted     a free number was set so that it comes out
+reading    follows from them too, but the paper is ambiguous: the reading closest to its figures 5
+           and 6 was chosen
+fitted     a free parameter was set to reproduce it
 given      no other result was possible
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A figure of the paper beside ours."""
+    """Figure of the paper and ours for the same quantity."""
 
     where: str
     what: str
@@ -127,7 +128,7 @@ def claims(
     by_bandwidth: Sequence[Bandwidth],
     by_cube: Sequence[Cubes],
 ) -> list[Claim]:
-    """Return the claims of figures 5 to 9, from the paper's own design space."""
+    """Return the claims about figures 5 to 9, computed for the paper's own design space."""
     best = max(by_cluster, key=lambda cluster: cluster.speedup)
     fastest = [cube.speedups[-1] for cube in by_cube]
     across = max(fastest) / min(fastest)
@@ -174,7 +175,7 @@ def _claim(where: str, what: str, paper: float, ours: float, unit: str, kind: Ki
 
 
 def table_1_errors(unfitted: Sequence[Row], fitted: Sequence[Row]) -> dict[str, float]:
-    """Return the claims about table 1: the mean absolute errors of its speedups."""
+    """Return the mean absolute errors of the speedups of table 1."""
     return {
         "unfitted": mean_error(unfitted),
         "fitted_other_models": mean_error(fitted, without=FITTED_ON),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoders of PRESERVE's section 5, and the share of a layer on one device of a cluster.
 
-Sizes are those of the models' own config.json, all in int8 (a byte an element).
+Sizes are from the models' config.json files. All weights are int8 (one byte per element).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_tiered.errors import ConfigError, UnsupportedError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """A decoder with gated FFNs; with several experts, each token goes to `experts_per_token`."""
+    """Decoder with gated FFNs; each token uses `experts_per_token` of the experts."""
 
     name: str
     num_layers: int
@@ -30,15 +30,15 @@ class Decoder:
     experts_per_token: int = 1
 
     def heads_of(self, num_devices: int) -> int:
-        """Return the query heads of the device that has most; at least one."""
+        """Return the number of query heads on the device that has most; at least one."""
         return math.ceil(self.heads / num_devices)
 
     def kv_heads_of(self, num_devices: int) -> int:
-        """Return its KV heads: with more devices than heads, heads are repeated (section 4)."""
+        """Return the number of KV heads on it; more devices than heads repeat heads (section 4)."""
         return math.ceil(self.kv_heads / num_devices)
 
     def projection_bytes(self, num_devices: int) -> dict[str, float]:
-        """Return the bytes of attention's matrices on a device: q, k, v and out."""
+        """Return the bytes of the attention matrices on a device: q, k, v and out."""
         query = self.hidden * self.heads_of(num_devices) * self.head_size
         key = self.hidden * self.kv_heads_of(num_devices) * self.head_size
         return {"q": query, "k": key, "v": key, "out": query}
@@ -48,12 +48,12 @@ class Decoder:
         return 2.0 * num_tokens * self.kv_heads_of(num_devices) * self.head_size
 
     def ffn_bytes(self, num_devices: int) -> dict[str, float]:
-        """Return the bytes of gate, up and down of all experts on a device."""
+        """Return the bytes of the gate, up and down matrices of all experts on a device."""
         size = self.hidden * self.inner / num_devices * self.num_experts
         return {"gate": size, "up": size, "down": size}
 
     def experts_read(self, num_tokens: int) -> float:
-        """Return the expected number of experts that a step uses, with even routing."""
+        """Return the expected number of experts that a step uses if routing is uniform."""
         missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
         return self.num_experts * (1 - missed)
 
@@ -72,7 +72,7 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
 
     Raises:
         ConfigError: a size is missing.
-        UnsupportedError: shared experts, or no decoder.
+        UnsupportedError: the model has shared experts, or is no decoder.
     """
     for key in ("n_routed_experts", "shared_expert_intermediate_size", "is_encoder_decoder"):
         if config.get(key):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency and throughput density over the L2 size (PRESERVE, figures 5 and 6)."""
+"""Latency and throughput density by L2 size (PRESERVE, figures 5 and 6)."""
 
 from __future__ import annotations
 
@@ -31,22 +31,25 @@ L2_MIB = tuple(range(8, 200 + 1, 8))
 NUM_DEVICES = 32
 
 PAPERS_PER_OURS = 1.5186
-"""Ratio of the paper's densities to ours: fitted to its figure 6 without prefetch, 11.8.
+"""Ratio of the paper's densities to ours, fitted to 11.8, figure 6 without prefetch.
 
-Ours are output tokens of the cluster per second over the area of one die. What the paper counts as
-a token, and over how many dies, it does not say. Its 14.8 then follows, as their ratio does alone.
+Our density is the cluster's output tokens per second divided by the area of one die. The paper does
+not say which tokens it counts, nor over how many dies. The paper's 14.8 with prefetch follows from
+the fit; the ratio of the two numbers follows without it.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """Choices where the paper leaves something open.
+    """Choices where the paper is ambiguous.
 
     Attributes:
-        phase: what figures 5 and 6 time; only the captions of 7 to 9 name prompts.
-        context: a decode step's, in the middle of the output, or the last one's (as in figure 4).
-        mean: of the rates of all loads and models, or all their tokens over all their time.
-        wait: of operations for the prefetch.
+        phase: what figures 5 and 6 time; only the captions of figures 7 to 9 name prompts.
+        context: context of the timed decode step: the one in the middle of the output, or the last
+            one (as in figure 4).
+        mean: mean of the rates of all loads and models, or the sum of their tokens divided by the
+            sum of their times.
+        wait: what waits for the prefetch.
     """
 
     phase: Literal["decode", "request"] = "decode"
@@ -57,10 +60,10 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """The space to explore; the defaults are the paper's.
+    """Design space to explore; the defaults are the paper's.
 
-    The paper leaves the contexts open too: "from 2k to 16k with steps that correspond to the powers
-    of 2k" is read as steps of 2k.
+    The paper's contexts are ambiguous: "from 2k to 16k with steps that correspond to the powers of
+    2k" is read as steps of 2k.
     """
 
     decoders: Sequence[Decoder] = tuple(DECODERS.values())
@@ -81,12 +84,14 @@ class Space:
 
 @dataclass(frozen=True)
 class Density:
-    """The times of every point of a space.
+    """Times of every point of a space.
+
+    Values are NaN where HBM does not hold the load.
 
     Attributes:
-        tokens: [decoder][load] output tokens; NaN where HBM does not hold the load, here and below.
-        without_s: [decoder][load] seconds without prefetch, which no L2 size changes.
-        with_s: [l2 size][decoder][load]
+        tokens: output tokens, [decoder][load].
+        without_s: seconds without prefetch, [decoder][load]; the L2 size does not change them.
+        with_s: seconds with prefetch, [l2 size][decoder][load].
     """
 
     space: Space
@@ -100,29 +105,29 @@ class Density:
 
     @cached_property
     def with_prefetch(self) -> npt.NDArray[np.float64]:
-        """[l2 size] output tokens/s/mm2."""
+        """Output tokens/s/mm2 with prefetch, [l2 size]."""
         rates = [self._rate(seconds) for seconds in self.with_s]
         return np.array(rates) / self.areas_mm2
 
     @cached_property
     def without_prefetch(self) -> npt.NDArray[np.float64]:
-        """[l2 size] output tokens/s/mm2."""
+        """Output tokens/s/mm2 without prefetch, [l2 size]."""
         return self._rate(self.without_s) / self.areas_mm2
 
     @cached_property
     def latencies(self) -> npt.NDArray[np.float64]:
-        """[l2 size][decoder] with prefetch, over that of the smallest L2 size (figure 5)."""
+        """Latency with prefetch relative to the smallest L2 (figure 5), [l2 size][decoder]."""
         seconds = np.nansum(self.with_s, axis=2)
         normalised: npt.NDArray[np.float64] = seconds / seconds[0]
         return normalised
 
     def best_l2_mib(self, *, prefetch: bool) -> int:
-        """Return the L2 size with the highest density; the smallest of equals."""
+        """Return the L2 size with the highest density; if several have it, the smallest."""
         densities = self.with_prefetch if prefetch else self.without_prefetch
         return self.space.l2_mib[int(np.argmax(densities))]
 
     def saturated_l2_mib(self) -> list[int]:
-        """Return, by decoder, the L2 size from which on its latency falls no further."""
+        """Return for each decoder the L2 size above which its latency no longer falls."""
         lowest = self.latencies.min(axis=0)
         reached = self.latencies <= lowest * (1 + 1e-9)
         return [self.space.l2_mib[index] for index in reached.argmax(axis=0)]
@@ -136,7 +141,7 @@ class Density:
 def explore(space: Space) -> Density:
     """Time all loads of all decoders with every L2 size.
 
-    Raises BudgetError if the HBM of `num_devices` holds a decoder with none of the loads.
+    Raises BudgetError if a decoder does not fit the HBM of `num_devices` with any of the loads.
     """
     chips = [table_2(size) for size in space.l2_mib]
     shape = (len(space.decoders), len(space.loads))
@@ -156,7 +161,7 @@ def explore(space: Space) -> Density:
 
 
 def readings(space: Space) -> dict[str, Density]:
-    """Return the results of other readings of the paper, one choice changed at a time."""
+    """Return the results of other readings of the paper, each with one choice changed."""
     reading = space.reading
     powers = [size for size in space.contexts if (size // 2048).bit_count() == 1]
     return {
@@ -187,7 +192,7 @@ def _seconds(chip: Chip, decoder: Decoder, space: Space, load: Load, *, prefetch
 def _with_prefetch(
     chips: Sequence[Chip], decoder: Decoder, space: Space, load: Load
 ) -> list[float]:
-    """Return the seconds with each L2 size; they differ only by what is prefetched."""
+    """Return the seconds for each L2 size; sizes that prefetch the same take the same time."""
     attention = attention_operations(decoder, space.num_devices, load, load.mean_context)
     ffn = ffn_operations(decoder, space.num_devices, load)
     seconds: dict[tuple[int, int], float] = {}

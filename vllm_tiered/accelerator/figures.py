@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PRESERVE's figures 2, 7, 8 and 9 from the model: each a list of points."""
+"""PRESERVE's figures 2, 7, 8 and 9 computed by the model, each as a list of points."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vllm_tiered.units import MIB
 FIGURE_2_LOAD = Load(batch=8, context_tokens=16384)
 FIGURE_7_MODEL = "Llama3-405B"
 LOAD = Load(batch=16, context_tokens=8192)
-"""The workload of figures 7, 8 and 9."""
+"""Workload of figures 7, 8 and 9."""
 L2_MIB = 104
 CLUSTER_SIZES = (8, 16, 32, 64, 128)
 FIGURE_8_DEVICES = 128
 BANDWIDTHS_GBIT = (200, 400, 600, 800, 1000)
 TERA_OPS = (100, 200, 400, 800, 1600)
 L2_TB_PER_S = (6, 12, 24)
-"""Bandwidths for figure 9: half to double of table 2's, as the paper's text names none."""
+"""Bandwidths for figure 9: half to double table 2's; the paper's text names none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Footprint:
 
 
 def footprints(decoders: Sequence[Decoder], cluster_sizes: Sequence[int]) -> list[Footprint]:
-    """Return figure 2: bytes of a layer's two parts, up to as many devices as heads."""
+    """Return figure 2: the bytes of a layer's two parts, for at most as many devices as heads."""
     load = FIGURE_2_LOAD
     return [
         Footprint(
@@ -64,11 +64,11 @@ def footprints(decoders: Sequence[Decoder], cluster_sizes: Sequence[int]) -> lis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """One point of figure 7: microseconds of a layer's decode step on so many devices.
+    """One point of figure 7: microseconds of one layer in a decode step on `num_devices`.
 
     Attributes:
-        attention_prefetch_us, ffn_prefetch_us: to prefetch all of a segment, as the figure has it.
-        attention_share, ffn_share: of that, what algorithm 1 finds room for.
+        attention_prefetch_us, ffn_prefetch_us: time to prefetch a whole segment, as in the figure.
+        attention_share, ffn_share: share of the segment that fits the L2 (algorithm 1).
     """
 
     model: str
@@ -87,7 +87,7 @@ def clusters(
     load: Load = LOAD,
     l2_mib: int = L2_MIB,
 ) -> list[Cluster]:
-    """Return figure 7, for the numbers of devices whose HBM holds the model."""
+    """Return figure 7 for those numbers of devices whose HBM holds the model."""
     chip = table_2(l2_mib)
     found = []
     for num_devices in cluster_sizes:
@@ -118,7 +118,7 @@ def clusters(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bandwidth:
-    """One point of figure 8: speedups at one bandwidth of the link."""
+    """One point of figure 8: the speedups at one link bandwidth."""
 
     gbit_per_s: int
     by_model: dict[str, float]
@@ -143,7 +143,7 @@ def bandwidths(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cubes:
-    """One point of figure 9: a bandwidth of the L2 bus, and mean speedups by throughput."""
+    """One point of figure 9: a bandwidth of the L2 bus, and the mean speedups by throughput."""
 
     l2_tb_per_s: int
     tera_ops: list[int]

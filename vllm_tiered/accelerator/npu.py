@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table 1: the model's prediction for an Ascend 910B that was measured.
+"""Predictions for table 1, the paper's measurements of an Ascend 910B.
 
-Two devices: `ASCEND_910B` has the paper's figures and nothing else; `ASCEND_910B_FITTED` adds what
-its kernels cost, fitted to the six times of Llama3-8B in table 1, so that only the other fifteen
-rows are predictions (those of Phi3-small weak ones: its layers are Llama3-8B's).
+There are two models of the device. `ASCEND_910B` has only the paper's figures. `ASCEND_910B_FITTED`
+adds overheads of its kernels, fitted to the six times of Llama3-8B in table 1. With these only the
+other fifteen rows are predictions. The predictions for Phi3-small are weak, because its layers are
+those of Llama3-8B.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from vllm_tiered.accelerator.step import Load, request_s
 from vllm_tiered.units import MIB
 
 ASCEND_910B = Chip(l2_bytes=192 * MIB, hbm_bytes_per_s=1.6e12)
-"""Section 4: 192 MB of L2, 800 TOPS, 1.6 TB/s, 64 GB. It has no figures of the link (HCCS, full
-mesh) and of the L2 bus: those of table 2 are taken."""
+"""Section 4: 192 MB of L2, 800 TOPS, 1.6 TB/s, 64 GB. It gives no figures for the link (HCCS, full
+mesh) and for the L2 bus, so table 2's are used."""
 
 ASCEND_910B_FITTED = replace(
     ASCEND_910B,
@@ -29,7 +30,7 @@ ASCEND_910B_FITTED = replace(
         strided_l2_share=0.3117,
     ),
 )
-"""Least squares of the logarithms of Llama3-8B's times on 2, 4 and 8 devices."""
+"""Least-squares fit to the logarithms of Llama3-8B's times on 2, 4 and 8 devices."""
 
 FITTED_ON = "Llama3-8B"
 
@@ -48,7 +49,7 @@ TABLE_1: Mapping[str, Mapping[int, tuple[float, float]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row of table 1 with the model's prediction; times in seconds."""
+    """Row of table 1 with the model's prediction; times in seconds."""
 
     model: str
     num_devices: int
@@ -72,7 +73,7 @@ class Row:
 
 
 def table_1(chip: Chip) -> list[Row]:
-    """Return all rows of table 1 with predictions."""
+    """Return all rows of table 1 with the predictions for `chip`."""
     return [
         Row(
             model=name,
@@ -88,13 +89,13 @@ def table_1(chip: Chip) -> list[Row]:
 
 
 def mean_error(rows: Sequence[Row], *, without: str | None = None) -> float:
-    """Return the mean absolute error of the speedups, one model left out if named."""
+    """Return the mean absolute error of the speedups, without the model `without`."""
     errors = [abs(row.error) for row in rows if row.model != without]
     return sum(errors) / len(errors)
 
 
 def constant_error(rows: Sequence[Row]) -> float:
-    """Return the mean error of predicting the mean speedup for every row, which is the baseline."""
+    """Return the baseline error: that of predicting the mean speedup for every row."""
     papers = [row.paper_speedup for row in rows]
     mean = sum(papers) / len(papers)
     return sum(abs(mean / paper - 1) for paper in papers) / len(papers)

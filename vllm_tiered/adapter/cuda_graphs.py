@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How CUDA graphs are split where the host takes part in a layer, or disabled.
+"""Splitting CUDA graphs at ops that run host code, or disabling them.
 
-A captured graph replays what the GPU was given, and no Python. So graphs are split at the ops in
-which the host takes part, as vLLM splits them at attention.
+A CUDA graph replays GPU work, but no Python. So graphs are split at the ops that run host code, as
+vLLM splits them at attention.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def find_split_obstacle(compilation: Any) -> str | None:
-    """Return why vLLM cannot split its graphs at ops, and what to change; None if it can.
+    """Return why vLLM cannot split its graphs at ops and what to change; None if it can.
 
     Args:
         compilation: vLLM's CompilationConfig.
@@ -32,7 +32,7 @@ def find_split_obstacle(compilation: Any) -> str | None:
 
 
 def split_graphs_at(ops: Sequence[str], compilation: Any) -> None:
-    """Split graphs at `ops` too: only the pieces between them are captured, no whole step."""
+    """Split graphs at `ops` too, so that vLLM captures only the pieces between them."""
     from vllm.config import CUDAGraphMode
 
     compilation.splitting_ops = list(dict.fromkeys((*compilation.splitting_ops, *ops)))
@@ -40,7 +40,7 @@ def split_graphs_at(ops: Sequence[str], compilation: Any) -> None:
 
 
 def disable_cuda_graphs(compilation: Any) -> None:
-    """Configure vLLM to capture nothing."""
+    """Configure vLLM to capture no CUDA graphs."""
     from vllm.config import CUDAGraphMode
 
     compilation.cudagraph_mode = CUDAGraphMode.NONE

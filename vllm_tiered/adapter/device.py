@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device behind vLLM's platform: one for KV pages, one for weights, in each worker."""
+"""Device for vLLM's platform; each worker has one for KV pages and one for weights."""
 
 import os
 
@@ -10,8 +10,8 @@ from vllm_tiered.devices.cpu import CpuDevice
 
 
 def make_device() -> Device:
-    """Return the device of vLLM's platform. Tests replace this function."""
-    # torch first: it is imported already, and vLLM's platforms take a second.
+    """Make a device for vLLM's platform. Tests replace this function."""
+    # Ask torch first: it is already imported, and importing vLLM's platforms takes a second.
     if torch.cuda.is_available():
         from vllm.platforms import current_platform
 
@@ -21,10 +21,10 @@ def make_device() -> Device:
 
 
 def cuda_device(index: int | None = None) -> Device:
-    """Return a GPU's device, with our kernels and the settings measured for it.
+    """Make a GPU's device, with our kernels and the settings tuned for it.
 
     Args:
-        index: the GPU's; the current one if None, which is the worker's own.
+        index: index of the GPU; None for the current one, which is the worker's own.
     """
     from functools import partial
 
@@ -42,9 +42,9 @@ def cuda_device(index: int | None = None) -> Device:
 
 
 def process_cpus() -> set[int]:
-    """Return the CPUs that this process was given, before vLLM bound its threads to single cores.
+    """Return the CPUs that this process had before vLLM bound its threads to single cores.
 
-    Its other threads' masks still tell: any thread that was not bound has them all.
+    The masks of its other threads show them: a thread that was not bound still has all CPUs.
     """
     cpus: set[int] = set()
     for thread_id in os.listdir("/proc/self/task"):

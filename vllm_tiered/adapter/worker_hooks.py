@@ -24,7 +24,7 @@ from vllm_tiered.devices.memory_release import immediate_release
 from vllm_tiered.errors import UnsupportedError
 
 _ffns: list[FfnEngine] = []
-"""The FFN engines of this process, in the order of their starts."""
+"""FFN engines of this process, in the order in which they started."""
 
 _NOT_AFTER_STAGING = (
     "reload_weights",
@@ -33,14 +33,14 @@ _NOT_AFTER_STAGING = (
     "start_weight_update",
     "update_weights",
 )
-"""Methods of vLLM's workers that use parameters for something other than computing."""
+"""Methods of vLLM's workers that use parameters for purposes other than computing."""
 
 
 def install() -> None:
     """Make the workers of engines that place weights use our offloader. Idempotent.
 
     Both of vLLM's runners import `create_offloader` by name, and importing them takes seconds. So
-    they are wrapped when a worker starts that needs it.
+    they are wrapped only when a worker starts that needs it.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -73,7 +73,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
 
 
 def _wrap_runners(*, is_second: bool) -> None:
-    """Wrap vLLM's model runner V1, or V2; only one, as each takes seconds to import."""
+    """Wrap vLLM's model runner V1 or V2; only one, as each takes seconds to import."""
     if is_second:
         from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
@@ -92,7 +92,7 @@ def _wrap_runners(*, is_second: bool) -> None:
 
 
 def _capture(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Capture while the FFN knows it, as captured steps look like others between the graphs."""
+    """Capture graphs in the FFN's capture mode, as it cannot recognise captured steps itself."""
     with ffn_modules.capture():
         return original(*args, **kwargs)
 
@@ -106,12 +106,12 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _shutdown(original: Any, wrapper: Any) -> None:
-    """Close our parts with the worker: the same process may start another engine."""
+    """Close our offloader and FFN with the worker: the process may start another engine."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
     try:
-        # First, as its thread reads memory that the engine frees. There is no configuration if the
-        # worker was never made.
+        # This comes first, as its thread reads memory that the engine frees. There is no
+        # configuration if the worker was never made.
         l2_hooks.close(getattr(wrapper, "vllm_config", None))
         original(wrapper)
     finally:
@@ -126,8 +126,8 @@ def _shutdown(original: Any, wrapper: Any) -> None:
 def _process_embedding(original: Any, method: Any, layer: Any) -> None:
     """Leave embeddings unpacked in our engines on the CPU, to save near memory.
 
-    vLLM packs the embeddings and the head that is tied to them, each beside the original. That
-    makes three copies of what may be a tenth of near memory, where near memory is short.
+    vLLM packs the embeddings and the head tied to them separately, and keeps the original. So it
+    holds three copies of a matrix that may be a tenth of near memory.
     """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.offloader import get_offloader
@@ -142,7 +142,7 @@ def _process_embedding(original: Any, method: Any, layer: Any) -> None:
 
 
 def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Close our parts if the engine fails after its model is loaded, as nothing else would."""
+    """Close our offloader and FFN if the engine's start fails, as nothing else would."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
     before, ffns_before = get_offloader(), list(_ffns)
@@ -159,7 +159,7 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def drain_metrics() -> dict[str, float]:
-    """Return what weights and FFN took since the last call, by metric; empty if all are vLLM's."""
+    """Return the metrics of weights and FFN since the last call; empty if both are vLLM's."""
     from vllm.model_executor.offloader import get_offloader
 
     offloader = get_offloader()
@@ -194,8 +194,8 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
 
     vllm_config = get_current_vllm_config()
     config = _config(vllm_config)
-    # vLLM's compiled code asks for the one offloader of its process. With another engine's it would
-    # compute with whatever is in that one's weight buffers.
+    # vLLM's compiled code uses the only offloader of its process. With another engine's offloader
+    # it would compute with the contents of that engine's weight buffers.
     other = get_offloader()
     if isinstance(other, TieredOffloader) and other.buffer_pool is not None:
         raise UnsupportedError(
@@ -225,7 +225,7 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
 
 
 def _remove_ffn_before(offloader: BaseOffloader, ffn: FfnEngine) -> None:
-    """Make `offloader` see each layer without its FFN, which `ffn` removes first."""
+    """Remove each layer's FFN by `ffn` before `offloader` wraps the layer."""
     wrap_modules = offloader.wrap_modules
 
     def wrap(modules: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ def _remove_ffn_before(offloader: BaseOffloader, ffn: FfnEngine) -> None:
 
 @contextmanager
 def _post_init_deferred(offloader: BaseOffloader) -> Iterator[None]:
-    """Disable the offloader's `post_init` in vLLM's loading; the caller calls it afterwards."""
+    """Disable the offloader's `post_init` while vLLM loads; the caller calls it afterwards."""
     setattr(offloader, "post_init", lambda: None)  # noqa: B010 (shadows a method)
     try:
         yield
@@ -247,8 +247,8 @@ def _post_init_deferred(offloader: BaseOffloader) -> Iterator[None]:
 def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """Load the model, then start our FFN and finish our offloader.
 
-    vLLM's CPU runner does not call the offloader's `post_init` when the weights are loaded. The
-    other runners do, but before it is known whether the weights can be placed.
+    vLLM's CPU runner does not call the offloader's `post_init` after loading the weights. The other
+    runners call it, but before it is known whether the weights can be placed.
     """
     from vllm.model_executor.offloader import get_offloader
 
@@ -273,5 +273,5 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
             check_single_checkpoint(runner.model)
         offloader.post_init()
     except BaseException:
-        offloader.close()  # removes a file that is half filled
+        offloader.close()  # removes a partly written file
         raise

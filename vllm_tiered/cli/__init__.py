@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-tiered`: reads arguments, calls the layers below, prints what they say."""
+"""Command `vllm-tiered`: it parses arguments, calls the other packages and prints results."""

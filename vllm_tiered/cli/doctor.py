@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered doctor`: what is installed, what the machine allows, and what to do about the rest.
+"""`vllm-tiered doctor`: checks of the installation and the machine, with advice on problems.
 
-Every check is a function that looks at one thing and returns a `Check`. It never raises for what it
-finds: a missing vLLM is a finding too.
+Every check is a function that examines one thing and returns a `Check`. It reports problems, for
+example a missing vLLM, and never raises for them.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from vllm_tiered.errors import ConfigError
 from vllm_tiered.units import GIB, format_bytes
 
 PYTHON_RANGE = ((3, 11), (3, 13))
-"""From the first (included) to the second (excluded), as pyproject.toml has it."""
+"""Supported versions, from the first (included) to the second (excluded), as in pyproject.toml."""
 
 ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.endpoint_plugins")
 _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
 
 class Status(StrEnum):
-    """Fail: vllm-tiered does not work. Warn: it works, but something is lost."""
+    """Result of a check: FAIL if vllm-tiered does not work, WARN if it works with a loss."""
 
     OK = "ok"
     WARN = "warn"
@@ -43,7 +43,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One line of the report; `advice` says what to do, and is empty when there is nothing."""
+    """Line of the report; `advice` says what to do, and is empty if nothing is needed."""
 
     name: str
     status: Status
@@ -71,7 +71,7 @@ def check_torch() -> Check:
             found="not installed",
             advice="install vLLM: it brings the torch it was built for",
         )
-    # Their registry builds are for CUDA; beside a CPU torch they break `import transformers`.
+    # Their PyPI builds are for CUDA; with a CPU torch they break `import transformers`.
     foreign = [name for name in _CUDA_BUILDS if _distribution_version(name)]
     if version.endswith("+cpu") and foreign:
         return Check(
@@ -220,7 +220,7 @@ def check_memory() -> Check:
             f"cgroup limit {format_bytes(memory.limit_bytes)}, "
             f"{format_bytes(memory.limit_used_bytes)} of it used"
         )
-    # Rounded down to 0.1 GiB: a suggestion must not exceed what was found.
+    # Rounded down to 0.1 GiB, as a suggestion must not exceed the memory found.
     suggested_gib = int(memory.usable_bytes * FAR_SHARE / GIB * 10) / 10
     enough = suggested_gib >= 1
     return Check(
@@ -299,8 +299,8 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every check and print the report; 1 if one fails, else 0."""
-    # The checks import vLLM and its dependencies, and some print: stdout is the report's.
+    """Run every check and print the report; return 1 if one fails, else 0."""
+    # The checks import vLLM and its dependencies, some of which print. Keep stdout for the report.
     with contextlib.redirect_stdout(sys.stderr):
         checks = [check() for check in CHECKS]
     healthy = all(check.status is not Status.FAIL for check in checks)
@@ -329,7 +329,7 @@ def _distribution_version(name: str) -> str | None:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as `taskset` writes them: `0-3,8`."""
+    """Format sorted numbers as `taskset` does: `0-3,8`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered dse`: design space of an accelerator that prefetches into its L2."""
+"""`vllm-tiered dse`: explore the design space of an accelerator that prefetches into its L2."""
 
 import argparse
 import json
@@ -94,7 +94,7 @@ def _count(text: str) -> int:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Return the values sorted, each once."""
+    """Return the values sorted, without duplicates."""
     return tuple(sorted({_count(part) for part in text.split(",")}))
 
 
@@ -116,12 +116,12 @@ def _range(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print and write the exploration; 0, or 3 if HBM does not hold a model.
+    """Print and write the exploration; return 0, or 3 if a model does not fit HBM.
 
     Raises ConfigError for a model or a folder that cannot be used, and UnsupportedError for a model
     of another kind, and for --out without the extra `report`.
     """
-    write = _writer() if args.out else None  # before computing, not after
+    write = _writer() if args.out else None  # fail before computing
     space = Space(
         decoders=tuple(map(_decoder, args.models or DECODERS)),
         batches=args.batch,
@@ -161,7 +161,7 @@ def _writer() -> Callable[[Mapping[str, Any], Path, str], Path]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the command that makes the page again."""
+    """Return the command that reproduces the page."""
     words = ["vllm-tiered", "dse"]
     for model in args.models or ():
         words += ["--model", model]

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser with every subcommand; `run` is the chosen one's function."""
+    """Make the parser with every subcommand; `run` in its result is the chosen one's function."""
     parser = argparse.ArgumentParser(
         prog="vllm-tiered", description="Memory tiers for stock vLLM: tools around the plugin."
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered plan MODEL`: predicted fit, placement and speed of a model.
+"""`vllm-tiered plan MODEL`: predict a model's fit, placement and speed.
 
-It needs the model's config.json alone, and reads no weight. Every figure of the machine is named
-with its kind and source.
+It reads only the model's config.json and no weights. It prints every figure of the machine with its
+kind and source.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return a model's config.json.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered prepare`: a model's neuron store, once and for all."""
+"""`vllm-tiered prepare`: write the neuron store of a model."""
 
 import argparse
 from pathlib import Path
@@ -75,8 +75,8 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare and say what there is now; errors as :func:`prepare` raises them."""
-    # Here, as torch takes seconds that the other subcommands do not need.
+    """Prepare a store and print its size; raises the errors of :func:`prepare`."""
+    # Imported here because torch takes seconds, and the other subcommands do not need it.
     from vllm_tiered.ffn.prepare.pipeline import prepare
     from vllm_tiered.ffn.prepare.steps import OnRay
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_precisions(text: str) -> tuple[Precision, ...]:
-    """Of a list such as "full,int8". Raises ConfigError for a word that is none of them."""
+    """Parse a list such as "full,int8"; raises ConfigError for an unknown word."""
     words = [word.strip() for word in text.split(",")]
     unknown = [word for word in words if word not in _ALL.split(",")]
     if unknown:
@@ -133,7 +133,7 @@ def _calibration(args: argparse.Namespace) -> "Calibration | None":
 
 
 class _Bars:
-    """A bar for each step, on stderr."""
+    """Progress bars on stderr, one for each step."""
 
     def __init__(self) -> None:
         self._progress = Progress(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered probe`: bandwidth and latency of every tier and link, and time of every sublayer."""
+"""`vllm-tiered probe`: measure bandwidth and latency of tiers and links, and times of sublayers."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_tiered.probe.run import Matrices, Scope
 
 DISTURBED_SHARE = 0.05
-"""Of the CPU, taken by others: above it figures are not the machine's own."""
+"""Share of the CPU used by other processes above which figures are not reliable."""
 
 
 def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -43,24 +43,24 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
-    """Measure, print and write.
+    """Measure, print and write the results.
 
-    Raises ConfigError for a model, a folder or a file that cannot be used, BudgetError without the
-    memory or the space on the disk, and UnsupportedError for --plot without the extra `report`.
+    Raises ConfigError for a model, a folder or a file that cannot be used, BudgetError if memory or
+    disk space is short, and UnsupportedError for --plot without the extra `report`.
     """
-    # Here, as torch takes seconds that the other subcommands do not need.
+    # Imported here because torch takes seconds, and the other subcommands do not need it.
     import torch
 
     from vllm_tiered.adapter.device import make_device
     from vllm_tiered.probe.run import Scope, run_probe
 
-    draw = _picture_of() if args.plot else None  # before measuring, not after
+    draw = _picture_of() if args.plot else None  # fail before measuring
     shape = model_shape(read_config(Path(args.model))) if args.model else None
     if args.threads is not None:
         if args.threads < 1:
             raise ConfigError(f"--threads {args.threads}: give at least 1")
         torch.set_num_threads(args.threads)
-    for path in (args.out, args.plot):  # before measuring, not after
+    for path in (args.out, args.plot):  # fail before measuring
         if path and not path.parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
     device = make_device()
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
 
 
 def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
-    """Return the matrices of one layer's sublayers; all layers are alike."""
+    """Return the matrices of one layer's sublayers; all layers are equal."""
     from vllm_tiered.probe.run import Matrices
 
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered report`: a page of pictures from the timeline that `report.path` keeps."""
+"""`vllm-tiered report`: make a page of pictures from the timeline at `report.path`."""
 
 import argparse
 from pathlib import Path
@@ -27,7 +27,7 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report and print where it is.
+    """Write the report and print its path.
 
     Raises ConfigError for a file that cannot be read or a folder that cannot be written, and
     UnsupportedError without the extra `report`.

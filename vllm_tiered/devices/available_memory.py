@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that this process may still allocate, cgroup limits included.
 
-The kernel's "available" figure ignores a container's limit: inside a container, a far tier sized
-by it alone gets the process killed.
+The kernel's "available" figure ignores a container's limit. If a far tier in a container were sized
+by it alone, the kernel would kill the process.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 FAR_SHARE = 0.5
-"""Share of the memory available at start that a far tier of size "auto" takes."""
+"""Share of the memory available at the start that a far tier of size "auto" takes."""
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63.
 _NO_LIMIT_BYTES = 1 << 62
@@ -23,8 +23,8 @@ class HostMemory:
     """Host memory as this process sees it.
 
     Attributes:
-        limit_bytes: the cgroup limit that leaves the least; None without a limit.
-        limit_used_bytes: what counts against that limit now; None without a limit.
+        limit_bytes: the cgroup limit with the least memory left; None without a limit.
+        limit_used_bytes: bytes that count against that limit now; None without a limit.
     """
 
     total_bytes: int
@@ -87,7 +87,7 @@ def _limits_v1(proc: Path, cgroup: Path) -> Iterator[_Limit]:
 
 
 def _cgroup_path(proc: Path, *, controller: str) -> PurePosixPath:
-    """Return this process's path in the hierarchy of `controller` ("" is v2), "/" if none."""
+    """Return this process's cgroup path for `controller` ("" is v2); "/" if there is none."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -100,10 +100,10 @@ def _cgroup_path(proc: Path, *, controller: str) -> PurePosixPath:
 
 
 def _folders(root: Path, path: PurePosixPath) -> Iterator[Path]:
-    """Yield the folder of a cgroup and those of all its ancestors, whose limits apply as well.
+    """Yield the folders of a cgroup and of its ancestors, whose limits apply as well.
 
-    A container often sees its host's path, of which only the root is mounted inside: the reader
-    skips folders that do not exist.
+    A container often sees its host's path, but only the root is mounted inside. So the caller skips
+    folders that do not exist.
     """
     for ancestor in (path, *path.parents):
         yield root / ancestor.relative_to("/") if ancestor.is_absolute() else root
@@ -120,7 +120,7 @@ def _read_limit(folder: Path, *, limit: str, used: str, reclaimable: str) -> _Li
 
 
 def _read_int(path: Path) -> int | None:
-    """Read the number in a file; None if there is no file or it says "max"."""
+    """Read the number in a file; None if there is no file or it contains "max"."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contract of a device: asynchronous copies of pages, ordered by events.
 
-If a copy fails, all later copies of its direction fail with its error. A read that loses some of
-its pages, because their bytes are damaged or the disk does not answer, does not fail: it names the
-lost pages (:meth:`Device.failed_pages`), and all others are intact.
+If a copy fails, all later copies of its direction fail with its error. A read does not fail if it
+loses some pages because their bytes are damaged or the disk does not answer. It reports the lost
+pages (:meth:`Device.failed_pages`); all other pages are intact.
 
 A device has two copy queues, one per direction, and a *compute* queue, to which the engine submits
 its kernels. Copies of one queue run in the order of submission. Copies of different queues, and
@@ -56,17 +56,17 @@ class Copy(Protocol):
 
 
 class Device(ABC):
-    """Copy engine between a near and a far tier, which works while the model computes.
+    """Device that copies pages between a near and a far tier while the model computes.
 
     Attributes:
-        has_device_memory: near memory is an accelerator's own: the host reaches it through copies
-            only, and compute runs after it was submitted.
+        has_device_memory: whether near memory belongs to an accelerator. Then the host accesses it
+            only through copies, and compute runs after its submission.
     """
 
     has_device_memory: ClassVar[bool] = False
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocate host memory, uint8, that near tensors are copied to and from asynchronously.
+        """Allocate host memory, uint8, for asynchronous copies from and to near tensors.
 
         Raises:
             BudgetError: the system lacks the memory.
@@ -75,11 +75,11 @@ class Device(ABC):
 
     @abstractmethod
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        """Allocate far-tier pages, of exactly that size.
+        """Allocate far-tier pages of exactly that size.
 
         Args:
-            verify: "off"; or a checksum for each page, checked at every read ("full") or at every
-                16th read of a page ("sample").
+            verify: "off" for no checksums. Otherwise each page has a checksum, which is checked at
+                every read ("full") or at every 16th read of a page ("sample").
 
         Raises:
             BudgetError: the tier lacks the memory.
@@ -96,12 +96,12 @@ class Device(ABC):
         """Allocate pages in a temporary file without a name (O_TMPFILE) in folder ``path``.
 
         Args:
-            deadline_seconds: a copy gives up its outstanding requests when the storage has not
-                answered for this long. Copies of the next seconds give up much sooner, unless the
-                storage answers.
+            deadline_seconds: a copy gives up its outstanding requests if the storage does not
+                answer for this time. For some seconds after that, copies give up much sooner unless
+                the storage answers.
 
         Raises:
-            ConfigError: no file can be made there.
+            ConfigError: no file can be created there.
             BudgetError: the file system lacks the space.
             UnsupportedError: this device has no storage tier.
         """
@@ -118,8 +118,8 @@ class Device(ABC):
     ) -> "Copy":
         """Prepare a copy of ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
 
-        Preparing a step's copies together, before the model runs, is cheaper than preparing them
-        between two layers, when the CPU's caches hold the model's data.
+        Prepare a step's copies together before the model runs. Between two layers it is slower,
+        because the CPU's caches then hold the model's data.
 
         Raises:
             IntegrityError: a page id is out of range, or the lists differ in length.
@@ -127,7 +127,7 @@ class Device(ABC):
 
     @abstractmethod
     def submit(self, copy: "Copy", after: tuple[Event, ...] = ()) -> Event:
-        """Queue a prepared copy to run when ``after`` is done; it may be queued again later.
+        """Queue a prepared copy to run when ``after`` are done; it may be queued again later.
 
         The caller must not touch source and target pages until the returned event is done.
         """
@@ -135,7 +135,7 @@ class Device(ABC):
     def submit_together(self, copies: Sequence[tuple["Copy", tuple[Event, ...]]]) -> list[Event]:
         """Queue copies of one direction, in order, each with the events it waits for.
 
-        Cheaper than one by one where a copying thread has to be woken.
+        This is cheaper than single calls if each has to wake a copy thread.
         """
         return [self.submit(copy, after) for copy, after in copies]
 
@@ -166,29 +166,29 @@ class Device(ABC):
         """Return an event that is done when all compute submitted so far is done."""
 
     def seconds_between(self, begin: Event, end: Event) -> float | None:
-        """Return the time from one compute event to another; None if it is not known (yet)."""
+        """Return the seconds from one compute event to another; None if not known, or not yet."""
         return None
 
     @abstractmethod
     def deferred_events(self, count: int) -> Sequence[Event]:
         """Create events for :meth:`signal`; copies may wait for them before they are signalled.
 
-        Each must be signalled, in any order, before the device is closed. Otherwise the copies
-        that wait for it fail at that time.
+        Each must be signalled before the device is closed, in any order. Otherwise the copies that
+        wait for it fail when the device is closed.
         """
 
     @abstractmethod
     def signal(self, deferred_event: Event) -> None:
-        """Complete an event once all compute submitted so far is done; once for each event."""
+        """Complete an event when all compute submitted so far is done; call once for each event."""
 
     @abstractmethod
     def wait(self, event: Event) -> float:
         """Hold compute submitted later until ``event`` is done.
 
         Returns:
-            Seconds for which compute was stalled (0.0 if the event was done). Where compute runs
-            after its submission, the stall is not known yet: then the stalls of earlier waits that
-            became known since the last call. The sum is the same.
+            Seconds for which compute was stalled; 0.0 if the event was done. If compute runs after
+            its submission, this stall is not known yet. The result is then the stalls of earlier
+            waits that became known since the last call. The sum over all calls is the same.
         """
 
     @abstractmethod

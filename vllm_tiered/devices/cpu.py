@@ -38,9 +38,9 @@ def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
     """Copy ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
 
     Returns:
-        Those of ``src_pages.ids`` that did not arrive intact. Their targets are zeroed: results
-        computed from them are dropped, but their bytes stay in pages that other blocks will use,
-        and kernels also multiply masked values. A NaN would spread from there.
+        Those of ``src_pages.ids`` that did not arrive intact. Their targets are zeroed. Results
+        computed from them are dropped, but their bytes stay in pages that other blocks will use.
+        Kernels also multiply masked values, so a NaN in such a page would spread.
     """
     if src.store is not None:
         ids = src_pages.ids + src.first_page
@@ -62,13 +62,13 @@ _FIRST_WAIT = threading.Lock()
 class CpuEvent:
     """Event that a copy thread or compute completes.
 
-    A step makes dozens of events and waits for few: the first waiter creates the lock that it
-    takes (cheaper than ``threading.Event``).
+    A step makes dozens of events and waits for few of them. So the first waiter creates the lock,
+    which is cheaper than ``threading.Event``.
 
     Attributes:
         began, ended: ``time.perf_counter`` when the copy started and ended; 0.0 before.
         failed_pages: source pages that did not arrive intact.
-        is_over: it is done, or has failed.
+        is_over: whether it is done or has failed.
     """
 
     __slots__ = ("_error", "_lock", "began", "ended", "failed_pages", "is_over")
@@ -82,7 +82,7 @@ class CpuEvent:
         self._lock: threading.Lock | None = None
 
     def done(self) -> bool:
-        if not self.is_over:  # first, as finish() sets the error before it
+        if not self.is_over:  # read first, as finish() sets the error before it
             return False
         if self._error is not None:
             raise self._error
@@ -91,16 +91,16 @@ class CpuEvent:
     def wait(self) -> None:
         if not self.is_over:
             lock = self._held_until_over()
-            if not self.is_over:  # again: finish() may have run before the lock existed
+            if not self.is_over:  # finish() may have run before the lock existed
                 with lock:
                     pass
         if self._error is not None:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Complete the event, once: by the thread that did the work, or when compute signals it."""
+        """Complete the event; called once, by the thread that did the work or by ``signal``."""
         self._error = error
-        self.is_over = True  # before reading the lock: a waiter rereads it after making one
+        self.is_over = True  # before reading the lock: a waiter rereads it after creating the lock
         if self._lock is not None:
             self._lock.release()
 
@@ -114,7 +114,7 @@ class CpuEvent:
 
 
 class _Now:
-    """Compute event of the CPU backend, where compute is over when its call returns."""
+    """Compute event of the CPU backend, where compute is done when its call returns."""
 
     def done(self) -> bool:
         return True
@@ -127,7 +127,7 @@ _NOW = _Now()
 
 
 class CpuCopy:
-    """Prepared copy; it is immutable, so it may be under way more than once."""
+    """Prepared copy; immutable, so several submissions of it may be under way."""
 
     __slots__ = ("dst", "dst_pages", "num_bytes", "src", "src_pages", "thread")
 
@@ -205,12 +205,12 @@ class CopyThread:
                         self.run(job)
                     except BaseException as error:
                         failure = error
-                # After a failure no copy of this direction completes: a waiter for a later copy
-                # relies on the earlier ones too, as they run in order.
+                # After a failure no copy of this direction completes: copies run in order, so a
+                # waiter for a later copy relies on the earlier ones too.
                 job.done.finish(failure)
 
     def _unbind(self) -> None:
-        """Run on all given CPUs, not only on the one that the engine bound the creator to."""
+        """Run on all given CPUs, not only on the one to which the engine bound the creator."""
         if self._cpus:
             try:
                 os.sched_setaffinity(0, self._cpus)
@@ -223,7 +223,7 @@ class CpuDevice(Device):
 
     Args:
         cpus: CPUs on which the copy threads may run; None keeps the creating thread's binding.
-        throttles: limits by direction.
+        throttles: bandwidth limits by direction.
     """
 
     thread_class: type[CopyThread] = CopyThread
@@ -247,7 +247,7 @@ class CpuDevice(Device):
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         num_bytes = num_pages * page_bytes
         try:
-            # Exact size; the system provides each page at its first write.
+            # The size is exact; the system allocates each page at its first write.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages cannot be released
             memory = mmap.mmap(-1, max(1, num_bytes), flags=flags)
         except (OSError, OverflowError) as error:
@@ -291,7 +291,7 @@ class CpuDevice(Device):
         return self.submit_together(((copy, after),))[0]
 
     def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
-        """Queue copies with one wake-up of the thread, which costs as much as all the rest."""
+        """Queue copies with one wake-up of the thread, which costs as much as all other work."""
         jobs: list[CopyJob] = []
         for copy, after in copies:
             assert isinstance(copy, CpuCopy), "a copy of another device"

@@ -14,7 +14,7 @@ from vllm_tiered.units import MIB
 def release_pages(address: int, num_bytes: int) -> int:
     """Release a range of memory to the system; its contents are undefined afterwards.
 
-    Only whole system pages inside the range are released: others hold foreign bytes too.
+    Only whole system pages inside the range are released, as others hold other data too.
 
     Returns:
         Bytes released; 0 if the system refuses, as it does for locked and pinned memory.
@@ -33,10 +33,10 @@ def release_pages(address: int, num_bytes: int) -> int:
 def immediate_release() -> Iterator[None]:
     """Make malloc release blocks of 1 MiB and more as soon as the process frees them.
 
-    glibc's malloc keeps freed blocks of up to 32 MiB: parameters that were loaded, packed and
-    dropped would stay in memory next to the packed ones. Immediate release costs page faults, so
-    it is for short phases. Afterwards malloc keeps at most what it kept before, but its threshold
-    no longer adapts by itself.
+    glibc's malloc keeps freed blocks of up to 32 MiB. Without this function, parameters that were
+    loaded, packed and dropped would stay in memory next to the packed ones. Immediate release costs
+    page faults, so use it for short phases. Afterwards malloc keeps no larger blocks than before,
+    but its threshold no longer adapts by itself.
     """
     _set_mmap_threshold(MIB)
     try:

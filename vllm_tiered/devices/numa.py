@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binding of far memory to NUMA nodes: other sockets, CXL, NVM, in order of distance (HeLM).
+"""Binding of far memory to NUMA nodes in order of distance: other sockets, CXL, NVM (HeLM).
 
-vLLM's CPU backend binds a worker's memory strictly to its own node, including near weights and the
-KV cache, which are allocated after far memory. So far memory uses that node last; compute needs its
-bandwidth as well.
+vLLM's CPU backend binds a worker's memory strictly to its own node. This includes near weights and
+the KV cache, which are allocated after far memory. Compute also needs that node's bandwidth. So far
+memory uses that node last.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ logger = logging.getLogger("vllm.tiered")
 _SYSFS = Path("/sys/devices/system/node")
 _STATUS = Path("/proc/self/status")
 _RESERVED_BYTES = 512 * MIB
-"""Free bytes of each node that far memory does not use."""
+"""Free bytes that far memory leaves on each node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Node:
 
 
 def nodes(sysfs: Path = _SYSFS, status: Path = _STATUS) -> list[Node]:
-    """List the nodes whose memory this process may use; empty if the system does not tell."""
+    """List the nodes whose memory this process may use; empty if the system reports none."""
     found = []
     online = _numbers(_read(sysfs / "has_memory") or _read(sysfs / "online"))
     allowed = _allowed(status)
@@ -64,8 +64,8 @@ def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[t
     """Divide memory among nodes: the nearest to the CPUs first, the CPUs' own last.
 
     Returns:
-        (node, bytes) in order; empty with one node, or if all nodes together lack the memory: then
-        the system decides.
+        (node, bytes) in order. Empty if there is one node, or if all nodes together lack the
+        memory; then the system decides.
     """
     if len(among) < 2:
         return []
@@ -79,10 +79,10 @@ def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[t
 
 
 def spread_near(num_bytes: int, number: int, among: Sequence[Node]) -> list[tuple[int, int]]:
-    """Divide memory that a device at node ``number`` reads: that node first, then the nearest.
+    """Divide memory that a device at node ``number`` reads: that node first, then by distance.
 
     Returns:
-        As :func:`spread`; also empty if the node is not in ``among``.
+        Parts as from :func:`spread`; also empty if the node is not in ``among``.
     """
     home = next((node for node in among if node.number == number), None)
     if home is None or len(among) < 2:
@@ -98,7 +98,7 @@ def bind(address: int, num_bytes: int, cpus: Iterable[int]) -> list[tuple[int, i
     """Bind unwritten memory at a page-aligned address to nodes, as :func:`spread` divides it.
 
     Returns:
-        As :func:`spread`; empty if nothing was bound.
+        Parts as from :func:`spread`; empty if nothing was bound.
     """
     return _bind(address, spread(num_bytes, cpus, nodes()))
 
@@ -107,7 +107,7 @@ def bind_near(address: int, num_bytes: int, number: int) -> list[tuple[int, int]
     """Bind memory of a device that is attached to node ``number``.
 
     Returns:
-        As :func:`spread_near`; empty if nothing was bound.
+        Parts as from :func:`spread_near`; empty if nothing was bound.
     """
     return _bind(address, spread_near(num_bytes, number, nodes()))
 
@@ -148,7 +148,7 @@ def _libnuma() -> Any:
 
 
 def _allowed(status: Path) -> set[int]:
-    """Read the nodes that the cgroup allows; empty means all."""
+    """Read the nodes that the cgroup allows; the empty set means all."""
     for line in _read(status).splitlines():
         if line.startswith("Mems_allowed_list:"):
             return _numbers(line.partition(":")[2])
@@ -168,7 +168,7 @@ def _numbers(text: str) -> set[int]:
 def _free_bytes(meminfo: str) -> int:
     total = 0
     for line in meminfo.splitlines():
-        words = line.split()  # Node 0 MemFree: 123 kB
+        words = line.split()  # such as "Node 0 MemFree: 123 kB"
         if len(words) >= 4 and words[2] in ("MemFree:", "Inactive(file):"):
             total += int(words[3]) * 1024
     return total

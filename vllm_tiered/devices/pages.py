@@ -22,10 +22,10 @@ NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
 
 
 class Pages:
-    """List of page ids, analysed once and used by many copies of a step.
+    """List of page ids, analysed once for use in many copies of a step.
 
     Args:
-        ascending: ``ids`` are sorted, which makes the analysis cheaper.
+        ascending: whether ``ids`` are sorted, which makes the analysis cheaper.
 
     Attributes:
         ids: int64 [n].
@@ -72,10 +72,10 @@ class PageError(Enum):
 
 
 class PageStore(ABC):
-    """Far pages that a plain memory copy cannot transfer: in a file, or with checksums.
+    """Store of far pages that a plain memory copy cannot transfer: in a file, or with checksums.
 
-    Page ids are the store's own. One thread at a time reads, and one thread at a time writes. No
-    page is read while it is written.
+    Page ids are the store's own. At most one thread reads and at most one thread writes at a time.
+    No page is read while it is written.
 
     Attributes:
         errors: pages lost so far, by kind; every kind is a key.
@@ -101,7 +101,7 @@ class PageStore(ABC):
         """Mark a range of pages as unwritten."""
 
     def close(self) -> None:
-        """Release all resources but the memory of the buffer. Idempotent."""
+        """Release all resources except the buffer's memory. Idempotent."""
         return None
 
 
@@ -109,9 +109,9 @@ class PageBuffer:
     """Buffer of pages of equal size in one tier.
 
     Args:
-        data: uint8 [num_pages, page_bytes], contiguous; a tensor on torch's "meta" device (a shape
-            without memory) if only ``store`` holds the pages.
-        store: reads and writes the pages, if copying ``data`` is not enough.
+        data: uint8 [num_pages, page_bytes], contiguous. If only ``store`` holds the pages, this is
+            a tensor on torch's "meta" device (a shape without memory).
+        store: store that reads and writes the pages, if copying ``data`` is not enough.
         first_page: id of the first page in the store.
 
     Attributes:
@@ -138,11 +138,11 @@ class PageBuffer:
     def discard(self, first_page: int, num_pages: int) -> int:
         """Release the memory of a range to the system; its contents are undefined afterwards.
 
-        With a store, the pages are unwritten afterwards. No copy may use them meanwhile.
+        In a store, the pages are unwritten afterwards. No copy may use them during the call.
 
         Returns:
-            Bytes released: whole system pages inside the range. 0 where it is impossible: for
-            pages in a file, whose space stays reserved, and in memory pinned for a GPU.
+            Bytes of the whole system pages inside the range. 0 for pages in a file, whose space
+            stays reserved, and for memory pinned for a GPU.
 
         Raises:
             IntegrityError: the range is not within the buffer.
@@ -173,12 +173,11 @@ def copy_words(src: Words, src_ids: PageIds, dst: Words, dst_pages: Pages) -> No
     kernels.
 
     Args:
-        src, dst: int64 [num_pages, page_bytes / 8]; the rows of ``dst`` are contiguous, and so
-            is ``dst``.
+        src, dst: int64 [num_pages, page_bytes / 8]; ``dst`` is contiguous.
     """
     for start, count, first in dst_pages.runs:
         ids = src_ids[start : start + count]
-        # "clip" because "raise" would copy through a buffer; the range was checked before.
+        # "raise" would copy through a buffer, so use "clip"; the range was checked before.
         np.take(src, ids, axis=0, out=dst[first : first + count], mode="clip")
 
 
@@ -186,9 +185,9 @@ def check_copy(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
     """Check that a copy's page lists match in length and size and lie within their buffers.
 
     Raises:
-        IntegrityError: they do not; the message has the numbers.
+        IntegrityError: they do not match; the message has the numbers.
     """
-    # A step prepares dozens of copies, and all are valid: one condition covers them.
+    # Nearly all of a step's dozens of copies are valid, so test for that with one condition.
     if (
         len(src_pages.ids) == len(dst_pages.ids)
         and src.page_bytes == dst.page_bytes

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throttle that slows a link to a given bandwidth and latency, to emulate another machine's memory.
 
-All transfers of a throttle pass one queue, as on a link. The queue drains at the bandwidth, and a
+All transfers of a throttle use one queue, as on a link. The queue drains at the bandwidth. A
 transfer arrives ``latency_seconds`` after its last byte has left the queue:
 
-    queue     ├─── A ───┤├────── B ──────┤           C is admitted later: idle time is lost
+    queue     ├─── A ───┤├────── B ──────┤           idle time is lost before C is admitted
     arrival             └latency┘ A       └latency┘ B
 """
 
@@ -18,8 +18,8 @@ from vllm_tiered.errors import ConfigError
 class Throttle:
     """Bandwidth and latency limit of a link, shared by all its users.
 
-    Thread-safe. A transfer that takes longer by itself is not held. Latencies of different users
-    overlap; the latencies of one user that waits for each transfer add up.
+    It is thread-safe. A transfer that takes longer than the limits require is not held. Latencies
+    of different users overlap. The latencies of one user that waits for each transfer add up.
 
     Args:
         bytes_per_second: above 0; ``math.inf`` for no limit.
@@ -52,14 +52,14 @@ class Throttle:
             self._changed.notify_all()
 
     def off(self) -> None:
-        """Remove the limits; transfers that are being held arrive at once."""
+        """Remove the limits; transfers held now arrive at once."""
         self.set(math.inf)
 
     def admit(self, num_bytes: int, now: float) -> float:
         """Queue a transfer at ``now`` (``time.perf_counter``).
 
         Returns:
-            The ticket for :meth:`hold`, to be called when the bytes have been copied.
+            A ticket for :meth:`hold`, which the caller calls after copying the bytes.
         """
         with self._changed:
             self._advance(now)
@@ -83,7 +83,7 @@ class Throttle:
         self._since = max(self._since, now)
 
     def _passes_at(self, ticket: float) -> float:
-        """Return the time at which the end of the transfer leaves, or left, the queue."""
+        """Return the time at which the transfer's last byte leaves, or left, the queue."""
         return self._since + (ticket - self._passed_bytes) / self._bytes_per_second
 
 

@@ -4,11 +4,11 @@
     energy                 = sum over parts of power * run time
     operational emissions  = energy * carbon intensity of the grid
 
-Embodied emissions, the formula's other term, are left out: making and lifetime of the hardware are
-not known here.
+Embodied emissions, the formula's other term, are left out, because production and lifetime of the
+hardware are not known here.
 
 A prediction includes the near device, the far memory that holds weights, and a disk, but not the
-host's processor. Measurement of a running engine is in :mod:`vllm_tiered.energy.power`.
+host's processor. :mod:`vllm_tiered.energy.power` measures a running engine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CARBON_INTENSITY = 820.0
-"""Default in gCO2e per kWh: M2Cache's, figure 13 (a grid that burns coal)."""
+"""Default carbon intensity in gCO2e per kWh: M2Cache's, figure 13 (a coal-fired grid)."""
 
 DRAM_WATTS_PER_GB = 26 / 256
-"""M2Cache's, figure 13: 26 W for 256 GB (10^9 bytes), in use or not."""
+"""Power of DRAM in M2Cache's figure 13: 26 W for 256 GB (10^9 bytes), in use or not."""
 
 SSD_WATTS = 2.0
-"""M2Cache's, figure 13: a disk, busy or not."""
+"""Power of a disk in M2Cache's figure 13, busy or not."""
 
 _JOULES_PER_KWH = 3.6e6
 
@@ -32,10 +32,10 @@ class Power:
     """Power of a machine's parts.
 
     Attributes:
-        near_idle_watts, near_active_watts: the near device with its memory, while compute waits
-            and while it runs.
-        far_watts_per_gb: far memory (per 10^9 bytes), in use or not.
-        storage_watts: the disk.
+        near_idle_watts, near_active_watts: power of the near device with its memory, while compute
+            waits and while it runs.
+        far_watts_per_gb: power of far memory (per 10^9 bytes), in use or not.
+        storage_watts: power of the disk.
     """
 
     near_idle_watts: float
@@ -44,7 +44,7 @@ class Power:
     storage_watts: float
 
     def joules(self, seconds: float, stall_seconds: float, far_bytes: int) -> float:
-        """Return the energy of a time in which compute was stalled for ``stall_seconds``."""
+        """Return the energy of ``seconds`` in which compute was stalled for ``stall_seconds``."""
         near = self.near_active_watts * (seconds - stall_seconds)
         near += self.near_idle_watts * stall_seconds
         always = self.far_watts_per_gb * far_bytes / 1e9 + self.storage_watts
@@ -55,6 +55,6 @@ def grams_co2e(joules: float, carbon_intensity: float) -> float:
     """Return the operational emissions of ``joules``.
 
     Args:
-        carbon_intensity: gCO2e per kWh of the grid.
+        carbon_intensity: the grid's, in gCO2e per kWh.
     """
     return joules / _JOULES_PER_KWH * carbon_intensity

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Energy of an engine's work by part, each part measured or assumed, and labelled so.
+"""Energy of an engine's work by part; each part is labelled as measured or assumed.
 
     part    measured                          otherwise
     cpu     RAPL, all packages of the host    not counted: there is no constant for a processor
@@ -10,9 +10,9 @@
 The caller provides the constants (M2Cache's, :mod:`vllm_tiered.energy.carbon`). A measured part
 covers the whole host: engines that share a machine each count all of it.
 
-Time without steps is left out, as the report leaves it out of rates: begin_step() closes the gap
-before a step. Counters are read at most ten times a second, since a reading interrupts the core
-that keeps the counter. Energy between the last reading and a gap is divided by time.
+Time without steps is not counted, as in the report's rates: begin_step() ends a pause. Counters are
+read at most ten times a second, since a reading interrupts the core that keeps the counter. If a
+pause lies between two readings, their energy is divided between steps and pause by time.
 """
 
 import logging
@@ -31,10 +31,10 @@ from vllm_tiered.energy.rapl import POWERCAP, RaplZone, open_rapl
 logger = logging.getLogger("vllm.tiered")
 
 READ_SECONDS = 0.1
-"""Least time between readings; RAPL itself is updated every millisecond."""
+"""Least time between readings; RAPL counters are updated every millisecond."""
 
 IDLE_SECONDS = 1.0
-"""Longer pauses between steps are idle time; an engine under load pauses for milliseconds."""
+"""Longest pause between steps that is not idle time; under load, pauses last milliseconds."""
 
 Clock = Callable[[], float]
 
@@ -59,7 +59,7 @@ class Source(ABC):
 
 
 class Rapl(Source):
-    """RAPL counters of one kind, of all sockets."""
+    """RAPL counters of one part, summed over all sockets."""
 
     known = Known.RAPL
 
@@ -71,7 +71,7 @@ class Rapl(Source):
 
 
 class Nvml(Source):
-    """NVML's energy counters, which run since the driver was loaded (Volta and later).
+    """NVML's energy counters, which count from the load of the driver (Volta and later).
 
     Args:
         nvml: the module ``pynvml``, of nvidia-ml-py or vLLM's copy of it.
@@ -104,7 +104,7 @@ class Nvml(Source):
 
 
 class Constant(Source):
-    """Assumed power, which `watts` returns at each reading."""
+    """Source with an assumed power, which `watts` returns at each reading."""
 
     known = Known.CONSTANTS
 
@@ -119,7 +119,7 @@ class Constant(Source):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Energy drawn in some time.
+    """Energy drawn in an interval.
 
     Attributes:
         joules: joules by part, without parts that are not counted.
@@ -135,12 +135,12 @@ class Drawn:
 
 
 class PowerMeter:
-    """Meter of the energy drawn while steps run: call ``begin_step``, then ``end_step``.
+    """Meter of the energy drawn during steps; call ``begin_step`` and ``end_step`` for each.
 
     Args:
         sources: sources by part, without parts that cannot be counted.
-        constants: replacements by part for sources that stop being readable.
-        reasons: reasons by part why it is not counted.
+        constants: replacements by part for sources that become unreadable.
+        reasons: the reasons by part why a part is not counted.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class PowerMeter:
 
     @property
     def labels(self) -> dict[str, Known]:
-        """The current origin of each part's joules."""
+        """Current origin of each part's joules."""
         return {part: source.known for part, source in self._sources.items()}
 
     def begin_step(self) -> None:
-        """Begin a step. Energy of a pause before it is not counted."""
+        """Begin a step; the energy of a pause before it is not counted."""
         now = self._clock()
         if self._read_at is None:
             self._read(share=0.0)
@@ -187,7 +187,7 @@ class PowerMeter:
         return drawn
 
     def _read(self, *, share: float) -> None:
-        """Add that share of the energy since the last reading."""
+        """Add ``share`` of the energy since the last reading."""
         for part, source in list(self._sources.items()):
             try:
                 joules = share * source.read_joules()
@@ -202,7 +202,7 @@ class PowerMeter:
         del self._sources[part]
         constant = self._constants.get(part)
         if constant is not None:
-            constant.read_joules()  # it counts from now on
+            constant.read_joules()  # start counting now
             self._sources[part] = constant
         logger.warning(
             "tiered energy: %s can no longer be measured (%s): %s from now on",
@@ -226,14 +226,14 @@ def open_meter(
     """Open a meter with the counters that are readable on this machine.
 
     Args:
-        dram_watts_per_gb: watts for 10^9 bytes, where memory is not measured.
+        dram_watts_per_gb: power of 10^9 bytes, used if memory is not measured.
         ssd_watts: returns the disk's current power for this engine.
-        is_first: this process counts the parts that its host's ranks share: processor, measured
-            memory, disk.
+        is_first: whether this process counts the parts that the ranks of a host share: processor,
+            measured memory, disk.
         nvml, gpu_uuids: this rank's GPUs, as for :class:`Nvml`; none on the CPU backend.
-        powercap: folder to read in place of Linux's.
-        resident_bytes: returns the DRAM that constants count; by default this process's resident
-            bytes.
+        powercap: powercap folder of Linux, or a replacement.
+        resident_bytes: returns the bytes of DRAM to which the constant applies; by default this
+            process's resident bytes.
     """
     held = resident_bytes or _resident_bytes()
     zones, reason = open_rapl(powercap)

@@ -6,10 +6,10 @@
     /sys/class/powercap/intel-rapl:0:2    name "dram"        not in the package; servers only
     /sys/class/powercap/intel-rapl:1      name "psys"        the whole board, if present
 
-Packages and dram are counted. "core" and "uncore" are parts of their package, "psys" includes it,
-and zones of `intel-rapl-mmio` are the same counters again. AMD's processors have the same files
-(without dram). The counters measure all processes of the host. Since CVE-2020-8694 only root may
-read them.
+Packages and dram are counted. "core" and "uncore" are parts of their package, and "psys" includes
+it. Zones of `intel-rapl-mmio` repeat the same counters. AMD's processors have the same files, but
+no dram. The counters measure all processes of the host. Since CVE-2020-8694 only root may read
+them.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _SAME_JOULES = 1.0
 class RaplZone:
     """Energy counter of one zone, corrected where it wraps around.
 
-    A counter wraps after 2^32 units: 262 kJ, which are 20 minutes at 200 W. It must be read more
-    often than that: a second wrap between two readings goes unnoticed.
+    A counter wraps after 2^32 units: 262 kJ, or 20 minutes at 200 W. It must be read more often
+    than that, because a second wrap between two readings is not detected.
 
     Raises:
         OSError: a file is missing, cannot be read, or holds no number.
@@ -37,7 +37,7 @@ class RaplZone:
 
     @property
     def joules(self) -> float:
-        """The counter at its last reading, in joules."""
+        """Value of the counter at its last reading, in joules."""
         return self._last_uj / 1e6
 
     def read_joules(self) -> float:
@@ -51,10 +51,10 @@ class RaplZone:
 def open_rapl(powercap: Path = POWERCAP) -> tuple[dict[str, list[RaplZone]], str | None]:
     """Open the readable counters by part ("cpu", "dram").
 
-    A part with an unreadable counter is left out: a sum that lacks a socket is wrong.
+    A part with an unreadable counter is left out, as a sum without a socket is wrong.
 
     Returns:
-        The counters, and the reason if there is none for the processor.
+        The counters, and the reason if the processor has none.
     """
     folders: dict[str, list[Path]] = {}
     for folder in sorted(powercap.glob("intel-rapl:*")):
@@ -82,14 +82,14 @@ def open_rapl(powercap: Path = POWERCAP) -> tuple[dict[str, list[RaplZone]], str
 def _distinct(zones: Sequence[RaplZone]) -> list[RaplZone]:
     """Drop counters that repeat another one.
 
-    Processors of several dies may give each die a zone with the counter of the whole socket; their
-    sum is several times the real energy (seen on AMD's; codecarbon's issue 1274). Counters of
-    different sockets are not within a joule of each other, out of 262 kJ.
+    Processors with several dies may have a zone for each die that shows the whole socket's counter.
+    Their sum is several times the real energy (seen on AMD's; codecarbon's issue 1274). Counters of
+    different sockets are unlikely to be within a joule of each other, out of 262 kJ.
     """
     kept: list[RaplZone] = []
     for zone in zones:
         is_same = any(abs(zone.joules - other.joules) < _SAME_JOULES for other in kept)
-        if not (is_same and zone.joules):  # a counter at 0 tells nothing yet
+        if not (is_same and zone.joules):  # equal counters at 0 prove nothing
             kept.append(zone)
     return kept
 

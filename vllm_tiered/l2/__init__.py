@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and KV brought to the last-level cache while ranks wait for each other (PRESERVE)."""
+"""Prefetch of weights and KV into the last-level cache during all-reduces (PRESERVE)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefetch budget: a rank's share of its processors' last-level cache."""
+"""Prefetch budget: a rank's share of its CPUs' last-level cache."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cache:
-    """A last-level cache, shared by ``cpus``."""
+    """Last-level cache, shared by ``cpus``."""
 
     level: int
     num_bytes: int

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU runtime of prefetches: a side stream that forks before an all-reduce and joins after it.
+"""GPU runtime of prefetches: a side stream that forks before an all-reduce and joins after it.
 
-Never run (2026-11): it takes two GPUs. The order of streams and launches is tested on fakes, the
-kernels in Triton's interpreter and as PTX.
+This has never run on GPUs (2026-11), as it needs two. The order of streams and launches is tested
+on fakes. The kernels are tested in Triton's interpreter and as PTX.
 
- main stream   … fork │ all-reduce … │ join │ products …
- side stream          └► asks for lines ──┘
+ main stream   … fork │ all-reduce … │ join │ matmuls …
+ side stream          └► prefetches ──────┘
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ MIN_ARCHITECTURE = 80
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepKv:
-    """The KV that one attention of the step reads.
+    """KV that one attention of the step reads.
 
     Attributes:
         cache_PX: [pages, ...], each page contiguous.
@@ -49,14 +49,16 @@ class Kernels:
 class CudaRuntime:
     """GPU runtime of one rank.
 
-    The switch is in device memory: a CUDA graph captures the launches whatever its value, and each
-    replay reads it again. Outside a capture nothing is launched while it is off. A replayed graph
-    with the switch off still forks, launches and joins; "off" of a trial includes that.
+    The switch is in device memory. A CUDA graph captures the launches whether it is on or off, and
+    each replay reads it again. Outside a capture, nothing is launched while it is off. A replayed
+    graph still forks, launches and joins while it is off; the "off" phases of a trial include this
+    cost.
 
-    While ``is_counting``, the first calls count the prefetches of a step.
+    While ``is_counting``, calls count the prefetches of a step.
 
     Attributes:
-        num_kv_skipped: prefetches of KV without one page that fits the budget left by weights.
+        num_kv_skipped: KV prefetches skipped because the budget left by the weights is less than a
+            page.
     """
 
     def __init__(self, kernels: Kernels, kv_of: KvOf, switch: torch.Tensor) -> None:
@@ -87,7 +89,7 @@ class CudaRuntime:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of these weights."""
+        """Bytes of the weights that a step prefetches."""
         return sum(sum(sizes) for sizes in self._weights.values())
 
     @property
@@ -125,14 +127,15 @@ class CudaRuntime:
             self._has_forked = False
 
     def counts(self) -> tuple[int, int]:
-        """Return the bytes of weights prefetched by launches from Python, and 0 bytes dropped.
+        """Return the bytes of weights prefetched by launches from Python, and 0 for bytes dropped.
 
-        Neither replays of a CUDA graph nor KV, whose bytes only the device knows, are in it.
+        Replays of CUDA graphs are not counted. KV is not counted, as only the device knows its
+        bytes.
         """
         return self._asked_bytes, 0
 
     def synchronize(self) -> None:
-        """Wait until the device is idle, as a step's time shows only then."""
+        """Wait until the device is idle, which measuring a step's time requires."""
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -150,7 +153,7 @@ class CudaRuntime:
 
 
 def make_runtime(device: torch.device, kv_of: KvOf) -> CudaRuntime:
-    """Return the runtime of a device; its kernels are compiled at their first launch."""
+    """Make the runtime of a device; its kernels are compiled at their first launch."""
     # Machines without a GPU may lack Triton.
     from vllm_tiered.kernels.l2_prefetch import api
 
@@ -182,11 +185,11 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def find_device_obstacle(device_type: str, architecture: int | None) -> str | None:
-    """Return why a device cannot prefetch, or None if it can.
+    """Return the reason why a device cannot prefetch, or None if it can.
 
     Args:
-        device_type: as vLLM's platforms name it.
-        architecture: compute capability times 10, of a GPU that reports it.
+        device_type: vLLM's name of the device type.
+        architecture: a GPU's compute capability times 10; None if it is not known.
     """
     if device_type == "cpu":
         return None

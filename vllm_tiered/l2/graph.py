@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of what a compiled graph prefetches behind each all-reduce (PRESERVE, algorithm 1).
+"""Plan of the prefetches that a compiled graph overlaps with all-reduces (PRESERVE, algorithm 1).
 
-Pure: it reads a graph and returns a plan, which ``graph_pass.py`` applies.
+The planner is pure: it reads a graph and returns a plan, which ``graph_pass.py`` applies.
 """
 
 import operator
@@ -19,10 +19,10 @@ class OpNames:
 
     Attributes:
         collectives: all-reduces, with the name of the argument that they reduce.
-        waits: operators that wait for a collective that was only started.
-        matmuls: matmuls, with the name of the argument that is the weight; None if the weight is
-            packed behind a handle, where it has no address.
-        attentions: self-attention over a KV cache.
+        waits: operators that wait for an asynchronous collective.
+        matmuls: matmuls, with the name of the weight argument; None if the weight is packed behind
+            a handle and so has no address.
+        attentions: operators of self-attention over a KV cache.
     """
 
     collectives: Mapping[str, str]
@@ -31,24 +31,24 @@ class OpNames:
     attentions: frozenset[str]
 
     def key(self) -> str:
-        """Return a text that is equal for equal names."""
+        """Return a string that is equal for equal names."""
         parts = (sorted(self.collectives.items()), sorted(self.waits), sorted(self.attentions))
         return repr((*parts, sorted((op, arg or "") for op, arg in self.matmuls.items())))
 
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """The prefetches behind one all-reduce.
+    """Prefetches that overlap one all-reduce.
 
     Attributes:
         collective: the all-reduce.
-        reduced: its input, ready when the prefetch may begin.
+        reduced: its input; the prefetch may begin when it is ready.
         result: its output, after the wait.
-        weights: the weights to prefetch, in the order in which they are used.
+        weights: the weights to prefetch, in the order of their use.
         weight_bytes: the bytes of these weights.
-        attention: the index, in the graph, of the attention whose KV is prefetched; None for none.
-        kv_bytes: the budget that is left for that KV.
-        num_hidden: matmuls within reach whose weights are behind a handle.
+        attention: index in the graph of the attention whose KV is prefetched; None for none.
+        kv_bytes: the part of the budget left for that KV.
+        num_hidden: matmuls found whose weights are behind a handle.
         num_left_out: weights that did not fit.
     """
 
@@ -70,11 +70,11 @@ class Group:
 def plan_prefetches(graph: fx.Graph, names: OpNames, budget_bytes: int) -> list[Group]:
     """Plan the prefetches by algorithm 1.
 
-    The algorithm searches breadth first from each all-reduce through its consumers until the next
-    one. Two things differ from the paper's listing. A residual connection bypasses the next
-    all-reduce, so a consumer counts only if no later all-reduce is among its ancestors. And how
-    much KV a step reads is not known here: weights take the budget first, and the rest limits the
-    attention's prefetch.
+    The algorithm searches breadth-first from each all-reduce through its consumers until the next
+    one. It differs from the paper's listing in two ways. First, a residual connection bypasses the
+    next all-reduce, so a consumer counts only if no later all-reduce is among its ancestors.
+    Second, the number of KV bytes that a step reads is not known here. So weights take the budget
+    first, and the rest limits the attention's prefetch.
 
     Returns:
         A group for each all-reduce, empty ones included.
@@ -87,7 +87,7 @@ def plan_prefetches(graph: fx.Graph, names: OpNames, budget_bytes: int) -> list[
         if argument is None:
             continue
         reduced, result = argument_of(node, argument), _result(node, names)
-        # Nothing can be ordered by an input of the graph.
+        # An input of the graph cannot order operators.
         if isinstance(reduced, fx.Node) and reduced.op != "placeholder" and result is not None:
             group = Group(collective=node, reduced=reduced, result=result)
             _fill(group, names, budget_bytes, latest, attentions)
@@ -125,7 +125,7 @@ def _fill(
 
 
 def _consumers(start: fx.Node, latest: Mapping[fx.Node, fx.Node | None]) -> Iterator[fx.Node]:
-    """Yield consumers breadth first, those that wait for no later all-reduce."""
+    """Yield breadth-first the consumers that depend on no later all-reduce."""
     queue, seen = deque([start]), {start}
     while queue:
         for user in queue.popleft().users:
@@ -149,7 +149,7 @@ def _latest_collectives(graph: fx.Graph, names: OpNames) -> dict[fx.Node, fx.Nod
 
 
 def operator_name(node: fx.Node) -> str | None:
-    """Return ``namespace.operator`` of a call, also if functionalized; None of other nodes."""
+    """Return ``namespace.operator`` of a call, functionalized or not; None for other nodes."""
     overload = _overload(node)
     return None if overload is None else str(overload._schema.name).replace("::", ".")
 
@@ -192,7 +192,7 @@ _VIEWS = frozenset({"aten.permute", "aten.t", "aten.transpose", "aten.view", "at
 
 
 def _stored(argument: object) -> fx.Node | None:
-    """Return the input or attribute that a weight is, or is a view of."""
+    """Return the graph input or attribute behind a weight or a view of it."""
     node = argument
     while isinstance(node, fx.Node) and operator_name(node) in _VIEWS:
         node = node.args[0]
@@ -201,7 +201,7 @@ def _stored(argument: object) -> fx.Node | None:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Return the bytes of a tensor of known size; 0 of anything else."""
+    """Return the bytes of a tensor of known size; 0 for other nodes."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0

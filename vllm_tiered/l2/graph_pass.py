@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph pass that inserts prefetches around the all-reduces of a compiled model.
+"""Graph pass that inserts prefetches around the all-reduces of a compiled model.
 
 A decoder layer before, on one of several ranks, and after:
 
@@ -15,8 +15,8 @@ A decoder layer before, on one of several ranks, and after:
                                          l2_join(t!)
     q = mm(norm(t + …), w_qkv)           q = mm(norm(t + …), w_qkv)
 
-The operators declare that they write the tensor that orders them (``!``), which they do not. That
-makes the compiler keep them, and keep them in their place.
+The operators declare that they write the tensor marked ``!``, although they do not. This makes the
+compiler keep the operators and their order.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ _SOURCES = ("graph.py", "graph_pass.py", "ops.py")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inserted:
-    """What a pass did to a graph.
+    """Counts of what a pass inserted into a graph.
 
     Attributes:
-        num_collectives: all-reduces that were found.
-        num_weights: weights that are prefetched, of ``weight_bytes`` together.
+        num_collectives: all-reduces found.
+        num_weights: weights prefetched, ``weight_bytes`` in total.
         num_attentions: attentions whose KV is prefetched.
-        num_hidden: weights behind a handle.
+        num_hidden: weights behind a handle, which are not prefetched.
         num_left_out: weights that did not fit.
     """
 
@@ -58,12 +58,12 @@ class Inserted:
 
 
 class PrefetchPass(CustomGraphPass):
-    """The custom pass that inserts the prefetches of algorithm 1 into post-grad graphs.
+    """Custom pass that inserts the prefetches of algorithm 1 into post-grad graphs.
 
     Args:
         names: the engine's operators.
-        budget_bytes: what may be prefetched behind one all-reduce, the paper's C.
-        obstacle: why the device cannot prefetch; the pass then leaves graphs unchanged.
+        budget_bytes: most bytes to prefetch during one all-reduce, the paper's C.
+        obstacle: the reason why the device cannot prefetch; with one, the pass changes no graph.
 
     Attributes:
         inserted: what was inserted into the last graph.
@@ -93,7 +93,7 @@ class PrefetchPass(CustomGraphPass):
         )
 
     def uuid(self) -> str:
-        """Return the key for the compile cache, which changes with budget, names and version."""
+        """Return the key for the compile cache, made of budget, names and version."""
         folder = Path(__file__).parent
         text = [str(self.budget_bytes), self.names.key(), str(self.obstacle is None)]
         text += [(folder / name).read_text(encoding="utf-8") for name in _SOURCES]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators that the pass inserts, and the runtime that they reach.
+"""Operators that the graph pass inserts, and the runtime that they call.
 
-``tiered::l2_prefetch``     weights, behind the all-reduce that follows
-``tiered::l2_prefetch_kv``  the KV that this step's attention reads
-``tiered::l2_join``         the all-reduce is over
+``tiered::l2_prefetch``     prefetch weights during the all-reduce that follows
+``tiered::l2_prefetch_kv``  prefetch the KV that this step's attention reads
+``tiered::l2_join``         end the prefetches: the all-reduce is done
 
-With no runtime set, or one that is off, they return at once.
+They return at once if no runtime is set or if the runtime is off.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ import torch
 
 
 class Runtime(Protocol):
-    """The runtime that executes prefetches."""
+    """Runtime that executes prefetches."""
 
     def prefetch(self, weights: list[torch.Tensor]) -> None: ...
 
@@ -30,7 +30,7 @@ _runtime: Runtime | None = None
 
 
 def set_runtime(runtime: Runtime | None) -> None:
-    """Set this process's runtime, which compiled graphs reach through the operators."""
+    """Set this process's runtime, which the operators call."""
     global _runtime
     _runtime = runtime
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that prefetch memory into the last-level cache.
 
-A prefetch has no result and may be dropped at any time: memory that was not prefetched is read
-when it is used, as without prefetching.
+A prefetch has no result and may be dropped at any time. Memory that was not prefetched is read at
+its use, as without prefetching.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ from vllm_tiered.l2 import native
 logger = logging.getLogger("vllm.tiered")
 
 Spans = npt.NDArray[np.int64]
-"""[n, 2]: address and bytes of each, C-contiguous. The memory must stay while the process lives, or
-until the prefetcher is idle."""
+"""Address and bytes of each span, [n, 2], C-contiguous. The memory must stay allocated until the
+prefetcher is idle."""
 
 _LINE = 64
 _TOUCHED_AT_ONCE = 256 << 10
@@ -30,26 +30,26 @@ _TOUCHED_AT_ONCE = 256 << 10
 
 class Prefetcher(Protocol):
     def begin(self, spans: Spans) -> None:
-        """Queue the spans behind what was queued before, and return at once."""
+        """Queue the spans behind those queued before, and return at once."""
 
     def cancel(self) -> None:
-        """Drop what is not prefetched yet."""
+        """Drop all bytes not prefetched yet."""
 
     def is_idle(self) -> bool:
-        """Whether everything that was queued is prefetched or dropped."""
+        """Return whether all queued spans are prefetched or dropped."""
 
     def counts(self) -> tuple[int, int]:
-        """Return the bytes prefetched and the bytes dropped since it was opened."""
+        """Return the bytes prefetched and the bytes dropped since the start."""
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the thread. Idempotent."""
 
 
 class NativePrefetcher:
-    """Prefetcher whose C++ thread reads a byte of each cache line, without the interpreter's lock.
+    """Prefetcher whose C++ thread reads a byte of each cache line, without the GIL.
 
     Args:
-        cpus: where the thread may run; empty for anywhere.
+        cpus: CPUs on which the thread may run; empty for all.
 
     Raises:
         UnsupportedError: the library was not built, or no thread could be started.
@@ -97,7 +97,7 @@ class NativePrefetcher:
 class TouchingPrefetcher:
     """Prefetcher with a Python thread, for installations without a compiler.
 
-    numpy releases the interpreter's lock while it reads, and takes it between pieces.
+    numpy releases the GIL while it reads a piece, and takes it between pieces.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ def _touch(address: int, num_bytes: int) -> None:
 
 
 def open_prefetcher(cpus: Collection[int] = ()) -> Prefetcher:
-    """Open the native prefetcher, or, with one warning, the one in Python."""
+    """Open the native prefetcher; without it, warn once and open the one in Python."""
     try:
         return NativePrefetcher(cpus)
     except UnsupportedError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU runtime behind the operators of one rank: a switch and a prefetcher."""
+"""CPU runtime that executes the prefetch operators of one rank."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,12 @@ KvSpans = Callable[[int], Spans | None]
 class L2Runtime:
     """CPU runtime of one rank; it prefetches while ``is_on``.
 
-    The switch is read at each call, so that compiled code need not change. While ``is_counting``,
-    the first calls count the prefetches of a step: the pass never sees a graph that comes out of a
-    compile cache.
+    Each call reads ``is_on``, so that turning it on or off needs no other compiled code. While
+    ``is_counting``, calls count the prefetches of a step. The graph pass cannot count them, as it
+    does not see graphs from a compile cache.
 
     Attributes:
-        num_kv_skipped: prefetches of KV that did not fit the budget left by the weights.
+        num_kv_skipped: KV prefetches skipped because they exceed the budget left by the weights.
     """
 
     def __init__(self, prefetcher: Prefetcher, kv_spans: KvSpans) -> None:
@@ -39,7 +39,7 @@ class L2Runtime:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of these weights."""
+        """Bytes of the weights that a step prefetches."""
         return sum(int(spans[:, 1].sum()) for spans in self._weights.values())
 
     @property
@@ -62,7 +62,7 @@ class L2Runtime:
         if spans is None:
             return
         if spans[:, 1].sum() > max_bytes:
-            self.num_kv_skipped += 1  # a part of it would evict weights, or itself
+            self.num_kv_skipped += 1  # too much KV would evict weights, or itself
         else:
             self._prefetcher.begin(spans)
 
@@ -71,7 +71,7 @@ class L2Runtime:
             self._prefetcher.cancel()
 
     def counts(self) -> tuple[int, int]:
-        """Return the bytes prefetched, and the bytes not prefetched when their all-reduce ended."""
+        """Return the bytes prefetched, and the bytes dropped when their all-reduce ended."""
         return self._prefetcher.counts()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial that measures in decode steps whether prefetching is faster: off, on, off (A/B/A).
+"""Trial that measures in decode steps whether prefetching is faster: off, on, off (A/B/A).
 
-Pure. Every rank counts the same steps, so all are in the same phase; only the verdict needs the
-other ranks' times.
+The functions are pure. All ranks count the same steps, so they are in the same phase. Only the
+verdict needs the other ranks' times.
 
     batch 4 ─ warm ─┬─ off ─┬─ on ─┬─ off ─┬─ verdict for batches of 2 to 8
                     └ 16 steps ┘           batch 9: another trial
@@ -14,12 +14,13 @@ from statistics import median
 WARM_STEPS = 8
 PHASE_STEPS = 16
 MIN_GAIN = 0.01
-"""Share by which "on" must be faster, and than each "off" phase: less is within the noise."""
+"""Least gain of "on" over the mean of the "off" phases; smaller gains are within the noise. "on"
+must also be faster than each "off" phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Median seconds of a decode step in the three phases, for one size of batch."""
+    """Median seconds of a decode step in each of the three phases, for one batch size."""
 
     batch_size: int
     off_before: float
@@ -61,7 +62,7 @@ def is_on(trial: Trial, batch_size: int) -> bool:
 
 
 def verdict_for(trial: Trial, batch_size: int) -> Measured | None:
-    """Return the verdict that holds for batches of that size."""
+    """Return the verdict that applies to a batch size; None if there is none."""
     near = [found for found in trial.verdicts if _is_near(found.batch_size, batch_size)]
     return min(near, key=lambda found: abs(found.batch_size - batch_size), default=None)
 
@@ -70,8 +71,8 @@ def step(trial: Trial, batch_size: int, seconds: float) -> tuple[Trial, Measured
     """Add the time of a decode step.
 
     Returns:
-        The new state, and, at the end of the last phase, what this rank measured, for
-        :func:`conclude`.
+        The new state; and this rank's measurement for :func:`conclude` at the end of the last
+        phase, otherwise None.
     """
     if trial.batch_size is None or not _is_near(trial.batch_size, batch_size):
         if verdict_for(trial, batch_size) is not None:
@@ -92,7 +93,7 @@ def step(trial: Trial, batch_size: int, seconds: float) -> tuple[Trial, Measured
 
 
 def conclude(trial: Trial, measured: Measured) -> Trial:
-    """End the trial with the times of the slowest rank in each phase."""
+    """End the trial; ``measured`` has the slowest rank's time in each phase."""
     return Trial(verdicts=(*trial.verdicts, measured))
 
 

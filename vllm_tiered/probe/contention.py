@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contention of copies and compute, which run at the same time in each step.
+"""Measurement of the contention of copies and compute, which overlap in each step.
 
-Where near and far memory are the same DRAM, or copy threads take cores from compute, both are
-slower than alone. Behind a link with copy engines of its own neither is.
+If near and far memory are the same DRAM, or copy threads take cores from compute, each slows the
+other down. A link with its own copy engines has no such contention.
 """
 
 import statistics
@@ -23,7 +23,7 @@ _REPEATS = 5
 
 
 class Contention(NamedTuple):
-    """Slowdown of compute and of a link while both run; 1 is none.
+    """Slowdown of compute and of a link while both run; 1 means none.
 
     Attributes:
         compute_slowdown: factor by which GEMMs take longer.
@@ -42,15 +42,15 @@ def measure_contention(
     num_tokens: int = 1,
     seconds: float = 2.0,
 ) -> Contention:
-    """Measure GEMMs with weights in two buffers into which a link copies all the time.
+    """Measure GEMMs while a link copies continuously into the two buffers of their weights.
 
     Args:
-        shape: (out, in) of a weight; its bytes are a multiple of ``PAGE_BYTES``.
+        shape: (out, in) of a weight, whose bytes are a multiple of ``PAGE_BYTES``.
         num_tokens: rows of the activations.
         seconds: approximate duration of the whole measurement.
 
     Returns:
-        Medians of several runs, each of which first measures both alone.
+        Medians of several runs; each run first measures compute and link alone.
 
     Raises:
         BudgetError: the far tier lacks the memory of four weights.
@@ -59,7 +59,7 @@ def measure_contention(
     far = device.far_buffer(4 * pages, PAGE_BYTES)
     near = PageBuffer(torch.empty((2 * pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
     for buffer in (far, near):
-        # Bytes of 1 are tiny but normal numbers in any floating type.
+        # Bytes of 1 are tiny but normal numbers in every floating-point type.
         buffer.data.fill_(1)
     copies = [
         device.prepare(
@@ -94,7 +94,7 @@ def measure_contention(
 
 
 def _rate(run: Callable[[int], None], seconds: float) -> float:
-    """Measure calls per second."""
+    """Return the measured calls per second."""
     run(0)
     start = time.perf_counter()
     num_calls = 0
@@ -112,7 +112,7 @@ class _Rates(NamedTuple):
 def _link_rate(
     device: Device, copies: Sequence[Copy], step: Callable[[int], None], seconds: float
 ) -> _Rates:
-    """Measure steps and copies that run at the same time, copies without a pause."""
+    """Measure the rates of steps and of copies that run at the same time, without pauses."""
     under_way = deque(device.submit(copy) for copy in copies)
     under_way.popleft().wait()
     start = last = time.perf_counter()
@@ -127,7 +127,7 @@ def _link_rate(
             last = time.perf_counter()
     for event in under_way:
         event.wait()
-    # Copies are counted from the end of the first to the end of the last.
+    # The rate is from the end of the first copy to the end of the last.
     return _Rates(num_steps / (now - start), num_copies / (last - start))
 
 

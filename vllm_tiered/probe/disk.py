@@ -36,11 +36,11 @@ class Pattern(Enum):
 
 
 class Read(NamedTuple):
-    """Point of a curve.
+    """Measured point of a curve.
 
     Attributes:
         request_bytes: bytes of one request.
-        readers: threads, each with one request at a time.
+        readers: number of threads; each has one request at a time.
         gb_per_s: rate of all readers together, in 10^9 bytes per second.
         latency_s: duration of one request.
     """
@@ -56,8 +56,8 @@ class StorageCurves(NamedTuple):
     """Measured rates of a disk.
 
     Attributes:
-        is_direct: reads bypass the page cache; otherwise they may have come from memory.
-        write_gb_per_s: rate of one sequential pass over the file, until it was on the disk.
+        is_direct: whether reads bypass the page cache; otherwise they may be from memory.
+        write_gb_per_s: rate of one sequential write of the file, until it is on the disk.
     """
 
     is_direct: bool
@@ -78,8 +78,8 @@ def storage_curves(
 
     Args:
         request_sizes: multiples of 4 KiB, as O_DIRECT needs.
-        file_bytes: a multiple of all of ``request_sizes`` and of 4 MiB. It should exceed the
-            disk's own cache; otherwise that cache is measured.
+        file_bytes: a multiple of all ``request_sizes`` and of 4 MiB. It should exceed the disk's
+            own cache; otherwise that cache is measured.
         seconds: duration for each point.
 
     Raises:
@@ -128,7 +128,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _write(fd: int, file_bytes: int) -> float:
-    """Write every byte, as unwritten space is not read from the disk; return GB/s."""
+    """Write every byte, as unwritten space is not read from the disk; return the GB/s."""
     buffer = aligned_bytes(_WRITE_BYTES)
     buffer[:] = np.frombuffer(random.Random(0).randbytes(_WRITE_BYTES), dtype=np.uint8)
     start = time.perf_counter()
@@ -136,7 +136,7 @@ def _write(fd: int, file_bytes: int) -> float:
         _move_all(os.pwritev, fd, buffer, offset)
     os.fdatasync(fd)
     seconds = time.perf_counter() - start
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where the page cache is used
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # needed if the page cache is used
     return file_bytes / seconds / 1e9
 
 

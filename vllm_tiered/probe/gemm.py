@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products (GEMM) as the engine computes them: near weights packed, far weights not.
+"""GEMMs as the engine computes them: near weights are packed, far weights are not.
 
-On a CPU vLLM packs the weights of linear layers for oneDNN; torch's own packing is as fast (5
-shapes, 1 to 256 rows, 1 and 2 threads, within the noise; Xeon with AMX, 2026-11-22). A weight that
-passes through a weight buffer cannot be packed. On other devices both are the same product.
+On a CPU vLLM packs the weights of linear layers for oneDNN. Torch's own packing is as fast (5
+shapes, 1 to 256 rows, 1 and 2 threads, within the noise; Xeon with AMX, 2026-11-22). A weight in a
+weight buffer cannot be packed. On other devices both GEMMs are the same.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from typing import TypeAlias
 import torch
 
 Gemm: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Activations [rows, in] to [rows, out]."""
+"""Function from activations [rows, in] to [rows, out]."""
 
 ROWS_ON_THE_LEFT = 4
-"""From this number of rows on, torch is faster with the unpacked weight as the left factor, and the
-engine computes it so (the adapter's ``cpu_linear``)."""
+"""Least number of rows at which torch is faster with the unpacked weight as the left factor. The
+engine then computes it so (the adapter's ``cpu_linear``)."""
 
 
 def near_gemm(weight: torch.Tensor) -> Gemm:
-    """Return the product with a weight [out, in] that stays near."""
+    """Return the GEMM of a weight [out, in] that stays near."""
     if not _packs(weight):
         return lambda x: torch.nn.functional.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -28,7 +28,7 @@ def near_gemm(weight: torch.Tensor) -> Gemm:
 
 
 def far_gemm(weight: torch.Tensor) -> Gemm:
-    """Return the product with a weight [out, in] in a weight buffer."""
+    """Return the GEMM of a weight [out, in] in a weight buffer."""
     if weight.device.type != "cpu":
         return lambda x: torch.nn.functional.linear(x, weight)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of links and compute, on which placements and predictions are based.
+"""Measurements of links and compute, on which placements and predictions are based.
 
 Each figure is the median of several runs after a warm-up.
 """
@@ -25,7 +25,7 @@ PAGE_BYTES = 64 * KIB
 """Size of the pages that fill weight buffers."""
 
 SIZES = tuple(64 * KIB << power for power in range(0, 11, 2))
-"""64 KiB to 64 MiB."""
+"""Transfer sizes: 64 KiB to 64 MiB."""
 
 SECONDS = 0.1
 """Duration of the measurement of one point; short transfers are repeated."""
@@ -34,11 +34,11 @@ _REPEATS = 5
 
 
 class Sample(NamedTuple):
-    """Point of a curve.
+    """Measured point of a curve.
 
     Attributes:
         num_bytes: bytes of a transfer, or of the weights of a GEMM.
-        seconds: its duration.
+        seconds: duration of the transfer or GEMM.
     """
 
     num_bytes: int
@@ -74,8 +74,8 @@ def link_curve(
     samples = []
     for size in sizes:
         count = size // PAGE_BYTES
-        # Successive places, so that no cache holds the far side. The near side alternates between
-        # two buffers, cached or not.
+        # Transfers use successive far pages, so that no cache holds them. The near side alternates
+        # between two buffers, cached or not.
         places = range(0, num_pages - count + 1, count)
         copies = [
             _copy(device, direction, far, near, first, turn % 2 * count, count)
@@ -109,7 +109,7 @@ def stored_read(
     path = folder / f"{secrets.token_hex(4)}.probe"
     draft = Draft(folder, num_pages, PAGE_BYTES, knob=knob)
     try:
-        draft.memory.random_()  # incompressible
+        draft.memory.random_()  # random data, as the disk may compress it
         draft.publish(path, {})
         file = ImmutableFile(path)
     finally:
@@ -174,7 +174,7 @@ def gemm_by_rows(
 def _weights(
     out_features: int, in_features: int, dtype: torch.dtype, near_device: torch.device
 ) -> list[torch.Tensor]:
-    """Create weights of 128 MiB in all, as a model reuses no weight while it is cached."""
+    """Create weights of 128 MiB in total, as a model reuses no weight while it is cached."""
     size = out_features * in_features * dtype.itemsize
     first = torch.randn((out_features, in_features), device=near_device).to(dtype)
     count = max(2, -(-128 * MIB // size))
@@ -202,11 +202,11 @@ def median_seconds(
 ) -> float:
     """Return the median duration of one call; ``run`` gets the number of the call.
 
-    Where calls only submit work, ``finish`` waits for it: once for many calls, as a GEMM may take
-    less time than waiting for it.
+    If calls only submit work, ``finish`` waits for it. It is called once for many calls, as a GEMM
+    may take less time than waiting for it.
 
-    Takes about ``seconds``, at most six times that or three calls: a warm-up, a call that
-    determines how many there is time for, and one that counts.
+    The measurement takes about ``seconds``, and at most six times that or three calls: a warm-up, a
+    call that determines the number of calls in a sample, and a sample.
     """
     begin = time.perf_counter()
     run(0)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probe run: all measurements of a machine, in order, as `vllm-tiered probe` makes them.
+"""Probe run: all measurements that `vllm-tiered probe` makes of a machine, in order.
 
-The result is plain data for a file, from which :mod:`vllm_tiered.planner.from_probe` builds a
-machine.
+The result is plain data for a file. :mod:`vllm_tiered.planner.from_probe` builds a machine from it.
 """
 
 import os
@@ -26,13 +25,13 @@ from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
 VERSION = 1
-"""Version of the file; a reader refuses others."""
+"""Version of the probe file; a reader refuses other versions."""
 
 GEMMS: Mapping[str, Callable[[torch.Tensor], Gemm]] = {
     "near": near_gemm,
     "far": far_gemm,
 }
-"""GEMMs by the tier of the weight."""
+"""Functions that return the GEMM of a weight, by the weight's tier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +41,10 @@ class Scope:
     Attributes:
         transfer_bytes: sizes of transfers between near and far memory.
         gemm_shapes: (out, in) of weights, by ascending size.
-        rows: rows of activations: tokens in a step.
+        rows: numbers of rows of the activations, which are the tokens in a step.
         dtype: data type of weights and activations.
-        contention_shape: (out, in) of the weights multiplied while a link copies; far larger than
-            the caches.
+        contention_shape: (out, in) of the weights used while a link copies; far larger than the
+            caches.
         request_bytes, readers: sizes and parallelism of reads from storage.
         file_bytes: size of the file that is read.
         point_seconds: duration for one point of a curve.
@@ -70,7 +69,7 @@ class Scope:
 
     @property
     def planned_seconds(self) -> float:
-        """Duration of all points but the model's, doubled for their preparation."""
+        """Duration of all points except the model's, doubled for their preparation."""
         points = (
             len(Direction) * len(self.transfer_bytes)
             + len(GEMMS) * len(self.rows) * len(self.gemm_shapes)
@@ -81,7 +80,7 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
-    """Matrices of a sublayer, (out, in) each, and its name."""
+    """Name of a sublayer and its matrices, (out, in) each."""
 
     name: str
     shapes: Sequence[tuple[int, int]] = field(default_factory=tuple)
@@ -104,14 +103,14 @@ def run_probe(
         step: called with the name of the next measurement.
 
     Returns:
-        The file's content, JSON-safe; its keys name the units: seconds, bytes, GB/s (10^9 bytes).
+        The file's content, JSON-safe. Its keys name the units: seconds, bytes, GB/s (10^9 bytes).
 
     Raises:
         ConfigError, BudgetError: as :func:`storage_curves` and :meth:`Device.far_buffer`.
     """
     start, cpu_before = time.perf_counter(), _cpu_seconds()
     storage = None
-    if folder is not None:  # first, so that errors show at once
+    if folder is not None:  # first, so that errors appear at once
         step(f"reads from {folder}")
         storage = _storage(folder, scope)
     links = {}
@@ -165,7 +164,7 @@ _ENDS = {Direction.READ: "far to near", Direction.WRITE: "near to far"}
 
 
 def describe(near_device: torch.device) -> dict[str, Any]:
-    """Describe the machine, so that its file can be told from another machine's."""
+    """Describe the machine, to distinguish its file from another machine's."""
     name = _cpu_name()
     if near_device.type != "cpu":
         name = torch.cuda.get_device_name(near_device)
@@ -209,13 +208,13 @@ def _cpu_seconds() -> tuple[float, float]:
 def _foreign_share(
     before: tuple[float, float], after: tuple[float, float], seconds: float
 ) -> float:
-    """Return other processes' share of all cores' time, which makes figures too low."""
+    """Return the share of all cores' time used by other processes, which lowers figures."""
     machine, own = after[0] - before[0], after[1] - before[1]
     return min(1.0, max(0.0, (machine - own) / (seconds * (os.cpu_count() or 1))))
 
 
 def _call_seconds(near_device: torch.device) -> float:
-    """Measure the smallest operation: the overhead of a call."""
+    """Measure the overhead of a call with the smallest operation."""
     x = torch.ones((1, 64), device=near_device)
 
     def call(turn: int) -> None:
@@ -227,7 +226,7 @@ def _call_seconds(near_device: torch.device) -> float:
 def _sublayers(
     sublayers: Sequence[Matrices], scope: Scope, near_device: torch.device
 ) -> list[dict[str, Any]]:
-    """Measure each sublayer, all weights near, at every number of rows."""
+    """Measure each sublayer with all weights near, for every number of rows."""
     shapes = sorted({shape for sublayer in sublayers for shape in sublayer.shapes})
     seconds = {
         (shape, rows): gemm_curve(

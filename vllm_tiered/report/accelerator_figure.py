@@ -13,12 +13,12 @@ from vllm_tiered.report.drawing import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
 Answer = Mapping[str, Any]
 
 _COLOURS = (SKY, BLUE, ORANGE, VERMILLION, GREEN, INK)
-_INCHES, _DPI = (7.2, 3.4), 74  # below 60 KB each, as they are committed
+_INCHES, _DPI = (7.2, 3.4), 74  # files below 60 KB each, as they are committed
 _STYLES = ("-", "--", ":")
 
 
 def accelerator_pictures(answer: Answer) -> dict[str, bytes]:
-    """PNGs of an answer of `design_space`, by the names of their tables."""
+    """Return PNGs of an answer of `design_space`, by the names of their tables."""
     drawings: dict[str, Callable[[Axes, Answer], None]] = {
         "density": _density,
         "latency": _latency,
@@ -37,7 +37,7 @@ def _figure(draw: Callable[[Axes, Answer], None], answer: Answer) -> Figure:
 
 
 def _density(axis: Axes, answer: Answer) -> None:
-    """Figure 6."""
+    """Draw figure 6."""
     sizes = answer["asked"]["l2_mib"]
     for name, label, colour in (
         ("with_prefetch", "with prefetch", ORANGE),
@@ -58,7 +58,7 @@ def _density(axis: Axes, answer: Answer) -> None:
 
 
 def _latency(axis: Axes, answer: Answer) -> None:
-    """Figure 5."""
+    """Draw figure 5."""
     sizes = answer["asked"]["l2_mib"]
     for index, (name, curve) in enumerate(answer["figure_5"]["latency_by_model"].items()):
         axis.plot(sizes, curve, label=name, **_look(index))
@@ -69,7 +69,7 @@ def _latency(axis: Axes, answer: Answer) -> None:
 
 
 def _footprint(axis: Axes, answer: Answer) -> None:
-    """Figure 2: the larger of a layer's two parts."""
+    """Draw figure 2: the larger of a layer's two parts."""
     by_model: dict[str, tuple[list[int], list[float]]] = {}
     for point in answer["figure_2"]["points"]:
         numbers, sizes = by_model.setdefault(point["model"], ([], []))
@@ -89,7 +89,7 @@ def _footprint(axis: Axes, answer: Answer) -> None:
 
 
 def _clusters(axis: Axes, answer: Answer) -> None:
-    """Figure 7: of its first model."""
+    """Draw figure 7 for its first model."""
     if not answer["figure_7"]:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "no cluster of these holds the model", ha="center")
@@ -114,7 +114,7 @@ def _clusters(axis: Axes, answer: Answer) -> None:
 
 
 def _bandwidth(axis: Axes, answer: Answer) -> None:
-    """Figure 8."""
+    """Draw figure 8."""
     points = answer["figure_8"]
     rates = [point["gbit_per_s"] for point in points]
     for index, name in enumerate(points[0]["by_model"]):
@@ -126,7 +126,7 @@ def _bandwidth(axis: Axes, answer: Answer) -> None:
 
 
 def _cubes(axis: Axes, answer: Answer) -> None:
-    """Figure 9."""
+    """Draw figure 9."""
     for index, curve in enumerate(answer["figure_9"]):
         label = f"L2 {curve['l2_tb_per_s']} TB/s"
         axis.plot(curve["tera_ops"], curve["speedups"], marker="o", label=label, **_look(index))

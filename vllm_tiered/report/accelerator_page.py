@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `vllm-tiered dse --out`: Markdown with its pictures beside it."""
+"""Markdown page of `vllm-tiered dse --out`, and its picture files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +11,14 @@ from vllm_tiered.report.accelerator_tables import Table, assumptions, markdown, 
 
 PAGE = "accelerator.md"
 PICTURES = "accelerator"
-"""Folder of the PNGs, beside the page."""
+"""Folder of the PNGs, next to the page."""
 
 
 def write_page(answer: Mapping[str, Any], folder: Path, command: str) -> Path:
     """Write the page and its pictures into `folder`; return the page's path.
 
     Args:
-        command: that made it, for the page to say.
+        command: command that made the page, which the page shows.
 
     Raises ConfigError if the folder cannot be written.
     """

@@ -10,7 +10,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Cells of a table, and what has to be known to read it."""
+    """Cells of a table, and a note that explains them."""
 
     name: str
     title: str
@@ -38,7 +38,7 @@ def summary(answer: Answer) -> list[str]:
 
 
 def tables(answer: Answer) -> list[Table]:
-    """All that the answer has; the paper's own figures only for the paper's own space."""
+    """Return all tables of the answer; the paper's figures need the paper's own space."""
     found = []
     if "claims" in answer:
         found += [_claims(answer), _readings(answer)]
@@ -50,14 +50,14 @@ def tables(answer: Answer) -> list[Table]:
 
 
 def assumptions(answer: Answer) -> Table:
-    """Return the assumptions where the paper leaves something open."""
+    """Return the table of assumptions made where the paper is ambiguous."""
     rows = [(each["what"], each["taken"], each["source"]) for each in answer["assumptions"]]
     headings = ("what", "taken here", "from")
     return Table(name="assumptions", title="Assumptions", headings=headings, rows=rows)
 
 
 def markdown(table: Table) -> str:
-    """Return the table without its title."""
+    """Return the table in Markdown, without its title."""
     lines = [table.headings, ["---"] * len(table.headings), *table.rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -251,7 +251,7 @@ def _number(value: float) -> str:
 
 
 def _few(items: Iterable[int], most: int) -> list[int]:
-    """At most so many of them, evenly, the last one always."""
+    """Return about `most` of the items, evenly spaced, always with the last one."""
     every = list(items)
     step = -(-len(every) // most)
     return sorted({*every[::step], every[-1]})

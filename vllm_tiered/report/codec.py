@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of a record as a line of the timeline file, and decoding."""
+"""Encoding of records as lines of the timeline file, and decoding."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ _DECIMALS = 6  # microseconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The last record of a closed file; a file without it was cut off, or is still written."""
+    """Last record of a closed file; without it the file was cut off, or is still being written."""
 
     time: float
 
@@ -71,7 +71,7 @@ def decode(line: str | bytes) -> Record:
 
 
 def is_timeline(line: bytes) -> bool:
-    """Whether a file's first line is the header of a timeline, whatever its version."""
+    """Return whether a file's first line is the header of a timeline of any version."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -95,7 +95,7 @@ def _check_format(values: dict[str, Any]) -> None:
 
 
 def _plain(record: Any) -> dict[str, Any]:
-    """Return fields by name, JSON-safe, without None: most layers have no read and no write."""
+    """Return the fields by name, JSON-safe, without None; most layers have no read or write."""
     plain = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -146,4 +146,4 @@ _ACCEPTED: dict[Any, Callable[[Any], bool]] = {
     Literal["resident", "offloaded"]: lambda value: value in ("resident", "offloaded"),
     Mapping[str, Any]: lambda value: isinstance(value, dict),
 }
-"""Tests of a value from a file, by the type of the field."""
+"""Functions that test a value from a file, by the type of its field."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pictures share: colours, panels, the time axis, and windows drawn as what they are.
+"""Shared parts of the pictures: colours, panels, the time axis, and lines of windows.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart, and mean the same in every
-picture: blue is near and computes, orange comes in, green goes out, vermillion hurts.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. They mean the same in every
+picture: blue is near memory and compute, orange is reads, green is writes, vermillion is stalls.
 
-A window is drawn as a level line over its time, since it is a mean and not a point; where the
-engine was idle the line breaks.
+A window is drawn as a horizontal line over its time, since it is a mean. The line has a gap where
+the engine was idle.
 """
 
 import io
@@ -25,11 +25,11 @@ BLUE, SKY, ORANGE, GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 VERMILLION, PALE, INK = "#D55E00", "#ECEFF2", "#24292F"
 
 MAX_POINTS = 240
-"""Along the time axis: a point every 4 pixels."""
+"""Most points along the time axis: one every 4 pixels."""
 
-_VISIBLE_GAP = 0.006  # of the axis
+_VISIBLE_GAP = 0.006  # share of the axis
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 9.6, 1.0, 0.1, 0.35, 0.5, 0.35  # inches
-_STYLE: Any = {  # matplotlib's own type is a literal of its 300 keys
+_STYLE: Any = {  # matplotlib's type for it is a literal of 300 keys
     "axes.axisbelow": True,
     "axes.edgecolor": "#8C959F",
     "axes.grid": True,
@@ -51,20 +51,20 @@ _STYLE: Any = {  # matplotlib's own type is a literal of its 300 keys
 
 
 def render(draw: Callable[[], Figure]) -> bytes:
-    """Return the figure as PNG in the report's style, whatever the user's matplotlib style is."""
+    """Return the figure as PNG in the report's style, whatever the user's matplotlib style."""
     png = io.BytesIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
-        # A figure made without pyplot has the Agg canvas, and leaves nothing behind.
+        # A figure made without pyplot uses the Agg canvas and leaves no global state.
         draw().savefig(png, format="png")
     return png.getvalue()
 
 
 def panels(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """Make a figure of stacked panels that share the x axis; `heights` in inches.
+    """Make a figure of stacked panels that share the x axis; `heights` are in inches.
 
-    Margins are fixed, so that the same time is at the same place in every picture of a page.
+    Margins are fixed, so that a time is at the same place in every picture of a page.
     """
     total = _TOP + sum(heights) + _BETWEEN * (len(heights) - 1) + _BOTTOM
     figure = Figure(figsize=(_WIDTH, total))
@@ -99,7 +99,7 @@ def legend_above(axis: Axes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """The windows of a picture, and the unit of their time."""
+    """Windows of a picture, and the time unit of its x axis."""
 
     windows: Sequence[Window]
     unit: str
@@ -107,7 +107,7 @@ class TimeAxis:
 
     @classmethod
     def of(cls, windows: Sequence[Window]) -> "TimeAxis":
-        """All `windows` (at least one), in as many points as a picture shows."""
+        """Make the axis of `windows` (at least one), merged to the points that a picture shows."""
         span = windows[-1].end
         unit, unit_seconds = ("s", 1.0)
         if span > 3 * 3600:
@@ -120,7 +120,7 @@ class TimeAxis:
         return time / self.unit_seconds
 
     def finish(self, axes: Sequence[Axes]) -> None:
-        """Limits and label of the x axis that `axes` share."""
+        """Set the limits and the label of the x axis that `axes` share."""
         start, end = self.windows[0].start, self.windows[-1].end
         margin = 0.01 * (end - start) or 0.5
         axes[-1].set_xlim(self.at(start - margin), self.at(end + margin))
@@ -129,7 +129,7 @@ class TimeAxis:
             axis.grid(visible=False, axis="x")
 
     def line(self, axis: Axes, values: Series, **style: Any) -> None:
-        """One value a window."""
+        """Draw a line of one value per window."""
         x, y = self._steps(values)
         axis.plot(x, y, solid_joinstyle="miter", **style)
 
@@ -140,7 +140,7 @@ class TimeAxis:
         axis.fill_between(x, low, high, linewidth=0, **style)
 
     def _steps(self, values: Series) -> tuple[Series, Series]:
-        """Begin and end of each window as two points, with NaN in gaps that the eye can see."""
+        """Return begin and end of each window as two points, with NaN in visible gaps."""
         gap = _VISIBLE_GAP * (self.windows[-1].end - self.windows[0].start)
         x: list[float] = []
         y: list[float] = []
@@ -150,7 +150,7 @@ class TimeAxis:
                 x.append(start)
                 y.append(np.nan)
             elif x:
-                start = x[-1]  # steps that overlap, or a gap too short to see
+                start = x[-1]  # overlapping steps, or a gap too short to see
             x += [start, window.end]
             y += [value, value]
         return np.array(x) / self.unit_seconds, np.array(y)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the report, each drawn from a timeline."""
+"""Pictures of the report, each drawn from a timeline."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ from vllm_tiered.report.records import Event
 from vllm_tiered.report.summary import TRANSPARENT_STALL, Series, ratio, series
 
 _MAX_KINDS = 6
-_MAX_KIND_LETTERS = 14  # as the margin holds
+_MAX_KIND_LETTERS = 14  # more do not fit the margin
 _OTHER_KINDS = "other"
 _DASHED = (0, (4, 3))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A picture of the report; its file is `<name>.png`."""
+    """Picture of the report; its file is `<name>.png`."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ class Picture:
 
 
 def pictures(timeline: Timeline) -> list[Picture]:
-    """Return the pictures that the timeline, of at least one window, has data for."""
+    """Return the pictures for which the timeline (of at least one window) has data."""
     return [picture for picture in PICTURES if timeline.layers or picture.draw is not draw_layers]
 
 
@@ -69,7 +69,7 @@ def draw_expansion(timeline: Timeline) -> Figure:
 
 
 def draw_throughput(timeline: Timeline) -> Figure:
-    """Draw output tokens per second, requests running and waiting, and preemptions."""
+    """Draw output tokens per second, running and waiting requests, and preemptions."""
     figure, axes = panels([2.0, 1.4, 0.8])
     time = TimeAxis.of(timeline.windows)
     tokens = ratio(series(time.windows, "tokens"), series(time.windows, "seconds"))
@@ -217,7 +217,7 @@ def _above(*values: Series, least: float = 1.0) -> float:
 
 
 def _kinds(events: Sequence[Event]) -> list[str]:
-    """Return the kinds of events, most frequent first; beyond a few, rare ones are "other"."""
+    """Return the kinds of events, most frequent first; if there are many, rare ones are "other"."""
     kinds = [kind for kind, _ in Counter(event.kind for event in events).most_common()]
     if len(kinds) > _MAX_KINDS:
         kinds = [*kinds[: _MAX_KINDS - 1], _OTHER_KINDS]
@@ -225,7 +225,7 @@ def _kinds(events: Sequence[Event]) -> list[str]:
 
 
 def _mark_events(axis: Axes, time: TimeAxis, events: Sequence[Event], kinds: Sequence[str]) -> None:
-    """Draw a row of ticks per kind of event: hundreds stay readable, and none hides a curve."""
+    """Draw a row of ticks per kind of event; hundreds stay readable, and none hides a curve."""
     colors = {"grow": BLUE, "shrink": ORANGE}
     for row, kind in enumerate(kinds):
         times = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step layer by layer: compute, swap in and swap out, as Pie's figure 4 draws them."""
+"""Picture of one step by layer: compute, swap in and swap out, as in Pie's figure 4."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ _ROLE_COLORS = {"resident": SKY, "offloaded": ORANGE}
 _WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": VERMILLION, "hatch": "//////"}
 _ROW_HEIGHT = 0.76
 _LABEL_SHARE = 0.012
-"""A box narrower than this share of the axis has no room for its layer's number."""
+"""Least width of a box, as a share of the axis, that fits the layer's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A stretch of time of one layer, in units of the axis."""
+    """Time interval of one layer, in units of the axis."""
 
     layer: int
     role: str
@@ -33,7 +33,7 @@ class _Box:
 
 
 def draw_layers(timeline: Timeline) -> Figure:
-    """Draw the typical step of a timeline that has steps in detail."""
+    """Draw the typical step of a timeline that has detailed steps."""
     step = typical_step(timeline.layers)
     if step is None:
         raise ValueError("the timeline has no step in detail")
@@ -66,7 +66,7 @@ def draw_layers(timeline: Timeline) -> Figure:
 
 
 def _boxes(spans: Sequence[LayerSpan], what: str, scale: float) -> list[_Box]:
-    """Return the layers' boxes of one kind ("compute", "wait", "read", "write"), by time."""
+    """Return the layers' boxes of a kind ("compute", "wait", "read", "write") in order of time."""
     boxes = []
     for span in spans:
         start, end = getattr(span, f"{what}_start"), getattr(span, f"{what}_end")
@@ -90,7 +90,7 @@ def _draw_row(axis: Axes, row: int, boxes: Sequence[_Box], width: float) -> None
 def _rectangle(
     axis: Axes, box: _Box, row: int, share: float, *, lane: int = 0, **style: Any
 ) -> tuple[float, float]:
-    """Draw a box in its row, `share` of the row high; return its center."""
+    """Draw a box in its row, with `share` of the row's height; return its center."""
     height = _ROW_HEIGHT * share
     bottom = row - _ROW_HEIGHT / 2 + lane * height
     axis.add_patch(
@@ -100,7 +100,7 @@ def _rectangle(
 
 
 def _lanes(boxes: Sequence[_Box]) -> list[int]:
-    """Return a lane for each box (sorted by start): as few as possible, without overlaps."""
+    """Assign each box (sorted by start) a lane without overlaps; use as few lanes as possible."""
     ends: list[float] = []
     lanes = []
     for box in boxes:

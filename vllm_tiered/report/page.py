@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report page of a timeline: `index.html`, and its pictures as PNG files next to it.
+"""Report page of a timeline: `index.html`, and its pictures as PNG files next to it.
 
-The page holds its pictures itself (base64): it can be sent as one file, and needs neither network
-nor JavaScript. The files are for slides and issues.
+The page embeds its pictures (base64). So it can be sent as one file, and needs neither network nor
+JavaScript. The PNG files are for slides and bug reports.
 """
 
 import base64
@@ -27,7 +27,7 @@ _MAX_LISTED_EVENTS = 200
 
 
 def write_report(timeline: Timeline, folder: str | Path) -> Path:
-    """Write the page and its pictures into `folder`, which is made; return the page's path.
+    """Create `folder`, write the page and its pictures into it, and return the page's path.
 
     Raises ConfigError if the timeline has no steps, or the folder cannot be written.
     """
@@ -68,7 +68,7 @@ def write_report(timeline: Timeline, folder: str | Path) -> Path:
 
 
 def configured(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """Return the configuration as rows of name and value."""
+    """Yield the configuration as rows of name and value."""
     header = timeline.header
     machine = header.machine
     yield "versions", f"vllm-tiered {header.vllm_tiered}, vLLM {header.vllm}"
@@ -87,10 +87,10 @@ def configured(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def described(summary: Summary, carbon_intensity: float) -> Iterator[tuple[str, str, str]]:
-    """Return the summary as rows of name, value and meaning.
+    """Yield the summary as rows of name, value and meaning.
 
     Args:
-        carbon_intensity: of the grid, in gCO2e per kWh.
+        carbon_intensity: the grid's, in gCO2e per kWh.
     """
     idle = max(0.0, summary.seconds - summary.step_seconds)
     yield (
@@ -169,7 +169,7 @@ def _link(share: float, bytes_per_second: float) -> str:
 
 
 def _known(assumed_share: float) -> str:
-    """Return how the joules are known; a share that rounds to all or nothing is named in words."""
+    """Say how the joules are known; a share that rounds to 0 % or 100 % is put in words."""
     if not assumed_share:
         return "measured"
     if assumed_share == 1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a probe: links and storage by transfer size, products by weight size.
+"""Picture of a probe run: links and storage by transfer size, GEMMs by weight size.
 
-After Pie's figure 1, M2Cache's figure 5 and LLM in a flash's figure 2b.
+It follows Pie's figure 1, M2Cache's figure 5 and LLM in a flash's figure 2b.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ _COLOURS = (SKY, BLUE, ORANGE, VERMILLION, GREEN)
 
 
 def probe_picture(probe: Mapping[str, Any]) -> bytes:
-    """Draw what `vllm-tiered probe` measured, as PNG."""
+    """Return a PNG with the curves that `vllm-tiered probe` measured."""
     return render(partial(_draw, probe))
 
 

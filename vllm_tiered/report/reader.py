@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of timeline files, also of those that an engine still writes or did not close."""
+"""Reader of timeline files, including those that an engine still writes or did not close."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from vllm_tiered.report.records import Event, Header, LayerTimeline, Window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The contents of a timeline file.
+    """Contents of a timeline file.
 
     Attributes:
         windows, layers, events: sorted by time.
@@ -29,7 +29,7 @@ def read_timeline(path: str | Path) -> Timeline:
     """Read the timeline at `path`; an incomplete last line is ignored.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, is no timeline or of another version, or is
+        ConfigError: the file cannot be read, is empty, is no timeline, has another version, or is
             damaged before its last line. The message names the file and the line.
     """
     path = Path(path)

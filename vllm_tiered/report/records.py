@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a timeline: header, windows of steps, single steps layer by layer, and events.
+"""Records of a timeline: header, windows of steps, detailed steps by layer, and events.
 
-The file is JSON lines, each with its `type`; the header comes first. Times are seconds since the
-engine's start, as the engine gives them. Steps arrive one by one (`StepSample`) and are kept as
-windows of consecutive steps (`Window`): counts add up, gauges become the mean over the steps, and
-the level is the last one. Windows merge into longer windows by the same rule, so a file can be made
-coarser at any time without the single steps.
+The file consists of JSON lines, each with its `type`. The header is first. Times are seconds since
+the engine's start, as the engine gives them. Steps arrive one by one (`StepSample`) and are stored
+as windows of consecutive steps (`Window`). A window has the sum of counts, the mean of gauges over
+the steps, and the last level. Windows merge into longer windows by the same rule, so a file can be
+made coarser later without the single steps.
 """
 
 import os
@@ -20,13 +20,14 @@ import psutil
 FORMAT_VERSION = 3
 """Version in the header; a reader refuses any other.
 
-2: joules, and the grid's carbon intensity. 3: `partial_blocks`; layers are resident or offloaded.
+Version 2 added joules and the grid's carbon intensity. Version 3 added `partial_blocks` and the
+layers' roles resident and offloaded.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The machine of the engine; `memory_bytes` is the host's, `cores` are logical CPUs."""
+    """Machine of the engine; `memory_bytes` is the host's, `cores` are logical CPUs."""
 
     cpu: str
     cores: int
@@ -44,20 +45,19 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """First record: what was configured.
+    """First record of the file: the configuration.
 
     Attributes:
         vllm_tiered, vllm: versions.
-        model: as the engine names it.
-        started: UTC, ISO 8601.
+        model: the engine's name of the model.
+        started: UTC time of the start, ISO 8601.
         num_layers: layers with a KV cache.
-        block_tokens: tokens a KV block holds.
-        num_blocks: usable blocks at the largest expansion, which the block figures are drawn
-            against.
-        near_bytes, far_bytes, storage_bytes: of the KV cache, all ranks; the last in files.
-        machine: what it runs on.
-        carbon_intensity: of the grid, in gCO2e per kWh.
-        manifest: further settings to show with these, JSON-safe; nested tables are fine.
+        block_tokens: tokens of a KV block.
+        num_blocks: usable blocks at the largest expansion, the upper limit of the block figures.
+        near_bytes, far_bytes, storage_bytes: bytes of the KV cache of all ranks in each tier.
+        machine: the engine's machine.
+        carbon_intensity: the grid's, in gCO2e per kWh.
+        manifest: further settings to show, JSON-safe; tables may be nested.
     """
 
     vllm_tiered: str
@@ -76,26 +76,27 @@ class Header:
 
 
 class StepSample(NamedTuple):
-    """One engine step.
+    """Measurements of one engine step.
 
-    A tuple, as one is made in every step: a frozen dataclass costs 3x more.
+    It is a tuple because every step makes one, and a frozen dataclass costs 3x more.
 
     Attributes:
         time: end of the step.
-        seconds: the step's wall time; idle time is in no step.
+        seconds: the step's wall time; idle time belongs to no step.
         tokens: output tokens of the step.
         stall_seconds: time in which compute waited for a transfer (the slowest rank).
         read_seconds, write_seconds: time in which the direction copied (the slowest rank).
-        read_bytes, write_bytes: far to near, near to far (all ranks).
-        joules: energy read in this step, ten times a second at most (all ranks); none of pauses.
+        read_bytes, write_bytes: bytes copied from far to near, and from near to far (all ranks).
+        joules: energy read from the meter in this step (all ranks), without pauses; the meter is
+            read at most ten times a second.
         assumed_joules: the part of `joules` that comes from constants instead of a counter.
-        far_layers, expansion: the level that the step ran at.
+        far_layers, expansion: the level at which the step ran.
         released_blocks: blocks that requests may use, used ones included.
-        reserved_blocks: blocks without pages, because of the level or of partial blocks that stay
+        reserved_blocks: blocks without pages, because of the level or because partial blocks stay
             near.
         used_blocks: blocks that requests hold.
         partial_blocks: partly filled blocks that running requests account for.
-        num_running, num_waiting: requests.
+        num_running, num_waiting: running and waiting requests.
         num_preempted: requests preempted in this step.
     """
 
@@ -125,10 +126,10 @@ class Window:
     """Consecutive steps as one record; fields not listed here are those of :class:`StepSample`.
 
     Attributes:
-        start, end: begin of the first step, end of the last one.
+        start, end: begin of the first step and end of the last one.
         num_steps: the number of steps.
-        longest_seconds: the longest step.
-        level_changes: steps that ran at another level than the step before.
+        longest_seconds: duration of the longest step.
+        level_changes: steps whose level differs from the previous step's.
     """
 
     start: float
@@ -245,10 +246,11 @@ def coarsen(windows: Sequence[Window], slot_seconds: float) -> list[Window]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpan:
-    """One layer in one step: seconds relative to the step's start, or None if it did not happen.
+    """Times of one layer in one step, in seconds since the step's start; None if there were none.
 
-    A read stages the layer's pages (far to near), a write stores the pages that the layer filled;
-    both overlap with the compute of other layers. A wait is compute waiting for the layer's read.
+    A read copies the layer's pages from far to near. A write stores the pages that the layer
+    filled. Both overlap with the compute of other layers. In a wait, compute waits for the layer's
+    read.
     """
 
     layer: int
@@ -265,12 +267,12 @@ class LayerSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTimeline:
-    """One step in detail, layer by layer (Pie, figure 4).
+    """Times of all layers in one step (Pie, figure 4).
 
     Attributes:
         step: number of the step.
-        time: when it began.
-        layers: in order of execution.
+        time: begin of the step.
+        layers: the layers in order of execution.
     """
 
     step: int
@@ -280,7 +282,7 @@ class LayerTimeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """An event worth a mark: `kind` is a word or two ("grow", "load error"), `text` says why."""
+    """Event to mark; `kind` is a word or two ("grow", "load error"), `text` gives the reason."""
 
     time: float
     kind: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summary of a timeline, and the rates that figures and tables share.
 
-Rates and shares are over the time of steps: an idle engine is neither slow nor stalled.
+Rates and shares refer to the time of steps: an idle engine is neither slow nor stalled.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ class Summary:
     """Totals and shares of a whole timeline.
 
     Attributes:
-        seconds: from the first step's begin to the last one's end.
-        step_seconds: in steps; the rest was idle.
-        median_tokens_per_second: over the windows, each weighted by its step time.
-        tokens_per_second: all tokens over all step time.
-        stall_share, read_share, write_share: of step time.
-        read_bytes_per_second, write_bytes_per_second: while that direction was copying.
-        transparent_share: of step time, in windows whose stall is below 1 %.
-        joules: drawn in steps; ``assumed_share`` of them by constants.
-        joules_per_token: over all output tokens; None without tokens, or where nothing was read.
+        seconds: time from the first step's begin to the last one's end.
+        step_seconds: time in steps; the engine was idle in the rest.
+        median_tokens_per_second: median over the windows, weighted by their step time.
+        tokens_per_second: all tokens divided by the time of all steps.
+        stall_share, read_share, write_share: shares of step time.
+        read_bytes_per_second, write_bytes_per_second: rates while that direction was copying.
+        transparent_share: share of step time in windows whose stall is below 1 %.
+        joules: energy in steps; ``assumed_share`` of it is from constants.
+        joules_per_token: mean over all output tokens; None without tokens or without a reading.
     """
 
     seconds: float
@@ -94,7 +94,7 @@ def summarise(windows: Sequence[Window]) -> Summary:
 
 
 def series(windows: Sequence[Window], name: str) -> Series:
-    """Return a field of the windows, shape [windows]."""
+    """Return the values of a field, shape [windows]."""
     return np.array([getattr(window, name) for window in windows], dtype=np.float64)
 
 
@@ -104,7 +104,7 @@ def ratio(amount: Series, per: Series) -> Series:
 
 
 def at_most(windows: Sequence[Window], num_windows: int) -> list[Window]:
-    """Merge the run into at most `num_windows` windows of equal length, idle time left out."""
+    """Merge into at most `num_windows` windows of equal length, not counting idle time."""
     if not windows:
         return []
     span = windows[-1].end - windows[0].start
@@ -117,7 +117,7 @@ def at_most(windows: Sequence[Window], num_windows: int) -> list[Window]:
 
 
 def typical_step(layers: Sequence[LayerTimeline]) -> LayerTimeline | None:
-    """Return the latest step in detail that read far layers; else the latest; None without any."""
+    """Return the latest detailed step that read far layers, else the latest; None without any."""
     reading = [
         timeline
         for timeline in layers

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writer of the timeline file: a step costs the engine an append, and a failing disk nothing.
+"""Writer of the timeline file; a step only appends to a queue, and disk errors do not affect it.
 
-The engine only appends records to a queue. A thread empties it twice a second, merges steps into
-windows, and writes lines. So no error and no hang of a disk reaches the engine, and an engine that
-is killed leaves all but its last second in the file.
+A thread empties the queue twice a second, merges steps into windows, and writes lines. So an error
+or a hang of the disk does not reach the engine. If an engine is killed, the file lacks only its
+last second.
 
-The file is bounded: its old part has a coarser resolution. Windows are written 0.25 s long. When
-the file holds 4096 of them, they are merged into windows twice as long, repeatedly until half as
-many are left; then the file is rewritten and renamed over the old one. A file of 17 minutes has
-windows of 0.25 s, a file of a day has windows of 64 s, and finer ones in its last minutes: always
-the whole run, in at most about 3 MB. (A ring buffer would lose the start, where an adaptive engine
-converges; 0.25 s for a day would be 150 MB.) Steps in detail and events are thinned likewise.
+The file has a bounded size because its old part has a coarser resolution. New windows are 0.25 s
+long. When the file has 4096 windows, they are merged into windows twice as long, repeatedly until
+half as many are left. Then the file is rewritten and renamed over the old one. A file of 17 minutes
+has windows of 0.25 s. A file of a day has windows of 64 s, and finer ones in its last minutes. It
+always covers the whole run in at most about 3 MB. A ring buffer would lose the start, in which an
+adaptive engine converges. Windows of 0.25 s for a day would take 150 MB. The number of detailed
+steps and events is bounded in the same way.
 """
 
 import atexit
@@ -44,19 +45,19 @@ MAX_WINDOWS = 4096
 MAX_LAYER_TIMELINES = 32
 MAX_EVENTS = 2048
 _MAX_QUEUED = 20_000
-"""Records that wait for a disk that hangs: minutes of steps, some MB. Then the oldest are lost."""
+"""Most records that wait for a disk: minutes of steps, some MB. Beyond it the oldest are lost."""
 _CLOSE_SECONDS = 5.0
 
 Added = StepSample | LayerTimeline | Event
-"""What the engine adds."""
+"""Record that the engine adds."""
 
 
 class TimelineWriter:
-    """The writer of the timeline at `path`; an existing timeline is renamed to `path.1`.
+    """Writer of the timeline at `path`; an existing timeline is renamed to `path.1`.
 
     Args:
         path: the file; its directory exists.
-        header: the first line, which says what was configured.
+        header: the first line, with the configuration.
         window_seconds: length of a window when it is written.
         max_windows: number of windows at which old ones are merged; at least 2.
 
@@ -95,17 +96,17 @@ class TimelineWriter:
             self._queue.append(sample)
 
     def add_layer_timeline(self, timeline: LayerTimeline) -> None:
-        """Add one step in detail; the file keeps about 32 of them."""
+        """Add a detailed step; the file keeps about 32 of them."""
         if not self._stopped:
             self._queue.append(timeline)
 
     def add_event(self, time: float, kind: str, text: str) -> None:
-        """Add an event that happened at `time`; `kind` groups events ("grow", "load error")."""
+        """Add an event at `time`; `kind` groups events ("grow", "load error")."""
         if not self._stopped:
             self._queue.append(Event(time=time, kind=kind, text=text))
 
     def close(self) -> None:
-        """Write what is left and close the file, unless the disk hangs. Idempotent."""
+        """Write the remaining records and close the file, unless the disk hangs. Idempotent."""
         self._closing.set()
         self._thread.join(_CLOSE_SECONDS)
         atexit.unregister(self.close)
@@ -156,13 +157,13 @@ class TimelineWriter:
 
 
 class _Contents:
-    """The records of the file, and the window that is still open."""
+    """Records of the file, and the window that is still open."""
 
     def __init__(self, *, window_seconds: float, max_windows: int) -> None:
         self._window_seconds = window_seconds
         self._coarse_seconds = window_seconds
         self._max_windows = max_windows
-        self._open: list[Window] = []  # one a step
+        self._open: list[Window] = []  # one per step
         self._slot = 0
         self._level: int | None = None
         self._time = 0.0
@@ -172,7 +173,7 @@ class _Contents:
         self._end: list[End] = []
 
     def add(self, added: Iterable[Added], *, closing: bool) -> list[Record]:
-        """Add what the engine added since the last call; return the new records of the file."""
+        """Add the engine's new records; return the records to append to the file."""
         new: list[Record] = []
         steps_before = len(self._open)
         for item in added:
@@ -185,7 +186,7 @@ class _Contents:
                 case Event():
                     self._events.append(item)
                     new.append(item)
-        # The last steps of an engine that becomes idle must not wait for its next ones.
+        # If the engine becomes idle, its last steps must not wait for the next ones.
         is_idle = not new and len(self._open) == steps_before
         if closing or is_idle:
             new += self._close_window()
@@ -203,7 +204,7 @@ class _Contents:
         )
 
     def thin(self) -> None:
-        """Halve the number of windows, steps in detail or events, whichever is at its limit."""
+        """Halve the number of windows, detailed steps or events, whichever is at its limit."""
         if len(self._windows) >= self._max_windows:
             self._windows = coarsen(self._windows, self._coarse_seconds)
             while len(self._windows) > self._max_windows // 2:
@@ -288,4 +289,4 @@ def _lock(file: IO[str]) -> None:
             "path of its own"
         ) from error
     except OSError:
-        pass  # a file system without locks; nothing else needs them
+        pass  # the file system has no locks; only this check needs them

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's device where it differs from others: threads, their errors, their times."""
+"""Tests specific to the CPU device: copy threads, their errors and their times."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def device():
     device.close()
 
 
-# What is copied --------------------------------------------------------------------------
+# Copied bytes ----------------------------------------------------------------------------
 
 
 @given(data=st.data(), count=st.integers(0, 12))
@@ -46,7 +46,7 @@ def test_far_buffer_that_no_machine_has(device):
         device.far_buffer(2**40, 2**12)
 
 
-# In which order --------------------------------------------------------------------------
+# Order -----------------------------------------------------------------------------------
 
 
 def test_wait_returns_the_time_that_compute_stood_still(device):
@@ -108,7 +108,7 @@ def test_an_error_reaches_copies_that_come_after(device):
 
 
 def test_an_error_reaches_later_copies_of_its_direction(device):
-    """Who waits for the last of many copies, as they are in order, must learn of it."""
+    """A caller that waits only for the last of many copies must get the error of an earlier one."""
     gate, buffer = Gate(), make_buffer(2)
     gate.fail(OSError("link down"))
     copy(device, WRITE, buffer, pages_of(0), buffer, pages_of(1), [gate])
@@ -119,7 +119,7 @@ def test_an_error_reaches_later_copies_of_its_direction(device):
 
 @pytest.mark.parametrize("line", [0, 1])
 def test_done_never_says_yes_to_a_copy_that_fails_meanwhile(line):
-    """The copying thread fails just before a line of ``done`` runs."""
+    """The copy fails just before a line of ``done`` runs."""
     event = CpuEvent()
     lines_seen: list[int] = []
 
@@ -146,7 +146,7 @@ def test_done_never_says_yes_to_a_copy_that_fails_meanwhile(line):
 
 @pytest.mark.parametrize("line", range(4))
 def test_no_wake_up_is_lost_when_a_copy_ends_while_somebody_begins_to_wait(line):
-    """The copying thread is done just before a line of ``wait`` runs."""
+    """The copy ends just before a line of ``wait`` runs."""
     event = CpuEvent()
     lines_seen: list[int] = []
 
@@ -172,7 +172,7 @@ def test_no_wake_up_is_lost_when_a_copy_ends_while_somebody_begins_to_wait(line)
     assert len(lines_seen) > line
 
 
-# Books and end ---------------------------------------------------------------------------
+# Counts and close ------------------------------------------------------------------------
 
 
 def test_time_spent_waiting_is_not_busy_time(device):
@@ -218,7 +218,7 @@ def test_an_event_tells_when_its_copy_began_and_ended(device):
 
 
 def test_whoever_waits_for_an_event_is_let_go_however_the_threads_take_turns():
-    """Waits begin before, while and after it is finished; a lost wake-up would stand still."""
+    """Waits begin before, during and after the event's end; a lost wake-up would hang."""
     events = [CpuEvent() for _ in range(3000)]
     let_go = [0, 0, 0]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies run while the main thread computes: shown by the order of moments, not by durations."""
+"""Tests that copies overlap with compute; they compare the order of times, not durations."""
 
 import time
 
@@ -14,7 +14,7 @@ from vllm_tiered.devices.pages import Pages
 
 
 class TimedThread(CopyThread):
-    """Notes when each copy began and ended."""
+    """Copy thread that records when each copy began and ended."""
 
     spans: list[tuple[float, float]]
 
@@ -26,7 +26,7 @@ class TimedThread(CopyThread):
 
 @pytest.fixture
 def timed():
-    """A device and the (begin, end) of its copies."""
+    """Return a device and the list of its copies' (begin, end)."""
     spans: list[tuple[float, float]] = []
 
     class TimedDevice(CpuDevice):
@@ -38,7 +38,7 @@ def timed():
 
 
 def test_a_copy_ends_while_one_matmul_runs(timed):
-    """Neither holds the interpreter: the copy ends, unwaited for, while one call computes."""
+    """Neither holds the GIL: the copy ends without a wait while one call computes."""
     device, spans = timed
     src, dst = make_buffer(512, 64 * 1024), make_buffer(512, 64 * 1024, value=-1)
     ids = Pages(np.random.default_rng(0).permutation(512))
@@ -57,7 +57,7 @@ def test_a_copy_ends_while_one_matmul_runs(timed):
 
 
 def test_python_goes_on_while_one_copy_runs(timed):
-    """``numpy.take`` gives the interpreter away: else no line would run between begin and end."""
+    """``numpy.take`` releases the GIL; otherwise no line would run between begin and end."""
     device, spans = timed
     src, dst = make_buffer(2048, 64 * 1024), make_buffer(2048, 64 * 1024, value=-1)
     everything = Pages(np.arange(2048))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every device does: the contract of ``devices/base.py``, on each of them."""
+"""Tests of the device contract in ``devices/base.py``, run on every device."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def device(machine):
 
 
 def finish(device):
-    """Wait until both directions have done all that was submitted so far."""
+    """Wait until both directions have done all copies submitted so far."""
     nothing = make_buffer(0)
     for direction in Direction:
         copy(device, direction, nothing, pages_of(), nothing, pages_of()).wait()
@@ -99,7 +99,7 @@ def test_directions_do_not_hold_each_other_up(machine, held_up, free):
 
 
 def test_copies_wait_for_a_deferred_event(device):
-    """… and those behind them in their direction with them."""
+    """Later copies of the same direction wait as well."""
     dst = make_buffer(2, value=-1)
     first, second = device.deferred_events(2)
     copy(device, WRITE, make_buffer(9), pages_of(3), dst, pages_of(0), [first])
@@ -136,7 +136,7 @@ def test_use_counts_each_direction(device):
 
 
 def test_close_fails_what_waits_for_compute_that_never_came(device):
-    """A step that raises in its middle must not leave a thread behind that nobody can end."""
+    """A step that raises partway must not leave a thread that cannot be stopped."""
     dst = make_buffer(1, value=-1)
     reached, never = device.deferred_events(2)
     done = copy(device, WRITE, make_buffer(1), pages_of(0), dst, pages_of(0), [reached])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fake device that engine tests rely on loses and poisons pages as it says."""
+"""Tests that the fake device of engine tests loses and poisons pages as documented."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is given back to the system."""
+"""Tests of the release of memory to the system."""
 
 import mmap
 
@@ -38,7 +38,7 @@ def test_discarded_pages_take_no_memory():
 
 @pytest.mark.parametrize(("first", "count"), [(0, 3), (1, 2), (3, 1), (2, 0)])
 def test_pages_beside_the_range_stay(first, count):
-    """A page of 10 KiB begins and ends inside pages of the system, which others use too."""
+    """Pages of 10 KiB share their first and last system pages with their neighbours."""
     buffer = touched(6, 10 * KIB)
     given = buffer.discard(first, count)
     assert given % mmap.PAGESIZE == 0 and given <= count * 10 * KIB

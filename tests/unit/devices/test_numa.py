@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which NUMA nodes far memory is on, and that the kernel is told."""
+"""Tests of the choice of NUMA nodes for far memory and of the binding by the kernel."""
 
 import ctypes
 import mmap
@@ -114,7 +114,7 @@ def test_a_system_that_does_not_say(tmp_path):
 @pytest.mark.skipif(numa._libnuma() is None, reason="no libnuma, or a kernel without NUMA")
 @pytest.mark.parametrize("bind_it", [partial(bind, cpus={1}), partial(bind_near, number=0)])
 def test_the_kernel_is_told(bind_it, monkeypatch):
-    """Bound to node 0, in the kernel's own words: get_mempolicy of the address."""
+    """The kernel's get_mempolicy reports that the address is bound to node 0."""
     two = [node(0, {0}, GIB), node(1, {1}, GIB, n0=20)]
     monkeypatch.setattr(numa, "nodes", lambda: two)
     memory = mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

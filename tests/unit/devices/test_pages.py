@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page lists and page buffers."""
+"""Tests of page lists and page buffers."""
 
 import itertools
 

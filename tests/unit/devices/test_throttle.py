@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slowed link. Lower bounds are exact; upper ones are wide, as others use the cores too."""
+"""Tests of the throttle; upper bounds on times are wide, as other processes use the cores too."""
 
 import math
 import threading
@@ -40,7 +40,7 @@ def test_a_transfer_takes_bandwidth_and_latency(bytes_per_second, latency, wante
 
 
 def test_real_work_counts():
-    """Only the remainder is slept."""
+    """The throttle sleeps only for the remaining time."""
     for seconds_of_work in (1.95, 5.0):
         throttle = Throttle(500)
         ticket = throttle.admit(1000, time.perf_counter() - seconds_of_work)
@@ -105,7 +105,7 @@ def test_a_change_reaches_transfers_under_way(change):
 
 
 def test_what_has_passed_stays_passed():
-    """Half of the transfer at one bandwidth, half at another."""
+    """Half of the transfer runs at one bandwidth, half at another."""
     throttle = Throttle(1e4)
     begin = time.perf_counter()
     ticket = throttle.admit(4000, begin)

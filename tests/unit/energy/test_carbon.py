@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joules and grams: M2Cache's formula 1."""
+"""Tests of energy and emissions by M2Cache's formula 1."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_each_part_draws_for_its_time():
 
 
 def test_the_papers_memory_and_grid():
-    """26 W for 256 GB, and 820 g for a kWh."""
+    """Defaults are 26 W for 256 GB and 820 g per kWh."""
     assert RTX.power is not None
     assert RTX.power.far_watts_per_gb * 256 == pytest.approx(26, rel=1e-3)
     assert grams_co2e(3.6e6, CARBON_INTENSITY) == 820
@@ -38,7 +38,7 @@ def test_the_papers_memory_and_grid():
 
 
 def test_a_token_takes_its_share_of_the_power_over_all_steps():
-    """Two requests, 4 decode steps and one prefill of both: everything but the tokens is theirs."""
+    """Two requests with one prefill and 4 decode steps: their tokens share all the energy."""
     load = Workload(prompt_tokens=64, output_tokens=4)
     placement = place("all_far", LLAMA.sublayers)
     served = estimate_serving(LLAMA, RTX, placement, load, 2)

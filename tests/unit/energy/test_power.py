@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meter: joules of steps by part, what each part is known by, and what falls away."""
+"""Tests of the power meter: joules of steps by part, their origin, and lost counters."""
 
 import logging
 
@@ -15,7 +15,7 @@ from vllm_tiered.energy.power import IDLE_SECONDS, Constant, Known, Nvml, PowerM
 
 
 class DescribedNvml:
-    """What `pynvml` offers that we use: two devices, 300 J and 500 J so far."""
+    """Fake of the parts of `pynvml` that we use: two devices with 300 J and 500 J so far."""
 
     class NVMLError(Exception):
         pass
@@ -45,7 +45,7 @@ def host(tmp_path):
 
 
 def step(meter, clock, seconds):
-    """A step of so many seconds, and what the meter says of it."""
+    """Run a step of ``seconds`` and return the meter's result."""
     meter.begin_step()
     clock.now += seconds
     return meter.end_step()
@@ -73,7 +73,7 @@ def test_measured_where_counters_can_be_read(clock, host):
 
 
 def test_constants_where_nothing_can_be_read(clock, tmp_path):
-    """The paper's: 26 W for 256 GB, 2 W for the disk; the processor is in no constant."""
+    """Constants are the paper's: 26 W for 256 GB, 2 W for the disk, none for the processor."""
     meter = meter_of(clock, tmp_path / "none")
     assert meter.labels == {"dram": Known.CONSTANTS, "ssd": Known.CONSTANTS}
     assert meter.reasons == {"cpu": f"no RAPL in {tmp_path / 'none'}"}
@@ -87,7 +87,7 @@ def test_a_disk_that_is_not_used_draws_nothing_of_ours(clock, tmp_path):
 
 
 def test_what_ranks_share_is_counted_once(clock, host, tmp_path):
-    """A second rank of the host counts its own GPU, and its own memory where none is measured."""
+    """A host's second rank counts its own GPU, and its own memory if memory is not measured."""
     nvml = DescribedNvml()
     gpu = {"nvml": nvml, "gpu_uuids": ["GPU-a"]}
     assert set(meter_of(clock, host.root, is_first=False, **gpu).labels) == {"gpu"}
@@ -114,7 +114,7 @@ def test_idle_time_is_left_out(clock, host):
 
 
 def test_what_was_not_read_before_a_pause_gets_its_share_of_the_time(clock, tmp_path):
-    """The last step ends 50 ms after a reading: too early for the next, then nothing comes."""
+    """The last step ends 50 ms after a reading, too early for another; then a pause follows."""
     meter = meter_of(clock, tmp_path, held=0)
     step(meter, clock, 1.0)
     assert step(meter, clock, 0.05) is None
@@ -135,7 +135,7 @@ def test_short_steps_share_a_reading(clock, tmp_path):
     st.floats(0, 500),
 )
 def test_a_steady_draw_is_counted_for_the_time_of_steps(steps, watts):
-    """However steps and pauses lie: watts times the time of steps and of short pauses."""
+    """For any steps and pauses, the energy is watts times the time of steps and short pauses."""
     clock = Clock()
     meter = PowerMeter({"x": Constant(lambda: watts, clock)}, clock=clock)
     total = counted = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Energy counters: which zones are counted, around their end, and what cannot be read."""
+"""Tests of energy counters: the zones counted, wrap-around, and unreadable files."""
 
 import os
 import tempfile
@@ -41,7 +41,7 @@ def test_dies_that_show_their_sockets_counter_are_one(tmp_path):
     folders = [f"intel-rapl:{die}" for die in range(4)]
     host = Powercap(tmp_path, {each: f"package-0-die-{k}" for k, each in enumerate(folders)})
     for k, folder in enumerate(folders):
-        host.set(folder, 5_000_000_000 + 1000 * k)  # read one after the other
+        host.set(folder, 5_000_000_000 + 1000 * k)  # the counters are read one after the other
     zones, _ = open_rapl(tmp_path)
     for folder in folders:
         host.draw(folder, 7)
@@ -91,7 +91,7 @@ def test_what_is_no_number_is_named(tmp_path):
 
 
 def test_counters_that_only_root_may_read(monkeypatch):
-    """As Linux ships them. A test that runs as root becomes somebody else while it looks."""
+    """This is Linux's default. A test that runs as root changes its user while it reads them."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         Powercap(Path(folder), SERVER)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured is what the links were made to be."""
+"""Tests that measurements of links and GEMMs agree with known rates."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_a_throttled_link_is_measured_as_what_it_was_set_to(direction):
-    """No transfer is faster. What else the machine does makes it slower: the best of a few."""
+    """No transfer is faster. Other processes may make it slower, so take the best of a few."""
     device = CpuDevice(throttles={direction: Throttle(200e6, latency_seconds=0.002)})
     try:
         curves = [link_curve(device, direction, CPU, [64 * KIB, 4 * MIB]) for _ in range(3)]

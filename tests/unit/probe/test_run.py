@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole survey, small: all that was asked for, in its time, and disks that refuse."""
+"""Tests of a small probe run: its results, its duration, and errors of the disk."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def test_the_default_scope_is_planned_to_take_less_than_a_minute():
 
 
 def test_a_point_takes_its_time_and_no_more(monkeypatch):
-    """However slow a call is: one that is not counted, one to see, and one that counts."""
+    """A slow call runs three times: as a warm-up, to determine the count, and as a sample."""
     clock = FakeClock(monkeypatch)
     assert median_seconds(clock.call(0.05), seconds=0.01) == pytest.approx(0.05)
     assert clock.now == pytest.approx(3 * 0.05)
@@ -69,7 +69,7 @@ def test_a_point_takes_its_time_and_no_more(monkeypatch):
 def test_a_link_that_compute_does_not_hold_up_is_as_fast_beside_it():
     device = CpuDevice(throttles={Direction.READ: Throttle(100e6)})
     try:
-        # What else the machine does can only make it slower: the best of a few.
+        # Other processes can only make it slower, so take the best of a few.
         found = [
             measure_contention(device, CPU, (256, 256), torch.float32, seconds=0.5)
             for _ in range(3)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device: streams, events, page-locked host memory."""
+"""Device of a GPU: streams, events, pinned host memory."""

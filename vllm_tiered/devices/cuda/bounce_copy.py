@@ -8,8 +8,8 @@ the pages through pinned bounce buffers, piece by piece:
             GPU:                      buffer 0 ─► near            buffer 1 ─► near
     write   GPU: near ─► buffer 0     thread: buffer 0 ─► store
 
-Until the worker has finished a copy, later copies of its direction are held back, and compute that
-waits for one of them blocks the host: a GPU cannot wait for a disk.
+A GPU cannot wait for a disk. So later copies of the direction are held back until the worker has
+finished a copy. Compute that waits for one of them blocks the host.
 """
 
 import threading
@@ -29,12 +29,12 @@ from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages
 from vllm_tiered.units import MIB
 
 BOUNCE_BYTES = 8 * MIB
-"""Size of each of a direction's two bounce buffers; assumed, not measured. Pages that are adjacent
-in a file are read in requests of 1 MiB, 32 of which keep the readers busy."""
+"""Size of each of a direction's two bounce buffers; assumed, not measured. Adjacent pages of a file
+are read in requests of 1 MiB, and 32 requests keep the readers busy."""
 
 
 class _BounceBuffer:
-    """Bounce buffer; ``copied`` is done when the GPU's copy from or to it is done."""
+    """Bounce buffer; ``copied`` is done when the GPU has copied from or to it."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.pages = PageBuffer(data)
@@ -48,9 +48,9 @@ class BounceCopyWorker:
     The thread starts with the first copy.
 
     Args:
-        stream: the direction's stream; used with ``changed`` held, as is ``ids``.
-        allocate: returns pinned memory of a number of bytes, uint8.
-        finish: called with each job and its error, if any, with ``changed`` held.
+        stream: the direction's stream; it and ``ids`` are used with ``changed`` held.
+        allocate: returns pinned memory of a given number of bytes, uint8.
+        finish: called with each finished job and its error, if any, with ``changed`` held.
     """
 
     def __init__(

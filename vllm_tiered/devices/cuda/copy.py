@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies on a GPU, prepared and submitted: by a kernel, by copy engines, or through bounce buffers.
+"""Prepared and submitted copies of a GPU, by a kernel, copy engines, or through bounce buffers.
 
 The kernel copies scattered pages in one launch and occupies a few multiprocessors while it runs. A
-copy engine occupies none, but each run of consecutive pages takes a call of its own. A copy from or
-to a page store passes through bounce buffers (``bounce_copy.py``).
+copy engine occupies none, but each run of consecutive pages takes a separate call. A copy between
+the GPU and a page store uses bounce buffers (``bounce_copy.py``).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ class CudaCopy:
     """Prepared copy between the GPU and pinned memory; immutable, so it may run more than once.
 
     Args:
-        engine_run_bytes: copy engines do the copy if its runs have this many bytes on average.
+        engine_run_bytes: copy engines do the copy if its runs have at least this many bytes on
+            average.
 
     Attributes:
         words: source and target, int32 [pages, words].
@@ -59,7 +60,7 @@ class CudaCopy:
     def launch(
         self, runtime: Runtime, stream: Stream, ids: PageIdBuffer, done: CudaEvent
     ) -> Sequence[object]:
-        """Submit it; return the tensors, other than the pages, that the GPU uses until ``done``."""
+        """Submit the copy; return the tensors besides pages that the GPU uses until ``done``."""
         if not self.num_bytes:
             return ()
         if self.runs is not None:
@@ -91,11 +92,11 @@ class BounceCopy(NamedTuple):
 
 
 class CopyJob:
-    """Submitted copy, which keeps all tensors that the GPU uses alive until it is done.
+    """Submitted copy; it keeps all tensors that the GPU uses alive until it is done.
 
     Attributes:
-        begun: is done when the copy begins.
-        in_use: tensors, other than the pages, that the GPU reads or writes.
+        begun: event that is done when the copy begins.
+        in_use: tensors, besides the pages, that the GPU reads or writes.
     """
 
     __slots__ = ("after", "begun", "copy", "done", "in_use")
@@ -115,7 +116,7 @@ class CopyJob:
 
 
 def joint_runs(src_pages: Pages, dst_pages: Pages) -> list[tuple[int, int, int]]:
-    """List runs consecutive in both: (first source page, first target page, number of pages)."""
+    """List runs consecutive on both sides: (first source page, first target page, page count)."""
     src, dst = src_pages.ids, dst_pages.ids
     if not len(src):
         return []

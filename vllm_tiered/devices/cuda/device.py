@@ -6,13 +6,12 @@
     write    ··············└─► w0 ─┐···········└─► w1           │
     read     ─── r0 ── r1 ─········└─► r2 ──────────────────────┘
 
-No call within a step waits for the GPU. Copies whose dependencies the GPU does not know yet are
-held back on the host (``queue.py``). How long copies took and compute was stalled is read from
-events that are done.
+No call within a step waits for the GPU. Copies whose dependencies are not recorded on the GPU yet
+are held back on the host (``queue.py``). Events that are done give the times of copies and stalls.
 
-All code but the calls of ``CudaRuntime`` runs in the tests without a GPU, on a fake CUDA runtime.
-It has not run on a GPU yet, and the launch parameters (kernels/kv_pages/tuned) are assumed, not
-measured.
+In the tests, all code except the calls of ``CudaRuntime`` runs without a GPU, on a fake CUDA
+runtime. It has not run on a GPU yet. The launch parameters (kernels/kv_pages/tuned) are assumed,
+not measured.
 """
 
 import threading
@@ -49,7 +48,7 @@ from vllm_tiered.storage.checksums import checked
 from vllm_tiered.storage.page_file import PageFile
 
 NUM_PAGE_IDS = 1 << 18
-"""2 MiB for each direction: enough for 2000 copies of 64 pages under way."""
+"""Initial capacity in page ids: 2 MiB for each direction, enough for 2000 copies of 64 pages."""
 
 
 class CudaDevice(Device):
@@ -59,10 +58,10 @@ class CudaDevice(Device):
     the calling thread's current stream.
 
     Args:
-        runtime: the GPU.
-        engine_run_bytes: copy engines do the copies whose runs of consecutive pages have this many
-            bytes on average; the kernel does the others. Assumed until measured: 256 KiB, where a
-            call of a few microseconds copies what takes a link of 50 GB/s five.
+        runtime: CUDA calls of the GPU.
+        engine_run_bytes: copy engines do the copies whose runs of consecutive pages have at least
+            this many bytes on average; the kernel does the others. 256 KiB is assumed, not
+            measured: a call takes a few microseconds, and a link of 50 GB/s needs five for it.
         num_ids: initial capacity of each direction's page id buffer.
     """
 
@@ -90,7 +89,7 @@ class CudaDevice(Device):
         return self._allocate_pinned(num_bytes)
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        if verify != "off":  # the CPU reads the pages to check them
+        if verify != "off":  # the CPU reads the pages to check their checksums
             _, data = map_near_gpu(self._runtime, num_pages * page_bytes)
             return self._keep(checked(PageBuffer(data.view(num_pages, page_bytes)), verify))
         data = self._allocate_pinned(num_pages * page_bytes).view(num_pages, page_bytes)
@@ -182,7 +181,8 @@ class CudaDevice(Device):
     def wait(self, event: Event) -> float:
         """Hold later compute; see the contract. A bounce copy under way also blocks the host.
 
-        A thread cannot wait for a copy that is held back by a deferred event it has yet to signal.
+        A thread cannot wait for a copy that is held back by a deferred event that the same thread
+        has yet to signal.
 
         Raises:
             IntegrityError: the event's copy waits for compute that comes after it.
@@ -226,7 +226,7 @@ class CudaDevice(Device):
             try:
                 for queue in self._queues.values():
                     queue.finish()
-                # Kernels read pinned memory too, and no event covers the last of them.
+                # Kernels read pinned memory too, and the last ones have no event yet.
                 computed = self._runtime.new_event()
                 self._runtime.record(computed, self._runtime.compute_stream())
                 self._runtime.synchronize(computed)
@@ -241,15 +241,15 @@ class CudaDevice(Device):
         return any(queue.is_bouncing for queue in self._queues.values())
 
     def _launch_ready(self) -> None:
-        """Launch in both directions until neither has a ready copy: each may wait for the other."""
+        """Launch in both directions until neither has a ready copy; each may wait for the other."""
         while any([queue.launch_ready() for queue in self._queues.values()]):
             pass
         self._changed.notify_all()
 
     def _collect_stall_seconds(self) -> float:
-        """Sum the stalls of waits that are over, from the wait to the end of its copy.
+        """Sum the stalls of waits that are over: from the wait to the end of its copy.
 
-        Recording time is not included: a copy that ended before the wait counts as 0.
+        A copy that ended before the wait counts as 0.
         """
         seconds = 0.0
         while self._waits:

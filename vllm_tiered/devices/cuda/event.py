@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Event of a GPU that distinguishes *not recorded yet* from *not done yet*.
 
-CUDA only knows the second: a stream that waits for an event which is not recorded does not wait.
+CUDA does not distinguish them: a stream does not wait for an event that is not recorded yet.
 """
 
 import threading
@@ -14,11 +14,11 @@ class CudaEvent:
     """Event of a copy or of compute, deferred or not; recorded at most once.
 
     Args:
-        changed: held by the caller that records the event, and notified then.
+        changed: condition that the caller holds to record the event; recording notifies it.
 
     Attributes:
         raw_event: the CUDA event.
-        is_recorded: it is in one of the GPU's streams.
+        is_recorded: whether it is in one of the GPU's streams.
         failed_pages: source pages that did not arrive intact.
     """
 
@@ -43,12 +43,12 @@ class CudaEvent:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a stream can wait for it: it is recorded, or it failed and never will be."""
+        """Whether it is recorded, or failed and never will be recorded."""
         return self.is_recorded or self._error is not None
 
     @property
     def error(self) -> BaseException | None:
-        """The error because of which it will never be done."""
+        """Error because of which it will never be done; None if it did not fail."""
         return self._error
 
     def done(self) -> bool:
@@ -59,7 +59,7 @@ class CudaEvent:
         return self._is_done
 
     def wait(self) -> None:
-        """Block the calling thread until it is done; not for use within a step."""
+        """Block the calling thread until it is done; do not use it within a step."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_settled)
         if self._error is not None:
@@ -67,7 +67,7 @@ class CudaEvent:
         self._runtime.synchronize(self.raw_event)
 
     def record(self, stream: Stream) -> None:
-        """Record it: it is done when all work submitted to the stream so far is done."""
+        """Record it; it is done when all work submitted to the stream so far is done."""
         self._runtime.record(self.raw_event, stream)
         self.is_recorded = True
         self._changed.notify_all()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned (page-locked) host memory of a GPU: of exact size, on the GPU's NUMA node.
+"""Pinned (page-locked) host memory for a GPU, of exact size and on the GPU's NUMA node.
 
-It is a mapping of its own, pinned by ``cudaHostRegister``. The pinned allocators of CUDA and torch
-round sizes up to powers of two: up to 1.9 times the bytes of the far pages.
+Each buffer is a separate mapping, pinned by ``cudaHostRegister``. The pinned allocators of CUDA and
+torch would round sizes up to powers of two, up to 1.9 times the bytes of the far pages.
 """
 
 import logging
@@ -24,10 +24,10 @@ _KNOBS = "lower kv.far_gib, kv.expansion or ffn.far_gib, or keep more weights ne
 
 
 class PinnedMemory(mmap.mmap):
-    """Anonymous memory that stays pinned while any tensor of it is alive.
+    """Anonymous memory mapping that stays pinned while any tensor of it is alive.
 
-    :func:`map_near_gpu` creates it. It is unpinned before it is unmapped: otherwise the system
-    could reuse addresses that CUDA still has as pinned.
+    :func:`map_near_gpu` creates it. It is unpinned before it is unmapped. Otherwise the system
+    could reuse addresses that CUDA still treats as pinned.
     """
 
     _runtime: Runtime | None = None
@@ -37,7 +37,7 @@ class PinnedMemory(mmap.mmap):
         """Pin the memory.
 
         Raises:
-            RuntimeError: CUDA refuses; the message has its reason.
+            RuntimeError: CUDA refuses; the message has the reason.
         """
         runtime.pin_memory(address, num_bytes)
         self._runtime, self._address = runtime, address
@@ -53,16 +53,16 @@ class PinnedMemory(mmap.mmap):
 
 
 def map_near_gpu(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
-    """Map memory on the GPU's NUMA node, not pinned yet; its first write allocates each page.
+    """Map memory on the GPU's NUMA node without pinning it; a first write allocates each page.
 
     Returns:
-        The memory and uint8 [num_bytes].
+        The memory and a tensor of it, uint8 [num_bytes].
 
     Raises:
         BudgetError: the system lacks the memory.
     """
     try:
-        # Private: shared memory counts against /dev/shm in a container.
+        # The mapping is private, as shared memory counts against /dev/shm in a container.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = PinnedMemory(-1, max(1, num_bytes), flags=flags)
     except (OSError, OverflowError) as error:
@@ -76,12 +76,12 @@ def map_near_gpu(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.
 
 
 def allocate_pinned(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
-    """Allocate memory for the GPU's loads and stores and for its copy engines.
+    """Allocate pinned memory for the GPU's loads and stores and for its copy engines.
 
     Pinning allocates every page at once, unlike plain memory.
 
     Returns:
-        The memory, whose ``unpin`` releases the lock, and uint8 [num_bytes].
+        The memory, whose ``unpin`` unlocks it, and a tensor of it, uint8 [num_bytes].
 
     Raises:
         BudgetError: the system lacks the memory, or refuses to lock it.
@@ -100,7 +100,7 @@ def allocate_pinned(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, tor
 
 
 def _locked_limit(num_bytes: int) -> str:
-    """Advise on the limit on locked memory, if it may be the reason."""
+    """Return advice on the limit of locked memory if it may be the reason, else nothing."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= num_bytes:
         return ""
@@ -113,7 +113,7 @@ def _locked_limit(num_bytes: int) -> str:
 class PinnedPages(PageBuffer):
     """Pages in pinned memory, which cannot be released to the system.
 
-    After a release the CPU would get new memory at the next write, and the GPU would still use the
+    After a release, the CPU would get new memory at the next write, but the GPU would still use the
     old memory.
     """
 

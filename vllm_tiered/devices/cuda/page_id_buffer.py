@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring buffer of page ids, in pinned memory, from which the GPU reads the ids of copies.
+"""Ring buffer in pinned memory from which the GPU reads the page ids of copies.
 
 ┌──────┬───────────┬───────────┬─────────┐
-│ free │ copy 7    │ copy 8    │  free   │     an entry is free again when its copy is done, in
+│ free │ copy 7    │ copy 8    │  free   │     an entry becomes free when its copy is done, in
 └──────┴───────────┴───────────┴─────────┘     the order of submission, in which copies run
        └ oldest                └ next
 """
@@ -17,7 +17,7 @@ from vllm_tiered.devices.base import Event
 from vllm_tiered.devices.pages import PageIds
 
 _ALIGNMENT_IDS = 2
-"""16 bytes: Triton compiles the kernel for ids that are aligned to them."""
+"""Alignment of 16 bytes, for which Triton compiles the kernel."""
 
 
 class _Entry(NamedTuple):
@@ -29,10 +29,10 @@ class _Entry(NamedTuple):
 class PageIdBuffer:
     """Ring buffer of the page ids of one direction's copies.
 
-    It grows when copies under way need more ids than it holds; it never waits.
+    It never waits: it grows when copies under way need more ids than it holds.
 
     Args:
-        allocate: returns pinned memory of a number of bytes, uint8.
+        allocate: returns pinned memory of a given number of bytes, uint8.
         num_ids: initial capacity.
 
     Attributes:
@@ -42,7 +42,7 @@ class PageIdBuffer:
     def __init__(self, allocate: Callable[[int], torch.Tensor], num_ids: int) -> None:
         self.num_ids = num_ids
         self._allocate = allocate
-        # A direction that is never used takes no memory.
+        # No memory is allocated for a direction that is never used.
         self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._values: PageIds = self._ids.numpy()
         self._entries: deque[_Entry] = deque()
@@ -53,7 +53,7 @@ class PageIdBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store both lists until ``copy`` is done.
 
-        The caller keeps the returned tensors until then: a buffer that grew has left their memory.
+        The caller keeps the returned tensors until then, as a buffer that grows drops their memory.
 
         Returns:
             Source and target ids, int64 [n] each, in pinned memory.
@@ -78,7 +78,7 @@ class PageIdBuffer:
         return begin
 
     def _find_free(self, length: int) -> int | None:
-        """Find the index of that many contiguous free places; None if there are none."""
+        """Find the index of ``length`` contiguous free places; None if there are none."""
         if not self._entries:
             return 0 if length <= self.num_ids else None
         oldest = self._entries[0].begin

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy queue of one direction: its stream on the GPU, and the copies held back on the host.
 
-A copy may wait for a deferred event that is not signalled yet: there is nothing on the GPU to wait
-for. The host holds back this copy, and all later copies of its direction, until everything that it
-waits for is recorded:
+A copy may wait for a deferred event that is not signalled yet, so that the GPU has no event to wait
+for. Then the host holds back this copy and all later copies of its direction until everything that
+it waits for is recorded:
 
     held back            on the GPU
     ┌────┬────┬────┐     ┌────┬────┬────┐
     │ r5 │ r4 │ r3 │ ──► │ r2 │ r1 │ r0 │ ──►     r3 waits for a deferred event, or for w7, a copy
     └────┴────┴────┘     └────┴────┴────┘         of the other direction that is held back itself
 
-Copies behind a bounce copy are held back as well, until its worker has finished
+Copies behind a bounce copy are also held back, until its worker has finished
 (``bounce_copy.py``).
 """
 
@@ -34,8 +34,8 @@ class CopyQueue:
 
     Args:
         changed: the device's lock.
-        allocate: returns pinned memory of a number of bytes, uint8.
-        on_bounced: called when a bounce copy has finished: other copies may be ready.
+        allocate: returns pinned memory of a given number of bytes, uint8.
+        on_bounced: called when a bounce copy has finished, as other copies may be ready then.
         num_ids: initial capacity of the page id buffer.
     """
 
@@ -63,7 +63,7 @@ class CopyQueue:
 
     @property
     def is_bouncing(self) -> bool:
-        """Whether its worker runs a bounce copy."""
+        """Whether the worker runs a bounce copy."""
         return self._bouncing is not None
 
     def add(self, job: CopyJob) -> None:
@@ -71,23 +71,23 @@ class CopyQueue:
         self._held.append(job)
 
     def launch_ready(self) -> bool:
-        """Launch the copies that wait for the GPU alone; return whether there were any."""
+        """Launch all ready copies, which wait only for the GPU; return whether there were any."""
         num_before = len(self._held)
         while self._held and not self.is_bouncing and self._is_ready(self._held[0]):
             self._launch(self._held.popleft())
         return len(self._held) < num_before
 
     def use(self) -> LinkUse:
-        """Return bytes copied and busy seconds, as far as is known without waiting."""
+        """Return the bytes copied and the busy seconds, as far as known without waiting."""
         self._settle()
         return LinkUse(num_bytes=self._num_bytes, busy_seconds=self._busy_seconds)
 
     def stop_worker(self) -> None:
-        """Stop the idle worker. Call it without the lock, which the worker takes."""
+        """Stop the idle worker; called without the lock, which the worker takes."""
         self._worker.close()
 
     def finish(self) -> None:
-        """Wait for all launched copies, including one whose launch failed half-way."""
+        """Wait for all launched copies, including a copy whose launch failed partway."""
         if self._under_way:
             last = self._runtime.new_event()
             self._runtime.record(last, self._stream)
@@ -98,8 +98,8 @@ class CopyQueue:
         return self._failure is not None or all(event.is_settled for event in job.after)
 
     def _launch(self, job: CopyJob) -> None:
-        # After a failure no copy of this direction completes: a waiter for a later copy relies on
-        # the earlier ones too, as they run in order.
+        # After a failure no copy of this direction completes: copies run in order, so a waiter for
+        # a later copy relies on the earlier ones too.
         self._failure = self._failure or next(
             (event.error for event in job.after if event.error is not None), None
         )
@@ -125,7 +125,7 @@ class CopyQueue:
             if not event.done():
                 runtime.stream_wait(stream, event.raw_event)
         runtime.record(job.begun, stream)
-        # From here on the GPU may use its tensors, whatever happens: keep them.
+        # From here on the GPU may use its tensors even after an error, so keep them.
         self._under_way.append(job)
         job.in_use = job.copy.launch(runtime, stream, self._ids, job.done)
         job.done.record(stream)
@@ -139,13 +139,13 @@ class CopyQueue:
             except BaseException as in_recording:
                 error = in_recording
         if error is not None:
-            # The worker goes on: waiters for this copy, and close(), see the error.
+            # The worker continues; waiters for this copy and close() see the error.
             self._failure = error
             job.done.fail(error)
         self._on_bounced()
 
     def _settle(self) -> None:
-        """Count the copies that are done and drop the tensors they used."""
+        """Count the copies that are done and release the tensors that they used."""
         while self._under_way and not self._under_way[0].done.error:
             job = self._under_way[0]
             if not job.done.done():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA calls of the device, as a thin interface.
+"""Thin interface of the CUDA calls that the device uses.
 
-All code above this file runs in the tests without a GPU, on a fake :class:`Runtime` with CUDA's
-semantics (tests/fakes/cuda.py). The calls themselves run on a GPU only.
+In the tests, all code above this file runs without a GPU, on a fake :class:`Runtime` with CUDA's
+semantics (tests/fakes/cuda.py). The calls themselves run only on a GPU.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ import torch
 
 Stream: TypeAlias = Any
 RawEvent: TypeAlias = Any
-"""CUDA event. Until it is recorded it counts as done: streams do not wait for it."""
+"""CUDA event. Until it is recorded it counts as done, and streams do not wait for it."""
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
@@ -35,11 +35,11 @@ class PageKernel(Protocol):
 
 
 class Runtime(ABC):
-    """One GPU. Only :meth:`synchronize` blocks; calls that CUDA refuses raise RuntimeError."""
+    """CUDA calls of one GPU; only :meth:`synchronize` blocks. Refused calls raise RuntimeError."""
 
     @abstractmethod
     def numa_node(self) -> int | None:
-        """Return the node to which the GPU is attached; None if the system does not tell."""
+        """Return the NUMA node to which the GPU is attached; None if the system reports none."""
 
     @abstractmethod
     def pin_memory(self, address: int, num_bytes: int) -> None:
@@ -51,11 +51,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """Create a stream, which is ordered with no other."""
+        """Create a stream that is not ordered with any other."""
 
     @abstractmethod
     def compute_stream(self) -> Stream:
-        """Return the stream to which the calling thread submits compute now."""
+        """Return the stream to which the calling thread currently submits compute."""
 
     @abstractmethod
     def new_event(self) -> RawEvent:
@@ -63,11 +63,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def record(self, raw_event: RawEvent, stream: Stream) -> None:
-        """Record an event: it is done when all work submitted to the stream so far is done."""
+        """Record an event; it is done when all work submitted to the stream so far is done."""
 
     @abstractmethod
     def stream_wait(self, stream: Stream, raw_event: RawEvent) -> None:
-        """Hold work submitted to the stream later until the event, as recorded last, is done."""
+        """Hold later work of the stream until the event's last recording is done."""
 
     @abstractmethod
     def is_done(self, raw_event: RawEvent) -> bool: ...
@@ -78,7 +78,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def seconds_between(self, begin: RawEvent, end: RawEvent) -> float:
-        """Return the time between two events that are done; negative if ``end`` was first."""
+        """Return the seconds between two events that are done; negative if ``end`` was first."""
 
     @abstractmethod
     def copy_run(self, stream: Stream, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -97,14 +97,14 @@ class Runtime(ABC):
 
     @abstractmethod
     def compile_for(self, pages_PW: torch.Tensor) -> None:
-        """Compile the kernel for such pages, which takes a second at the first launch."""
+        """Compile the kernel for such pages; otherwise the first launch takes a second for it."""
 
 
 class CudaRuntime(Runtime):
     """Runtime that calls CUDA through torch.
 
     Args:
-        kernel: copies scattered pages.
+        kernel: kernel that copies scattered pages.
         index: index of the GPU; None for the current one.
     """
 
@@ -128,8 +128,8 @@ class CudaRuntime(Runtime):
         self._cudart.cudaHostUnregister(address)
 
     def new_stream(self) -> Stream:
-        # Above compute: a copy kernel's few programs would otherwise queue behind all of a
-        # layer's. This is assumed, not measured yet.
+        # The priority is above compute. Otherwise a copy kernel's few thread blocks would queue
+        # behind all of a layer's. This is assumed, not measured yet.
         return torch.cuda.Stream(self._index, priority=-1)  # type: ignore[no-untyped-call]
 
     def compute_stream(self) -> Stream:
@@ -175,7 +175,7 @@ class CudaRuntime(Runtime):
 
 
 def numa_node_of(pci_address: str, devices: Path = _PCI_DEVICES) -> int | None:
-    """Return a PCI device's node; None if the system does not tell, or has one node."""
+    """Return a PCI device's NUMA node; None if the system reports none or has one node."""
     try:
         node = int((devices / pci_address / "numa_node").read_text())
     except (OSError, ValueError):

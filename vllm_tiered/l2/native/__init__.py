@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefetching thread in C++; built with the package, optional."""
+"""Optional C++ library with the prefetch thread, built with the package."""
 
 import ctypes
 from functools import cache

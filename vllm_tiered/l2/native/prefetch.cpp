@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread that reads cache lines, for vllm_tiered/l2/prefetcher.py, which describes the calls.
+// Thread that reads cache lines. vllm_tiered/l2/prefetcher.py describes the calls.
 #include <pthread.h>
 #include <sched.h>
 
@@ -18,7 +18,7 @@ struct Span {
 };
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kChunk = 4096;  // between two looks at whether the all-reduce is over
+constexpr int64_t kChunk = 4096;  // bytes between two checks for cancellation
 
 class Worker {
  public:
@@ -28,7 +28,7 @@ class Worker {
       cpu_set_t mask;
       CPU_ZERO(&mask);
       for (int64_t i = 0; i < num_cpus; ++i) CPU_SET(cpus[i], &mask);
-      // Left where it is if the machine does not let us: it is slower there, not wrong.
+      // A failure is ignored: the thread is then slower, but still correct.
       pthread_setaffinity_np(thread_.native_handle(), sizeof(mask), &mask);
     }
   }
@@ -100,8 +100,8 @@ class Worker {
     int64_t done = 0;
     while (done < span.bytes && generation_.load(std::memory_order_relaxed) == generation) {
       const int64_t end = done + kChunk < span.bytes ? done + kChunk : span.bytes;
-      // Loads, as a Zen 5 drops most prefetch instructions of a burst: 256 KiB were then read no
-      // faster than from memory. This thread has nothing else to wait for.
+      // Use loads: a Zen 5 drops most prefetch instructions of a burst, and 256 KiB were then read
+      // no faster than from memory. This thread may wait for its loads, as it does nothing else.
       for (int64_t at = done; at < end; at += kLine) {
         static_cast<void>(*static_cast<const volatile char*>(span.base + at));
       }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's pages in a file, or with checksums: bounce copies run in order with all others."""
+"""Tests that bounce copies (to a file, or with checksums) run in order with other copies."""
 
 import random
 
@@ -68,7 +68,7 @@ def test_lost_pages_are_named_and_zero(device, far):
 
 
 def test_a_bounce_copy_waits_and_is_waited_for(device, far):
-    """Behind a deferred event; and before copies of plain memory, in both directions."""
+    """It waits for a deferred event, and copies of plain memory in both directions wait for it."""
     dst, plain = make_buffer(20, value=-1), device.far_buffer(20, 64)
     (deferred_event,) = device.deferred_events(1)
     near = make_buffer(20, value=-1)
@@ -102,7 +102,7 @@ def test_a_launch_that_fails_in_the_thread(device, far):
 
 
 def test_a_copy_whose_end_cannot_be_recorded(device, far, monkeypatch):
-    """The worker has copied it; waiters and close() learn that it failed."""
+    """The worker has copied the pages, but waiters and close() get the error."""
     record = device.cuda.record
     (deferred_event,) = device.deferred_events(1)
     written = copy(device, WRITE, make_buffer(20), PAGES, far, PAGES, [deferred_event])

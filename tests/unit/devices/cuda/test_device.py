@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device where it differs from others; on a fake CUDA runtime."""
+"""Tests specific to the GPU's device, on a fake CUDA runtime."""
 
 import random
 
@@ -15,7 +15,7 @@ READ, WRITE = Direction.READ, Direction.WRITE
 
 
 def make_device(haste=0.0, **options):
-    """Nothing runs by itself, unless told otherwise."""
+    """Make a device on which, by default, only operations that are waited for run."""
     return SimulatedCudaDevice(random.Random(0), haste=haste, checks_memory=False, **options)
 
 
@@ -26,11 +26,11 @@ def device():
     device.close()
 
 
-# In the path of a step ------------------------------------------------------------------
+# Within a step -------------------------------------------------------------------------
 
 
 def test_nothing_in_a_step_waits_for_the_gpu(device, monkeypatch):
-    """Held up or not, done or not: it is all handed to the GPU, which does nothing meanwhile."""
+    """All calls return while the GPU runs nothing, whether copies are held back or not."""
     dst = make_buffer(40, value=-1)
     with monkeypatch.context() as patched:
         patched.setattr(device.cuda, "synchronize", lambda raw_event: pytest.fail("the host waits"))
@@ -94,7 +94,7 @@ def test_busy_seconds_are_those_of_the_copies(device):
     for _ in range(50):
         device.compute(lambda: None)
     open_compute()
-    device.compute_event().wait()  # 50 ticks of the fake's clock, none of them the copy's
+    device.compute_event().wait()  # 50 ticks of the fake's clock, in which the copy does not run
     device.cuda.run_all()
     used = device.use(READ)
     assert used.num_bytes == 64
@@ -140,7 +140,7 @@ def test_copy_engines_take_long_runs(src_ids, launches):
     device.close()
 
 
-# What goes wrong ------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------
 
 
 class LinkDown(Exception):
@@ -153,13 +153,13 @@ def test_a_launch_that_fails_fails_what_comes_after(engine_run_bytes):
     device.cuda.failures[3] = LinkDown()
     far, dst = device.far_buffer(9, 64), make_buffer(9, value=-1)
     (deferred_event,) = device.deferred_events(1)
-    pages = pages_of(3, 5)  # two runs: the second one's launch fails, after a write's
+    pages = pages_of(3, 5)  # two runs; copy engines launch the second one third, and it fails
     copy(device, WRITE, make_buffer(9), pages_of(0), far, pages_of(0))
     failed = copy(device, READ, far, pages, dst, pages, [deferred_event])
     behind = copy(device, READ, far, pages_of(1), dst, pages_of(1))
     across = copy(device, WRITE, dst, pages_of(1), far, pages_of(2), [behind])
     device.signal(deferred_event)
-    if engine_run_bytes:  # one launch for both runs: the next one is the third
+    if engine_run_bytes:  # the kernel copies both runs at once: the next launch is the third
         assert not failed.done()
         failed = behind
     for event in (failed, behind, across):
@@ -175,7 +175,7 @@ def test_a_launch_that_fails_fails_what_comes_after(engine_run_bytes):
 
 
 def test_close_waits_for_kernels_that_read_far_memory():
-    """They may be the last that was submitted: nobody has waited for them."""
+    """Such kernels may be the last work submitted, and nothing has waited for them."""
     device = make_device()
     far = device.far_buffer(4, 64)
     address, was_there = far.data.data_ptr(), []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's device on a GPU: every byte arrives, in order. How fast is benchmarks/gpu's."""
+"""Tests of the GPU's device on a GPU: bytes and order. benchmarks/gpu measures its speed."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def shuffled(num_pages, seed):
 
 
 def test_pages_come_back_bit_by_bit(device):
-    """Out to other places, and back to others again; NaNs and all."""
+    """Pages, NaNs included, are written to shuffled far pages and read to other near pages."""
     near, far, back = near_buffer(300), device.far_buffer(300, PAGE_BYTES), near_buffer(300)
     out, into = shuffled(300, 1), shuffled(300, 2)
     computed = device.compute_event()
@@ -54,7 +54,7 @@ def test_pages_come_back_bit_by_bit(device):
 
 
 def test_copies_wait_for_compute_that_comes_later(device):
-    """Behind a deferred event, a copy of the other direction, and long compute."""
+    """They wait for a deferred event, a copy of the other direction, and long compute."""
     near, far = near_buffer(64), device.far_buffer(64, PAGE_BYTES)
     back, everything = near_buffer(64), Pages(np.arange(64), ascending=True)
     for turn in range(20):
@@ -75,10 +75,10 @@ def test_copies_wait_for_compute_that_comes_later(device):
 
 
 def test_standstill_is_about_what_the_copy_took(device):
-    """Compute has nothing else to do; and nothing is counted of copies that are done first."""
+    """Compute does nothing but wait. A copy that is done before the wait counts as no stall."""
     far, near = device.far_buffer(2000, PAGE_BYTES), near_buffer(2000)
     everything = Pages(np.arange(2000), ascending=True)
-    copy(device, READ, far, everything, near, everything).wait()  # Triton has compiled
+    copy(device, READ, far, everything, near, everything).wait()  # Triton compiles the kernel here
     before = device.use(READ).busy_seconds
     read = copy(device, READ, far, everything, near, everything)
     assert device.wait(read) == 0.0
@@ -93,7 +93,7 @@ def test_standstill_is_about_what_the_copy_took(device):
 
 
 def test_far_memory_is_taken_exactly_and_let_go(device):
-    """As often as it does not fit twice: what was let go can be registered again."""
+    """Far memory is allocated and dropped repeatedly; dropped memory can be pinned again."""
     for _ in range(3):
         far = device.far_buffer(1, 1 << 30)
         near = PageBuffer(torch.zeros((1, 1 << 30), dtype=torch.uint8, device="cuda"))
@@ -101,5 +101,5 @@ def test_far_memory_is_taken_exactly_and_let_go(device):
         copy(device, READ, far, pages_of(0), near, pages_of(0)).wait()
         assert near.data[0, -8:].tolist() == [7] * 8
         assert far.discard(0, 1) == 0
-        device.use(READ)  # the copy is seen to be done
+        device.use(READ)  # this notices that the copy is done
         del far, near

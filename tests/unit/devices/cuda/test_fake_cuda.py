@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fake CUDA runtime has CUDA's semantics, the inconvenient ones above all."""
+"""Tests that the fake CUDA runtime has CUDA's semantics, especially the error-prone ones."""
 
 import random
 
@@ -14,7 +14,7 @@ def make_cuda(haste=0.0):
 
 
 def note(cuda, stream, log, what):
-    """A kernel in any stream."""
+    """Submit a kernel to a stream; it logs ``what`` when it runs."""
     here, cuda._compute = cuda._compute, stream
     cuda.compute(lambda: log.append(what))
     cuda._compute = here

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far memory of a GPU: of exact size, pinned for as long as it is used."""
+"""Tests of a GPU's far memory: it has the exact size and is pinned while it is used."""
 
 import gc
 import mmap
@@ -51,7 +51,7 @@ def test_a_copy_under_way_keeps_it_pinned(device):
     gc.collect()
     device.cuda.run_all()
     assert event.done() and contents(near) == [-1, 0, -1]
-    device.use(Direction.READ)  # the copy is seen to be done
+    device.use(Direction.READ)  # this notices that the copy is done
     gc.collect()
     assert len(device.cuda.pinned) == 1, "the page id buffer, and not the pages"
 
@@ -66,7 +66,7 @@ def test_close_unpins_all(device):
 
 
 def test_it_cannot_be_released(device):
-    """After a release the CPU would use new memory, and the GPU still the old memory."""
+    """After a release the CPU would use new memory, but the GPU would still use the old memory."""
     far = device.far_buffer(8, 4096)
     far.data.fill_(7)
     assert far.discard(0, 8) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring buffer of page ids: entries of copies under way stay intact when it wraps and grows."""
+"""Tests that entries of copies under way stay intact when the page id buffer wraps or grows."""
 
 from collections import deque
 
@@ -12,7 +12,7 @@ from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 
 
 class Copy:
-    """An event that the test finishes."""
+    """Event that the test completes."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -54,7 +54,7 @@ def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
 def test_it_grows_only_when_it_must():
     ring = PageIdBuffer(allocate, 16)
     copies = deque[Copy]()
-    for _ in range(50):  # three of four places under way, again and again
+    for _ in range(50):  # three of four places are in use each time
         copies.append(Copy())
         ring.store(np.array([1, 2]), np.array([3, 4]), copies[-1])
         if len(copies) == 3:
