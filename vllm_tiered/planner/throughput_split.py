@@ -2,8 +2,9 @@
 """Memory split between weights and KV cache for throughput (ours, after HeLM V-C).
 
 At one end, All-CPU gives all near memory to the KV cache, so that many requests share each
-transferred weight. At the other end, the KV cache has only one request, and weights have the rest.
-In between, each further request takes near memory for its KV, so transfers are longer:
+transferred weight. At the other end, the KV cache has only what the workload can use, and weights
+have the rest. In between, each further request takes near memory for its KV, so transfers are
+longer:
 
     near memory   │ resident weights │ buffers │ KV of n requests │     n = 1, 2, ... that fit
     tokens/s      n * output / (output * decode step(n, placement) + prefills(n, placement))
