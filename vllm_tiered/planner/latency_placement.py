@@ -56,7 +56,7 @@ class SearchEffort(NamedTuple):
 
 
 FULL_EFFORT = SearchEffort(depths=(1, 2, 3), stays=tuple(NearScope), gap=SOLVED)
-"""All scopes and depths up to 3, at which attention and FFN have two buffers each."""
+"""All scopes, and depths up to 3; at depth 3 attention and FFN have two buffers each."""
 
 DEPTH_ONE_EFFORT = FULL_EFFORT._replace(depths=(1,))
 """Effort for the papers' pipeline, which has prefetch depth 1."""
@@ -121,7 +121,7 @@ def place_for_latency(
     best = min(
         enough or fitting,
         key=lambda candidate: (
-            # Rounded: sums of the same numbers differ in the last bits.
+            # Rounded, because sums of the same numbers differ in the last bits.
             round(
                 pipeline_step_time(
                     transfer_seconds(candidate, link, storage),

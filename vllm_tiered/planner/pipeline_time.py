@@ -124,7 +124,7 @@ def waits_by_sublayer(
 def _steady(
     transfers: Sequence[float], times: ComputeTimes, slowdown: Slowdown, prefetch_depth: int
 ) -> tuple[float, _Clock, list[float]]:
-    """Return the begin of a steady step, the clock at its end, and the wait of each sublayer."""
+    """Return the start of a steady step, the clock at its end, and the wait of each sublayer."""
     order = _moved(transfers, prefetch_depth)
     clock = _Clock(slowdown)
     begin, waits = 0.0, [0.0] * len(transfers)

@@ -125,8 +125,8 @@ def _coarse_to_fine(most: int, score: Mapping[int, float]) -> Iterator[int]:
     """Yield all numbers if they are few, otherwise some in equal ratios and those around the best.
 
     Often many numbers are equally good, because the same weights stay near or the link is the
-    bottleneck. A better number, if there is one, lies between the last of them and the next worse
-    one.
+    bottleneck. A better number, if there is one, lies between the last of them and the next number,
+    which is worse.
 
     Args:
         most: the largest number.

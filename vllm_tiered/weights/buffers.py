@@ -28,7 +28,7 @@ class _Buffer:
 
     Attributes:
         holds: position of the sublayer whose weights are in the buffer or in transfer to it.
-        next: position of the sublayer to load after that.
+        next: position of the sublayer to load next.
         loaded: event of the transfer.
         num_users: number of modules between ``acquire`` and ``release``.
         uses: compute events of released modules. Modules may compute in different streams. The
@@ -49,7 +49,8 @@ class WeightBufferPool:
     """Pool of weight buffers that loads each sublayer before it computes.
 
     The weights are correct in any order of computation. They arrive early if the sublayers compute
-    in the order of ``extents``, repeatedly. A module reports both its begin and its end, because a
+    in the order of ``extents``, step
+    after step. A module calls ``acquire`` when it begins and ``release`` when it ends, because a
     compiler may put other work in between.
 
     Args:

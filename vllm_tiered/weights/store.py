@@ -30,7 +30,7 @@ class WeightStore:
 
     Args:
         folder: ``weights.storage_path``.
-        rank, num_ranks: of tensor parallelism.
+        rank, num_ranks: tensor-parallel rank and number of ranks.
         model: identity of the weights: ``name``, ``fingerprint``, and ``changed`` (time of change).
         settings: settings that determine the placement and the parameters' bytes; JSON-safe.
 

@@ -38,7 +38,7 @@ def compressible_weights(layers: Sequence[nn.Module]) -> list[set[str]]:
 
 
 def _compressible(layer: nn.Module) -> set[str]:
-    """Return a layer's compressible weights; weights that vLLM keeps unpacked are not."""
+    """Return a layer's compressible weights, without those vLLM keeps unpacked for others."""
     names = movable_parameters(layer)
     return {
         f"{path}.weight"

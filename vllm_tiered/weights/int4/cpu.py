@@ -78,8 +78,9 @@ def linear(
 
     Args:
         x: [..., K], in the dtype of the scales.
-        compressed: from :func:`compress`.
-        rows: N.
+        compressed: matrix from :func:`compress`.
+        rows: number N of out features.
+        bias_N: bias; None for none.
 
     Returns:
         [..., N].
