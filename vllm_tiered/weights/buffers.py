@@ -49,9 +49,8 @@ class WeightBufferPool:
     """Pool of weight buffers that loads each sublayer before it computes.
 
     The weights are correct in any order of computation. They arrive early if the sublayers compute
-    in the order of ``extents``, step
-    after step. A module calls ``acquire`` when it begins and ``release`` when it ends, because a
-    compiler may put other work in between.
+    in the order of ``extents``, step after step. A module calls ``acquire`` when it begins and
+    ``release`` when it ends, because a compiler may put other work in between.
 
     Args:
         device: the device that copies and records compute events.
