@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in 4 bit on the real engine: the tokens of a checkpoint that was rounded beforehand."""
+"""Weights in 4 bit on the real engine: tokens equal those of a checkpoint rounded beforehand."""
 
 import functools
 import json
@@ -50,7 +50,7 @@ STORED: dict[str, dict[str, Any]] = {
     "all_far": {"placement": "all_far", "far_gib": 0},
     "flexgen": {"placement": "flexgen", "percents": [20, 40, 40]},
 }
-# Every shape, and every placement with opt and one of the others.
+# Every model, and every placement with opt and one other model.
 CASES = [
     *((model, "all_far") for model in ("opt", "llama3", "phi3", "falcon", "qwen2")),
     *(("opt", placement) for placement in ("helm", "latency", "flexgen", "near")),
@@ -63,7 +63,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The name of a checkpoint as vLLM alone takes it, matrices rounded as ours will be."""
+    """Return a function that makes checkpoints for vLLM alone, with matrices rounded to 4 bit."""
 
     @functools.cache
     def make(model: str) -> str:
@@ -121,7 +121,7 @@ def test_a_file_of_16_bit_weights_is_filled_anew(plain, tmp_path) -> None:
 
 @pytest.fixture
 def uneven(monkeypatch):
-    """A model whose FFN has no whole blocks: only attention is compressed."""
+    """Add a model whose FFN has no whole blocks, so that only attention is compressed."""
     shape = {**shapes.SHAPES["opt"], "ffn_dim": 544}
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "uneven": shape})
     return "uneven"
@@ -152,7 +152,7 @@ def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
 
 @pytest.mark.parametrize("placement", ["helm", "near"])
 def test_near_memory_has_what_the_manifest_says(placement) -> None:
-    """The memory that weights were loaded into is gone."""
+    """The memory that weights were loaded to is freed, so near memory has only the stated bytes."""
     weights = {**PLACEMENTS[placement], "compress": "int4"}
     with engine("opt", KV_OFF, weights=weights) as llm:
         (model,) = llm.apply_model(lambda model: model)
@@ -172,7 +172,7 @@ def test_near_memory_has_what_the_manifest_says(placement) -> None:
 def test_near_memory_shared_with_the_kv_cache(
     model, near_gib, block_bytes, placement, plain
 ) -> None:
-    """Planned from the bytes in 4 bit: in 32 bit these layers would leave no KV cache."""
+    """The plan uses the bytes in 4 bit; in 32 bit these layers would leave no KV cache."""
     weights = {"placement": placement, "near_gib": near_gib, "compress": "int4"}
     with engine(model, KV_OFF, weights=weights, kv_cache_memory_bytes=None) as llm:
         tokens = generate(llm, PROMPTS)
@@ -212,7 +212,7 @@ def test_late_and_poisoned_copies(plain, monkeypatch) -> None:
 
 
 def test_an_overwritten_scale_changes_the_tokens(plain) -> None:
-    """What the comparisons of tokens protect: the scales and zeros of one far matrix."""
+    """Comparisons of tokens detect wrong scales and zeros of one far matrix."""
     with engine("llama3", KV_OFF, weights=ALL_FAR) as llm:
         assert generate(llm, PROMPTS) == vllm_tokens(plain("llama3"), PROMPTS)
         weights = get_offloader()._weights
@@ -226,7 +226,7 @@ def test_an_overwritten_scale_changes_the_tokens(plain) -> None:
 
 
 def test_compiled(plain) -> None:
-    """The product is an op of the graph."""
+    """Compiled code calls the GEMM as an op of the graph."""
     expected = vllm_tokens(plain("falcon"), PROMPTS)
     with engine("falcon", KV_OFF, weights=ALL_FAR, enforce_eager=False) as llm:
         assert generate(llm, PROMPTS) == expected
@@ -235,7 +235,7 @@ def test_compiled(plain) -> None:
 
 @pytest.mark.ranks
 def test_two_ranks(plain, two_ranks) -> None:
-    """A shard's groups are those of the whole matrix."""
+    """The groups of a shard are groups of the whole matrix, so tokens are equal."""
     weights = {"placement": "helm", "compress": "int4"}
     expected = vllm_tokens(plain("qwen2"), PROMPTS)
     assert run("qwen2", PROMPTS, KV_OFF, weights=weights, **two_ranks).tokens == expected
@@ -260,7 +260,7 @@ def test_a_model_without_a_matrix_that_can_be_compressed() -> None:
 
 
 def test_budgets_are_those_of_compressed_weights() -> None:
-    """2.9 MiB far in 4 bit (float32), 18 in 32 bit."""
+    """Far weights take 2.9 MiB in 4 bit (activations in float32) and 18 MiB in 32 bit."""
     weights = {"placement": "all_far", "far_gib": 0.005}
     run("opt", PROMPTS[:1], KV_OFF, weights={**weights, "compress": "int4"})
     with (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in a file on the real engine: filled once, read by later starts, never wrong."""
+"""Stored weights on the real engine: the file is filled once, and later starts read it."""
 
 import ctypes
 import mmap
@@ -45,7 +45,7 @@ def stored(folder, weights=ALL_STORED):
 
 
 def the_file(folder: Path) -> Path:
-    (file,) = folder.iterdir()  # and no draft beside it
+    (file,) = folder.iterdir()  # and no draft
     return file
 
 
@@ -79,7 +79,7 @@ def test_a_later_start_has_as_many_slots(tmp_path, monkeypatch) -> None:
 
 # Near memory shared with the KV cache ---------------------------------------------------
 
-# Beside one request's KV cache the layers do not fit near and far, however fast each of them is.
+# With one request's KV cache, the layers exceed near and far memory, however fast the tiers are.
 SHARED = {"placement": "throughput", "near_gib": 0.008, "far_gib": 0.002}
 
 
@@ -113,12 +113,12 @@ def test_another_load_is_planned_anew(tmp_path) -> None:
     assert the_file(tmp_path).stat().st_mtime_ns != before
 
 
-# What is not read -----------------------------------------------------------------------
+# Parts that are not read -----------------------------------------------------------------------
 
 
 @pytest.fixture
 def copied_model(tmp_path):
-    """A checkpoint that may be changed, under the name of ``copied``."""
+    """Copy a checkpoint, which a test may change, and register it as ``copied``."""
     folder = tmp_path / "model"
     shutil.copytree(model_path("qwen2"), folder)
     PATHS["copied"] = str(folder)
@@ -127,7 +127,7 @@ def copied_model(tmp_path):
 
 
 def poison(folder: Path, names: str) -> None:
-    """NaN in all tensors of the checkpoint whose name has ``names`` in it."""
+    """Fill all tensors of the checkpoint whose names contain ``names`` with NaN."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     assert any(names in name for name in tensors)
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_was_touched_fills_the_file_anew(copied_model, tmp_pat
 
 
 def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
-    """What "auto" left to far memory may not fit it today."""
+    """The part that an earlier start left to far memory may not fit today."""
     weights = {"placement": "all_far", "storage_path": str(tmp_path)}
     memory = read_host_memory()
     sizes = iter([4 << 20, 3 << 20, 5 << 18])
@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_written(tmp_path) -> None:
 
 
 def test_filling_takes_no_name_before_it_is_whole(tmp_path, monkeypatch) -> None:
-    """A kill while the weights are loaded leaves an empty folder."""
+    """A kill during loading leaves an empty folder, as the draft has no name."""
     seen = []
     original = immutable_file.Draft.publish
 
@@ -302,11 +302,11 @@ def test_what_is_stored_takes_no_memory(tmp_path) -> None:
             assert tiered.placement.far_bytes == 0
             held = {p.untyped_storage().data_ptr() for *_, p in tiered._far}
             assert len(held) == 1, "all share the slots"
-            assert resident_pages(the_file(tmp_path)) <= 1  # beside what the file says of itself
+            assert resident_pages(the_file(tmp_path)) <= 1  # at most the header
 
 
 def resident_pages(path: Path) -> int:
-    """Of the data, in the page cache."""
+    """Return the number of the file's data pages in the page cache."""
     num_bytes = path.stat().st_size // BUFFER_ALIGNMENT * BUFFER_ALIGNMENT
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), num_bytes, mmap.MAP_PRIVATE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in far memory on the real engine: the same tokens, and a manifest that says so."""
+"""Weights in far memory on the real engine: tokens are equal, and the manifest is correct."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ def test_together_with_swapped_kv() -> None:
 # Near memory shared with the KV cache ---------------------------------------------------
 
 BLOCK_BYTES = {"opt": 4 * 2 * 4 * 64 * 32 * 4, "llama3": 3 * 2 * 1 * 64 * 32 * 4}
-"""Layers, keys and values, KV heads, head size, tokens, bytes."""
+"""Factors: layers, keys and values, KV heads, head size, tokens of a block, bytes."""
 
 
 @pytest.mark.parametrize("placement", ["throughput", "auto"])
@@ -87,7 +87,7 @@ def test_near_memory_is_shared_with_the_kv_cache(model, near_gib, placement) -> 
 
 
 def test_one_request_at_a_time_is_planned_for_latency() -> None:
-    """All that one request's KV leaves goes to the layers."""
+    """The layers get all near memory that one request's KV leaves."""
     weights = {"placement": "auto", "near_gib": 0.012}
     result = run(
         "opt", PROMPTS, KV_OFF, weights=weights, kv_cache_memory_bytes=None, max_num_seqs=1
@@ -95,11 +95,11 @@ def test_one_request_at_a_time_is_planned_for_latency() -> None:
     assert result.tokens == vllm_tokens("opt", PROMPTS)
     stated = result.manifest["weights"]
     assert stated["placement"] == "latency" and stated["far_bytes"] > 0
-    assert 17 <= result.num_blocks < 17 + 8  # of 256 KiB: less than a matrix of fc1 is left
+    assert 17 <= result.num_blocks < 17 + 8  # of 256 KiB: the rest holds no matrix of fc1
 
 
 def test_shared_near_memory_with_swapped_kv() -> None:
-    """What the layers leave holds twice the blocks."""
+    """With an expansion of 2, the near memory that the layers leave serves twice the blocks."""
     weights = {"placement": "throughput", "near_gib": 0.2}
     result = run("demo", PROMPTS, {"expansion": 2.0}, weights=weights, kv_cache_memory_bytes=None)
     assert result.tokens == vllm_tokens("demo", PROMPTS)
@@ -145,14 +145,14 @@ def test_late_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -
 
 
 def test_it_fails_without_the_wait(delayed, monkeypatch) -> None:
-    """Tokens differ where compute reads a weight buffer before its copy is done."""
+    """Tokens differ if compute reads a weight buffer before its copy is done."""
     monkeypatch.setattr(CpuDevice, "wait", lambda self, event: 0.0)
     result = run("opt", PROMPTS, KV_OFF, weights={"placement": "all_far"})
     assert result.tokens != vllm_tokens("opt", PROMPTS)
 
 
 def test_an_overwritten_far_sublayer_changes_the_tokens() -> None:
-    """What the comparisons of tokens protect: one sublayer's bytes in far memory."""
+    """Comparisons of tokens detect wrong bytes of one sublayer in far memory."""
     with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
         assert generate(llm, PROMPTS) == vllm_tokens("opt", PROMPTS)
         weights = get_offloader()._weights
@@ -166,7 +166,7 @@ def test_an_overwritten_far_sublayer_changes_the_tokens() -> None:
 
 
 def test_compiled(tmp_path) -> None:
-    """The waits are custom ops of the graph; weights keep their addresses."""
+    """Waits are custom ops of the compiled graph, and weights keep their addresses."""
     expected = vllm_tokens("falcon", PROMPTS)
     with engine("falcon", KV_OFF, weights={"placement": "all_far"}, enforce_eager=False) as llm:
         assert generate(llm, PROMPTS) == expected
@@ -175,7 +175,7 @@ def test_compiled(tmp_path) -> None:
 
 
 def test_compiled_beside_an_engine_that_places_nothing() -> None:
-    """Of the same model, compiled too: neither takes the other's code, nor its offloader."""
+    """Two compiled engines of one model share neither compiled code nor offloader."""
     expected = vllm_tokens("falcon", PROMPTS)
     far = {"placement": "all_far"}
     with (
@@ -231,7 +231,10 @@ def test_weights_are_not_written_after_they_are_staged() -> None:
 
 @pytest.mark.parametrize("placement", ["all_far", "off"])
 def test_a_second_engine_beside_it_is_refused(placement) -> None:
-    """One that places nothing too: the first one's compiled code would ask its offloader."""
+    """The first engine's compiled code would call the offloader of the second engine.
+
+    So an engine that places nothing is refused too.
+    """
     with (
         engine("opt", KV_OFF, weights={"placement": "all_far"}),
         pytest.raises(UnsupportedError, match="another engine in this process"),
@@ -241,7 +244,7 @@ def test_a_second_engine_beside_it_is_refused(placement) -> None:
 
 
 def test_models_whose_layers_vllm_does_not_build_are_refused(monkeypatch) -> None:
-    # vLLM changes transformers' own class for its compiler, and later tests build such models.
+    # For its compiler, vLLM changes a class of transformers, which later tests use.
     compiles = "vllm.model_executor.models.transformers.base.support_torch_compile"
     monkeypatch.setattr(compiles, lambda **_: lambda cls: cls)
     with (
@@ -271,7 +274,7 @@ def test_layers_that_share_parameters_are_refused() -> None:
 
 
 def test_what_others_read_stays_near() -> None:
-    """A bias that is returned to be added later, and what is no matrix of a linear layer."""
+    """Returned biases stay near, and so do parameters that are no matrix of a linear layer."""
     (layer,) = layers(1)
     layer.fc1.skip_bias_add = True
     layer.conv1d = torch.nn.Linear(4, 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far weights on a GPU: the tokens of vLLM alone in float32, eager and with graphs in pieces."""
+"""Far weights on a GPU: tokens equal vLLM's in float32, eager and with piecewise graphs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}
-FLOAT32: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}  # not every backend takes it
+FLOAT32: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}  # supports float32
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all_far": {"placement": "all_far"},
     "helm": {"placement": "helm"},
@@ -23,7 +23,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def alone():
-    """vLLM's tokens, by model and whether it is eager."""
+    """Return a function for vLLM's tokens, by model and whether it is eager."""
     found: dict[tuple[str, bool], Any] = {}
 
     def tokens(model: str, eager: bool) -> Any:
@@ -49,7 +49,7 @@ def test_tokens_equal(model, placement, eager, alone) -> None:
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_four_bit_far_and_near_give_the_same(eager) -> None:
-    """Whatever 4 bit does to the tokens, it does where the weight stays near, too."""
+    """Far weights in 4 bit give the same tokens as near weights in 4 bit."""
     found = []
     for placement in ({"placement": "flexgen", "percents": [100, 0, 0]}, {"placement": "all_far"}):
         weights = {**placement, "compress": "int4"}
@@ -59,7 +59,7 @@ def test_four_bit_far_and_near_give_the_same(eager) -> None:
 
 
 def test_stored_weights_with_the_first_start_and_the_second(alone, tmp_path) -> None:
-    """Graphs are off then, as a line says."""
+    """Stored weights turn CUDA graphs off, and tokens are equal."""
     weights = {"placement": "flexgen", "percents": [20, 40, 40], "storage_path": str(tmp_path)}
     for _ in range(2):
         with engine("opt", KV_OFF, weights=weights, enforce_eager=False, **FLOAT32) as llm:
@@ -68,7 +68,7 @@ def test_stored_weights_with_the_first_start_and_the_second(alone, tmp_path) -> 
 
 
 def check_on_gpu(tiered: Any) -> None:
-    """Slots and near weights on the GPU, and what passed through came from host memory."""
+    """Check that parameters are on the GPU, and that loads came from host memory."""
     for _, _, parameter in tiered._far:
         assert parameter.device.type == "cuda"
     assert tiered._is_on_gpu and tiered.buffer_pool.num_misses < 10

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far weights on a GPU's device, a fake CUDA runtime, under the real engine on vLLM's CPU backend.
+"""Far weights on a fake CUDA runtime, with the real engine on vLLM's CPU backend.
 
-Compute runs when it is submitted, so it is held where a GPU's stream would be; copies are as late
-as the device lets them be. What only CUDA's runners do is shown to vLLM as far as a CPU can.
+Compute on the CPU runs when it is submitted, so the calling thread waits until the fake compute
+stream reaches that point. Copies are as late as the fake device allows. The behavior of CUDA's
+model runners is imitated as far as a CPU can.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ KV_OFF = {"enabled": False}
 
 
 class HeldCompute(SimulatedCudaDevice):
-    """The calling thread computes, when the compute stream has come there."""
+    """Fake device whose caller waits for the compute stream, as the caller computes itself."""
 
     def wait(self, event: Any) -> float:
         stood_still = super().wait(event)
@@ -87,7 +88,7 @@ def test_stored_weights_with_the_first_start_and_the_second(on_double, tmp_path)
 
 
 def test_four_bit_as_the_kernel_wants_it(on_double, monkeypatch) -> None:
-    """The tokens of the CPU's order of the same codes, by the kernel's reference."""
+    """The reference of the GPU kernel gives the same tokens as the CPU's order of the codes."""
     weights = {"placement": "helm", "compress": "int4"}
     expected = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS).tokens
     assert expected != vllm_tokens("opt", PROMPTS, MAX_TOKENS)
@@ -102,7 +103,7 @@ def test_four_bit_as_the_kernel_wants_it(on_double, monkeypatch) -> None:
         monkeypatch.setattr(module, "packing_for", lambda device: as_on_gpu)
     found = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS)
     assert found.tokens == expected
-    assert len(seen) == 3  # of queries, keys and values; of the FFN's first; and of the others
+    assert len(seen) == 3  # of qkv, of the first FFN matrix, and of the others
 
 
 @pytest.mark.parametrize("compress", ["none", "int4"])
@@ -124,7 +125,7 @@ def test_vllm_moves_no_far_layer_to_the_gpu_and_back(compress, monkeypatch) -> N
 
 
 def test_memory_is_where_it_belongs_while_torch_builds_on_the_gpu(monkeypatch, tmp_path) -> None:
-    """As vLLM builds models: with the GPU as default. What says nothing else would be "meta"."""
+    """Tensors are on the CPU although the default device, as in vLLM, is another ("meta" here)."""
     monkeypatch.setattr(
         offloader, "make_device", lambda: SimulatedCudaDevice(random.Random(1), haste=1.0)
     )
@@ -160,7 +161,7 @@ capturing = False
 
 
 class CapturedPiece:
-    """In the place of vLLM's wrapper that captures a piece: each time it runs is a capture."""
+    """Fake of vLLM's wrapper that captures a piece; each run counts as a capture."""
 
     def __init__(self, runnable: Any, *args: Any, **kwargs: Any) -> None:
         self.runnable = runnable
@@ -180,7 +181,7 @@ class CapturedPiece:
 
 @pytest.fixture
 def captured_pieces(monkeypatch, tmp_path):
-    """What vLLM compiles on a GPU, cut as there; each piece runs as if it were captured."""
+    """Make vLLM compile and split as on a GPU; each piece runs as if it were captured."""
     from vllm.config import CompilationMode, CUDAGraphMode, PassConfig
     from vllm.platforms import current_platform
 
@@ -195,7 +196,7 @@ def captured_pieces(monkeypatch, tmp_path):
         compilation.backend, compilation.compile_sizes = "eager", []
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 4], 4
         compilation.post_init_cudagraph_sizes()
-        compilation.pass_config = PassConfig()  # passes of CUDA's own kernels
+        compilation.pass_config = PassConfig()  # without passes for CUDA kernels
         compilation.splitting_ops = None
         compilation.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
         compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -220,7 +221,7 @@ def test_no_piece_that_is_captured_waits_for_weights(compress, captured_pieces) 
 
 
 def test_a_piece_that_waits_is_an_error(captured_pieces, monkeypatch) -> None:
-    """What the test before relies on."""
+    """A wait in a captured piece is detected, on which the previous test relies."""
     monkeypatch.setattr(weights_graphs, "CUTS", ())
     with engine("opt", KV_OFF, weights={"placement": "helm"}, enforce_eager=False) as llm:
         get_offloader()._is_on_gpu = True

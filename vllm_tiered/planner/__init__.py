@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure arithmetic of sizes and times; the engine and the planners call the same functions."""
+"""Planner: arithmetic of sizes and times, which the engine and the command line share."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bottleneck analysis of a placement: what bounds each kind of sublayer, and what would help.
 
-A sublayer waits for its offloaded parameters unless they arrive while others compute: since the
-offloaded sublayer before it began (HeLM, figure 8), or an earlier one at a greater prefetch depth.
-So one of three bounds it: the link, near memory's bandwidth, or arithmetic.
+The transfer of a sublayer's offloaded parameters begins with the compute of the offloaded sublayer
+before it (HeLM, figure 8), or of an earlier one at a greater prefetch depth. The sublayer waits if
+the transfer is not over in time. So one of three bounds it: the link, near memory's bandwidth, or
+arithmetic.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ Bound = Literal["link", "near memory", "arithmetic"]
 Budget = Literal["near", "far", "none"]
 
 _MOST_SINGLY = 10
-"""Offloaded parameters above which no combinations are tried: all near is sure to help."""
+"""Number of offloaded parameters above which all are kept near instead of trying combinations."""
 
 _DIGITS = 9
-"""Digits of compared seconds: sums of the same numbers differ in the last bits."""
+"""Decimal digits of compared seconds, as sums of the same numbers differ in the last bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +57,12 @@ class SublayerTimes:
     """Times of a sublayer in a step.
 
     Attributes:
-        compute_seconds: of the sublayer, slowed by concurrent copies.
-        arrives_seconds: of its offloaded parameters; 0 if nothing is moved in each step.
-        hidden_seconds: compute that the transfer may overlap. At a greater prefetch depth other
-            transfers overlap it too; where the sublayer waits, the hidden part of its transfer.
-        binds: what limits the sublayer's speed.
+        compute_seconds: compute time of the sublayer, slowed by concurrent copies.
+        transfer_seconds: transfer time of its offloaded parameters; 0 if none move in each step.
+        hidden_seconds: compute time that the transfer may overlap. At a prefetch depth above 1,
+            other transfers overlap it too. If the sublayer waits there, this is the part of its
+            transfer that is hidden.
+        bound_by: what limits the sublayer's speed.
     """
 
     compute_seconds: float
@@ -71,17 +73,17 @@ class SublayerTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """Bottleneck of sublayers that are equal in every attribute.
+    """Bottleneck of a group of sublayers that are equal in every attribute.
 
     Attributes:
         kind: "attention" or "ffn".
         layers: number of such sublayers.
-        near_bytes, far_bytes, storage_bytes: of one sublayer's parameters.
-        decode: a decode step with all requests.
-        prefill: a prefill step of one request.
-        budget: "near" if ``more_bytes`` more of near memory, which are missing, would end the wait
-            in decoding; "far" if ``more_bytes`` more of far memory would make room for requests
-            without a wait; "none" if no memory would help.
+        near_bytes, far_bytes, storage_bytes: bytes of one sublayer's parameters in each tier.
+        decode: times in a decode step with all requests.
+        prefill: times in a prefill step of one request.
+        budget: the budget that is too small. "near": with ``more_bytes`` more of near memory,
+            decoding would not wait. "far": with ``more_bytes`` more of far memory, more requests
+            would fit without a wait. "none": more memory would not help.
         more_bytes: the missing bytes of that budget for one sublayer; 0 for "none".
     """
 
@@ -99,14 +101,14 @@ class Bottleneck:
 def find_bottlenecks(
     shape: ModelShape, machine: Machine, load: Workload, split: MemorySplit, far_bytes: int
 ) -> list[Bottleneck]:
-    """Return the bottlenecks of a placement's sublayers, equal ones together.
+    """Return the bottlenecks of a placement's sublayers; equal sublayers are grouped.
 
     Args:
-        shape: of the model.
-        machine: to predict for.
+        shape: shape of the model.
+        machine: machine to predict for.
         load: the workload.
         split: the placement and its KV cache.
-        far_bytes: the budget of far memory.
+        far_bytes: budget of far memory.
     """
     placement, requests = split.placement, split.served.requests
     decode = _sublayer_times(shape, machine, placement, load.decode(requests))
@@ -155,7 +157,7 @@ def _sublayer_times(
     far = [position for position, seconds in enumerate(transfers) if seconds]
     is_moved = dict(zip(far, moved_each_step(len(far), placement.prefetch_depth), strict=True))
     waits = [0.0] * len(transfers)
-    if any(is_moved.values()):  # while both are busy
+    if any(is_moved.values()):  # both are busy
         slower = slowdown(machine)
         times = replace(times, compute=tuple(s * slower.compute for s in times.compute))
         transfers = [seconds * slower.link for seconds in transfers]
@@ -168,7 +170,7 @@ def _sublayer_times(
         transfer = transfers[position] if is_moved.get(position) else 0.0
         hidden = windows[position] if is_moved.get(position) else 0.0
         if placement.prefetch_depth > 1 and waits[position]:
-            hidden = transfer - waits[position]  # other transfers take the rest of its window
+            hidden = transfer - waits[position]  # other transfers use the rest of its window
         arithmetic = roofline(sublayer, shape, machine, batch).is_arithmetic
         bound_by: Bound = "arithmetic" if arithmetic else "near memory"
         late = (
@@ -189,8 +191,8 @@ def _sublayer_times(
 def _windows(far: Sequence[int], times: ComputeTimes, prefetch_depth: int) -> dict[int, float]:
     """Return the compute that each offloaded sublayer's transfer may overlap, by position.
 
-    It begins with the offloaded sublayer ``prefetch_depth`` before. For the first sublayers it
-    spans the step's end.
+    That compute begins with the offloaded sublayer ``prefetch_depth`` positions earlier. For the
+    first sublayers it spans the end of the previous step.
     """
     windows = {}
     for index, position in enumerate(far):
@@ -209,7 +211,7 @@ def _more_near(
     hidden_seconds: float,
     links: tuple[Link, Link],
 ) -> int:
-    """Return the fewest bytes to keep near so that the other parameters arrive in time."""
+    """Return the fewest bytes to keep near for the other parameters to arrive in time."""
     moved = (*far, *stored)
     if len(moved) > _MOST_SINGLY:
         return sum(parameter.num_bytes for parameter in moved)
@@ -232,7 +234,7 @@ def _more_near(
 def _more_far(
     sublayer: Sublayer, far: Sequence[Parameter], hidden_seconds: float, link: Link
 ) -> int:
-    """Return the bytes that could also be far and still arrive in time; or 0."""
+    """Return how many more bytes could be far and still arrive in time; 0 if none."""
     movable = [parameter for parameter in sublayer.parameters if parameter.may_move]
     extent = extent_bytes(parameter.num_bytes for parameter in movable)
     if link.seconds(extent) > hidden_seconds:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every placement of a model within a near and a far budget: whether it fits, and how fast.
+"""Evaluation of every placement of a model in a near and a far budget: fit and speed.
 
-Near memory holds what always stays (embeddings, head), resident weights, weight buffers and the KV
-cache. The KV cache decides how many requests run at a time; for throughput that is worth more than
-weights near (HeLM V-C).
+Near memory holds embeddings and head, resident weights, weight buffers and the KV cache. The size
+of the KV cache decides how many requests run at a time. For throughput, more requests are worth
+more than more weights in near memory (HeLM V-C).
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _PLANS = {"latency": split_for_latency, "throughput": split_for_throughput}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Placement that fits the budgets, with as many requests as fit beside it.
+    """Placement that fits the budgets, with as many requests as its KV cache holds.
 
     Attributes:
-        near_bytes: of resident weights, without ``buffer_bytes`` and ``other_bytes``.
-        kv_bytes: what is left of the near budget for the KV cache.
-        requests: at a time; the figures that follow are for so many (:class:`ServingEstimate`).
-        batches: the same with 1, 2, 4, ... requests, up to that many.
+        near_bytes: bytes of resident weights, without ``buffer_bytes`` and ``other_bytes``.
+        kv_bytes: bytes of the near budget that are left for the KV cache.
+        requests: number of requests that run at a time. The following figures are for this number
+            (:class:`ServingEstimate`).
+        batches: estimates for 1, 2, 4, ... requests, up to ``requests``.
         split: the memory split that the figures come from.
     """
 
@@ -86,17 +87,17 @@ def evaluate_placements(
     *,
     has_storage: bool = False,
 ) -> Iterator[Fit | NoFit]:
-    """Yield a result for each placement, as the engine would make it; all near first.
+    """Yield a result for each placement as the engine would make it, beginning with all near.
 
     Args:
-        shape: of the model.
-        machine: to predict for.
+        shape: shape of the model.
+        machine: machine to predict for.
         load: the workload.
-        near_bytes, far_bytes: the budgets; near memory includes embeddings, head and KV.
-        has_storage: weights that exceed ``far_bytes`` are stored.
+        near_bytes, far_bytes: the budgets; near memory includes embeddings, head and KV cache.
+        has_storage: whether weights that exceed ``far_bytes`` are stored.
 
     Raises:
-        ConfigError: the machine's storage bandwidth is not known.
+        ConfigError: storage is used, but the machine's storage bandwidth is not known.
     """
     if has_storage and storage_link(machine) is None:
         raise ConfigError(
@@ -118,7 +119,7 @@ def evaluate_placements(
 
 
 def chosen_placement(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
-    """Return the plan that ``placement="auto"`` takes; None if neither fits."""
+    """Return the name of the plan that ``placement="auto"`` takes; None if no plan fits."""
     plans = [fit for fit in results if isinstance(fit, Fit) and fit.placement in _PLANS]
     if not plans:
         return None

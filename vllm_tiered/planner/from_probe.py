@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine from a file of `vllm-tiered probe`, and from stated rules where a probe cannot measure.
+"""Machine from a file of `vllm-tiered probe`, with estimates for what a probe cannot measure.
 
-A probe measures memory, links and GEMMs. It cannot measure what an engine does between them
-(scheduling, sampling, norms, the calls of a layer). That consists of calls of small operations and
-Python, so it counts as a multiple of the smallest operation's time. The multiples are estimates
-(docs/notes/weights.md), and such a figure says "assumed".
+A probe measures memory, links and GEMMs. It cannot measure the rest of an engine's work, such as
+scheduling, sampling, norms, and the calls of a layer. That work consists of Python and calls of
+small operations, so it is estimated as a multiple of the smallest operation's time. The multiples
+are estimates too (docs/notes/weights.md), and the provenance of such a figure is "assumed".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERSION = 1
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
 LAYER_CALLS = 200
-"""Calls of a step, of each request and of each layer, in times of the smallest operation."""
+"""Overhead of a step, of a request and of a layer, in calls of the smallest operation."""
 
 _AGAIN = "measure again with vllm-tiered probe"
 
@@ -35,7 +35,7 @@ def load_machine(name_or_path: str) -> tuple[Machine, Figures]:
     """Load a machine by its profile's name or from a probe's file, with its figures' provenance.
 
     Raises:
-        ConfigError: as :func:`read_probe`.
+        ConfigError: see :func:`read_probe_file`.
     """
     if name_or_path in profile_names():
         return load_profile(name_or_path), provenance(name_or_path)
@@ -46,7 +46,8 @@ def read_probe_file(path: Path) -> tuple[Machine, Figures]:
     """Return the machine that a probe's file describes, with its figures' provenance.
 
     Raises:
-        ConfigError: the file cannot be read, is not a probe's, or is of another version.
+        ConfigError: the file cannot be read, is no probe result, is damaged, or has another
+            version.
     """
     try:
         probe = json.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +72,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     """Return the machine of a probe file's contents, with its figures' provenance.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError: a value is missing, or is no number above 0.
+        KeyError, TypeError, ValueError, IndexError: a value is missing or not a number above 0.
     """
     near, far = (_gemm_curve(probe["products"][where]) for where in ("near", "far"))
     call_us = 1e6 * _positive(probe["call_seconds"], "call_seconds")
@@ -123,9 +124,9 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
 
 
 def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one probe with the medians of several of the same scope.
+    """Merge several probes of the same scope into one that has their medians.
 
-    Medians are less sensitive to other programs, and to a machine that slows down for a while.
+    Medians are less sensitive to other programs, and to a machine that is slow for a while.
     """
 
     def median(values: Sequence[Any]) -> Any:

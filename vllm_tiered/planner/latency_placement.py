@@ -2,16 +2,16 @@
 """Placement with the shortest step in a memory budget (ours, after the idea of HeLM V-B).
 
 The placement MILP (:mod:`vllm_tiered.planner.placement_milp`) chooses what stays near. It is solved
-for three scopes: something of every sublayer is offloaded, whole layers may stay near, or any
-sublayer may stay near, which needs larger weight buffers. The last two scopes do not model that the
-last round through the buffers may be longer. Where its buffers do not fit, the MILP is solved again
-for even rounds, and for a budget without the excess.
+for three scopes: a part of every sublayer is offloaded; whole layers may stay near; any sublayer
+may stay near, which needs larger weight buffers. For the last two scopes, the MILP does not know
+that the last round through the buffers may be longer. If the buffers of a longer round do not fit,
+the MILP is solved again for even rounds, and for a near budget that is smaller by the excess.
 
-At a greater prefetch depth transfers begin earlier. One that is longer than the compute before it
-then hides behind earlier compute too, as long as the link is idle at times. Where attention's
-transfers are shorter than the FFN's compute and the FFN's are longer than attention's (HeLM's
-placement on Optane), that is worth a buffer or two. At depths 2 and 3 the MILP is solved for the
-fewest offloaded bytes. The pipeline model compares all solutions.
+At a greater prefetch depth, transfers begin earlier. A transfer that is longer than the compute
+before it then also hides behind earlier compute, if the link has idle time. That is worth one or
+two more buffers if the FFN's transfers are longer than attention's compute, and attention's
+transfers are shorter than the FFN's compute (HeLM's placement on Optane). At depths 2 and 3 the
+MILP is solved for the fewest offloaded bytes. The pipeline model then compares all solutions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from vllm_tiered.weights.placement import Placement, place, spill_to_storage
 
 
 class SearchEffort(NamedTuple):
-    """Extent of the search.
+    """Effort of the search.
 
     Attributes:
         depths: prefetch depths to try.
-        stays: scopes of sublayers that may be wholly near.
-        gap: relative distance to a MILP's optimum at which the solver may stop.
+        stays: scopes of sublayers that may stay near as a whole.
+        gap: relative distance to the MILP's optimum at which the solver may stop.
     """
 
     depths: tuple[int, ...]
@@ -56,10 +56,10 @@ class SearchEffort(NamedTuple):
 
 
 FULL_EFFORT = SearchEffort(depths=(1, 2, 3), stays=tuple(NearScope), gap=SOLVED)
-"""At depth 3 attention and FFN alternate in two buffers each."""
+"""All scopes, and depths up to 3; at depth 3 attention and FFN have two buffers each."""
 
 DEPTH_ONE_EFFORT = FULL_EFFORT._replace(depths=(1,))
-"""The papers' pipeline: prefetch depth 1."""
+"""Effort for the papers' pipeline, which has prefetch depth 1."""
 
 
 def place_for_latency(
@@ -75,18 +75,19 @@ def place_for_latency(
 ) -> Placement:
     """Return the placement with the shortest step that fits near memory, and far memory if it can.
 
-    In the model of :mod:`vllm_tiered.planner.pipeline_time` it is never slower than HeLM's or
-    All-CPU where those fit, with what exceeds far memory on storage. It sets the prefetch depth.
+    In the model of :mod:`vllm_tiered.planner.pipeline_time`, it is never slower than HeLM's
+    placement or All-CPU if those fit, with the excess over far memory stored. It also chooses the
+    prefetch depth. If no placement fits far memory, the result exceeds it.
 
     Args:
         sublayers: all sublayers, in the order of computation.
         times: compute times of the sublayers.
-        link: far to near.
+        link: link from far to near.
         near_bytes: budget for resident parameters and weight buffers.
         far_bytes: budget of far memory; None for no limit.
-        storage: storage to near, if weights may be stored.
-        slowdown: of compute and transfers while both run.
-        effort: extent of the search.
+        storage: link from storage to near; None if weights may not be stored.
+        slowdown: slowdown of compute and transfers while both run.
+        effort: effort of the search.
 
     Raises:
         BudgetError: even the buffers of the largest sublayers do not fit.
@@ -107,7 +108,7 @@ def place_for_latency(
     fitting = [candidate for candidate in candidates if candidate.near_bytes <= near_bytes]
     enough = [c for c in fitting if far_bytes is None or c.far_bytes <= far_bytes]
     if not enough and far_bytes is not None:
-        # The result exceeds far memory: the caller decides what to do.
+        # The result will exceed far memory; the caller decides what to do.
         candidates += _solutions(sublayers, times, links, near_bytes, None, effort)
         fitting = [candidate for candidate in candidates if candidate.near_bytes <= near_bytes]
     if not fitting:
@@ -120,7 +121,7 @@ def place_for_latency(
     best = min(
         enough or fitting,
         key=lambda candidate: (
-            # Rounded: sums of the same numbers differ in the last bits.
+            # Rounded, because sums of the same numbers differ in the last bits.
             round(
                 pipeline_step_time(
                     transfer_seconds(candidate, link, storage),
@@ -146,14 +147,14 @@ def _solutions(
     far_bytes: int | None,
     effort: SearchEffort,
 ) -> Iterator[Placement]:
-    """Yield the MILP's solutions for each prefetch depth and scope."""
+    """Yield the solutions of the MILP for each prefetch depth and scope."""
     at_once = ComputeTimes(
         compute=(0.0,) * len(sublayers)
     )  # fewest bytes: no compute hides a transfer
     for prefetch_depth in effort.depths:
         for stay in effort.stays:
             if stay is NearScope.LAYERS and prefetch_depth % 2 == 0:
-                continue  # attention and FFN alternate in an even number of buffers only
+                continue  # attention and FFN alternate only in an even number of buffers
             problem = PlacementProblem(
                 sublayers=sublayers,
                 times=times if prefetch_depth == 1 else at_once,
@@ -167,7 +168,7 @@ def _solutions(
 
 
 def _fitted(problem: PlacementProblem, near_bytes: int) -> Iterator[Placement]:
-    """Yield its solution, and smaller ones where a longer last round's buffers do not fit."""
+    """Yield the solution, and smaller ones if the buffers of a longer last round do not fit."""
     solved = solve_placement(problem, near_bytes)
     if solved is None:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines as the cost models see them: a few figures, each with its provenance."""
+"""Machines for the cost models: a few figures of each, with their provenance."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Machine:
     """Figures of a machine that determine the time of a step.
 
     Attributes:
-        read_gb_per_s: far to near, alone on the link (10^9 bytes).
-        write_gb_per_s: near to far.
+        read_gb_per_s: bandwidth from far to near without other traffic (10^9 bytes).
+        write_gb_per_s: bandwidth from near to far.
         near_gb_per_s: near-tier bandwidth that decoding reaches.
         tflops: dense 16-bit throughput that large batches reach.
-        near_bytes_per_copied_byte: near-tier traffic that a copied byte takes from compute.
+        near_bytes_per_copied_byte: bytes of near-tier traffic that compute loses per copied byte.
         step_overhead_ms: time of a step outside the layers: scheduling, sampling, launches.
-        request_overhead_us: time of a step for each request in it.
-        far_layer_overhead_us: time of a step for each far layer: submitting and awaiting its two
+        request_overhead_us: time that each request adds to a step.
+        far_layer_overhead_us: time that each far layer adds to a step, to submit and await its two
             copies (KV in and out, or the weights of attention and FFN).
-        storage_read_gb_per_s: large sequential reads from storage; None where not known.
-        power: power that the machine draws; None where not known.
-        curves: curves that a probe measured; None for a machine that was not probed.
+        storage_read_gb_per_s: bandwidth of large sequential reads from storage; None if unknown.
+        power: power that the machine draws; None if unknown.
+        curves: curves that a probe measured; None if the machine was not probed.
     """
 
     read_gb_per_s: float
@@ -62,9 +62,9 @@ def provenance(name: str) -> Figures:
     """Return the figures of a profile with value, kind and source.
 
     Raises:
-        As :func:`load_profile`.
+        KeyError, ValueError: see :func:`load_profile`.
     """
-    load_profile(name)  # checked there
+    load_profile(name)  # it checks the figures
     return tomllib.loads((_PROFILES / f"{name}.toml").read_text(encoding="utf-8"))
 
 
@@ -73,8 +73,8 @@ def load_profile(name: str) -> Machine:
     """Return the machine of a profile.
 
     Raises:
-        KeyError: there is no such profile; the message names those there are.
-        ValueError: a figure is missing, unknown, or has no kind and source.
+        KeyError: there is no such profile; the message names the existing ones.
+        ValueError: a figure is missing or unknown, or has no kind and source.
     """
     path = _PROFILES / f"{name}.toml"
     if not path.is_file():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured GEMM times of a machine, where one bandwidth and one throughput say too little."""
+"""Measured GEMM times of a machine, which one bandwidth and one throughput cannot express."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class GemmCurve:
     """Seconds of a GEMM by the weight's bytes and the number of activation rows.
 
     Attributes:
-        rows: numbers of rows that were measured, ascending.
-        by_rows: for each of them the (bytes, seconds) of each weight, by ascending bytes.
+        rows: the measured numbers of rows, ascending.
+        by_rows: for each number of rows, (bytes, seconds) of each weight, by ascending bytes.
     """
 
     rows: tuple[int, ...]
@@ -23,7 +23,7 @@ class GemmCurve:
 
     @classmethod
     def of(cls, seconds: Mapping[tuple[int, int], float]) -> GemmCurve:
-        """Build a curve from seconds by (rows, bytes)."""
+        """Build a curve from a mapping of (rows, bytes) to seconds."""
         rows = tuple(sorted({rows for rows, _ in seconds}))
         by_rows = tuple(
             tuple(sorted((size, value) for (at, size), value in seconds.items() if at == number))
@@ -33,7 +33,7 @@ class GemmCurve:
 
     @property
     def points(self) -> dict[tuple[int, int], float]:
-        """Measured seconds by (rows, bytes), in the order of both."""
+        """Measured seconds by (rows, bytes), sorted."""
         return {
             (rows, num_bytes): seconds
             for rows, points in zip(self.rows, self.by_rows, strict=True)
@@ -41,7 +41,7 @@ class GemmCurve:
         }
 
     def seconds(self, num_bytes: int, rows: int) -> float:
-        """Interpolate between measured points, and extrapolate in proportion; 0 bytes take 0 s."""
+        """Interpolate between measured points, and extrapolate proportionally; 0 bytes take 0 s."""
         if not num_bytes:
             return 0.0
         times = [_at(curve, num_bytes) for curve in self.by_rows]
@@ -60,15 +60,16 @@ def _at(curve: tuple[tuple[int, float], ...], num_bytes: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCurves:
-    """Measured curves of a machine, beside its single figures.
+    """Measured curves of a machine, which replace some of its single figures.
 
     Attributes:
-        near: GEMMs with weights that stay near.
+        near: GEMMs with resident weights.
         far: GEMMs with weights in a weight buffer.
-        compute_slowdown, link_slowdown: factors of compute and of a transfer while both run.
+        compute_slowdown, link_slowdown: factors by which compute and a transfer slow down while
+            both run.
         layer_overhead_us: time of a layer's calls in a step, without its GEMMs.
-        compressed: GEMMs with weights in 4 bit, by their bytes in 16 bit; None where they were not
-            measured, and are taken to last as long as in 16 bit.
+        compressed: GEMMs with weights in 4 bit, by the bytes that the weights have in 16 bit. None
+            if they were not measured; they are then assumed to take as long as in 16 bit.
     """
 
     near: GemmCurve
@@ -79,10 +80,13 @@ class MeasuredCurves:
     compressed: GemmCurve | None = None
 
     def near_bytes_per_copied_byte(self, near_gb_per_s: float, read_gb_per_s: float) -> float:
-        """Return the near-memory traffic that compute loses for each copied byte.
+        """Return the bytes of near-memory traffic that compute loses for each copied byte.
 
-        That is what compute would have read in the time it loses. Each rate is that of its side
-        alone.
+        They are the bytes that compute would have read in the time that it loses.
+
+        Args:
+            near_gb_per_s: rate of compute without copies.
+            read_gb_per_s: rate of copies without compute.
         """
         lost = (1 - 1 / self.compute_slowdown) * near_gb_per_s
         return lost * self.link_slowdown / read_gb_per_s

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near memory split between layers and KV cache, and the plan for a target.
+"""Split of near memory between layers and KV cache, and the choice of a plan for a target.
 
-``auto`` plans for latency and for throughput. It takes the target's own plan, unless the other is
-predicted to be better by more than predictions can tell apart. The engine and
-``vllm-tiered plan`` decide by the same functions.
+``auto`` makes a plan for latency and a plan for throughput. It takes the plan of its own target,
+unless the other plan is predicted to be better by more than the accuracy of the predictions. The
+engine and ``vllm-tiered plan`` use the same functions.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Target = Literal["latency", "throughput"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 FLEXGEN_PERCENTS = (20, 80, 0)
-"""The share that HeLM's paper asks FlexGen for (section V-A)."""
+"""Near, far and storage percents that HeLM's paper gives to FlexGen (section V-A)."""
 
 _AS_GOOD = 1.01
-"""Ratio below which two predictions are equal.
+"""Ratio below which two predictions count as equal.
 
-They rest on measured figures: two runs of the planner may return either plan by chance."""
+Predictions depend on measured figures, so a smaller difference between two plans may be chance."""
 
 BASELINES = ("all near", "flexgen", "helm", "all_far")
 
@@ -46,9 +46,10 @@ class MemoryBudget:
     """Budgets of a plan.
 
     Attributes:
-        near_bytes: for layers, weight buffers and the KV cache, without ``ModelShape.other_bytes``.
-        far_bytes: of far memory; None for no limit.
-        has_storage: weights that exceed far memory are stored.
+        near_bytes: near memory for layers, weight buffers and the KV cache, without
+            ``ModelShape.other_bytes``.
+        far_bytes: far memory; None for no limit.
+        has_storage: whether weights that exceed far memory are stored.
     """
 
     near_bytes: int
@@ -58,11 +59,12 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySplit:
-    """Memory split: a placement, the KV cache it leaves room for, and predictions for both.
+    """Memory split: a placement, the size of the KV cache, and predictions for both.
 
     Attributes:
-        kv_bytes: the rest of near memory.
-        served: prediction for as many requests as fit there, or as the workload has.
+        placement: placement of the weights.
+        kv_bytes: bytes of the KV cache, which is the rest of near memory.
+        served: prediction for as many requests as fit the KV cache, or as the workload has.
         alone: prediction for one request.
     """
 
@@ -83,10 +85,10 @@ def baseline(name: str, shape: ModelShape) -> Placement:
 def split_with(
     placement: Placement, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
 ) -> MemorySplit | None:
-    """Return the split in which the KV cache gets what the placement leaves.
+    """Return the split in which the KV cache gets the near memory that the placement leaves.
 
     Returns:
-        None if the rest does not hold one request, or the layers do not fit far memory.
+        None if that does not hold one request, or if the layers do not fit far memory.
     """
     if room.has_storage and room.far_bytes is not None:
         placement = spill_to_storage(placement, room.far_bytes)
@@ -108,7 +110,7 @@ def split_for_latency(
     """Return the split with the shortest predicted decode step of one request.
 
     Raises:
-        BudgetError: no placement fits beside the KV cache of one request.
+        BudgetError: no placement fits together with the KV cache of one request.
     """
     candidates = [*(baseline(name, shape) for name in BASELINES)]
     candidates += milp_placements(shape, machine, load, room, 1)
@@ -131,11 +133,11 @@ def split_for_latency(
 def milp_placements(
     shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget, requests: int
 ) -> Iterator[Placement]:
-    """Yield the MILP's placements beside the KV cache of so many requests.
+    """Yield the MILP's placements that leave room for the KV cache of ``requests`` requests.
 
-    They are solved for a decode step, for a prefill, and for a step without compute. The MILP pairs
-    each transfer with one compute, but in the pipeline a transfer may overlap more. So the best
-    placement for one kind of step may be the solution for another.
+    The MILP is solved for a decode step, for a prefill step, and for a step without compute. It
+    pairs each transfer with the compute of one sublayer, but in the pipeline a transfer may overlap
+    more. So the best placement for one kind of step may be the solution for another kind.
     """
     prompts = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
     for times, effort in (
@@ -157,15 +159,15 @@ def milp_placement(
     kv_bytes: int,
     effort: SearchEffort = FULL_EFFORT,
 ) -> Placement | None:
-    """Return the MILP's placement beside so much KV cache; None if nothing fits.
+    """Return the MILP's placement that leaves ``kv_bytes`` to the KV cache; None if nothing fits.
 
     Args:
-        shape: of the model.
-        machine: its links and contention.
+        shape: shape of the model.
+        machine: machine with the links and their contention.
         times: compute times that transfers hide behind.
         room: the budgets.
-        kv_bytes: reserved for the KV cache.
-        effort: as for :func:`~vllm_tiered.planner.latency_placement.place_for_latency`.
+        kv_bytes: near memory reserved for the KV cache.
+        effort: see :func:`~vllm_tiered.planner.latency_placement.place_for_latency`.
     """
     budget = room.near_bytes - kv_bytes
     link = far_link(machine)
@@ -188,7 +190,7 @@ def milp_placement(
 def pick_split(target: Target, splits: Sequence[MemorySplit]) -> MemorySplit:
     """Return the split with the shortest decode step of one request, or with the most tokens/s.
 
-    The target's own plan wins where the predictions cannot be told apart.
+    The target's own plan wins if its prediction is as good as the best within 1 %.
     """
 
     def cost(split: MemorySplit) -> float:
@@ -201,12 +203,12 @@ def pick_split(target: Target, splits: Sequence[MemorySplit]) -> MemorySplit:
 
 
 def target_for(max_requests: int) -> Target:
-    """Return the default target: latency if requests are served one by one."""
+    """Return the default target: latency for one request at a time, otherwise throughput."""
     return "latency" if max_requests == 1 else "throughput"
 
 
 def no_room(shape: ModelShape, load: Workload, room: MemoryBudget) -> BudgetError:
-    """Return the error for budgets in which no placement fits."""
+    """Return the error to raise when no placement fits the budgets."""
     least = baseline("all_far", shape).near_bytes
     one = load.kv_bytes(shape)
     if least + one > room.near_bytes:

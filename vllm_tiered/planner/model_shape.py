@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of a model's tensors from its config.json alone, with vLLM's names and fusions.
+"""Shapes of a model's tensors, computed from its config.json, with vLLM's names and fusions.
 
     attention   qkv_proj [(heads + 2 kv heads) head size, hidden]   o_proj [hidden, heads head size]
     FFN         gate_up_proj [2 inner, hidden], fc1 [inner, hidden]   down_proj, fc2 [hidden, inner]
 
 A rank of tensor parallelism holds its share of each matrix, all norms, and its share of the KV
-heads, at least one.
+heads, but at least one KV head.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Family:
     """Family of architectures with the same layer structure.
 
     Attributes:
-        gated: gate and up, in one matrix, replace fc1.
-        names: of the qkv, out, first and second FFN matrix in the layer.
+        gated: whether gate and up, fused into one matrix, replace fc1.
+        names: names of the qkv, out, first and second FFN matrix in the layer.
         norms: names of the norms in the layer.
-        norm_bias: norms have biases too.
-        qkv_bias, bias: defaults where the config does not say.
-        inner: the config's key of the FFN's size.
+        norm_bias: whether norms have biases.
+        qkv_bias, bias: defaults for configs without these keys.
+        inner: key of the FFN's size in the config.
     """
 
     gated: bool
@@ -84,16 +84,17 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Sizes of a model for planning; bytes are one rank's.
+    """Sizes of a model for planning, in bytes of one rank.
 
     Attributes:
-        family: the model type, or "unknown" where Llama's shapes were assumed.
-        sublayers: of all layers, in the order of computation.
-        other_bytes: embeddings, head and last norm, which stay near.
+        family: the model type, or "unknown" if Llama's shapes were assumed.
+        num_layers: number of decoder layers.
+        sublayers: sublayers of all layers, in the order of computation.
+        other_bytes: bytes of embeddings, head and last norm, which stay near.
         head_bytes: the part of ``other_bytes`` that each step reads.
-        kv_bytes_per_token: in all layers.
-        dtype_bytes: of a weight that is not compressed, and of an element of the KV cache.
-        matrices: (out, in) of each matrix of a layer by its name, where the config gives them.
+        kv_bytes_per_token: KV bytes of a token in all layers.
+        dtype_bytes: bytes of an uncompressed weight, and of an element of the KV cache.
+        matrices: (out, in) of each matrix of a layer by its name, if known.
     """
 
     family: str
@@ -111,17 +112,17 @@ class ModelShape:
         return sum(sublayer.num_bytes for sublayer in self.sublayers)
 
     def weights_in(self, parameter: Parameter) -> float:
-        """Return the number of weights in a parameter, whatever their bytes."""
+        """Return the number of weights in a parameter, compressed or not."""
         matrix = self.matrices.get(parameter.name)
         return parameter.num_bytes / self.dtype_bytes if matrix is None else math.prod(matrix)
 
     def is_compressed(self, parameter: Parameter) -> bool:
-        """Return whether a parameter's weights take fewer bytes than the dtype's."""
+        """Return whether a parameter takes fewer bytes than its weights would in the dtype."""
         return parameter.num_bytes < self.weights_in(parameter) * self.dtype_bytes
 
 
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:
-    """Return the bytes of all layers' tensors by class, and of embeddings and head."""
+    """Return the bytes of each class of tensors in all layers, and of embeddings and head."""
     classes = {Role.FFN_FIRST: "first FFN matrix", Role.NORM: "norms", Role.BIAS: "biases"}
     matrices = {Kind.ATTENTION: "attention matrices", Kind.FFN: "second FFN matrix"}
     found: dict[str, int] = {}
@@ -141,19 +142,19 @@ def model_shape(
 ) -> ModelShape:
     """Return the shape of a model from its Hugging Face config.
 
-    A model type that is not in ``FAMILIES`` is assumed to have Llama's shapes: sizes are right to a
-    few percent, as long as it is a plain decoder.
+    A model type that is not in ``FAMILIES`` is assumed to have Llama's shapes. For a plain decoder
+    the sizes are then correct to a few percent.
 
     Args:
         config: contents of config.json.
-        dtype: of weights and KV.
+        dtype: dtype of weights and KV cache.
         tensor_parallel: number of ranks.
         compress: "none", or "int4" for matrices in 4 bit.
 
     Raises:
-        ConfigError: a size is missing or does not divide by ``tensor_parallel``; no such dtype or
-            compression.
-        UnsupportedError: a mixture of experts, a quantized checkpoint, or no decoder.
+        ConfigError: a size is missing or not divisible by ``tensor_parallel``, or there is no such
+            dtype or compression.
+        UnsupportedError: the model is a mixture of experts, quantized, or not a plain decoder.
     """
     known = str(config.get("model_type", ""))
     _check_kind(config)
@@ -224,7 +225,7 @@ class _Sizes:
 def _layer_shapes(
     family: Family, sizes: _Sizes, tensor_parallel: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's parameters: [out, in] of matrices, [out] of others."""
+    """Return the shapes of a layer's parameters: [out, in] for matrices, [out] for others."""
     for what, size in (("attention heads", sizes.heads), ("FFN neurons", sizes.inner)):
         if size % tensor_parallel:
             raise ConfigError(f"{size} {what} do not divide by {tensor_parallel} ranks")

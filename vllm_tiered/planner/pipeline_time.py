@@ -4,9 +4,9 @@
     compute   │ attention 0 │   FFN 0    │·stall·│ attention 1 │ ...
     link      │   FFN 0     │     attention 1    │    FFN 1    │ ...
 
-At prefetch depth 1 the transfer of an offloaded sublayer begins when the offloaded one before it
-begins to compute (as the weight buffer pool does it), and not before the link is free. At depth n
-it begins n offloaded sublayers earlier, so a long transfer also hides behind earlier compute:
+At prefetch depth 1, the transfer of an offloaded sublayer begins when the offloaded sublayer before
+it begins to compute and the link is free. The weight buffer pool works the same way. At depth n the
+transfer begins n offloaded sublayers earlier, so a long transfer also hides behind earlier compute:
 
     compute   │ attention 0 │   FFN 0    │ attention 1 │ ...         depth 2
     link      │ FFN 0 │  attention 1  │   FFN 1   │ ...
@@ -24,20 +24,20 @@ from vllm_tiered.weights.placement import Placement
 
 _STEADY = 1e-9
 _MOST_STEPS = 64
-"""Steps until a steady state is assumed.
+"""Number of simulated steps after which a steady state is assumed.
 
-At depth 1 the second step is like all that follow. At a greater depth a link that is a little too
-slow falls behind a little in each step, until all that may be in transfer is late."""
+At depth 1, all steps after the first are equal. At a greater depth, a link that is a little too
+slow falls behind a little in each step, until every transfer in the queue is late."""
 
 
 class Link(NamedTuple):
-    """A link between two tiers: bandwidth, and latency of each transfer."""
+    """Link between two tiers, with its bandwidth and the latency of each transfer."""
 
     bytes_per_s: float
     latency_s: float = 0.0
 
     def seconds(self, num_bytes: int) -> float:
-        """Return the seconds of one transfer; no bytes take no time."""
+        """Return the seconds of one transfer; 0 bytes take 0 s."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
     def slowed_by(self, times: float) -> Link:
@@ -50,7 +50,7 @@ class ComputeTimes:
     """Compute times of a step.
 
     Attributes:
-        compute: seconds of each sublayer with all its weights near.
+        compute: seconds of each sublayer when its weights have arrived.
         rest: seconds outside the layers: embedding, head, sampling, scheduling.
     """
 
@@ -67,12 +67,12 @@ class StepTime(NamedTuple):
 
 
 def transfer_seconds(placement: Placement, link: Link, storage: Link | None = None) -> list[float]:
-    """Return the transfer time of each sublayer; 0 where all of it is near.
+    """Return the transfer time of each sublayer; 0 if all of it is near.
 
     Args:
-        placement: says what is far and what is stored.
-        link: far to near.
-        storage: storage to near, for placements that use it. The two take turns.
+        placement: tiers of the parameters.
+        link: link from far to near.
+        storage: link from storage to near; None if nothing is stored. The two links take turns.
     """
     assert storage or not placement.stored, "a placement on storage, and no link from it"
     return [
@@ -90,7 +90,7 @@ class Slowdown(NamedTuple):
 
 
 NO_SLOWDOWN = Slowdown()
-"""Compute and the link do not slow each other."""
+"""Factors if compute and the link do not slow each other."""
 
 
 def pipeline_step_time(
@@ -99,12 +99,12 @@ def pipeline_step_time(
     slowdown: Slowdown = NO_SLOWDOWN,
     prefetch_depth: int = 1,
 ) -> StepTime:
-    """Return the time of a step in the steady state, in which steps follow each other.
+    """Return the time of a step in the steady state of consecutive steps.
 
     Args:
-        transfers: seconds of each sublayer, from :func:`transfer_seconds`.
+        transfers: transfer seconds of each sublayer, from :func:`transfer_seconds`.
         times: compute times.
-        slowdown: of compute and the link while both are busy.
+        slowdown: slowdown of compute and the link while both are busy.
         prefetch_depth: offloaded sublayers in transfer while one computes.
     """
     begin, clock, waits = _steady(transfers, times, slowdown, prefetch_depth)
@@ -117,19 +117,19 @@ def waits_by_sublayer(
     slowdown: Slowdown = NO_SLOWDOWN,
     prefetch_depth: int = 1,
 ) -> list[float]:
-    """Return the seconds for which each sublayer waits in such a step."""
+    """Return the seconds for which each sublayer waits in a step of the steady state."""
     return _steady(transfers, times, slowdown, prefetch_depth)[2]
 
 
 def _steady(
     transfers: Sequence[float], times: ComputeTimes, slowdown: Slowdown, prefetch_depth: int
 ) -> tuple[float, _Clock, list[float]]:
-    """Return when the step began, the clock at its end, and how long each sublayer waited."""
+    """Return the start of a steady step, the clock at its end, and the wait of each sublayer."""
     order = _moved(transfers, prefetch_depth)
     clock = _Clock(slowdown)
     begin, waits = 0.0, [0.0] * len(transfers)
-    # At first everything that may be in transfer has arrived. Repeat until a step leaves as much in
-    # transfer as the step before.
+    # Before the first step, all prefetched sublayers have arrived. Repeat until a step leaves as
+    # much in transfer as the step before.
     for _ in range(_MOST_STEPS):
         begin, left = clock.now, clock.in_transfer
         at = 0
@@ -149,7 +149,7 @@ def _steady(
 
 
 def _moved(transfers: Sequence[float], prefetch_depth: int) -> list[float]:
-    """Return the transfers of offloaded sublayers in order; 0 for one with its own buffer."""
+    """Return the transfers of offloaded sublayers in order; 0 for one that has its own buffer."""
     far = [seconds for seconds in transfers if seconds]
     return [
         seconds if is_moved else 0.0
@@ -158,7 +158,7 @@ def _moved(transfers: Sequence[float], prefetch_depth: int) -> list[float]:
 
 
 def overlapped_seconds(compute: float, transfer: float, slowdown: Slowdown = NO_SLOWDOWN) -> float:
-    """Return the seconds until a compute and a transfer that begin together are done."""
+    """Return the seconds until compute and a transfer that begin together are both done."""
     clock = _Clock(slowdown)
     clock.in_transfer = transfer
     clock.compute(compute)
@@ -167,11 +167,11 @@ def overlapped_seconds(compute: float, transfer: float, slowdown: Slowdown = NO_
 
 
 class _Clock:
-    """Simulated time of compute and of the transfers that overlap it, one after the other.
+    """Simulated clock of compute and of consecutive transfers that overlap it.
 
     Attributes:
         now: seconds since the start.
-        in_transfer: seconds of transfers that are left, as they would take alone.
+        in_transfer: seconds that the remaining transfers would take without compute.
     """
 
     def __init__(self, slowdown: Slowdown) -> None:
@@ -179,14 +179,14 @@ class _Clock:
         self.now = self.in_transfer = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Advance by a compute: both run until one is done, then compute alone."""
+        """Advance by some compute, and by the transfers that run at the same time."""
         slower = self._slowdown
         together = min(seconds * slower.compute, self.in_transfer * slower.link)
         self.in_transfer -= together / slower.link
         self.now += together + seconds - together / slower.compute
 
     def drain_to(self, left: float) -> float:
-        """Stall compute until at most ``left`` is in transfer; return for how long."""
+        """Stall compute until at most ``left`` seconds are in transfer; return the stall."""
         waits = max(0.0, self.in_transfer - left)
         self.now += waits
         self.in_transfer -= waits

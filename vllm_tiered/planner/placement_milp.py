@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement MILP: the integer program that counts what stays near (ours; idea of HeLM V-B).
+"""Placement MILP, the integer program that counts what stays near (ours; idea of HeLM V-B).
 
 Sublayer i computes while sublayer i+1 is in transfer. A step takes the sum over sublayers of
-max(compute i, transfer i+1), and more where each slows the other. Layers are alike, so the program
-does not choose parameters but counts:
+max(compute i, transfer i+1), and longer if compute and transfers slow each other. Layers are alike,
+so the variables are not the tiers of parameters, but counts:
 
     n[class, choice]     how many sublayers of a class have these parameters near, these far, ...
-    minimise             sum of n[class, choice] * (compute before, with transfer of the rest)
+    minimise             sum of n[class, choice] * (compute before, overlapped with the transfer)
     subject to           near bytes + the weight buffers <= the near budget
                          far bytes <= the far budget
 
-A class is a kind of sublayer with equal parameters behind a compute of equal length. A buffer holds
-the largest sublayer that it receives: one constraint for each choice in use. Offloaded sublayers
-take turns in the buffers. If buffers are even in number, and sublayers are wholly near by layers
-only, attention has every other buffer and the FFN the rest; else all must hold either.
+A class is a set of sublayers of one kind, with equal parameters, that follow compute of equal
+length. A buffer fits the largest sublayer that it receives, which takes one constraint for each
+choice in use. Offloaded sublayers take turns in the buffers. If the number of buffers is even, and
+only whole layers may stay near, attention and FFN alternate: each kind has half of the buffers.
+Otherwise every buffer must fit both kinds.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from vllm_tiered.weights.placement import Placement
 
 _MOST_MODULES = 8
 _MOST_STORED_MODULES = 4
-"""Modules of a sublayer that are placed singly, largest first; the others (experts) go together.
+"""Number of a sublayer's modules that are placed one by one, largest first.
 
-Three tiers allow fewer than two."""
+The other modules (experts) are placed together. With three tiers the number is smaller."""
 
 _MOST_SECONDS = 3.0
-"""Time limit of a solve, which takes 0.02 s; the best solution so far counts then."""
+"""Time limit of the solver, which usually takes 0.02 s; the best solution so far is then used."""
 
 SOLVED = 1e-4
-"""Relative distance to the optimum that counts as optimal."""
+"""Relative distance to the optimum at which a solution counts as optimal."""
 
 
 class Links(NamedTuple):
@@ -62,18 +63,18 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """One way to place a sublayer's parameters, with its bytes and time."""
+    """Choice of tiers for a sublayer's parameters, with its bytes and time."""
 
     far: frozenset[int]  # positions among the parameters
     stored: frozenset[int]
     near_bytes: int
     far_extent: int
-    extent: int  # in a weight buffer: far and stored
-    seconds: float  # of the compute before, overlapped with this transfer
+    extent: int  # far and stored bytes, in a weight buffer
+    seconds: float  # until compute before and this transfer are both done
 
 
 class NearScope(Enum):
-    """Scope of sublayers that may be wholly near."""
+    """Scope of sublayers that may stay near as a whole."""
 
     NONE = "none"
     LAYERS = "both of a layer"
@@ -82,15 +83,15 @@ class NearScope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementProblem:
-    """Placement problem, but for the near budget.
+    """Placement problem without the near budget.
 
     Attributes:
         sublayers: all sublayers, in the order of computation.
         times: compute times that transfers hide behind.
-        links: to the near tier.
+        links: links to the near tier.
         far_bytes: budget of far memory; None for no limit.
         gap: relative distance to the optimum at which the solver may stop.
-        stay: which sublayers may be wholly near.
+        stay: which sublayers may stay near as a whole.
         prefetch_depth: offloaded sublayers in transfer while one computes.
     """
 
@@ -106,12 +107,12 @@ class PlacementProblem:
 def solve_placement(
     problem: PlacementProblem, near_bytes: int, *, is_even: bool = False
 ) -> Placement | None:
-    """Return the placement with the least sum in a near budget; None if nothing fits.
+    """Return the placement that minimises the program's sum; None if nothing fits.
 
     Args:
-        problem: what to solve.
+        problem: the problem to solve.
         near_bytes: budget for resident parameters and weight buffers.
-        is_even: each buffer receives equally many offloaded sublayers.
+        is_even: whether each buffer must receive the same number of offloaded sublayers.
     """
     sublayers, times = problem.sublayers, problem.times
     members = _classes(sublayers, times)
@@ -171,8 +172,8 @@ def solve_placement(
 def _buffers_by_kind(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
     """Return whether a buffer may receive both kinds, and the number of buffers of each kind.
 
-    Where no sublayer may be wholly near, the buffer of each sublayer is known. Else the last round
-    may be longer and have more buffers.
+    If no sublayer may stay near as a whole, the buffer of each sublayer is known. Otherwise the
+    last round may be longer and have more buffers, which this function does not count.
     """
     if problem.stay is not NearScope.NONE:
         each = (problem.prefetch_depth + 1) / 2
@@ -189,7 +190,7 @@ def _buffers_by_kind(problem: PlacementProblem) -> tuple[bool, tuple[float, floa
 
 
 def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[int]]:
-    """Return the positions of equal sublayers, class by class."""
+    """Return the positions of the sublayers of each class."""
     classes: dict[object, list[int]] = {}
     for position, sublayer in enumerate(sublayers):
         sizes = tuple((p.num_bytes, p.role) for p in sublayer.parameters)
@@ -199,12 +200,12 @@ def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[in
 
 
 def _before(times: ComputeTimes, position: int) -> float:
-    """Return the compute that overlaps the transfer; for the first, with the step's rest."""
+    """Return the compute that overlaps a transfer; for the first sublayer, with the step's rest."""
     return times.compute[position - 1] + (0.0 if position else times.rest)
 
 
 def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterator[_Choice]:
-    """Yield every way to place the modules in tiers; a matrix and its bias go together."""
+    """Yield every way to place the modules in tiers; a matrix and its bias share a tier."""
     modules: dict[str, list[int]] = {}
     for index, parameter in enumerate(sublayer.parameters):
         if parameter.may_move:
@@ -260,25 +261,26 @@ def _counts(
 ) -> list[list[int]] | None:
     """Return how often each choice is taken; None if nothing fits.
 
+    The variables are the counts, then a flag for each count > 0, then the two buffer sizes in MiB,
+    then the number of sublayers that each buffer receives.
+
     Args:
         choices: for each class, the ways to place one of its sublayers.
         sizes: for each class, the number of its sublayers.
-        buffers: for each class, which of the two buffer sizes must hold its sublayers.
-        kinds: of each class, if as much attention as FFN is wholly near; else empty.
-        num_buffers: of each of the two sizes.
-        near_bytes: the near budget.
-        far_bytes: the far budget; None for no limit.
+        buffers: for each class, which of the two buffer sizes must fit its sublayers.
+        kinds: kind of each class, if equally many attention and FFN sublayers must stay near as a
+            whole; otherwise empty.
+        num_buffers: number of buffers of each of the two sizes.
+        near_bytes: budget of near memory.
+        far_bytes: budget of far memory; None for no limit.
         gap: relative distance to the optimum at which the solver may stop.
-        is_even: each buffer receives equally many sublayers.
-
-    Variables: the counts, then a flag for each count > 0, then the two buffer sizes in bytes, then
-    the number of sublayers that each buffer receives.
+        is_even: whether each buffer must receive the same number of sublayers.
     """
     flat = [(group, choice) for group, options in enumerate(choices) for choice in options]
     num_choices = len(flat)
     num_sizes = len(Kind)
     num_variables = 2 * num_choices + num_sizes + 1
-    # In MiB and milliseconds: the solver's tolerances are absolute.
+    # In MiB and milliseconds, because the solver's tolerances are absolute.
     unit = 1 / (1 << 20)
     rows: list[npt.NDArray[np.float64]] = []
     low: list[float] = []
@@ -324,7 +326,7 @@ def _counts(
         add(far, -np.inf, far_bytes * unit)
     cost = np.zeros(num_variables)
     cost[:num_choices] = [choice.seconds * 1e3 for _, choice in flat]
-    # Of placements as fast the one that moves least.
+    # Among equally fast placements, prefer the one that moves the fewest bytes.
     cost[:num_choices] += [choice.extent * unit * 1e-6 for _, choice in flat]
     upper = np.concatenate(
         [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_sizes + 1, np.inf)]
@@ -345,10 +347,10 @@ def _counts(
 
 
 def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choice]:
-    """Order FFNs so that they are wholly near where their layer's attention is.
+    """Order FFNs so that an FFN is near as a whole where its layer's attention is.
 
-    Where layers differ (dense and sparse FFNs) there may be too few. Then buffers are larger, and
-    the caller drops what does not fit.
+    If layers differ (dense and sparse FFNs), there may be too few such FFNs. Then the buffers are
+    larger, and the caller drops the solution if it does not fit.
     """
     near = [item for item in items if not item.extent]
     others = [item for item in items if item.extent]
@@ -361,7 +363,7 @@ def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choi
 
 
 def _spread(items: list[_Choice]) -> list[_Choice]:
-    """Alternate the choices over the layers, so that the link's load is even."""
+    """Alternate the choices over the layers, so that the load on the link is even."""
     by_choice: dict[int, list[_Choice]] = {}
     for item in items:
         by_choice.setdefault(id(item), []).append(item)

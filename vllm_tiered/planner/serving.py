@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted serving of a workload: time to first token, between tokens, tokens/s, joules."""
+"""Prediction of serving a workload: time to first token, between tokens, tokens/s, joules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_tiered.weights.placement import Placement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Workload of requests of one length.
+    """Workload of requests of equal length.
 
     Attributes:
-        prompt_tokens, output_tokens: of each request.
-        max_requests: requests that run at a time if memory permits.
+        prompt_tokens, output_tokens: tokens of each request.
+        max_requests: number of requests that run at a time if memory permits.
         block_tokens: tokens of a KV block.
-        max_batched_tokens: tokens of a step; prompts share the prefill steps.
+        max_batched_tokens: most tokens of a step; several prompts may share a prefill step.
     """
 
     prompt_tokens: int
@@ -29,21 +29,21 @@ class Workload:
     max_batched_tokens: int = 2048
 
     def kv_bytes(self, shape: ModelShape, requests: int = 1) -> int:
-        """Return the KV bytes of requests at full length, and of the block that vLLM reserves."""
+        """Return the KV bytes of requests at full length, plus the block that vLLM reserves."""
         return (requests * self._blocks + 1) * self._block_bytes(shape)
 
     def max_requests_in(self, shape: ModelShape, kv_bytes: int) -> int:
-        """Return the requests that run at a time in so much KV cache, ``max_requests`` at most."""
+        """Return how many requests run at a time in ``kv_bytes``, at most ``max_requests``."""
         blocks = kv_bytes // self._block_bytes(shape) - 1
         return max(0, min(self.max_requests, blocks // self._blocks))
 
     def decode(self, requests: int) -> Batch:
-        """Return a step in which each request adds a token, in the middle of its output."""
+        """Return the batch of a decode step with each request in the middle of its output."""
         context = self.prompt_tokens + self.output_tokens // 2
         return Batch(requests=requests, new_tokens=1, context_tokens=context)
 
     def prefill(self, requests: int = 1) -> Batch:
-        """Return a step in which each request computes its prompt."""
+        """Return the batch of a step in which each request computes its prompt."""
         return Batch(requests=requests, new_tokens=self.prompt_tokens, context_tokens=0)
 
     @property
@@ -56,14 +56,16 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingEstimate:
-    """Predicted times and rates of so many requests at a time.
+    """Predicted times and rates for a number of requests at a time.
 
     Attributes:
-        prefill_seconds: of one request's prompt alone: its time to first token.
-        decode_seconds: of a step with all requests: the time between tokens.
+        requests: number of requests at a time.
+        prefill_seconds: time of a step with one request's prompt, which is its time to first token.
+        decode_seconds: time of a step with all requests, which is the time between tokens.
         stall_share: share of that step for which compute waits for weights.
-        tokens_per_s: output tokens, with the prefills in between.
-        joules_per_token: of output, prefills included; None where the machine's power is unknown.
+        tokens_per_s: output tokens per second, including the time of the prefills.
+        joules_per_token: energy per output token, including the prefills; None if the machine's
+            power is unknown.
     """
 
     requests: int
@@ -77,7 +79,7 @@ class ServingEstimate:
 def estimate_serving(
     shape: ModelShape, machine: Machine, placement: Placement, load: Workload, requests: int
 ) -> ServingEstimate:
-    """Predict the steady state with ``requests`` of the workload."""
+    """Predict the steady state with ``requests`` requests of the workload at a time."""
     decode = predict_step(shape, machine, placement, load.decode(requests))
     alone = predict_step(shape, machine, placement, load.prefill())
     together = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suppression of a line that HiGHS 1.12 prints to stdout when it repairs a solution."""
+"""Suppression of the line that HiGHS 1.12 prints to stdout when it repairs a solution."""
 
 import contextlib
 import ctypes
@@ -13,9 +13,9 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @contextlib.contextmanager
 def suppress_solver_output() -> Iterator[None]:
-    """Drop the solver's line from stdout: it would break ``vllm-tiered plan --json``.
+    """Drop the solver's line from stdout, where it would break ``vllm-tiered plan --json``.
 
-    HiGHS prints it whatever its options say. Output of other threads appears afterwards.
+    No option of HiGHS turns the line off. Output of other threads appears afterwards.
     """
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a process without stdout

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time of a step on a machine: compute of each sublayer, and transfers that overlap it.
 
-On a probed machine a sublayer takes as long as its GEMMs were measured to take; else the longer of
-its memory traffic and its arithmetic (roofline). Attention reads the KV cache in addition. While
-copies run, compute and link slow down as measured, or as they share the near tier's bandwidth. The
-machine gives the cost of a step outside the layers, to which the head adds the read of its weights.
+On a probed machine, a sublayer takes the measured time of its GEMMs. On other machines, it takes
+the longer of its memory traffic and its arithmetic (roofline). Attention also reads the KV cache.
+While copies run, compute and link slow down by measured factors, or because they share the near
+tier's bandwidth. The time of a step outside the layers is a figure of the machine, plus the time to
+read the weights of the head.
 
-Weights in 4 bit have shorter transfers, and less memory traffic where the roofline is used. An
-engine measures GEMMs with them; `vllm-tiered probe` does not, so its machine takes 16-bit times.
+Weights in 4 bit have shorter transfers, and less memory traffic in the roofline. An engine measures
+GEMMs with such weights. `vllm-tiered probe` does not, so the times in 16 bit are used for its
+machine.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ class Batch:
     """Batch of a step.
 
     Attributes:
-        requests: in the step.
-        new_tokens: of each request: 1 in decoding, the prompt in prefill.
-        context_tokens: of each request; attention reads their KV.
+        requests: number of requests in the step.
+        new_tokens: new tokens of each request: 1 in decoding, the prompt in prefill.
+        context_tokens: earlier tokens of each request, whose KV attention reads.
     """
 
     requests: int
@@ -57,13 +59,13 @@ def far_link(machine: Machine) -> Link:
 
 
 def storage_link(machine: Machine) -> Link | None:
-    """Return the storage-to-near link; None where the machine has none."""
+    """Return the storage-to-near link; None if its bandwidth is unknown."""
     rate = machine.storage_read_gb_per_s
     return None if rate is None else Link(bytes_per_s=rate * 1e9)
 
 
 class Roofline(NamedTuple):
-    """Seconds of a sublayer's parts: reading weights overlaps arithmetic; reading KV follows."""
+    """Seconds of a sublayer's parts: weight reads overlap arithmetic, KV reads follow."""
 
     weights: float
     arithmetic: float
@@ -75,14 +77,14 @@ class Roofline(NamedTuple):
 
     @property
     def is_arithmetic(self) -> bool:
-        """Whether arithmetic takes longest, and not memory traffic."""
+        """Whether arithmetic takes longer than each kind of memory traffic."""
         return self.arithmetic > max(self.weights, self.kv)
 
 
 def roofline_of(
     machine: Machine, *, weight_bytes: float, num_weights: float, tokens: float, kv_bytes: float
 ) -> Roofline:
-    """Return the roofline of weights that are multiplied with ``tokens`` rows, and of a KV read."""
+    """Return the roofline of multiplying weights with ``tokens`` rows and of reading KV."""
     near = machine.near_gb_per_s * 1e9
     return Roofline(
         weights=weight_bytes / near,
@@ -92,7 +94,7 @@ def roofline_of(
 
 
 def step_overhead_seconds(machine: Machine, requests: int) -> float:
-    """Return what a step costs beside the model's layers and head."""
+    """Return the seconds of a step outside the model's layers and head."""
     return machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
 
 
@@ -105,13 +107,13 @@ def roofline(
 ) -> Roofline:
     """Return the seconds of a sublayer's parts without concurrent copies.
 
-    On a probed machine the GEMM of one row stands for the memory traffic.
+    On a probed machine, the time of a GEMM with one row is used as the time of memory traffic.
 
     Args:
-        sublayer: to predict.
-        shape: of its model.
-        machine: to predict for.
-        batch: of the step.
+        sublayer: sublayer to predict.
+        shape: shape of its model.
+        machine: machine to predict for.
+        batch: batch of the step.
         far: the sublayer's offloaded parameters, whose GEMMs may take longer.
     """
     kv_bytes = 0.0
@@ -137,8 +139,8 @@ def roofline(
 def slowdown(machine: Machine) -> Slowdown:
     """Return the slowdown of concurrent compute and transfers: measured, or from their bytes.
 
-    Copies take ``near_bytes_per_copied_byte`` of the near tier's bus. They share it with compute in
-    proportion to what each would take alone.
+    Each copied byte takes ``near_bytes_per_copied_byte`` of near-tier traffic. Compute and copies
+    share the near tier's bandwidth in proportion to what each would use alone.
     """
     if machine.curves:
         return Slowdown(machine.curves.compute_slowdown, machine.curves.link_slowdown)
@@ -153,16 +155,16 @@ def compute_times(
     """Return the compute time of each sublayer without concurrent copies.
 
     Args:
-        shape: of the model.
-        machine: to predict for.
-        batch: of the step.
-        placement: GEMMs with its offloaded weights may take longer; None for all near.
+        shape: shape of the model.
+        machine: machine to predict for.
+        batch: batch of the step.
+        placement: placement whose offloaded weights may take longer in GEMMs; None for all near.
     """
     requests = batch.requests
     rest = step_overhead_seconds(machine, requests)
-    # Outside the layers a step reads the head, and a few rows of the embedding.
+    # Outside the layers, a step reads the head and a few rows of the embedding.
     if machine.curves:
-        # An engine that places weights keeps embeddings and head once, and does not pack them.
+        # An engine that places weights keeps one copy of embeddings and head, not packed.
         places = placement is not None and placement.policy != "all near"
         curve = machine.curves.far if places else machine.curves.near
         rest += curve.seconds(shape.head_bytes, requests)
@@ -181,7 +183,7 @@ def compute_times(
 def predict_step(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> StepTime:
-    """Predict a step with the placement's weights prefetched at its depth."""
+    """Predict the time of a step in which the placement's weights are prefetched."""
     times = compute_times(shape, machine, batch, placement)
     transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
     return pipeline_step_time(transfers, times, slowdown(machine), placement.prefetch_depth)
@@ -194,7 +196,7 @@ def _measured_seconds(
     curves: MeasuredCurves,
     tokens: int,
 ) -> float:
-    """Return the measured time of each GEMM, and half of the layer's overhead."""
+    """Return the measured time of the sublayer's GEMMs, plus half of the layer's overhead."""
     names = {parameter.name for parameter in far}
     seconds = curves.layer_overhead_us * 1e-6 / 2
     for parameter in sublayer.parameters:

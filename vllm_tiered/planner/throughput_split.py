@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory split between weights and KV cache for throughput (ours, after HeLM V-C).
 
-All-CPU gives the KV cache everything: many requests share each transferred weight. That is one
-end. At the other end the KV cache has only what the workload can use. In between, one more request
-costs the bytes of its KV, and so longer transfers:
+At one end, All-CPU gives all near memory to the KV cache, so that many requests share each
+transferred weight. At the other end, the KV cache has only what the workload can use, and weights
+have the rest. In between, each further request takes near memory for its KV, so transfers are
+longer:
 
     near memory   │ resident weights │ buffers │ KV of n requests │     n = 1, 2, ... that fit
     tokens/s      n * output / (output * decode step(n, placement) + prefills(n, placement))
 
-For a number of requests :mod:`vllm_tiered.planner.latency_placement` chooses what stays near,
-and :mod:`vllm_tiered.planner.serving` predicts the result. The search is coarse first, then around
-the best. The papers' placements are candidates too, so under its own model the split is never worse
-than theirs.
+For each number of requests, :mod:`vllm_tiered.planner.latency_placement` chooses what stays near,
+and :mod:`vllm_tiered.planner.serving` predicts the result. The search tries a coarse grid first,
+then numbers around the best one. The papers' placements are candidates too, so the split is never
+worse than theirs under its own model.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ from vllm_tiered.planner.step_time import compute_times
 from vllm_tiered.weights.placement import Placement
 
 _GRID = 16
-"""Numbers of requests per round of the search; one takes 0.08 s for 96 layers (a Xeon core)."""
+"""Numbers of requests to try per round; each takes 0.08 s for 96 layers (a Xeon core)."""
 
 _SEARCH = SearchEffort(depths=(1,), stays=(NearScope.NONE, NearScope.ANY), gap=3e-3)
-"""Effort while numbers are compared; the best number gets the full effort.
+"""Effort of comparing numbers of requests; the best number gets the full effort.
 
-The wider gap halves the time with three tiers, and predictions are off by more than that."""
+The wider gap halves the time with three tiers. Predictions are less accurate than the gap."""
 
 _SAME = 1e-9
-"""Relative difference of equal scores, which are sums in different orders."""
+"""Relative difference up to which scores count as equal, as they are sums in different orders."""
 
 
 def split_for(
     target: Target, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
 ) -> MemorySplit:
-    """Return the better of both plans at the target; the target's own where they are as good.
+    """Return the better of both plans for the target; the target's own if they are equally good.
 
     Raises:
-        BudgetError: no placement fits beside the KV cache of one request.
+        BudgetError: no placement fits together with the KV cache of one request.
     """
     plans = [
         split_for_latency(shape, machine, load, room),
@@ -73,7 +74,7 @@ def split_for_throughput(
     """Return the split with the most predicted output tokens/s.
 
     Raises:
-        BudgetError: no placement fits beside the KV cache of one request.
+        BudgetError: no placement fits together with the KV cache of one request.
     """
     search = _Search(shape, machine, load, room)
     for name in BASELINES:
@@ -96,7 +97,7 @@ def split_for_throughput(
 
 
 class _Search:
-    """Search state: the best split so far."""
+    """State of the search, with the best split so far."""
 
     def __init__(
         self, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
@@ -105,7 +106,7 @@ class _Search:
         self.best: MemorySplit | None = None
 
     def consider(self, placement: Placement | None) -> float:
-        """Return the placement's tokens/s, or 0 where it does not fit, and keep the best."""
+        """Return the placement's tokens/s, or 0 if it does not fit, and keep the best split."""
         split = split_with(placement, *self._given) if placement else None
         if split is None:
             return 0.0
@@ -116,19 +117,20 @@ class _Search:
 
 
 def _rank(split: MemorySplit) -> tuple[float, int]:
-    """Return the sort key: tokens/s, then bytes left to the KV cache."""
+    """Return the sort key: tokens/s, then the bytes of the KV cache."""
     return split.served.tokens_per_s, split.kv_bytes
 
 
 def _coarse_to_fine(most: int, score: Mapping[int, float]) -> Iterator[int]:
-    """Yield all numbers if they are few; else some in equal ratios, then those around the best.
+    """Yield all numbers if they are few, otherwise some in equal ratios and those around the best.
 
-    Often many are equally good, because the same weights stay near or the link is the bottleneck. A
-    better one, if any, lies between the last of them and the next that is worse.
+    Often many numbers are equally good, because the same weights stay near or the link is the
+    bottleneck. A better number, if there is one, lies between the last of them and the next number,
+    which is worse.
 
     Args:
         most: the largest number.
-        score: the result of each number that was yielded before; the caller fills it.
+        score: score of each number that was yielded before; the caller fills it.
     """
     low, high = 1, most
     while high >= low:
@@ -144,7 +146,7 @@ def _coarse_to_fine(most: int, score: Mapping[int, float]) -> Iterator[int]:
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """Return up to ``_GRID`` numbers from low to high, in equal ratios where they are far apart."""
+    """Return at most ``_GRID`` numbers from low to high, in equal ratios if they are far apart."""
     if high - low < _GRID:
         return list(range(low, high + 1))
     ratio = (high / low) ** (1 / (_GRID - 1))

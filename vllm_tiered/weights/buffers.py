@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight buffers in near memory: offloaded sublayers are prefetched to them (FlexGen's overlap).
+"""Weight buffers in near memory, to which offloaded sublayers are prefetched (FlexGen's overlap).
 
-    acquire(k)    sublayer k computes next: wait until its weights are in its buffer.
-                  The buffer of k - 1 is free once its compute is over: queue k + prefetch_depth.
-    release(k)    only compute submitted so far reads the buffer of k.
+    acquire(k)    sublayer k computes next: wait until its weights are in its buffer, and queue the
+                  loads up to k + prefetch_depth. The load of k + prefetch_depth overwrites the
+                  buffer of k - 1, so it waits for the compute of k - 1.
+    release(k)    only compute that was submitted so far reads the buffer of k.
 
-On a GPU, where compute runs after it is submitted, neither call blocks the host: a load to a buffer
-waits for events of the compute that reads it, and compute waits for the event of its load.
+On a GPU, compute runs after it is submitted, so neither call blocks the host. A load to a buffer
+waits for the events of the compute that reads it, and compute waits for the event of its load.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.weights.layout import Extent
 
 _MANY_USES = 16
-"""Compute events of one buffer above which those that are done are dropped."""
+"""Number of compute events of a buffer at which completed events are dropped."""
 
 
 class _Buffer:
@@ -27,11 +28,11 @@ class _Buffer:
 
     Attributes:
         holds: position of the sublayer whose weights are in the buffer or in transfer to it.
-        next: position of the sublayer to load after that.
+        next: position of the sublayer to load next.
         loaded: event of the transfer.
-        num_users: modules between ``acquire`` and ``release``.
-        uses: compute events of released modules, which may compute in streams of their own; when
-            all are done, the buffer may be overwritten.
+        num_users: number of modules between ``acquire`` and ``release``.
+        uses: compute events of released modules. Modules may compute in different streams. The
+            buffer may be overwritten when all events are done.
     """
 
     __slots__ = ("holds", "loaded", "next", "num_users", "uses")
@@ -47,21 +48,21 @@ class _Buffer:
 class WeightBufferPool:
     """Pool of weight buffers that loads each sublayer before it computes.
 
-    Weights are right in any order of computation. They are early if the sublayers compute in the
-    order of ``extents``, again and again. A module says when it begins and when it is done, because
-    a compiler may put other work in between.
+    The weights are correct in any order of computation. They arrive early if the sublayers compute
+    in the order of ``extents``, step after step. A module calls ``acquire`` when it begins and
+    ``release`` when it ends, because a compiler may put other work in between.
 
     Args:
-        device: copies, and knows which compute is done.
-        far: all far sublayers, in pages of ``BUFFER_ALIGNMENT`` bytes.
-        near: all buffers, in such pages.
+        device: the device that copies and records compute events.
+        far: memory of all far sublayers, in pages of ``BUFFER_ALIGNMENT`` bytes.
+        near: memory of all buffers, in such pages.
         extents: position of each sublayer, from :func:`~vllm_tiered.weights.layout.assign_extents`.
-        stored: all stored sublayers, in such pages; None if there are none.
+        stored: memory of all stored sublayers, in such pages; None if there are none.
         prefetch_depth: the depth that the extents were assigned for.
 
     Attributes:
         stall_seconds: time for which compute waited for weights.
-        num_misses: sublayers that compute reached before their load was queued.
+        num_misses: number of sublayers whose load was not queued yet when compute reached them.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class WeightBufferPool:
         self.num_misses = 0
 
     def start(self) -> None:
-        """Queue the first sublayers' loads, so that the first step does not miss them.
+        """Queue the loads of the first sublayers, so that the first step does not miss them.
 
-        A loader may have written to the buffers, by compute that it submitted before this call.
+        The loads wait for compute submitted before this call: a loader may have written to the
+        buffers.
         """
         for buffer in self._buffers:
             buffer.uses.append(self._device.compute_event())
@@ -98,7 +100,7 @@ class WeightBufferPool:
 
         Raises:
             IntegrityError: a module of another sublayer still uses the buffer.
-            The copy's error, if it failed.
+            Exception: the error of the copy, if it failed.
         """
         buffer = self._buffer_of[position]
         if buffer.holds != position:
@@ -120,7 +122,7 @@ class WeightBufferPool:
                 self._load_next(target)
 
     def release(self, position: int) -> None:
-        """Record that only compute submitted so far reads the sublayer's buffer.
+        """Record that no compute submitted after this call reads the sublayer's buffer.
 
         Raises:
             IntegrityError: the sublayer was not acquired.
@@ -138,7 +140,7 @@ class WeightBufferPool:
         """Check that each buffer is empty or holds a sublayer that is assigned to it.
 
         Raises:
-            IntegrityError: one is not, with its index.
+            IntegrityError: a buffer is not; the message has its index.
         """
         for index, buffer in enumerate(self._buffers):
             if buffer.holds is None:
@@ -151,7 +153,7 @@ class WeightBufferPool:
                 )
 
     def _load_next(self, buffer: _Buffer) -> None:
-        """Queue the buffer's next sublayer, unless a module still uses the current one."""
+        """Queue the load of the buffer's next sublayer, unless a module still uses the buffer."""
         if buffer.next is not None and not buffer.num_users:
             self._submit_load(buffer.next)
 
@@ -159,14 +161,14 @@ class WeightBufferPool:
         buffer = self._buffer_of[position]
         after, buffer.uses = tuple(buffer.uses), []
         events = self._device.submit_together([(copy, after) for copy in self._copies[position]])
-        buffer.loaded = events[-1]  # copies of a direction run in order
+        buffer.loaded = events[-1]  # copies in one direction run in order
         buffer.holds, buffer.next = position, None
 
 
 def _prepare_load(
     device: Device, far: PageBuffer, stored: PageBuffer | None, near: PageBuffer, extent: Extent
 ) -> list[Copy]:
-    """Return the copies of one sublayer: its far pages, then its stored pages."""
+    """Prepare the copies of one sublayer: first its far pages, then its stored pages."""
     sources = (
         (far, extent.far_page, extent.buffer_page, extent.num_far_pages),
         (

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of a model's weights: parameters, sublayers, and their bytes in each kind of memory.
 
-A layer has two sublayers, attention and FFN. The unit of placement is a parameter as the engine has
-it: queries, keys and values are one parameter, and so are gate and up.
+A layer has two sublayers, attention and FFN. The unit of placement is a parameter as the engine
+fuses it: queries, keys and values are one parameter, and so are gate and up.
 
-Offloaded parameters of a sublayer lie in one extent of far memory (and one of the file of stored
-weights). Before the sublayer computes, they are copied to a weight buffer in near memory.
+The offloaded parameters of a sublayer occupy one extent of far memory and one extent of the file of
+stored weights. Before the sublayer computes, they are copied to a weight buffer in near memory.
 
-    far memory      │ sublayer 0 │ 1 │ sublayer 2 │ 3 │ ...          begins at BUFFER_ALIGNMENT
-    in a sublayer   │ parameter │ parameter │ ...                    begins at PARAMETER_ALIGNMENT
+    far memory      │ sublayer 0 │ 1 │ sublayer 2 │ 3 │ ...          aligned to BUFFER_ALIGNMENT
+    in a sublayer   │ parameter │ parameter │ ...                    aligned to PARAMETER_ALIGNMENT
     near memory     │ resident parameters │ buffer 0 │ buffer 1 │
 
-This module is free of torch, so that the planner can use it.
+This module does not import torch, so that the planner can use it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,32 +21,32 @@ from functools import cache
 from typing import NamedTuple
 
 BUFFER_ALIGNMENT = 64 * 1024
-"""Alignment of sublayers in far memory and in weight buffers; also the bytes of a page."""
+"""Alignment of sublayers in far memory and in weight buffers; also the size of a page in bytes."""
 
 PARAMETER_ALIGNMENT = 256
-"""Alignment of parameters inside a sublayer, as an allocator would place them."""
+"""Alignment of parameters inside a sublayer, like that of a memory allocator."""
 
 
 class Kind(Enum):
-    """A sublayer's part of its layer."""
+    """Kind of a sublayer: attention or FFN."""
 
     ATTENTION = "attention"
     FFN = "ffn"
 
 
 class Role(Enum):
-    """A parameter's class, by which placements choose its tier."""
+    """Class of a parameter, by which a placement chooses its tier."""
 
     NORM = "norm"
     BIAS = "bias"
-    FFN_FIRST = "first FFN matrix"  # fc1, or gate and up in one
+    FFN_FIRST = "first FFN matrix"  # fc1, or gate and up fused
     MATRIX = "matrix"
-    FIXED = "fixed"  # other modules than its own read it: it stays near
+    FIXED = "fixed"  # modules other than its own read it, so it stays near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A tensor of a layer, by its name in the layer; bytes are this rank's."""
+    """Tensor of a layer, with its name in the layer and its bytes on this rank."""
 
     name: str
     num_bytes: int
@@ -54,17 +54,17 @@ class Parameter:
 
     @property
     def may_move(self) -> bool:
-        """Whether a placement may offload it.
+        """Whether a placement may offload the parameter.
 
-        Norms stay near under every placement: they are a few KiB, and some models compute those of
-        both sublayers before either.
+        Norms stay near under every placement. They take a few KiB, and some models compute the
+        norms of both sublayers before either sublayer.
         """
         return self.role not in (Role.NORM, Role.FIXED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sublayer:
-    """The parameters of one half of a layer, in the module's order."""
+    """Attention or FFN half of a layer, with its parameters in the module's order."""
 
     layer: int
     kind: Kind
@@ -82,8 +82,8 @@ class Sublayer:
 class Extent(NamedTuple):
     """Position of an offloaded sublayer in far memory, in the file and in near memory.
 
-    All positions and counts are pages of ``BUFFER_ALIGNMENT`` bytes. Far pages are contiguous, and
-    so are stored pages. In the buffer the stored pages follow the far ones.
+    All positions and counts are in pages of ``BUFFER_ALIGNMENT`` bytes. Far pages are contiguous,
+    and so are stored pages. In the buffer, the stored pages follow the far pages.
     """
 
     far_page: int
@@ -95,7 +95,7 @@ class Extent(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Pages in the buffer."""
+        """Number of pages in the buffer."""
         return self.num_far_pages + self.num_stored_pages
 
 
@@ -110,21 +110,21 @@ def extent_bytes(sizes: Iterable[int]) -> int:
 
 
 def extent_bytes_of(parameters: Iterable[Parameter]) -> int:
-    """Return the aligned bytes of these parameters of one sublayer."""
+    """Return the aligned bytes that these parameters of one sublayer take."""
     return extent_bytes(parameter.num_bytes for parameter in parameters)
 
 
 def buffer_of(position: int, num_extents: int, prefetch_depth: int = 1) -> int:
     """Return the buffer that receives the offloaded sublayer at ``position``.
 
-    ``prefetch_depth`` + 1 buffers take turns. Where their number does not divide ``num_extents``,
-    the last rounds are longer, because the next step's first rounds follow: no sublayer shares a
-    buffer with one of the ``prefetch_depth`` sublayers before it.
+    ``prefetch_depth`` + 1 buffers take turns. No sublayer shares a buffer with one of the
+    ``prefetch_depth`` sublayers before it, and the next step begins with buffer 0 again. So the
+    last rounds are longer if the number of buffers does not divide ``num_extents``.
 
         prefetch depth 1, 7 sublayers    0 1 | 0 1 | 0 1 2
 
-    Where both numbers are even, rounds grow by two: attention and FFN alternate, so each keeps
-    buffers of its own size.
+    If both numbers are even, longer rounds have two more buffers. Attention and FFN alternate, so
+    each kind then keeps buffers of its own size.
     """
     buffers = prefetch_depth + 1
     unit = 2 if buffers % 2 == num_extents % 2 == 0 else 1
@@ -138,7 +138,7 @@ def buffer_of(position: int, num_extents: int, prefetch_depth: int = 1) -> int:
 
 
 def buffer_sizes(extents: Sequence[int], prefetch_depth: int = 1) -> list[int]:
-    """Return the bytes of each buffer: those of the largest sublayer it receives.
+    """Return the bytes of each buffer, which fits the largest sublayer that it receives.
 
     Args:
         extents: aligned bytes of each offloaded sublayer, in the order of computation.
@@ -154,7 +154,7 @@ def buffer_sizes(extents: Sequence[int], prefetch_depth: int = 1) -> list[int]:
 def moved_each_step(num_extents: int, prefetch_depth: int = 1) -> list[bool]:
     """Return which offloaded sublayers are copied in each step.
 
-    A sublayer with a buffer of its own is copied once.
+    A sublayer that shares its buffer with no other is copied once.
     """
     buffers = _buffer_indices(num_extents, prefetch_depth)
     return [buffers.count(buffer) > 1 for buffer in buffers]
@@ -162,7 +162,7 @@ def moved_each_step(num_extents: int, prefetch_depth: int = 1) -> list[bool]:
 
 @cache
 def _buffer_indices(num_extents: int, prefetch_depth: int) -> tuple[int, ...]:
-    """Return the buffer of each position; planners ask for the same few numbers all the time."""
+    """Return the buffer of each position; cached, because planners repeat the same few calls."""
     return tuple(buffer_of(at, num_extents, prefetch_depth) for at in range(num_extents))
 
 
@@ -199,12 +199,12 @@ _FFN_SECOND_WORDS = ("fc2", "down_proj", "4h_to_h", "c_proj")
 def sublayers_of(
     layer: int, num_bytes: Mapping[str, int], movable: Collection[str] | None = None
 ) -> list[Sublayer]:
-    """Group a layer's parameters into sublayers by their names, attention first.
+    """Group the parameters of a layer into sublayers by their names, attention first.
 
     Args:
         layer: the layer's index.
         num_bytes: bytes of each parameter by its name in the layer, in the module's order.
-        movable: names of parameters that may be offloaded; None for all but norms.
+        movable: names of parameters that may be offloaded; None for all except norms.
     """
     by_kind: dict[Kind, list[Parameter]] = {kind: [] for kind in Kind}
     firsts = _first_ffn_matrices(num_bytes)
@@ -221,7 +221,7 @@ def sublayers_of(
 
 
 def _kind(name: str) -> Kind:
-    """Return the sublayer of a parameter: ``post_attention_layernorm`` belongs to the FFN."""
+    """Return the kind of a parameter's sublayer; ``post_attention_layernorm`` is in the FFN."""
     if _is_norm(name):
         is_first = any(word in name for word in ("input", "attn", "ln_1"))
         return Kind.ATTENTION if is_first else Kind.FFN
@@ -241,7 +241,7 @@ def _role(name: str, firsts: set[str]) -> Role:
 
 
 def _first_ffn_matrices(num_bytes: Mapping[str, int]) -> set[str]:
-    """Return the first FFN matrices by name, or the first of several where no name is known."""
+    """Return the names of the first FFN matrices, or the first of several if no name is known."""
     matrices = [
         name
         for name in num_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of offloaded parameters: their tier while loading, weight buffers while serving."""
+"""Memory of offloaded parameters: their tier during loading, weight buffers during serving."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,13 +22,13 @@ from vllm_tiered.weights.store import WeightStore
 
 
 class OffloadedParameter(NamedTuple):
-    """A parameter in far memory or on storage.
+    """Parameter in far memory or on storage.
 
     Attributes:
-        parameter: of the model.
-        num_bytes: in its tier, and in the weight buffer.
-        is_compressed: it is kept there in 4 bit (:mod:`~vllm_tiered.weights.int4`). Such a
-            parameter is loaded to memory of its own and compressed after loading.
+        parameter: the model's parameter.
+        num_bytes: bytes in its tier and in the weight buffer.
+        is_compressed: whether it is kept there in 4 bit (:mod:`~vllm_tiered.weights.int4`). A
+            compressed parameter is loaded to separate memory and compressed after loading.
     """
 
     parameter: torch.nn.Parameter
@@ -37,16 +37,16 @@ class OffloadedParameter(NamedTuple):
 
 
 class OffloadedSublayer(NamedTuple):
-    """A sublayer's parameters in far memory and on storage."""
+    """Offloaded parameters of a sublayer, in far memory and on storage."""
 
     far: Sequence[OffloadedParameter]
     stored: Sequence[OffloadedParameter]
 
 
 class _Views(NamedTuple):
-    """Views of an offloaded parameter: in its tier, and in its weight buffer.
+    """Views of an offloaded parameter, in its tier and in its weight buffer.
 
-    Both are the buffer's where the file of stored weights already has the parameter.
+    Both are the view of the buffer if the file of stored weights already has the parameter.
     """
 
     offloaded: OffloadedParameter
@@ -57,23 +57,23 @@ class _Views(NamedTuple):
 class OffloadedWeights:
     """Offloaded parameters of a model, with the memory they use in each tier.
 
-    Far memory has the far parameters only, rounded up to ``BUFFER_ALIGNMENT`` per sublayer. Stored
-    parameters whose file is filled are views of their buffers at once: what a loader writes there
-    is overwritten by the first load.
+    Far memory has only the far parameters, rounded up to ``BUFFER_ALIGNMENT`` per sublayer. If the
+    file is already filled, stored parameters are views of their buffers from the beginning. The
+    first load then overwrites anything that a loader wrote there.
 
     Args:
         device: owner of the far memory.
-        sublayers: those with offloaded parameters, in the order of computation.
-        near_device: torch's device of the weight buffers.
+        sublayers: sublayers with offloaded parameters, in the order of computation.
+        near_device: torch device of the weight buffers.
         store: file of the stored parameters; None if there are none.
         prefetch_depth: offloaded sublayers in transfer while one computes.
 
     Attributes:
-        far_bytes: of far memory.
-        buffer_bytes: of all weight buffers.
+        far_bytes: bytes of far memory.
+        buffer_bytes: bytes of all weight buffers.
 
     Raises:
-        BudgetError: the far tier or the disk lacks the space.
+        BudgetError: the far tier or the disk has too little space.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class OffloadedWeights:
     def start_streaming(self) -> WeightBufferPool:
         """Make the parameters views of their weight buffers, and return the pool that loads them.
 
-        Stored parameters are published first. Call it once, when all weights are loaded.
+        It publishes the stored parameters first. Call it once, when all weights are loaded.
 
         Raises:
             BudgetError: the disk is full.
@@ -122,22 +122,22 @@ class OffloadedWeights:
         return pool
 
     def _load_to_tiers(self) -> None:
-        """Let the loader write parameters to their tier; compressed ones keep their own memory."""
+        """Let the loader write parameters to their tier; compressed ones keep separate memory."""
         for offloaded, in_tier, in_buffer in self._views:
             if in_tier is in_buffer or not offloaded.is_compressed:
                 offloaded.parameter.data = in_tier
 
     def _move_to_buffers(self) -> None:
-        """Compress what is to be compressed, and leave no view of a draft.
+        """Compress parameters, point all of them at their buffers, and drop the views of the draft.
 
-        A draft's pages cannot leave memory while a view of them exists.
+        The pages of a draft cannot be dropped from memory while a view of them exists.
         """
         for (parameter, _, is_compressed), in_tier, in_buffer in self._views:
             if in_tier is not in_buffer:
                 if is_compressed:
                     self._packing.compress(parameter.data, in_tier)
                 elif parameter.data_ptr() != in_tier.data_ptr():
-                    in_tier.copy_(parameter.data)  # vLLM moves what it processes after loading
+                    in_tier.copy_(parameter.data)  # vLLM moved it after loading
             parameter.data = in_buffer
         self._views.clear()
 
@@ -163,7 +163,7 @@ def _aligned_bytes(parameters: Sequence[OffloadedParameter]) -> int:
 def _consecutive_views(
     parameters: Sequence[OffloadedParameter], memory: torch.Tensor, first_page: int
 ) -> list[torch.Tensor]:
-    """Return views of the parameters one after the other, from a page on."""
+    """Return consecutive views of the parameters, beginning at a page."""
     flat = memory.view(-1)
     offset = first_page * BUFFER_ALIGNMENT
     views = []

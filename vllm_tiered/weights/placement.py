@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' placements of weights: FlexGen's, HeLM's and All-CPU (HeLM, section V).
+"""Placements of weights from the papers: FlexGen's, HeLM's and All-CPU (HeLM, section V).
 
-Attention and FFN alternate: while one sublayer computes, the offloaded parameters of the next are
-copied to a weight buffer. With more buffers, those of the next sublayers are.
+Attention and FFN alternate. While one sublayer computes, the offloaded parameters of the next one
+are copied to a weight buffer. With more buffers, several sublayers are copied in advance.
 
     compute   │ attention 0 │    FFN 0    │ attention 1 │ ...
     link      │   FFN 0     │ attention 1 │    FFN 1    │ ...
@@ -23,24 +23,24 @@ from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.layout import Parameter, Role, Sublayer, buffer_sizes, extent_bytes_of
 
 HELM_NEAR_ROLES = frozenset({Role.NORM, Role.BIAS, Role.FFN_FIRST})
-"""What HeLM keeps near (section V-B): norms, biases, and the first FFN matrix.
+"""Roles of parameters that HeLM keeps near (section V-B): norms, biases, and the first FFN matrix.
 
-Listing 3 says the same in percents for OPT, with weights sorted by size: 10 % of attention near and
-30 % of the FFN. By role it holds for gated FFNs too, whose first matrix is the larger one.
+Listing 3 states the same for OPT in percents of weights sorted by size: 10 % of attention and 30 %
+of the FFN stay near. Roles also work for gated FFNs, whose first matrix is the larger one.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """A tier for every parameter of every layer.
+    """Assignment of every parameter of every layer to a tier.
 
     Attributes:
         policy: the name of the rule that chose the tiers.
         sublayers: all sublayers, in the order of computation.
         far: for each sublayer, the parameters in far memory, in the module's order.
         stored: for each sublayer, the parameters on storage; empty if no sublayer has any.
-        prefetch_depth: offloaded sublayers in transfer while one computes, each to a buffer of its
-            own. The papers' placements have 1.
+        prefetch_depth: offloaded sublayers in transfer while one computes. Each has its own buffer.
+            The papers' placements have depth 1.
     """
 
     policy: str
@@ -51,18 +51,18 @@ class Placement:
 
     @property
     def offloaded(self) -> list[tuple[tuple[Parameter, ...], tuple[Parameter, ...]]]:
-        """Far and stored parameters of each sublayer: those that pass through a buffer."""
+        """Far and stored parameters of each sublayer, which are loaded to a buffer."""
         stored = self.stored or ((),) * len(self.far)
         return list(zip(self.far, stored, strict=True))
 
     @property
     def far_bytes(self) -> int:
-        """Bytes in far memory, alignment included."""
+        """Bytes in far memory, including alignment."""
         return sum(extent_bytes_of(far) for far in self.far)
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes on storage, alignment included."""
+        """Bytes on storage, including alignment."""
         return sum(extent_bytes_of(stored) for stored in self.stored)
 
     @property
@@ -79,7 +79,7 @@ class Placement:
 
     @property
     def near_bytes(self) -> int:
-        """Bytes in near memory: resident parameters and weight buffers."""
+        """Bytes in near memory, for resident parameters and weight buffers."""
         return self.resident_bytes + self.buffer_bytes
 
     @property
@@ -89,10 +89,10 @@ class Placement:
         return [size for size in sizes if size]
 
     def check_budget(self, near_bytes: int | None, far_bytes: int | None) -> None:
-        """Check that the placement fits its budgets; None is no budget.
+        """Check that the placement fits its budgets; None means no limit.
 
         Raises:
-            BudgetError: it does not, with the numbers.
+            BudgetError: the placement does not fit; the message has the numbers.
         """
         if near_bytes is not None and self.near_bytes > near_bytes:
             raise BudgetError(
@@ -132,7 +132,7 @@ def place(
 
 
 def flexgen_placement(sublayers: Sequence[Sublayer], percents: Sequence[float] | None) -> Placement:
-    """Place by FlexGen's percents (listing 2).
+    """Place parameters by FlexGen's percents (listing 2).
 
     Args:
         sublayers: all sublayers, in the order of computation.
@@ -153,7 +153,7 @@ def flexgen_placement(sublayers: Sequence[Sublayer], percents: Sequence[float] |
 
 
 def helm_placement(sublayers: Sequence[Sublayer]) -> Placement:
-    """Place by tensor class: ``HELM_NEAR_ROLES`` stay near, the rest is far (listing 3)."""
+    """Place parameters by role: ``HELM_NEAR_ROLES`` stay near, the rest is far (listing 3)."""
     return _place_far(
         "helm",
         sublayers,
@@ -162,14 +162,14 @@ def helm_placement(sublayers: Sequence[Sublayer]) -> Placement:
 
 
 def all_far_placement(sublayers: Sequence[Sublayer]) -> Placement:
-    """Place everything that may move in far memory: the paper's All-CPU (section V-C)."""
+    """Place every movable parameter in far memory, as the paper's All-CPU does (section V-C)."""
     return _place_far("all_far", sublayers, lambda parameter: parameter.may_move)
 
 
 def spill_to_storage(placement: Placement, far_bytes: int) -> Placement:
-    """Return the placement with what exceeds ``far_bytes`` of far memory on storage.
+    """Return the placement with enough sublayers stored that the rest fits ``far_bytes``.
 
-    Whole sublayers are stored, spread over the layers so that the links' load is even.
+    Whole sublayers are stored, spread over the layers, so that the load on the links is even.
     """
     sizes = [extent_bytes_of(far) for far in placement.far]
     excess = sum(sizes) - far_bytes
@@ -180,7 +180,7 @@ def spill_to_storage(placement: Placement, far_bytes: int) -> Placement:
     total, seen, moved = sum(sizes), 0, 0
     for position, size in enumerate(sizes):
         seen += size
-        # Keep the share of excess moved at the share of bytes seen; the end reaches all of it.
+        # Move the excess in proportion to the bytes seen so far; at the end all of it is moved.
         if size and moved < excess * seen / total:
             is_stored[position] = True
             moved += size
@@ -215,7 +215,7 @@ def _in_order(sublayer: Sublayer, parameters: Iterable[Parameter]) -> tuple[Para
 def _split_by_percents(
     sublayer: Sublayer, percents: tuple[float, float, float]
 ) -> tuple[list[Parameter], list[Parameter]]:
-    """Return far and stored parameters: a parameter's middle byte falls into a tier's share."""
+    """Return far and stored parameters; a parameter's middle byte decides whose share it is in."""
     near, _, storage = percents
     total = sublayer.num_bytes
     far: list[Parameter] = []

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File of a rank's stored weights: filled by the first start, read by all later ones.
+"""File of a rank's stored weights, which the first start fills and all later starts read.
 
-The file holds bytes in the order of computation. Its header names the model, the settings and the
-placement: a placement made from measured times would differ from start to start.
+The file holds the weights in the order of computation. Its header names the model, the settings and
+the placement. The placement is recorded because it may depend on measured times, which differ from
+start to start.
 """
 
 import logging
@@ -29,17 +30,17 @@ class WeightStore:
 
     Args:
         folder: ``weights.storage_path``.
-        rank, num_ranks: of tensor parallelism.
-        model: identity of the weights: name, fingerprint, and changed, the time of change.
-        settings: those that the placement and the parameters' bytes depend on; JSON-safe.
+        rank, num_ranks: tensor-parallel rank and number of ranks.
+        model: identity of the weights: ``name``, ``fingerprint``, and ``changed`` (time of change).
+        settings: settings that determine the placement and the parameters' bytes; JSON-safe.
 
     Attributes:
-        path: of the file.
-        is_filled: the file has the weights of this model with these settings.
+        path: path of the file.
+        is_filled: whether the file has the weights of this model with these settings.
 
     Raises:
-        ConfigError: the file holds another model's weights, or is of another version.
-        IntegrityError: it is damaged.
+        ConfigError: the file holds another model's weights, has another version, or is unreadable.
+        IntegrityError: the file is damaged.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class WeightStore:
         """Return the placement that the file was filled for.
 
         Args:
-            sublayers: of the model.
-            far_bytes: of far memory; None for no limit.
+            sublayers: all sublayers of the model.
+            far_bytes: budget of far memory; None for no limit.
 
         Returns:
-            None if the file is not filled, or cannot be used and will be filled anew.
+            None if the file is not filled, or if it cannot be used and will be filled again.
         """
         if self._pages is None:
             return None
@@ -108,7 +109,7 @@ class WeightStore:
         return None
 
     def discard(self, reason: str) -> None:
-        """Discard a filled file, which stays until it is filled anew."""
+        """Stop using a filled file; it stays on disk until it is filled again."""
         assert self._pages is not None
         self._reason = reason
         logger.warning("tiered weights: %s %s: it is filled anew", self.path, reason)
@@ -120,13 +121,13 @@ class WeightStore:
         self._tiers = _tiers(placement)
 
     def memory(self, num_pages: int) -> torch.Tensor | None:
-        """Return memory to load stored weights to, uint8 [num_pages, BUFFER_ALIGNMENT].
+        """Return memory for loading stored weights, uint8 [num_pages, BUFFER_ALIGNMENT].
 
         Returns:
             None if the file is filled.
 
         Raises:
-            ConfigError, BudgetError: as :class:`Draft`.
+            ConfigError, BudgetError: see :class:`Draft`.
         """
         if self._pages is not None:
             return None
@@ -142,7 +143,7 @@ class WeightStore:
         return self._draft.memory
 
     def publish(self) -> PageBuffer:
-        """Publish the loaded weights, and return them as a source of copies.
+        """Publish the loaded weights, and return the file's pages as a source of copies.
 
         Raises:
             BudgetError: the disk is full.
@@ -156,7 +157,7 @@ class WeightStore:
         return self._pages.buffer()
 
     def cancel(self) -> None:
-        """Make pending reads fail, so that nothing waits for a silent disk."""
+        """Cancel pending reads, so that nothing waits for a disk that does not answer."""
         if self._pages is not None:
             self._pages.cancel()
 
@@ -189,7 +190,7 @@ class WeightStore:
             self.discard("is of other settings")
 
     def _where(self, page: int) -> str:
-        """Return the sublayer of a page, for messages."""
+        """Describe a page and its sublayer, for messages."""
         owners = [owner for owner, count in self._tiers["pages"] for _ in range(count)]
         return f"page {page} ({owners[page]})"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What binds a sublayer, and what would help: each claim is tried."""
+"""Bottlenecks of sublayers: each claim about what would help is tried."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_a_wait_is_the_links_and_the_near_budgets():
 
 
 def test_the_near_memory_that_it_names_ends_the_wait():
-    """The second matrix of each FFN near: no FFN waits, and the step is shorter by their waits."""
+    """With each FFN's second matrix near, no FFN waits, and the step is shorter by their waits."""
     split, found = reasons("helm", 8)
     placement = split.placement
     nearer = Placement(
@@ -78,7 +78,7 @@ def test_the_near_memory_that_it_names_ends_the_wait():
 
 
 def test_more_slots_end_the_wait_that_one_ahead_has():
-    """HeLM's placement where the link is idle while the FFN computes."""
+    """In HeLM's placement, the link is idle while the FFN computes; more buffers use that time."""
     link = 0.6 * GH200.near_gb_per_s
     on = dataclasses.replace(GH200, read_gb_per_s=link, near_bytes_per_copied_byte=0.0)
     load = dataclasses.replace(LOAD, max_requests=1)
@@ -107,7 +107,7 @@ def test_with_memory_to_spare_it_is_the_placement_not_the_budget():
 
 
 def test_a_far_budget_that_keeps_out_what_would_be_hidden():
-    """All near in less than the load wants: attention would arrive behind the FFN."""
+    """All is near, with too little memory for the load; attention could hide behind the FFN."""
     fast = dataclasses.replace(GH200, read_gb_per_s=1000.0)
     split, found = reasons("all near", 14, far_gib=0.01, on=fast)
     assert split.served.requests < LOAD.max_requests
@@ -121,11 +121,11 @@ def test_a_far_budget_that_keeps_out_what_would_be_hidden():
 
 @pytest.mark.parametrize(("name", "near_gib"), [("all_far", 8), ("flexgen", 8), ("helm", 12)])
 def test_what_is_hidden_is_compute_since_the_far_sublayer_before(name, near_gib):
-    """Where each sublayer has far parameters: the compute of the one before."""
+    """If each sublayer has far parameters, a transfer overlaps the compute of the one before."""
     _, found = reasons(name, near_gib)
     rows = kinds(found)
     assert rows["ffn"].decode.hidden_seconds == rows["attention"].decode.compute_seconds
     assert rows["attention"].decode.hidden_seconds == rows["ffn"].decode.compute_seconds
     first = next(reason for reason in found if reason.layers == 1)
     rest = GH200.step_overhead_ms * 1e-3
-    assert first.decode.hidden_seconds > rest  # it has the end of the step before, too
+    assert first.decode.hidden_seconds > rest  # it also overlaps the end of the step before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fits, and how fast it is predicted to be."""
+"""Placements that fit, and their predicted speed."""
 
 import dataclasses
 
@@ -67,7 +67,7 @@ def test_far_memory_is_a_budget_too():
 @pytest.mark.parametrize("name", ["all near", "helm", "latency", "throughput"])
 @pytest.mark.parametrize(("near_gib", "far_gib"), [(2, 64), (4, 1), (1, 64)])
 def test_with_what_is_short_it_fits(name, near_gib, far_gib):
-    """Each budget in turn is raised by what is missing; a byte less would not do."""
+    """Raising each budget by the missing bytes is enough; a byte less is not."""
     near, far = near_gib * GIB, far_gib * GIB
     for _ in range(4):
         (result,) = (
@@ -128,7 +128,7 @@ def test_memory_adds_up_to_the_budget(near, prompt, output):
 
 
 def test_decoding_reads_weights_and_kv():
-    """Of one sublayer: 16 requests of 1000 tokens."""
+    """Times of one sublayer each, for 16 requests of 1000 tokens."""
     batch = Batch(requests=16, new_tokens=1, context_tokens=1000)
     times = compute_times(LLAMA, RTX, batch)
     attention, ffn = LLAMA.sublayers[:2]
@@ -176,7 +176,7 @@ def test_copies_take_bandwidth_from_compute():
 
 
 def test_the_papers_finding_that_the_batch_is_worth_more_than_weights_near():
-    """OPT-175B in 16 bit on a card of 40 GB: a link-bound step takes as long for many (V-C)."""
+    """OPT-175B in 16 bit on a 40 GB card: a link-bound step takes as long for many (V-C)."""
     shape, on = model_shape(OPT_175B), load_profile("a100-optane")
     load = Workload(prompt_tokens=128, output_tokens=21)
     budget = MemoryBudget(near_bytes=40 * 10**9 - shape.other_bytes)
@@ -189,7 +189,7 @@ def test_the_papers_finding_that_the_batch_is_worth_more_than_weights_near():
 
 
 def test_each_transfer_costs_half_of_what_a_far_layer_does():
-    """Submitting and awaiting: a layer has two sublayers, and nothing hides here."""
+    """A far layer has two transfers to submit and await; no compute hides them here."""
     decode = Batch(requests=1, new_tokens=1, context_tokens=0)
     placement = place("all_far", LLAMA.sublayers)
     slow = dataclasses.replace(RTX, read_gb_per_s=0.1, near_bytes_per_copied_byte=0.0)

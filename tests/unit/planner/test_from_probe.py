@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine from a probe's file: its figures, where they are from, and files that are refused."""
+"""Machine from a probe's file: its figures, their provenance, and files that are refused."""
 
 import copy
 import dataclasses
@@ -44,7 +44,7 @@ def test_figures_are_what_was_measured():
 
 
 def test_bytes_that_compute_loses_to_a_copy():
-    """At 10/1.25 GB/s it reads 2 less, while copies move 5/1.5: 0.6 for each."""
+    """Compute reads 2 GB/s less (10 - 10/1.25) while copies move 5/1.5 GB/s: 0.6 bytes per byte."""
     machine, _ = machine_from_probe(sample_probe())
     assert machine.near_bytes_per_copied_byte == pytest.approx(0.6)
 
@@ -130,7 +130,7 @@ def test_near_sublayers_take_what_their_products_took():
 
 
 def test_products_in_4_bit_are_taken_for_those_of_16_bit():
-    """They were not probed, and their bytes would make them as short as a smaller matrix's."""
+    """A probe has no 4-bit GEMMs; by their bytes alone they would look like smaller matrices."""
     machine, _ = machine_from_probe(sample_probe())
     small = model_shape(LLAMA_3_8B, compress="int4")
     prefill = Batch(requests=1, new_tokens=64, context_tokens=0)
@@ -139,7 +139,7 @@ def test_products_in_4_bit_are_taken_for_those_of_16_bit():
 
 
 def test_products_in_4_bit_where_they_were_measured():
-    """Of the matrices that are in 4 bit alone, by the bytes that they have in 16."""
+    """Measured times apply only to matrices in 4 bit, by the bytes that they have in 16 bit."""
     machine, _ = machine_from_probe(sample_probe())
     assert machine.curves is not None
     quick = GemmCurve.of({(1, 10**6): 1e-6, (1, 10**7): 1e-5})
@@ -162,7 +162,7 @@ def test_far_weights_take_the_other_product():
 
 
 def test_a_link_bound_step_takes_its_transfers_and_their_slowdown():
-    """5 GB/s, 1.5 times as long while compute, which is shorter, goes on beside."""
+    """Transfers at 5 GB/s take 1.5 times as long while compute, which is shorter, runs."""
     probe = sample_probe()
     for entry in probe["products"]["far"]:
         entry["seconds"] /= 20
@@ -176,14 +176,14 @@ def test_a_link_bound_step_takes_its_transfers_and_their_slowdown():
     assert step.link_seconds == pytest.approx(alone, rel=1e-3)
 
 
-# What runs beside what ------------------------------------------------------------------
+# Concurrent compute and transfers -------------------------------------------------------
 
 
 def test_both_are_slower_only_while_both_run():
-    """Four sublayers of 1 s; a transfer of 0.5 s is beside each for 1 s: 0.5 s of its work."""
+    """Four sublayers of 1 s each overlap a transfer of 0.5 s, which takes 1 s meanwhile."""
     times = ComputeTimes(compute=(1.0,) * 4)
     step = pipeline_step_time([0.5] * 4, times, Slowdown(compute=2.0, link=2.0))
-    # 1 s together does half of each; what is left, 0.5 s of compute, is alone.
+    # 1 s together does 0.5 s of work of each; the other 0.5 s of compute runs alone.
     assert step.seconds == pytest.approx(4 * 1.5)
     assert step.stall_seconds == pytest.approx(0.0)
 
@@ -191,6 +191,6 @@ def test_both_are_slower_only_while_both_run():
 def test_a_slow_link_is_waited_for_at_its_own_speed():
     times = ComputeTimes(compute=(1.0,) * 4)
     step = pipeline_step_time([3.0] * 4, times, Slowdown(compute=1.5, link=3.0))
-    # 1.5 s together carry 0.5 s of the transfer; 2.5 s of it are left.
+    # 1.5 s together do 0.5 s of the transfer; 2.5 s of it remain.
     assert step.seconds == pytest.approx(4 * (1.5 + 2.5))
     assert step.stall_seconds == pytest.approx(4 * 2.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near sets for the shortest step: against the placements that they should beat."""
+"""Placements for the shortest step, compared with the placements that they should beat."""
 
 import hypothesis.strategies as st
 import pytest
@@ -59,7 +59,7 @@ def test_everything_near_where_it_fits():
 
 
 def test_balance_is_what_the_paper_found_and_goes_further():
-    """OPT decoding from Optane: table IV's ratios, baseline against HeLM (27 % less), and ours."""
+    """OPT decoding from Optane, by table IV's ratios: HeLM takes 27 % less, ours still less."""
     sublayers = model(opt_layer(), num_layers=24)
     flexgen = place("flexgen", sublayers, [20, 80, 0])
     attention, ffn = transfer_seconds(flexgen, LINK)[:2]
@@ -68,8 +68,8 @@ def test_balance_is_what_the_paper_found_and_goes_further():
     helm = place("helm", sublayers)
     assert 1 - seconds(helm, times) / baseline == pytest.approx(0.27, abs=0.04)
     chosen = place_for_latency(sublayers, times, LINK, helm.near_bytes)
-    # With its memory no other near set is faster one ahead; two or three ahead the link is busy
-    # while the FFN computes, too.
+    # With HeLM's memory, no other placement is faster at prefetch depth 1. At depths 2 and 3, the
+    # link is also busy while the FFN computes.
     assert chosen.prefetch_depth > 1
     assert seconds(chosen, times) < 0.93 * seconds(helm, times)
     with_less = place_for_latency(sublayers, times, LINK, flexgen.near_bytes)
@@ -78,7 +78,7 @@ def test_balance_is_what_the_paper_found_and_goes_further():
 
 @pytest.mark.parametrize("percent", [82, 84, 96])
 def test_near_memory_is_used_where_a_third_slot_does_not_fit(percent):
-    """The last of an odd number of far sublayers has one, which the program does not know."""
+    """The last of an odd number of far sublayers has a third buffer, unknown to the MILP."""
     sublayers = model(opt_layer(256), num_layers=4)
     near_bytes = sum(part.num_bytes for part in sublayers) * percent // 100
     chosen = place_for_latency(
@@ -93,7 +93,7 @@ def test_near_memory_is_used_where_a_third_slot_does_not_fit(percent):
 
 def test_far_memory_bounds_the_choice_where_another_fits():
     sublayers = small_model(4, (3, 2), (16, 8))
-    times = by_kind(sublayers, 30e-3, 30e-3)  # all far would be hidden: nothing is lost by it
+    times = by_kind(sublayers, 30e-3, 30e-3)  # all transfers hide: far memory costs nothing
     near = place("helm", sublayers).near_bytes
     helm_far = place("helm", sublayers).far_bytes
     chosen = place_for_latency(sublayers, times, LINK, near, helm_far)
@@ -137,7 +137,7 @@ def test_a_large_model_is_placed_in_no_time():
 
 
 def test_whole_layers_stay_near_where_that_saves_a_large_slot():
-    """The FFN keeps a slot of its own, smaller size: more of attention fits near."""
+    """The FFN keeps its own, smaller buffer, so more of attention fits near."""
     sublayers = small_model(12, (6,), (1,))
     times = by_kind(sublayers, 1e-3, 1e-3)
     near = 68 * PAGE

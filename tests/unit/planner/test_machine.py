@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines: every figure says where it comes from."""
+"""Machines: every figure states its source."""
 
 import pytest
 

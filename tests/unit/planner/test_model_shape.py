@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes from config.json: the published sizes of known models."""
+"""Shapes from config.json, compared with the published sizes of known models."""
 
 import pytest
 
@@ -121,7 +121,7 @@ def test_matrices_in_4_bit(dtype, bytes_per_weight):
 
 
 def test_a_shard_without_whole_groups_stays_as_it_is():
-    """544 neurons have no whole blocks; of 4 heads of 32 a rank of two has one group of columns."""
+    """544 neurons are no whole blocks; on each of two ranks, 2 heads of 32 fill a column group."""
     small = {**OPT_175B, "hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 544}
     for ranks, compressed in ((1, {"qkv", "out"}), (2, {"qkv", "out"}), (4, set())):
         plain = model_shape(small, tensor_parallel=ranks)

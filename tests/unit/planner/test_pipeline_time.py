@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step takes: by hand, and from what the ring of slots does."""
+"""Time of a step, compared with times by hand and with a simulation of the weight buffers."""
 
 import hypothesis.strategies as st
 import pytest
@@ -19,14 +19,14 @@ def test_transfers_hide_behind_the_sublayer_before():
 
 
 def test_what_does_not_hide_is_stall():
-    """Each transfer of 2 beside a compute of 1: the link is never idle."""
+    """Each transfer of 2 s overlaps compute of 1 s, so the link is never idle."""
     result = pipeline_step_time([2.0] * 4, times_of(1.0, 1.0, 1.0, 1.0))
     assert result.seconds == pytest.approx(8.0)
     assert result.stall_seconds == pytest.approx(4.0)
 
 
 def test_the_unbalanced_pipeline_of_the_paper():
-    """Figure 8: attention is short beside the FFN's transfer, the FFN long beside attention's."""
+    """Figure 8: attention is shorter than the FFN's transfer, the FFN longer than attention's."""
     result = pipeline_step_time([1.0, 5.0] * 3, times_of(*(2.0, 3.0) * 3))
     assert result.seconds == pytest.approx(3 * (5.0 + 3.0))
 
@@ -43,7 +43,7 @@ def test_the_rest_of_a_step_hides_the_first_transfer():
         ([0.0] * 4, 1),
         ([5.0, 0.0, 0.0, 0.0], 1),
         ([5.0, 0.0, 5.0, 0.0], 1),
-        ([5.0, 5.0, 5.0, 0.0], 1),  # the last of an odd number has a third slot
+        ([5.0, 5.0, 5.0, 0.0], 1),  # the last of an odd number has a third buffer
         ([5.0] * 4, 3),
     ],
 )
@@ -56,8 +56,11 @@ def test_what_has_a_slot_for_itself_is_not_moved_again(transfers, prefetch_depth
 
 
 def test_two_ahead_what_is_unbalanced_hides_too():
-    """HeLM's placement on Optane: the FFN's transfer is too long for attention, attention's leaves
-    the link idle while the FFN computes. In sum compute is longer."""
+    """At depth 2, an unbalanced pipeline has no stall if compute takes longer in total.
+
+    In HeLM's placement on Optane, the FFN's transfer is too long for attention, and attention's
+    leaves the link idle while the FFN computes.
+    """
     transfers, times = [1.4, 1.4] * 8, times_of(*[1.0, 2.0] * 8)
     assert pipeline_step_time(transfers, times).seconds == pytest.approx(8 * (1.4 + 2.0))
     result = pipeline_step_time(transfers, times, prefetch_depth=2)
@@ -74,10 +77,10 @@ def test_more_slots_do_not_help_a_link_that_is_never_idle():
 
 @example(
     transfers=[9] * 8, compute=[9] * 7 + [8] + [0] * 8, prefetch_depth=3
-)  # falls behind by a little
+)  # falls behind a little
 @example(
     transfers=[3] * 10, compute=[1] * 16, prefetch_depth=3
-)  # a longer round: some are not moved again
+)  # a longer round: some do not move again
 @settings(max_examples=60, deadline=None)
 @given(
     transfers=st.lists(st.integers(0, 9), min_size=6, max_size=16),
@@ -85,7 +88,7 @@ def test_more_slots_do_not_help_a_link_that_is_never_idle():
     prefetch_depth=st.integers(1, 4),
 )
 def test_a_step_is_as_long_as_the_rings_events_say(transfers, compute, prefetch_depth):
-    """Another way to compute it: what is in each slot, and when it came, over many steps."""
+    """Compare with a simulation of each buffer's contents and arrival times over many steps."""
     compute = compute[: len(transfers)]
     far = [seconds for seconds in transfers if seconds]
     slots = [buffer_of(position, len(far), prefetch_depth) for position in range(len(far))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integer program against brute force."""
+"""Placement MILP, compared with brute force."""
 
 import ctypes
 from dataclasses import replace
@@ -25,7 +25,7 @@ from vllm_tiered.weights.layout import buffer_sizes
 
 
 def balance(placement, times, slower=NO_SLOWDOWN):
-    """The program's objective: each transfer beside the compute before it."""
+    """Return the MILP's objective, in which each transfer overlaps the compute before it."""
     transfers = transfer_seconds(placement, LINK, STORAGE)
     total = 0.0
     for position, transfer in enumerate(transfers):
@@ -48,7 +48,7 @@ def balance(placement, times, slower=NO_SLOWDOWN):
 def test_the_program_finds_what_brute_force_finds(
     attention, ffn, compute, budget, far_budget, has_storage, slower
 ):
-    """Where something of every sublayer is far, its constraints are those of the slots exactly."""
+    """If a part of every sublayer is far, the MILP's constraints match the buffers exactly."""
     sublayers = small_model(1 if has_storage else 2, attention, ffn)
     times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
     tiers = ("near", "far", "stored") if has_storage else ("near", "far")
@@ -85,7 +85,7 @@ def test_the_program_finds_what_brute_force_finds(
 def test_no_placement_of_its_kind_is_better_than_the_programs(
     sizes, compute, budget, stay, prefetch_depth
 ):
-    """By its own sum; longer last rounds may make it exceed the budget, which callers look at."""
+    """No placement has a lower sum; longer last rounds may exceed the budget, as callers check."""
     sublayers = small_model(4, sizes[:1], sizes[1:])
     times = by_kind(sublayers, compute[0] * 1e-3, compute[1] * 1e-3)
     problem = PlacementProblem(
@@ -111,13 +111,13 @@ def test_no_placement_of_its_kind_is_better_than_the_programs(
     ]
     if fitting and (
         stay is NearScope.NONE or prefetch_depth == 1
-    ):  # else the slots are not known beforehand
+    ):  # else the buffers are not known beforehand
         assert solved is not None
         assert balance(solved, times) <= min(fitting) * (1 + 2e-4) + 1e-9
 
 
 def is_of(placement, stay):
-    """Of those that the program has; with any it takes slots to hold either kind."""
+    """Return whether the MILP covers it; with ANY, the MILP has buffers that fit both kinds."""
     stays = [not far for far in placement.far]
     if stay is NearScope.NONE:
         return not any(stays)
@@ -129,7 +129,7 @@ def is_of(placement, stay):
 
 
 def test_the_solver_prints_nothing(monkeypatch, capfd):
-    """HiGHS prints a line now and then: not into what a command prints. Others' lines are kept."""
+    """A line that HiGHS sometimes prints is dropped from stdout; lines of others are kept."""
     libc = ctypes.CDLL(None)
     solver = scipy.optimize.milp
     calls: list[object] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near memory split between weights and KV: brute force, and the placements it should beat."""
+"""Memory split between weights and KV, compared with brute force and other placements."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ SMALL_SIZES = st.tuples(*[st.integers(1, 6)] * 4)
 
 
 def small_machine(link, near, flops, copied, step, request, disk):
-    """In pages, and milliseconds."""
+    """Return a machine whose figures are given in pages and milliseconds."""
     return Machine(
         read_gb_per_s=PAGE * 1e-6 * link,
         write_gb_per_s=1.0,
@@ -90,7 +90,7 @@ def small_shape(num_layers, sizes, kv_pages_per_block=1):
 
 
 def all_splits(shape, on, load, room, tiers=("near", "far")):
-    """Of every placement, with two to four slots."""
+    """Return the splits of every placement with two to four buffers."""
     deep = (
         dataclasses.replace(
             placement,
@@ -105,14 +105,14 @@ def all_splits(shape, on, load, room, tiers=("near", "far")):
     return [split for split in splits if split]
 
 
-# What leaves KV for two requests is not the fastest near set, but one that far memory holds.
+# The placement that leaves KV for two requests is not the fastest, but it fits far memory.
 @example(
     sizes=(2, 2, 6, 6),
     on=small_machine(3.0, near=1.0, flops=10.0, copied=0.0, step=0.0, request=0.0, disk=0.1),
     load=Workload(prompt_tokens=8, output_tokens=8, max_requests=2),
     room=MemoryBudget(near_bytes=26 * PAGE, far_bytes=20 * PAGE),
 )
-# 5 to 16 requests are equally good, 18 are better and 19 worse; 17 and 18 are not tried at first.
+# 5 to 16 requests are equally good, 18 better and 19 worse; the grid has neither 17 nor 18.
 @example(
     sizes=(1, 6, 1, 1),
     on=small_machine(1.0, near=1.0, flops=100.0, copied=0.0, step=0.0, request=0.0, disk=0.1),
@@ -122,8 +122,11 @@ def all_splits(shape, on, load, room, tiers=("near", "far")):
 @settings(max_examples=40, deadline=None)
 @given(sizes=SMALL_SIZES, on=MACHINES, load=LOADS, room=ROOMS)
 def test_it_finds_what_brute_force_finds(sizes, on, load, room):
-    """The program does not know a step's prefills: 0.6 % is the worst of 1,969 random instances,
-    all but five are exact. For latency all were."""
+    """The result is close to the best split; the MILP does not know the prefills.
+
+    Of 1,969 random instances, all but five were exact, and the worst was off by 0.6 %. For latency
+    all were exact.
+    """
     shape = small_shape(2, sizes)
     splits = all_splits(shape, on, load, room)
     if not splits:
@@ -139,7 +142,7 @@ def test_it_finds_what_brute_force_finds(sizes, on, load, room):
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.tuples(*[st.integers(1, 6)] * 3), on=MACHINES, load=LOADS, room=STORED_ROOMS)
 def test_it_finds_what_brute_force_finds_with_storage(sizes, on, load, room):
-    """Of 729 placements in three tiers."""
+    """Brute force tries 729 placements in three tiers."""
     shape = dataclasses.replace(
         small_shape(2, (1, 1, 1, 1)), sublayers=tuple(small_model(2, sizes[:1], sizes[1:]))
     )
@@ -214,13 +217,13 @@ def test_auto_is_the_better_plan_at_its_target(sizes, on, load, room):
     ("target", "plan"), [("latency", split_for_latency), ("throughput", split_for_throughput)]
 )
 def test_of_plans_as_good_the_targets_own_is_taken(target, plan):
-    """What was measured differs by more from start to start, and the choice must not."""
+    """Measured figures differ by more from start to start, and the choice must not change."""
     load = Workload(prompt_tokens=512, output_tokens=128, max_requests=72)
     room = MemoryBudget(near_bytes=8 * GIB, far_bytes=64 * GIB)
     own = plan(model_shape(LLAMA_3_8B), load_profile("rtx4090-pcie4"), load, room)
 
     def other(cost):
-        """Of another plan, in parts of this one's."""
+        """Return another plan whose predictions are ``cost`` times those of the own plan."""
         alone, served = own.alone, own.served
         return dataclasses.replace(
             own,
@@ -240,11 +243,11 @@ def test_the_target_where_nobody_says():
 
 
 def test_all_cpu_is_one_end():
-    """Behind a slow link requests are worth more than weights (HeLM V-C)."""
+    """With a slow link, requests are worth more than weights near (HeLM V-C)."""
     room = MemoryBudget(near_bytes=6 * GIB)
     split = split_for_throughput(LLAMA, load_profile("rtx4090-pcie4"), LOAD, room)
     all_far = baseline("all_far", LLAMA)
-    # Less than one request's KV is over, for which a small matrix stays near.
+    # Less than one request's KV is left over, so a small matrix stays near.
     assert split.placement.near_bytes - all_far.near_bytes < LOAD.kv_bytes(LLAMA)
     beside = split_with(all_far, LLAMA, load_profile("rtx4090-pcie4"), LOAD, room)
     assert beside is not None and split.served.requests == beside.served.requests
@@ -256,11 +259,11 @@ def test_the_other_end_is_the_cache_that_the_load_can_use():
     split = split_for_throughput(LLAMA, load_profile("rtx4090-pcie4"), few, room)
     assert split.served.requests == 4
     needed = few.kv_bytes(LLAMA, 4)
-    assert needed <= split.kv_bytes < needed + 128 * 2**20  # less than the next matrix
+    assert needed <= split.kv_bytes < needed + 128 * 2**20  # less than another matrix
 
 
 def test_in_between_some_weights_make_room_for_requests():
-    """Behind a fast link, where all would fit: what hides behind compute goes far."""
+    """With a fast link, weights whose transfer hides go far, even if all would fit near."""
     room = MemoryBudget(near_bytes=18 * GIB)
     on = load_profile("gh200")
     split = split_for_throughput(LLAMA, on, LOAD, room)
@@ -271,7 +274,7 @@ def test_in_between_some_weights_make_room_for_requests():
 
 
 def test_the_papers_machine_and_model():
-    """OPT-175B on HeLM's machine, uncompressed: the batch decides, as in figure 12."""
+    """For uncompressed OPT-175B on HeLM's machine, the batch size decides, as in figure 12."""
     shape = model_shape(OPT_175B)
     load = Workload(prompt_tokens=128, output_tokens=21)
     room = MemoryBudget(near_bytes=38 * GIB, far_bytes=400 * GIB)
@@ -284,7 +287,7 @@ def test_the_papers_machine_and_model():
     assert more_requests > 4
     assert (
         0.8 * more_requests < faster < more_requests
-    )  # the paper: 5 times, with 5.5 times as many
+    )  # in the paper 5 times, with 5.5 times as many requests
 
 
 def test_far_memory_is_a_budget():
@@ -298,7 +301,7 @@ def test_far_memory_is_a_budget():
 
 
 def test_storage_takes_what_far_memory_does_not():
-    """Two requests more cost less than what the disk would have to bring with them."""
+    """Two more requests would gain less than the storage reads that they require."""
     on = dataclasses.replace(load_profile("gh200"), storage_read_gb_per_s=2.0)
     room = MemoryBudget(near_bytes=10 * GIB, far_bytes=2 * GIB, has_storage=True)
     split = split_for_throughput(LLAMA, on, LOAD, room)
@@ -330,7 +333,7 @@ def test_too_little_near_memory_is_said_with_the_difference():
 @pytest.mark.parametrize("most", [1, 7, 16, 17, 100, 4096])
 @pytest.mark.parametrize("best", [1, 5, 80, 4000])
 def test_the_search_comes_to_the_best_number(most, best):
-    """Of tokens/s with one hill, in a few dozen tries."""
+    """The search finds the only maximum of tokens/s in a few dozen tries."""
     score: dict[int, float] = {}
     for requests in throughput_split._coarse_to_fine(most, score):
         assert 1 <= requests <= most

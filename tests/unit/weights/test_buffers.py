@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sublayers pass through slots: each finds its own weights, however late copies and compute are."""
+"""Weight buffers: each sublayer reads its own weights, however late copies and compute are."""
 
 import random
 from functools import partial
@@ -20,12 +20,12 @@ from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, assign_extents, moved_e
 
 
 class Model:
-    """Sublayers whose every page holds their number; modules look at it when they compute.
+    """Model whose pages hold the number of their sublayer, which modules check when they compute.
 
     Args:
-        num_pages: of each sublayer, far ones, or far and stored ones.
-        ahead: how many are on their way while one computes.
-        device: which computes late; a simulated one if None.
+        num_pages: pages of each sublayer: far pages, or a pair of far and stored pages.
+        prefetch_depth: number of sublayers in transfer while one computes.
+        device: device that computes late; None for a simulated device.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Model:
         self.wrong: list[tuple[int, int]] = []
 
     def module(self, position, *, between=None):
-        """One module of a sublayer; ``between`` is what a compiler put into its middle."""
+        """Run one module of a sublayer; ``between`` is work that a compiler put into its middle."""
         self.buffer_pool.acquire(position)
         if between is not None:
             between()
@@ -151,7 +151,7 @@ def test_a_step_moves_each_sublayer_once(prefetch_depth, next_pages):
     for _ in range(5):
         model.step()
     model.device.close()
-    # The next step's first sublayers are on their way when a step ends.
+    # When a step ends, the first sublayers of the next step are in transfer.
     num_pages = 5 * 20 + next_pages
     assert model.device.use(Direction.READ).num_bytes == num_pages * BUFFER_ALIGNMENT
 
@@ -192,7 +192,7 @@ def test_what_fits_the_slots_is_read_once(num_pages, prefetch_depth):
 
 
 def test_a_slot_in_use_is_not_filled_however_a_compiler_orders_modules():
-    """The FFN's first module may begin between the beginning and the end of attention's last."""
+    """The FFN's first module may begin before attention's last module ends."""
     for seed in range(30):
         model = Model(
             [2] * 12, prefetch_depth=1 + seed % 3, seed=seed, haste=0.9, late_compute=bool(seed % 2)
@@ -224,7 +224,7 @@ def test_leaving_without_entering_is_found():
 @pytest.mark.parametrize("broken", ["fills a slot in use", "does not wait"])
 @pytest.mark.parametrize("prefetch_depth", [1, 3])
 def test_the_model_sees_wrong_weights(prefetch_depth, broken, monkeypatch):
-    """What the other tests rely on."""
+    """The fake model detects wrong weights, on which the other tests rely."""
     if broken == "does not wait":
         monkeypatch.setattr(SimulatedDevice, "wait", lambda self, event: 0.0)
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in 4 bit: the product is that with the rounded weights, and those are near."""
+"""Weights in 4 bit: GEMMs use the rounded weights, which are close to the original ones."""
 
 import json
 import os
@@ -121,7 +121,7 @@ print(json.dumps([layout(), products]))
 
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_instruction_sets(capability):
-    """Their own order of codes, and the same products as this processor's best."""
+    """Other instruction sets have another order of codes, but the same GEMM results."""
     found = [
         subprocess.run(
             [sys.executable, "-c", _PRODUCTS],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far weights on a GPU's device, a fake CUDA runtime: outputs bit by bit, or the break is seen."""
+"""Far weights on a fake CUDA runtime: outputs are equal bit by bit, and faults are detected."""
 
 import random
 from functools import partial
@@ -38,18 +38,18 @@ HASTES = [0.0, 0.3, 0.9]
 
 
 class Model:
-    """Sublayers whose products are submitted as a GPU's kernels are, and read slots when they run.
+    """Model whose GEMMs are submitted like GPU kernels, and read weight buffers when they run.
 
     Args:
-        compressed: matrices are in 4 bit, as our kernels want them.
-        store: has the second half of the sublayers.
+        compressed: whether matrices are in 4 bit, in the order of our kernels.
+        store: file of the second half of the sublayers; None for none.
     """
 
     def __init__(self, seed, haste, *, compressed=False, store=None, engine_run_bytes=1 << 60):
         self.device = SimulatedCudaDevice(
             random.Random(seed), haste=haste, engine_run_bytes=engine_run_bytes
         )
-        generator = torch.Generator().manual_seed(0)  # the same model each time
+        generator = torch.Generator().manual_seed(0)  # the same model every time
         self.weights = [
             {name: torch.randn(shape, generator=generator) / 12 for name, shape in SHAPES.items()}
             for _ in range(NUM_LAYERS)
@@ -107,7 +107,7 @@ class Model:
         return reference.linear(x_BK, packed, rows, bias)
 
     def step(self, buffer_pool):
-        """All layers once; the output is there when compute is over."""
+        """Submit all layers once; the output is complete when compute is done."""
         activations = {"x": self.x_BK}
         for position, (layer, names) in enumerate(self.sublayers):
             for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
@@ -171,7 +171,7 @@ def test_outputs_are_equal_in_four_bit(haste, kernels):
 
 
 def test_what_was_moved_while_it_was_loaded_is_taken_from_there():
-    """vLLM moves what it processes to the GPU, and back to other memory."""
+    """vLLM moves weights that it processes to the GPU, and back to other memory."""
     model = Model(0, 0.3)
     model.load()
     for parameters in model.parameters:
@@ -183,13 +183,13 @@ def test_what_was_moved_while_it_was_loaded_is_taken_from_there():
 
 @pytest.mark.parametrize("haste", HASTES)
 def test_stored_weights_with_the_first_start_and_the_second(haste, tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 3 << 16)  # some pieces for a sublayer
+    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 3 << 16)  # several pieces per sublayer
     about = {"name": "model", "fingerprint": "0", "changed": "0"}
     for is_filled in (False, True):
         store = WeightStore(tmp_path, rank=0, num_ranks=1, model=about, settings={})
         assert store.is_filled == is_filled
         model = Model(1, haste, store=store)
-        if is_filled:  # what is stored is not loaded
+        if is_filled:  # stored parameters are not loaded
             for (layer, names), group in zip(model.sublayers, model.far._sublayers, strict=True):
                 for name in names[: len(group.far)]:
                     model.parameters[layer][name].data.copy_(model.weights[layer][name])
@@ -199,7 +199,7 @@ def test_stored_weights_with_the_first_start_and_the_second(haste, tmp_path, mon
 
 
 def long_over(device):
-    """An event of compute that was not the model's."""
+    """Return an event that does not cover the model's compute."""
     with device._changed:
         event = CudaEvent(device.cuda, device._changed)
         event.record(device.cuda.new_stream())
@@ -208,7 +208,7 @@ def long_over(device):
 
 @pytest.mark.parametrize("broken", ["does not wait", "fills a slot in use"])
 def test_a_ring_that_does_not_keep_the_order_is_found(broken, monkeypatch):
-    """What the other tests rely on."""
+    """The fake model detects a wrong order, on which the other tests rely."""
     if broken == "does not wait":
         monkeypatch.setattr(CudaDevice, "wait", lambda self, event: 0.0)
     else:
@@ -222,7 +222,7 @@ def test_a_ring_that_does_not_keep_the_order_is_found(broken, monkeypatch):
 
 
 def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
-    """A module's last kernel may be behind another module's, in another stream."""
+    """A module's last kernel may run after another module's, in another stream."""
     for seed in range(4):
         model = Model(seed, 0.6)
         model.load()
@@ -239,7 +239,7 @@ def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
             for stream, name in ((aside, names[0]), (main, names[-1])):
                 cuda._compute = stream
                 buffer_pool.acquire(position)
-                for _ in range(12 if stream is main else 0):  # it is busy with something else
+                for _ in range(12 if stream is main else 0):  # other work keeps the stream busy
                     device.compute(lambda: None)
                 device.compute(partial(look, layer, name))
                 buffer_pool.release(position)
@@ -250,7 +250,7 @@ def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_matrices_are_packed_as_the_kernel_wants_them(dtype, monkeypatch):
-    monkeypatch.setattr(packing, "_CHUNK_WEIGHTS", 5 * 128)  # rows by five, and by fewer
+    monkeypatch.setattr(packing, "_CHUNK_WEIGHTS", 5 * 128)  # chunks of five rows, and a rest
     weight = torch.randn((64, 128)).to(dtype)
     assert torch.equal(packing.compress_for_kernels(weight), reference.pack(weight))
     assert len(reference.pack(weight)) == compressed_bytes(64, 128, dtype.itemsize)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements of weights, against the paper's figures for OPT (HeLM, section V)."""
+"""Placements of weights, compared with the paper's figures for OPT (HeLM, section V)."""
 
 import hypothesis.strategies as st
 import pytest
@@ -35,7 +35,7 @@ def far_share(placement, kind):
 
 
 def test_flexgen_misses_its_percents_as_in_the_paper():
-    """Asked for 20 % near, it gets 8.3: all of it attention's, none of the FFN's (V-A)."""
+    """With 20 % near requested, FlexGen keeps 8.3 % near: only attention, no FFN (V-A)."""
     placement = place("flexgen", model(opt_layer()), [20, 80, 0])
     total = sum(sublayer.num_bytes for sublayer in placement.sublayers)
     assert placement.resident_bytes / total == pytest.approx(0.083, abs=0.002)
@@ -44,7 +44,7 @@ def test_flexgen_misses_its_percents_as_in_the_paper():
 
 
 def test_flexgens_share_of_storage_as_in_the_paper():
-    """Asked for 65 % on storage and 20 near, it gets 58.6, 33.1 and 8.3 (V-A)."""
+    """With 65, 15 and 20 % requested on storage, far and near, it gets 58.6, 33.1 and 8.3 (V-A)."""
     placement = place("flexgen", model(opt_layer()), [20, 15, 65])
     total = sum(sublayer.num_bytes for sublayer in placement.sublayers)
     assert placement.storage_bytes / total == pytest.approx(0.586, abs=0.005)
@@ -53,7 +53,7 @@ def test_flexgens_share_of_storage_as_in_the_paper():
 
 
 def test_helm_halves_what_the_ffn_moves():
-    """FFN transfers take 49.33 % less, attention's 32.55 % more, and a third is near (V-B)."""
+    """FFN transfers are 49.33 % shorter, attention's 32.55 % longer; a third is near (V-B)."""
     flexgen = place("flexgen", model(opt_layer()), [20, 80, 0])
     helm = place("helm", model(opt_layer()))
     ffn = far_share(helm, Kind.FFN) / far_share(flexgen, Kind.FFN)
@@ -118,7 +118,7 @@ def test_parameters_are_told_by_their_names(name):
 
 
 def test_attention_comes_first():
-    """Also where the module lists the FFN before it."""
+    """Attention comes first even if the module lists the FFN before it."""
     layer = {"mlp.fc1.weight": 4, "attn.qkv.weight": 4}
     assert [sublayer.kind for sublayer in sublayers_of(0, layer)] == [Kind.ATTENTION, Kind.FFN]
 
@@ -137,7 +137,7 @@ def test_what_far_memory_does_not_hold_is_stored(policy, share, num_layers):
     assert placement.far_bytes <= share * whole.far_bytes
     assert placement.far_bytes + placement.storage_bytes == whole.far_bytes
     assert placement.near_bytes == whole.near_bytes
-    # No more than a sublayer beyond what must be, and spread: any run of layers has its share.
+    # At most one sublayer more than necessary is stored, and every run of layers has its share.
     largest = max(whole.extents)
     assert placement.storage_bytes <= max(0.0, (1 - share) * whole.far_bytes) + largest
     stored = [sum(p.num_bytes for p in parameters) for _, parameters in placement.offloaded]
@@ -196,7 +196,7 @@ def test_budgets_are_checked_with_the_numbers():
     prefetch_depth=st.integers(1, 4),
 )
 def test_a_slot_is_never_that_of_the_sublayers_before(sizes, prefetch_depth):
-    """In the order of computation, again and again; so the next ones can arrive meanwhile."""
+    """A buffer differs from those of the sublayers before, so that prefetches can arrive."""
     count = len(sizes)
     slots = buffer_sizes(sizes, prefetch_depth)
     for position, size in enumerate(sizes):
@@ -211,14 +211,14 @@ def test_a_slot_is_never_that_of_the_sublayers_before(sizes, prefetch_depth):
         assert moved[position] == (buffer_of(position, count, prefetch_depth) in others)
     if (
         count >= (prefetch_depth + 1) * prefetch_depth * 2
-    ):  # enough rounds that none is longer by more than two
+    ):  # enough rounds: none is longer by more than two
         assert prefetch_depth + 1 <= len(slots) <= prefetch_depth + 3
     assert sum(slots) <= sum(sizes)
 
 
 @given(num_layers=st.integers(1, 40), prefetch_depth=st.sampled_from([1, 3]))
 def test_attention_and_ffn_keep_slots_of_their_own(num_layers, prefetch_depth):
-    """With an even number of slots: a slot is as large as its kind needs, however many layers."""
+    """With an even number of buffers, each has its kind's size, for any number of layers."""
     slots = buffer_sizes([BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT] * num_layers, prefetch_depth)
     assert set(slots) == {BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT}
     assert sum(slots) == len(slots) // 2 * 10 * BUFFER_ALIGNMENT

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs and compiled code with offloaded weights.
 
-A captured graph replays GPU work, but no Python. A load queued during a capture would be
-queued once and for all, and each replay would overwrite a buffer. So vLLM splits the graph at the
-two calls of a module with offloaded parameters, as it does at attention, and each GEMM
-is a piece of its own. The graph keeps the buffers' addresses, which never change:
+A captured graph replays GPU work, but no Python. A load queued during a capture would become part
+of the graph, and each replay would overwrite a buffer. So vLLM splits the graph at the two calls of
+each module with offloaded parameters, as it does at attention. Each GEMM is then a separate piece.
+A piece contains the addresses of the weight buffers, which never change:
 
     captured    ... norm │                │ GEMM │                         │ GEMM │ ...
     Python               │ wait_prefetch  │      │ start_prefetch,         │
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tiered")
 
 SPLITTING_OPS = ("vllm::wait_prefetch", "vllm::start_prefetch")
-"""vLLM's ops for offloaders, by their names in ``splitting_ops``."""
+"""Names of vLLM's ops for offloaders in ``splitting_ops``."""
 
 PLACEMENT_KEY = "tiered_placement"
 
 
 def partition_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
-    """Let vLLM capture between the waits for weights, or nothing, and log which.
+    """Make vLLM capture only the pieces between waits for weights, or nothing, and log which.
 
-    Only pieces are captured, and no graphs of whole decode steps.
+    Graphs of whole decode steps are never captured.
     """
     compilation = vllm_config.compilation_config
     before = compilation.cudagraph_mode
@@ -57,7 +57,7 @@ def partition_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
 
 
 def _why_none(config: WeightsConfig, compilation: Any) -> str | None:
-    """Return why no graph can be captured, and the remedy; None if pieces can be captured."""
+    """Return why no graph can be captured and what to do; None if pieces can be captured."""
     if config.storage_path is not None:
         return (
             "threads read weights.storage_path while the model runs, and CUDA lets no other thread "
@@ -69,7 +69,7 @@ def _why_none(config: WeightsConfig, compilation: Any) -> str | None:
 
 
 def check_not_captured() -> None:
-    """Raise IntegrityError during a capture: its replays would not repeat the caller's work."""
+    """Raise IntegrityError during a capture, whose replays would not repeat the caller's work."""
     if torch.cuda.is_current_stream_capturing():
         raise IntegrityError(
             "a CUDA graph is captured around a wait for far weights, which its replays would not "
@@ -80,8 +80,8 @@ def check_not_captured() -> None:
 def remember_placement(placement: Placement) -> None:
     """Add the placement to the key of vLLM's compiled code.
 
-    The placement decides which modules wait. Where it was measured, it does not follow from the
-    configuration alone.
+    The placement decides which modules wait. If it depends on measured times, it does not follow
+    from the configuration alone.
     """
     from vllm.config import get_current_vllm_config_or_none
 

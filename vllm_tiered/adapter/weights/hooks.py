@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward hooks of modules with offloaded parameters: acquire and release their weights."""
+"""Forward hooks that acquire and release the weights of modules with offloaded parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,9 @@ def register_hooks(
 
     Args:
         layer: a decoder layer.
-        names: of the parameters, in the layer.
-        position: of their sublayer among those with offloaded parameters.
-        offloader: acquires and releases the weights.
+        names: names of the offloaded parameters in the layer.
+        position: position of their sublayer among the sublayers with offloaded parameters.
+        offloader: the offloader that acquires and releases the weights.
     """
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = layer.get_submodule(path)

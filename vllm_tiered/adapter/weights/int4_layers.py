@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layers with weights in 4 bit: their selection and their GEMM.
+"""Selection and GEMM of vLLM's linear layers whose weights are kept in 4 bit.
 
-The GEMM is a custom op: compiled code calls it as it is, and it chooses a kernel by the number of
+The GEMM is a custom op, so the compiler does not trace it. It chooses a kernel by the number of
 tokens at run time.
 """
 
@@ -25,7 +25,7 @@ def compressible_weights(layers: Sequence[nn.Module]) -> list[set[str]]:
     """Return the linear weights of each layer that can be kept in 4 bit.
 
     Raises:
-        UnsupportedError: there is none in the whole model.
+        UnsupportedError: no layer of the model has such a weight.
     """
     names = [_compressible(layer) for layer in layers]
     if not any(names):
@@ -38,7 +38,7 @@ def compressible_weights(layers: Sequence[nn.Module]) -> list[set[str]]:
 
 
 def _compressible(layer: nn.Module) -> set[str]:
-    """Return a layer's compressible weights, without those that vLLM leaves unpacked for others."""
+    """Return a layer's compressible weights, without those vLLM keeps unpacked for others."""
     names = movable_parameters(layer)
     return {
         f"{path}.weight"
@@ -55,7 +55,7 @@ class CompressedLinear:
     """Linear layer whose weight is kept in 4 bit.
 
     Args:
-        module: vLLM's layer, not loaded yet; vLLM will neither pack nor move its weight.
+        module: vLLM's layer, not loaded yet. From now on vLLM neither packs nor moves its weight.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,14 +69,14 @@ class CompressedLinear:
         """Make the layer multiply with its compressed weight from now on.
 
         Raises:
-            UnsupportedError: the layer's weight was replaced since it was built.
+            UnsupportedError: the layer's weight was replaced after the layer was built.
         """
         if self._module.weight is not self.weight:
             raise UnsupportedError(
                 "a weight was replaced by another tensor while the model was loaded (packed, or "
                 'quantized), so it cannot be compressed: set weights.compress to "none"'
             )
-        # Each layer has a method of its own.
+        # Each layer has its own quant_method object.
         setattr(self._module.quant_method, "apply", _apply(self._rows))  # noqa: B010 (its types)
 
     def compress(self, near_device: torch.device) -> None:
@@ -86,7 +86,7 @@ class CompressedLinear:
 
 
 def _apply(rows: int) -> Apply:
-    """Return the ``apply`` of a linear layer with so many rows."""
+    """Return the ``apply`` method of a linear layer with ``rows`` out features."""
     op = _op()
 
     def apply(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _op() -> Callable[..., torch.Tensor]:
     for backend in ("CPU", "CUDA"):
         library.impl("int4_linear", _gemm, backend)
     library._register_fake("int4_linear", _fake_gemm)
-    _libraries.append(library)  # an op goes away with its library
+    _libraries.append(library)  # an op is removed with its library
     op: Callable[..., torch.Tensor] = torch.ops.tiered.int4_linear.default
     return op
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placements that share near memory with the KV cache: "throughput" and "auto" (HeLM V-C).
 
-Layers and KV cache of a rank then share ``weights.near_gib``. The plan is that of `vllm-tiered
-plan`, made by the same functions for the machine measured here. vLLM's KV cache gets the rest of
-near memory, to the byte.
+With these placements, the layers and the KV cache of a rank share ``weights.near_gib``. The plan
+comes from the same functions as `vllm-tiered plan`, for the machine that is measured here. vLLM's
+KV cache gets the rest of near memory, to the byte.
 
-    arguments      other settings of the KV cache's size are refused
-    configuration  kv_cache_memory_bytes = near_gib: no worker reserves a share of all memory
-    model built    measure, agree with all ranks, plan (or read the placement of the file of stored
-                   weights); kv_cache_memory_bytes = the rest
-    KV cache       vLLM asks each worker, and takes the blocks that fit all of them
+    arguments      refuse other settings that size the KV cache
+    configuration  kv_cache_memory_bytes = near_gib, so that no worker reserves a share of memory
+    model built    measure, agree with all ranks, plan (or read the placement from the file of
+                   stored weights); kv_cache_memory_bytes = the rest
+    KV cache       vLLM asks each worker, and takes the number of blocks that fits all of them
 """
 
 import logging
@@ -48,7 +48,7 @@ def check_args(engine_args: Any, environment: Any) -> None:
     """Check that no other setting sizes the KV cache.
 
     Raises:
-        UnsupportedError: one does; the message names it.
+        UnsupportedError: another setting does; the message names it.
     """
     given = {
         "--kv-cache-memory-bytes": engine_args.kv_cache_memory_bytes,
@@ -75,7 +75,7 @@ def check_args(engine_args: Any, environment: Any) -> None:
 def reserve_kv_memory(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
     """Give the KV cache all of ``weights.near_gib`` until the layers are known.
 
-    Workers allocate nothing before that.
+    Workers allocate no KV cache before the layers are known.
     """
     vllm_config.cache_config.kv_cache_memory_bytes = _near_bytes(config)
 
@@ -94,20 +94,21 @@ def plan_with_kv(
     far_bytes: int | None,
     is_first: bool,
 ) -> Placement:
-    """Return the placement that shares ``weights.near_gib`` with the KV cache best.
+    """Plan how layers and KV cache share ``weights.near_gib``, and return the placement.
 
     Args:
         config: placement and budgets.
-        device: whose links are measured.
+        device: the device whose links are measured.
         layers: the decoder layers.
-        sublayers: of the layers, in the order of computation.
-        near_device: torch's device that computes.
+        sublayers: sublayers of the layers, in the order of computation.
+        near_device: torch device that computes.
         compressed: for each layer, the matrices that will be in 4 bit.
-        far_bytes: None for no limit; with ``weights.storage_path`` the rest is stored.
-        is_first: this rank logs the plan.
+        far_bytes: budget of far memory; None for no limit. With ``weights.storage_path``, the rest
+            is stored.
+        is_first: whether this rank logs the plan.
 
     Raises:
-        BudgetError: the layers leave nothing to one request of ``--max-model-len`` tokens.
+        BudgetError: the layers leave too little for one request of ``--max-model-len`` tokens.
     """
     from vllm.config import get_current_vllm_config
 
@@ -133,7 +134,7 @@ def plan_with_kv(
 
 
 def give_rest_to_kv(config: WeightsConfig, placement: Placement) -> None:
-    """Give this rank's KV cache what the placement leaves of ``weights.near_gib``."""
+    """Set this rank's KV cache to the bytes that the placement leaves of ``weights.near_gib``."""
     from vllm.config import get_current_vllm_config
 
     rest = _near_bytes(config) - placement.near_bytes
@@ -141,9 +142,9 @@ def give_rest_to_kv(config: WeightsConfig, placement: Placement) -> None:
 
 
 def plan_inputs() -> dict[str, Any]:
-    """Return the plan's inputs beside the weights' settings, JSON-safe.
+    """Return the plan's inputs other than the settings of weights, JSON-safe.
 
-    A file of stored weights has one placement, and another workload would have another.
+    They are recorded in the file of stored weights, because its placement depends on the workload.
     """
     from vllm.config import get_current_vllm_config
 
@@ -152,12 +153,12 @@ def plan_inputs() -> dict[str, Any]:
 
 
 def all_ranks_have(has: bool) -> bool:
-    """Return on every rank whether all ranks have it."""
+    """Return whether ``has`` is true on all ranks; every rank gets the same answer."""
     return not any(_worst_of_ranks([0.0 if has else 1.0]))
 
 
 def workload_of(vllm_config: "VllmConfig") -> Workload:
-    """Return the planned workload: the longest requests, half of each its prompt."""
+    """Return the workload to plan for: requests of the longest length, half of it prompt."""
     scheduler = vllm_config.scheduler_config
     longest = vllm_config.model_config.max_model_len
     prompt = max(1, longest // 2)
@@ -171,7 +172,7 @@ def workload_of(vllm_config: "VllmConfig") -> Workload:
 
 
 def target_of(vllm_config: "VllmConfig") -> Target:
-    """Return the target of ``--performance-mode``; if balanced, that of ``--max-num-seqs``."""
+    """Return the target of ``--performance-mode``; if it is balanced, of ``--max-num-seqs``."""
     modes: dict[str, Target] = {"interactivity": "latency", "throughput": "throughput"}
     by_requests = target_for(vllm_config.scheduler_config.max_num_seqs)
     return modes.get(vllm_config.performance_mode, by_requests)
@@ -180,7 +181,7 @@ def target_of(vllm_config: "VllmConfig") -> Target:
 def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int | None]:
     """Return the slowest rank's figures and the least far memory.
 
-    Shards are alike, so all ranks make the same plan from them.
+    Shards are equal in size, so all ranks make the same plan from these figures.
     """
     curves = machine.curves
     assert curves is not None
@@ -229,7 +230,7 @@ def _worst_of_ranks(costs: list[float]) -> list[float]:
     group = get_tp_group()
     if group.world_size == 1:
         return costs
-    worst = torch.tensor(costs, dtype=torch.float64, device="cpu")  # built with the GPU as default
+    worst = torch.tensor(costs, dtype=torch.float64, device="cpu")  # default: the GPU
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
     found: list[float] = worst.tolist()
     return found
@@ -241,7 +242,7 @@ def _shape(
     sublayers: Sequence[Sublayer],
     compressed: Sequence[Collection[str]],
 ) -> ModelShape:
-    """Return the shape of the built layers, with a token's KV bytes from vLLM's specs."""
+    """Return the shape of the built layers; vLLM's KV cache specs give the KV bytes per token."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -258,7 +259,7 @@ def _shape(
         head_bytes=vocabulary * model_config.get_hidden_size() * width,
         kv_bytes_per_token=sum(-(-s.page_size_bytes // s.block_size) for s in specs if s),
         dtype_bytes=width,
-        # The bytes of uncompressed matrices give their number of weights.
+        # Of compressed ones only: the others' number of weights follows from their bytes.
         matrices={
             name: matrix.shape
             for layer in matrices_of(layers, compressed)

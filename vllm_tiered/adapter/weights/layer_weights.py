@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of a vLLM layer: which can be placed, and where they are while it is built."""
+"""Parameters of a vLLM layer: which can be offloaded, and where they are during loading."""
 
 from collections.abc import Collection
 
@@ -13,9 +13,9 @@ from vllm_tiered.weights.int4.layout import compressed_bytes
 
 
 def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, int]:
-    """Return the bytes of each parameter in its tier, with ``compressed`` ones in 4 bit.
+    """Return the bytes of each parameter in its tier; those in ``compressed`` are in 4 bit.
 
-    Call it before parameters are compressed.
+    Call it before the parameters are compressed.
     """
     return {
         name: compressed_bytes(p.shape[0], p.shape[1], p.itemsize)
@@ -26,10 +26,10 @@ def parameter_bytes(layer: nn.Module, compressed: Collection[str]) -> dict[str, 
 
 
 def movable_parameters(layer: nn.Module) -> set[str]:
-    """Return the parameters that only a linear layer reads, within its own call.
+    """Return the names of the parameters that only a linear layer reads, within its own call.
 
-    Other modules may read the rest at any time: convolutions of state-space models, biases that are
-    returned to be added later.
+    Other modules may read the rest at any time. Examples are convolutions of state-space models,
+    and biases that a layer returns to be added later.
     """
     names: set[str] = set()
     for path, module in layer.named_modules():
@@ -43,7 +43,7 @@ def movable_parameters(layer: nn.Module) -> set[str]:
 
 
 def move_to_host(layer: nn.Module) -> None:
-    """Move a new layer's parameters to the host: the model may be larger than near memory."""
+    """Move a new layer's parameters to the host, as the model may exceed near memory."""
     for name, parameter in layer.named_parameters():
         if not parameter.is_contiguous():
             raise UnsupportedError(
@@ -54,18 +54,18 @@ def move_to_host(layer: nn.Module) -> None:
 
 
 def move_to_near(layer: nn.Module, far_names: Collection[str], near_device: torch.device) -> None:
-    """Move all parameters but those in ``far_names`` to near memory."""
+    """Move all parameters except those in ``far_names`` to near memory."""
     for name, parameter in layer.named_parameters():
         if name not in far_names:
             parameter.data = parameter.data.to(near_device)
 
 
 def disable_weight_processing(module: nn.Module) -> None:
-    """Let vLLM leave the layer's weight as and where it was loaded.
+    """Make vLLM leave the layer's weight as it was loaded, and where it was loaded.
 
-    vLLM's CPU backend would keep a packed copy near. On a GPU, where an unquantized weight is not
-    processed, vLLM would move it to the GPU and back to new pinned memory: that would take as much
-    memory again as all that is far.
+    vLLM's CPU backend would keep a packed copy in near memory. On a GPU, vLLM would move the weight
+    to the GPU and back to new pinned memory, although it does not process unquantized weights. That
+    would double the host memory that far weights take.
     """
     module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
     method = getattr(module, "quant_method", None)
@@ -76,8 +76,8 @@ def disable_weight_processing(module: nn.Module) -> None:
 def skip_loading(parameter: nn.Parameter) -> None:
     """Make vLLM's loaders skip a parameter that the file of stored weights already has.
 
-    Its memory is a weight buffer, which sublayers share. Loaders read a tensor when they copy it,
-    so the parameter's tensors are not read.
+    The parameter is a view of a weight buffer, which several sublayers share. Loaders read a
+    checkpoint tensor only when they copy it, so the parameter's tensors are not read at all.
     """
     parameter.weight_loader = _load_nothing  # type: ignore[attr-defined]
 
@@ -87,13 +87,17 @@ def _load_nothing(*args: object, **kwargs: object) -> None:
 
 
 def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply with a weight in the checkpoint's layout, where vLLM would have packed it.
+    """Multiply with a weight in the checkpoint's layout, which vLLM would have packed.
 
-    For several rows torch is faster with the weight on the left: 2048 x 8192 in bfloat16, 8, 38 and
-    256 rows on one core: 2.4, 4.2 and 7.8 ms against 2.9, 6.0 and 9.9; packed 2.5, 4.2 and 10.1
-    (Xeon with AMX, 2026-11-22).
+    For several rows, torch is faster with the weight on the left. Milliseconds on one core with a
+    2048 x 8192 weight in bfloat16 (Xeon with AMX, 2026-11-22):
+
+        rows of x               8     38    256
+        weight on the left     2.4    4.2    7.8
+        weight on the right    2.9    6.0    9.9
+        packed                 2.5    4.2   10.1
     """
-    # Compiled code serves any number of rows: it must not depend on it.
+    # Compiled code serves any number of rows, so it must not branch on the number.
     if torch.compiler.is_compiling() or x.ndim != 2 or len(x) < ROWS_ON_THE_LEFT:
         return torch.nn.functional.linear(x, weight, bias)
     product = torch.matmul(weight, x.t()).t().contiguous()

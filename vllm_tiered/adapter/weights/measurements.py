@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements where the model is about to run: GEMM times, links, and their contention.
+"""Measurements on the machine that will run the model: GEMM times, links, and their contention.
 
-``measure_sublayers`` times the GEMMs of the layers' own shapes at one number of rows: enough for a
-step of one request. ``measure_machine`` times those of the smallest and the largest matrix by rows,
-and the contention of copies and compute: a plan for many requests needs both.
+``measure_sublayers`` times the GEMMs of all the layers' shapes at one number of rows, which is
+enough for a step of one request. ``measure_machine`` is for a plan for many requests: it times the
+GEMMs of the smallest and the largest matrix by rows, and the contention of copies and compute.
 """
 
 import math
@@ -38,10 +38,10 @@ from vllm_tiered.weights.layout import Sublayer, extent_bytes
 from vllm_tiered.weights.store import KNOB
 
 ROWS = (1, 4, 16, 64, 256)
-"""Activation rows of the measured GEMMs, as in a probe."""
+"""Numbers of activation rows of the measured GEMMs, as in a probe."""
 
 _POINT_SECONDS = 0.05
-"""Time for each GEMM, of which there are some 20 to 30."""
+"""Time for each measured GEMM, of which there are 20 to 30."""
 
 _BESIDE_SECONDS = 1.0
 
@@ -54,9 +54,9 @@ class MeasuredSublayers:
     """Measured compute times and links for a placement.
 
     Attributes:
-        times: compute of each sublayer at ``num_tokens``, weights near.
-        link: far to near, at the size of the largest sublayer.
-        storage: the same from storage, if there is any.
+        times: compute time of each sublayer with ``num_tokens`` rows and weights near.
+        link: link from far to near, measured with the bytes of the largest sublayer.
+        storage: link from storage to near; None if there is no storage.
     """
 
     times: ComputeTimes
@@ -65,12 +65,12 @@ class MeasuredSublayers:
 
 
 class Matrix(NamedTuple):
-    """Matrix as the time of its GEMM depends on it.
+    """Properties of a matrix that determine the time of its GEMM.
 
     Attributes:
         shape: (out, in).
-        dtype: of the activations, and of weights that are not compressed.
-        is_compressed: its weights will be in 4 bit.
+        dtype: dtype of the activations, and of the weights if they are not compressed.
+        is_compressed: whether the weights will be in 4 bit.
     """
 
     shape: tuple[int, int]
@@ -79,7 +79,7 @@ class Matrix(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes without compression."""
+        """Bytes of the matrix without compression."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
 
@@ -93,18 +93,18 @@ def measure_sublayers(
     storage_folder: Path | None = None,
     num_tokens: int = 1,
 ) -> MeasuredSublayers:
-    """Measure each link once, and the GEMMs of each distinct shape, in a second or two.
+    """Measure each link once, and the GEMM of each distinct shape, in a second or two.
 
-    Attention itself is not counted: it reads the KV cache, whose length is not known yet.
+    The attention operation is not counted. It reads the KV cache, whose length is not known yet.
 
     Args:
-        device: whose links are measured.
+        device: the device whose links are measured.
         layers: the decoder layers.
-        sublayers: of the layers, in the order of computation.
-        near_device: torch's device that computes.
+        sublayers: sublayers of the layers, in the order of computation.
+        near_device: torch device that computes.
         compressed: for each layer, the matrices that will be in 4 bit.
-        storage_folder: of the file of stored weights; None if there is none.
-        num_tokens: rows of the activations.
+        storage_folder: folder of the file of stored weights; None if there is none.
+        num_tokens: number of activation rows.
     """
     by_name = matrices_of(layers, compressed)
     seconds = {
@@ -136,19 +136,19 @@ def measure_machine(
     compressed: Sequence[Collection[str]],
     storage_folder: Path | None = None,
 ) -> Machine:
-    """Measure the machine that a plan for many requests needs.
+    """Measure the figures of this machine that a plan for many requests needs.
 
-    The costs of a step outside the layers, and of requests apart from their KV, are not known
-    before the model runs. They count as nothing, because they are equal for every placement.
+    Two costs are not known before the model runs: of a step outside the layers, and of a request
+    apart from its KV. They are set to 0, because they are equal for every placement.
     """
     all_of = {matrix for layer in matrices_of(layers, compressed) for matrix in layer.values()}
     largest = max(all_of, key=lambda matrix: matrix.num_bytes)._replace(is_compressed=False)
     plain = _ends(matrix for matrix in all_of if not matrix.is_compressed) or [largest]
     packed = _ends(matrix for matrix in all_of if matrix.is_compressed)
     near, far = (_curve(plain, near_device, is_far=is_far) for is_far in (False, True))
-    # A far weight's GEMM is at best as fast as a near one's: a faster one was disturbed less.
+    # A GEMM with a far weight is never faster than with a near one. A smaller time is noise.
     far = GemmCurve.of({key: max(far.points[key], near.points[key]) for key in near.points})
-    # One page first: the latency of a transfer.
+    # The transfer of one page gives the latency.
     sizes = [PAGE_BYTES, _link_bytes(sublayers)]
     smallest, sample = link_curve(device, Direction.READ, near_device, sizes)
     link = link_of(sample)
@@ -205,7 +205,7 @@ def link_of(sample: Sample) -> Link:
 
 
 def _link_bytes(sublayers: Sequence[Sublayer]) -> int:
-    """Return the bytes of the largest sublayer, with which the link is measured."""
+    """Return the transfer size for measuring the link: the bytes of the largest sublayer."""
     largest = max(extent_bytes(p.num_bytes for p in sublayer.parameters) for sublayer in sublayers)
     return min(max(largest, PAGE_BYTES), max(SIZES))
 
@@ -217,7 +217,7 @@ def _storage(device: Device, folder: Path | None, near_device: torch.device) -> 
 
 
 def _ends(matrices: Iterator[Matrix]) -> list[Matrix]:
-    """Return the smallest and the largest matrix: GEMMs in between take times in between."""
+    """Return the smallest and the largest matrix, between which GEMM times are interpolated."""
     by_size = {matrix.num_bytes: matrix for matrix in matrices}
     return [by_size[size] for size in sorted({min(by_size), max(by_size)})] if by_size else []
 
@@ -241,7 +241,7 @@ def _seconds(
     is_far: bool = False,
     seconds: float = SECONDS,
 ) -> list[float]:
-    """Return the seconds of GEMMs with each number of activation rows."""
+    """Return the seconds of the matrix's GEMM for each number of activation rows."""
     if matrix.is_compressed:
         return _compressed_seconds(matrix, rows, near_device, seconds)
     gemm_of = far_gemm if is_far else near_gemm
@@ -254,7 +254,7 @@ def _seconds(
 def _compressed_seconds(
     matrix: Matrix, rows: Sequence[int], near_device: torch.device, seconds: float
 ) -> list[float]:
-    """Time GEMMs with a 4-bit matrix that is in no cache; near and far ones are equal."""
+    """Time GEMMs with a 4-bit matrix that is not in a cache; near or far makes no difference."""
     out_features, in_features = matrix.shape
     packing = packing_for(near_device)
     weight = torch.randn(matrix.shape, device=near_device).to(matrix.dtype)
@@ -273,8 +273,8 @@ def _compressed_seconds(
 
 
 def _copied_shape(matrix: Matrix, link: Link) -> tuple[int, int]:
-    """Return the shape of the matrix part that is copied during GEMMs, in whole pages."""
+    """Return the shape of the part of the matrix that is copied during GEMMs, in whole pages."""
     row_bytes = matrix.shape[1] * matrix.dtype.itemsize
-    least = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)  # rows of whole pages
+    least = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)  # fewest rows that fill whole pages
     wanted = min(matrix.num_bytes, _COPY_SECONDS * link.bytes_per_s) / (least * row_bytes)
     return max(1, round(wanted)) * least, matrix.shape[1]

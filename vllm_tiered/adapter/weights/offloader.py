@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM offloader that places the decoder layers' weights (HeLM, section V).
 
-vLLM hands each decoder layer to its offloader as it builds it. The offloader moves the layer's
-parameters out of near memory, so that a model larger than it can be built. When all layers are
-known, the placement gives every parameter its tier, and vLLM's loader writes to the tiers.
+vLLM passes each decoder layer to its offloader when it builds the layer. The offloader moves the
+layer's parameters to the host, so that a model larger than near memory can be built. When all
+layers are built, the placement assigns every parameter to a tier, and vLLM's loader writes to the
+tiers.
 
     wrap_modules   tiers             far parameters are views of far memory
     (loading)                        the loader writes weights to their tiers
-    post_init      buffers           far parameters are views of the weight buffers, always the same
-                                     (those in 4 bit go to their tiers only here, one by one)
-    forward        acquire, release  each module with offloaded parameters waits, then frees its
-                                     buffer
+    post_init      buffers           far parameters are views of their weight buffers from now on
+                                     (those in 4 bit are compressed into their tiers first)
+    forward        acquire, release  each module with offloaded parameters waits for them, and
+                                     releases its buffer when it is done
 
-In compiled models the two calls go through vLLM's own custom ops for offloaders.
+In compiled models, the two calls go through vLLM's custom ops for offloaders.
 """
 
 import json
@@ -76,13 +77,13 @@ class TieredOffloader(BaseOffloader):
 
     Args:
         config: the placement and its budgets.
-        model: returns the identity of the model's weights, for a file of stored weights.
-        rank, num_ranks: of the engine; the first rank logs.
+        model: returns the identity of the model's weights, for the file of stored weights.
+        rank, num_ranks: tensor-parallel rank and number of ranks; the first rank logs.
 
     Attributes:
-        placement: of the layers, once they are built.
-        buffer_pool: the weight buffers, once all weights are loaded.
-        is_used: it has the layers of a model.
+        placement: placement of the layers; None until they are built.
+        buffer_pool: the weight buffers; None until all weights are loaded.
+        is_used: whether it has the layers of a model.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class TieredOffloader(BaseOffloader):
         """Place each parameter of each layer, and return the layers.
 
         Raises:
-            UnsupportedError: the model has a second stack of layers, or parameters that are not
-                plain.
+            UnsupportedError: the model has a second stack of layers, or parameters that are shared
+                or not contiguous.
             BudgetError: the placement does not fit its budgets.
         """
         if self.is_used:
@@ -207,13 +208,13 @@ class TieredOffloader(BaseOffloader):
 
     @property
     def stores(self) -> bool:
-        """Whether some weights are in a file."""
+        """Whether some weights are stored in a file."""
         return (
             self._store is not None and self.placement is not None and bool(self.placement.stored)
         )
 
     def close(self) -> None:
-        """Free far memory and weight buffers; the model cannot run any more. Idempotent."""
+        """Free far memory and weight buffers, after which the model cannot run. Idempotent."""
         if self._store is not None:
             self._store.cancel()
         self._device.close()
@@ -223,10 +224,10 @@ class TieredOffloader(BaseOffloader):
         manifest.publish_weights(None)
 
     def post_init(self) -> None:
-        """Start streaming through the weight buffers, as all weights are loaded. Idempotent.
+        """Start streaming through the weight buffers, once all weights are loaded. Idempotent.
 
         Raises:
-            UnsupportedError: an offloaded parameter was replaced while loading.
+            UnsupportedError: an offloaded or compressed parameter was replaced during loading.
         """
         if self.buffer_pool is not None or self._weights is None:
             return
@@ -249,7 +250,7 @@ class TieredOffloader(BaseOffloader):
         self.take_use()  # drop what was counted before the model ran
 
     def take_use(self) -> dict[str, float]:
-        """Return bytes and seconds of the link, and compute's stall, since the last call."""
+        """Return the link's bytes and seconds, and the stall of compute, since the last call."""
         if self.buffer_pool is None:
             return {}
         link = self._device.use(Direction.READ)
@@ -261,7 +262,7 @@ class TieredOffloader(BaseOffloader):
         before, self._use_before = self._use_before, use
         return {name: value - before.get(name, 0.0) for name, value in use.items()}
 
-    # Called in the forward pass: by the hooks, or by vLLM's custom ops in compiled code.
+    # The forward pass calls these two: through the hooks, or through vLLM's custom ops if compiled.
 
     def _wait_for_layer(self, layer_idx: int) -> None:
         assert self.buffer_pool is not None, "the model runs before its weights are loaded"
@@ -295,7 +296,7 @@ class TieredOffloader(BaseOffloader):
             at_most = far_bytes
             if far_bytes is None:
                 # Usable memory differs a little from start to start. A file is used as long as its
-                # far part fits at all.
+                # far part fits usable memory, even if it exceeds FAR_SHARE of it.
                 at_most = read_host_memory().usable_bytes // self._num_ranks
                 far_bytes = int(FAR_SHARE * at_most)
             self._store = self._open_store(config.storage_path, layers, near_device)
@@ -316,7 +317,7 @@ class TieredOffloader(BaseOffloader):
     def _recorded(
         self, store: WeightStore, sublayers: Sequence[Sublayer], far_bytes: int | None
     ) -> Placement | None:
-        """Return the file's placement; with a shared plan all ranks use their files or none."""
+        """Return the file's placement; with a shared plan, all ranks use their files or none."""
         recorded = store.placement(sublayers, far_bytes)
         if not self._config.shares_with_kv or all_ranks_have(recorded is not None):
             return recorded

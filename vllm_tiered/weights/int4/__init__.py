@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in 4 bit: their bytes, and their GEMM on a CPU and on a GPU."""
+"""Weights in 4 bit: their layout, and their GEMM on a CPU and on a GPU."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in 4 bit on a CPU: FlexGen's group-wise min/max, 64 to a group (FlexGen 5; HeLM IV-B).
 
-    w_NK  is about  (q_NK - 8) * scale_GN + zero_GN,    q from 0 to 15,    G groups of 64 along K
+    w_NK  ≈  (q_NK - 8) * scale_GN + zero_GN,    q from 0 to 15,    G groups of 64 along K
 
-N out features, K in features, B tokens. A compressed matrix is one row of bytes:
+N is the number of out features, K of in features, B of tokens. A compressed matrix is a flat array
+of bytes:
 
-    codes              [N / block, K, block / 2]   two to a byte, in the order of torch's kernels
+    codes              [N / block, K, block / 2]   two per byte, in the order of torch's kernels
     scales and zeros   [G, N, 2]                   in the activations' dtype
 
-For few tokens torch's GEMM expands the compressed weights in registers. For many tokens, rows are
-expanded first, as many at a time as a cache holds: no memory ever has the whole matrix.
+For few tokens, torch's GEMM expands the compressed weights in registers. For many tokens, rows are
+expanded before the GEMM, as many at a time as fit a cache. The whole matrix is never expanded.
 """
 
 from functools import cache
@@ -19,12 +20,12 @@ import torch
 from vllm_tiered.weights.int4.layout import BLOCK, GROUP, can_compress, compressed_bytes
 
 DIRECT_TOKENS = 60
-"""Tokens up to which torch's GEMM for compressed weights is faster than expanding them."""
+"""Number of tokens up to which torch's GEMM for compressed weights is faster than expanding."""
 
 _LEVELS = 15
-_MIDDLE = 8  # torch's zero point: what it calls zero is the value of code 8
+_MIDDLE = 8  # torch's zero point: its "zero" is the value of code 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_CHUNK_WEIGHTS = 1 << 17  # half a MiB in float32, and its 16-bit copy: in a core's second cache
+_CHUNK_WEIGHTS = 1 << 17  # half a MiB in float32, and a 16-bit copy: fits a core's L2 cache
 
 
 def can_compress_matrix(weight_NK: torch.Tensor) -> bool:
@@ -36,8 +37,8 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
     """Round each weight to the nearest of 16 values between its group's minimum and maximum.
 
     Args:
-        weight_NK: a matrix that :func:`can_compress_matrix`.
-        out: uint8, of ``compressed_bytes``, to write to; None for new memory.
+        weight_NK: a matrix for which :func:`can_compress_matrix` is true.
+        out: output, uint8 of ``compressed_bytes``; None to allocate it.
 
     Returns:
         ``out``.
@@ -48,7 +49,7 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
         num_bytes = compressed_bytes(rows, columns, dtype.itemsize)
         out = torch.empty(num_bytes, dtype=torch.uint8, device=weight_NK.device)
     codes, scales_and_zeros_GN2 = parts(out, rows, dtype)
-    # A few rows at a time: rounding needs several times their size in float32.
+    # A few rows at a time, because rounding needs several times their size in float32.
     step = _chunk_rows(columns)
     for first in range(0, rows, step):
         chosen = slice(first, min(first + step, rows))
@@ -62,7 +63,7 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 def parts(
     compressed: torch.Tensor, rows: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of a compressed matrix: codes uint8 [N, K / 2], scales and zeros [G, N, 2]."""
+    """Return views of a compressed matrix: codes, uint8 [N, K / 2]; scales and zeros, [G, N, 2]."""
     per_group = GROUP // 2 + 2 * dtype.itemsize
     groups = compressed.numel() // (rows * per_group)
     num_code_bytes = rows * groups * GROUP // 2
@@ -77,15 +78,16 @@ def linear(
 
     Args:
         x: [..., K], in the dtype of the scales.
-        compressed: from :func:`compress`.
-        rows: N.
+        compressed: matrix from :func:`compress`.
+        rows: number N of out features.
+        bias_N: bias; None for none.
 
     Returns:
         [..., N].
     """
     codes, scales_and_zeros_GN2 = parts(compressed, rows, x.dtype)
     flat_BK = x.reshape(-1, x.shape[-1]).contiguous()
-    # In float32 a row takes torch's GEMM 30 times as long as in bfloat16.
+    # torch's GEMM takes 30 times as long per row in float32 as in bfloat16.
     is_direct = x.dtype != torch.float32 and len(flat_BK) <= DIRECT_TOKENS
     if is_direct or _half_block() is None:
         out_BN = torch.ops.aten._weight_int4pack_mm_for_cpu(
@@ -100,7 +102,7 @@ def linear(
 
 
 def layout() -> str:
-    """Return the name of the codes' order, which depends on the processor's instruction set."""
+    """Return the name of the order of the codes, which depends on the CPU's instruction set."""
     half = _half_block()
     return torch.backends.cpu.get_cpu_capability() if half is None else f"halves of {half}"
 
@@ -111,7 +113,7 @@ def _round(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups_NGg = weight_NK.float().view(rows, columns // GROUP, GROUP)
     low_NG1 = groups_NGg.amin(dim=2, keepdim=True)
     scale_NG1 = (groups_NGg.amax(dim=2, keepdim=True) - low_NG1) / _LEVELS
-    # Rounded to the stored dtype, so that the codes fit the stored scales and zeros.
+    # Rounded to the stored dtype, so that the codes match the stored scales and zeros.
     scale_NG1 = scale_NG1.to(weight_NK.dtype).float()
     zero_NG1 = (low_NG1 + _MIDDLE * scale_NG1).to(weight_NK.dtype).float()
     codes_NGg = torch.where(scale_NG1 > 0, (groups_NGg - zero_NG1) / scale_NG1, 0)
@@ -129,7 +131,7 @@ def _expand_and_multiply(
     assert half is not None
     scale_GN, zero_GN = (part.contiguous() for part in scales_and_zeros_GN2.float().unbind(dim=2))
     zero_GN.sub_(scale_GN, alpha=_MIDDLE)
-    # Allocated once: allocating for each chunk took a quarter of the time.
+    # Allocated once, because allocation for each chunk took a quarter of the time.
     nibbles = torch.empty(columns * step // 2, dtype=torch.uint8)
     expanded = torch.empty(columns * step)
     rounded = torch.empty(columns * step, dtype=x_BK.dtype)
@@ -151,11 +153,11 @@ def _expand_and_multiply(
 def _unpack(codes_bKh: torch.Tensor, out_KN: torch.Tensor, nibbles_bKh: torch.Tensor) -> None:
     """Unpack blocks of rows to float32.
 
-    The byte at k, i has row i in its lower half and row i + h in its upper half.
+    The byte at [k, i] has row i in its lower half and row i + h in its upper half.
 
     Args:
         codes_bKh: packed codes.
-        out_KN: the result.
+        out_KN: output.
         nibbles_bKh: scratch memory.
     """
     blocks, columns, half = codes_bKh.shape
@@ -170,10 +172,10 @@ def _chunk_rows(columns: int) -> int:
 
 @cache
 def _half_block() -> int | None:
-    """Return half the rows of the kernels' blocks on this processor; None for another order.
+    """Return half the rows of a kernel block on this CPU; None if the order is another one.
 
-    It is found by packing each row's number, because torch does not document the order: 64 rows
-    with AVX512, 32 with AVX2.
+    A block has 64 rows with AVX512 and 32 with AVX2. torch does not document the order, so the
+    function packs row numbers and compares the result.
     """
     rows = torch.arange(BLOCK, dtype=torch.int32, device="cpu")
     for half in (32, 16):

@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a matrix in 4 bit: FlexGen's group-wise min/max (FlexGen, section 5).
+"""Bytes of a matrix in 4 bit with FlexGen's group-wise min/max (FlexGen, section 5).
 
     codes              rows x columns / 2 bytes    16 values between a group's minimum and maximum
-    scales and zeros   columns / 64 x rows x 2     of each group, in the activations' dtype
+    scales and zeros   columns / 64 x rows x 2     one pair per group, in the activations' dtype
 
-A weight takes 0.5625 bytes in a 16-bit model and 0.625 in a 32-bit one. This module is free of
-torch, so that the planner can use it.
+A weight takes 0.5625 bytes in a 16-bit model and 0.625 bytes in a 32-bit model. This module does
+not import torch, so that the planner can use it.
 """
 
 COMPRESS = ("none", "int4")
-"""Values of ``weights.compress``."""
+"""Allowed values of ``weights.compress``."""
 
 GROUP = 64
-"""Consecutive weights of a row that share a scale and a zero."""
+"""Number of consecutive weights of a row that share a scale and a zero."""
 
 BLOCK = 64
-"""Rows that are expanded together: a multiple of the kernels' block on every processor."""
+"""Number of rows that are expanded together: a multiple of the kernel block on every CPU."""
 
 
 def can_compress(rows: int, columns: int) -> bool:
-    """Return whether a matrix has whole groups and blocks; others stay uncompressed.
+    """Return whether a matrix has whole groups and blocks; other matrices stay uncompressed.
 
     Args:
-        rows, columns: out and in features of one rank.
+        rows: out features of one rank.
+        columns: in features of one rank.
     """
     return rows > 0 and columns > 0 and rows % BLOCK == 0 and columns % GROUP == 0
 
 
 def compressed_bytes(rows: int, columns: int, dtype_bytes: int) -> int:
-    """Return the bytes of a compressed matrix: codes, then scales and zeros.
+    """Return the bytes of a compressed matrix: its codes, scales and zeros.
 
     Args:
-        rows, columns: of a matrix that :func:`can_compress`.
+        rows, columns: shape of a matrix for which :func:`can_compress` is true.
         dtype_bytes: bytes of an activation.
     """
     num_weights = rows * columns

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packings of weights in 4 bit by device: the same values and bytes in different orders.
+"""Packing of weights in 4 bit for each device: the same values and bytes in different orders.
 
-A CPU's kernels need an order of their own (``cpu.py``). Our GPU kernel needs another one
-(``kernels/dequant_linear``). Either is made on the host when a weight is loaded.
+torch's CPU kernels need one order (``cpu.py``), our GPU kernel another one
+(``kernels/dequant_linear``). The host packs a weight in the right order when it is loaded.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _CHUNK_WEIGHTS = 1 << 22  # rounding needs several times their size in float32
 
 
 class Gemm(Protocol):
-    """GEMM with a compressed weight: ``x @ w.T + bias`` [..., rows] of x [..., K]."""
+    """GEMM of x [..., K] with a compressed weight: ``x @ w.T + bias``, [..., rows]."""
 
     def __call__(
         self,
@@ -33,8 +33,8 @@ class Packing(NamedTuple):
     """Order of a compressed weight's bytes, with the functions that make and use it.
 
     Attributes:
-        compress: writes a weight [N, K] to ``out``, uint8 of ``compressed_bytes``, or to new memory
-            on the weight's device if that is None.
+        compress: compresses a weight [N, K] into ``out``, uint8 of ``compressed_bytes``. If ``out``
+            is None, it allocates memory on the weight's device.
         linear: the GEMM.
         layout: returns the name of the order.
     """
@@ -50,7 +50,7 @@ def packing_for(device: torch.device) -> Packing:
 
 
 def compress_for_kernels(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compress like ``dequant_linear.reference.pack``, some rows at a time."""
+    """Compress a weight like ``dequant_linear.reference.pack``, a few rows at a time."""
     from vllm_tiered.kernels.dequant_linear import reference
 
     rows, columns = weight_NK.shape
@@ -71,7 +71,7 @@ def compress_for_kernels(weight_NK: torch.Tensor, out: torch.Tensor | None = Non
 def linear_on_gpu(
     x: torch.Tensor, compressed: torch.Tensor, rows: int, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply by our kernel, which reads the weight in place and expands it in registers."""
+    """Multiply with our kernel, which reads the weight in place and expands it in registers."""
     from vllm_tiered.kernels.dequant_linear import api
 
     x_BK = x.reshape(-1, x.shape[-1]).contiguous()
