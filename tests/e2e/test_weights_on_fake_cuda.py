@@ -222,7 +222,7 @@ def test_no_piece_that_is_captured_waits_for_weights(compress, captured_pieces) 
 
 def test_a_piece_that_waits_is_an_error(captured_pieces, monkeypatch) -> None:
     """A wait in a captured piece is detected, on which the previous test relies."""
-    monkeypatch.setattr(weights_graphs, "CUTS", ())
+    monkeypatch.setattr(weights_graphs, "SPLITTING_OPS", ())
     with engine("opt", KV_OFF, weights={"placement": "helm"}, enforce_eager=False) as llm:
         get_offloader()._is_on_gpu = True
         with pytest.raises(IntegrityError, match="a CUDA graph is captured around a wait"):
