@@ -27,7 +27,7 @@ _TIERED = "vLLM + tiered"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSettings:
-    """What the demo runs. `kv_mib` is the near-tier KV memory of both systems, in bfloat16."""
+    """Settings of the demo. `kv_mib` is the near-tier KV memory of both systems, in bfloat16."""
 
     num_requests: int = 40
     requests_per_s: float = 8.0

@@ -23,7 +23,7 @@ _SHARE_STEP = 0.04
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRuns:
-    """How peers are run on one model.
+    """Runs of the peers on one model.
 
     Attributes:
         python: the interpreter that has their packages.

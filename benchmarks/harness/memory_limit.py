@@ -24,7 +24,7 @@ _KEPT_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of one run.
 
     Attributes:
         output: the end of what it printed.

@@ -34,7 +34,7 @@ GROWTH = 0.5
 """Growth of the other coordinates' energy from the first layer to the last."""
 
 LOGITS_STD = 3.0
-"""Makes the next token's distribution neither flat nor certain."""
+"""Standard deviation that makes the next token's distribution neither flat nor certain."""
 
 _QUERY_KEY_GAIN = 1.2  # over 1/sqrt(H), so that attention looks at some tokens more than at others
 _ATTENTION_AVERAGED = 0.5  # about this share of its energy is left after averaging

@@ -72,7 +72,7 @@ _PAPERS_SHARE = 0.10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.

@@ -44,7 +44,7 @@ _BITS = {Precision.FULL: 16, Precision.INT8: 8, Precision.INT4: 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: SwiGLU layers in bfloat16 with these hidden sizes.
+    """Settings of one profile: SwiGLU layers in bfloat16 with these hidden sizes.
 
     `region_mib` is the size of each cache buffer, `group` the number of weights per 4-bit scale.
     """

@@ -59,7 +59,7 @@ _PRECISIONS = ("full", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.

@@ -71,7 +71,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs, in numbers of tokens.
+    """Settings of one profile, in numbers of tokens.
 
     Attributes:
         epochs: most epochs that the low-rank predictors train for; 0 uses the closed form.

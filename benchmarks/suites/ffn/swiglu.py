@@ -65,7 +65,7 @@ _PROMPT_TOKENS = 96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         near_share, far_share: shares of the dense FFN's bytes, for the near neurons with all that

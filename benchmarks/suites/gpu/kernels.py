@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Which kernels to measure, and how often."""
+    """Kernels to measure, and number of repeats."""
 
     kernels: tuple[str, ...] = tuple(KERNELS)
     repeats: int = 20

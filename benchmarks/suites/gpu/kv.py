@@ -45,7 +45,7 @@ TARGETS = {"constrained_ratio": 1.5, "stall_fraction": 0.02, "ratio_where_all_fi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         kv_gib: the KV memory that both have; 0 is the load's own demand.

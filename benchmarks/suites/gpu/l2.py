@@ -42,7 +42,7 @@ STAND_INS = ("latency", "bandwidth")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is swept. A matmul is [rows, hidden] x [hidden, out] in bfloat16.
+    """Sweep of one profile. A matmul is [rows, hidden] x [hidden, out] in bfloat16.
 
     Attributes:
         weight_mib: size of the matmul's weights; sizes above the L2 show that it stops paying.

@@ -31,7 +31,7 @@ DIRECTIONS = (READ, WRITE, BOTH)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is swept. `pool_mib` is the memory on each side, of which `copied_mib` are copied."""
+    """Sweep of one profile. `pool_mib` of memory are on each side; `copied_mib` are copied."""
 
     page_kib: tuple[int, ...] = (4, 16, 64, 256, 1024, 4096, 16384)
     programs: tuple[int, ...] = (4, 8, 16, 32, 64)

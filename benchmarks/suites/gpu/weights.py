@@ -38,7 +38,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. `contenders` are any of "uva", "prefetch", "plugin"."""
+    """Settings of one profile. `contenders` are any of "uva", "prefetch", "plugin"."""
 
     shape: str = "opt-13b"
     near_shares: tuple[float, ...] = (0.5,)

@@ -61,7 +61,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Budgets are shares of the peak KV demand.
+    """Settings of one profile. Budgets are shares of the peak KV demand.
 
     Attributes:
         starts: number of starts of `auto` and the finalists, each with `rounds` rounds.

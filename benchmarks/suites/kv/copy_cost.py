@@ -49,7 +49,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Rates are in GB/s; unlimited copies are always added."""
+    """Settings of one profile. Rates are in GB/s; unlimited copies are always added."""
 
     num_requests: int
     rates: tuple[float, ...]

@@ -46,7 +46,7 @@ POLICIES = ("interleave", ON_DEMAND)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. The budget is a share of the peak KV demand."""
+    """Settings of one profile. The budget is a share of the peak KV demand."""
 
     budget: float
     expansions: tuple[float, ...]

@@ -55,7 +55,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. The budget is a share of the peak KV demand."""
+    """Settings of one profile. The budget is a share of the peak KV demand."""
 
     workload: str
     budget: float

@@ -41,7 +41,7 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs."""
+    """Settings of one profile."""
 
     seconds: float  # of load, per scenario
     level_stride: int  # between the fixed levels that are tried

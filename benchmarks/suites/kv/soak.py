@@ -60,7 +60,7 @@ _SAMPLE_TEXTS = 1024  # ShareGPT prompts to draw from
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. `near_blocks` counts float32 blocks.
+    """Settings of one profile. `near_blocks` counts float32 blocks.
 
     `expansion` is a number, "auto", or "off": vLLM alone, to compare its memory. `tier` is "far" or
     "storage" (in the folder `path`).

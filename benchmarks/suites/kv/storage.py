@@ -61,7 +61,7 @@ TIERS = {"storage": "SSD", "host": "host memory"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Budgets are shares of the peak KV demand.
+    """Settings of one profile. Budgets are shares of the peak KV demand.
 
     `path` is a folder on the SSD under test; empty, it is the benchmarks' cache folder.
     """

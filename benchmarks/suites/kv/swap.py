@@ -64,7 +64,7 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Budgets are shares of the peak KV demand."""
+    """Settings of one profile. Budgets are shares of the peak KV demand."""
 
     num_requests: int
     max_prompt_tokens: int

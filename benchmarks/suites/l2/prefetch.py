@@ -50,7 +50,7 @@ _TRIAL_TOKENS = 80  # enough for "auto" to reach its verdict, with some to spare
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: TinyLlama's layers in bfloat16 with random weights."""
+    """Settings of one profile: TinyLlama's layers in bfloat16 with random weights."""
 
     batches: tuple[int, ...]
     rounds: int

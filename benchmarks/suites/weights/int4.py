@@ -46,7 +46,7 @@ _ANSWER = "PERPLEXITY "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: texts are ShareGPT prompts of at least `min_tokens`, cut to length."""
+    """Settings of one profile: texts are ShareGPT prompts of at least `min_tokens`, then cut."""
 
     num_texts: int
     min_tokens: int = 64

@@ -62,7 +62,7 @@ NEAR = "near"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a run measures.
+    """Settings of a run.
 
     Attributes:
         layers: number of the model's layers; OPT-1.3B has 24.

@@ -55,7 +55,7 @@ _OUTPUT_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. `batches` and `contexts` are paired item by item.
+    """Settings of one profile. `batches` and `contexts` are paired item by item.
 
     `threads` is the number of compute threads; copies get one more core. `near_share` of the
     layers' bytes is the near budget of the placement `latency`.

@@ -43,7 +43,7 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.peers.model.SHAPES`.

@@ -45,7 +45,7 @@ _TIMEOUT_S = 400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: TinyLlama's layers with random weights."""
+    """Settings of one profile: TinyLlama's layers with random weights."""
 
     layers: int
     rounds: int

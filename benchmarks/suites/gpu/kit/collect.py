@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What to collect.
+    """Order for one collection.
 
     Attributes:
         python: an interpreter of the host's version, with pip 23 or later; pip evaluates markers

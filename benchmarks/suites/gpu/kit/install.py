@@ -31,7 +31,7 @@ print(json.dumps(problems))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Where a kit is installed.
+    """Folders and options of an installation.
 
     Attributes:
         kit: the folder with kit.json and the parts.

@@ -45,7 +45,7 @@ class Resolution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What a kit includes, and what of the resolution it leaves out."""
+    """Distributions that a kit includes, and those of the resolution that it leaves out."""
 
     chosen: tuple[Distribution, ...]
     left_out: tuple[LeftOut, ...]
