@@ -16,7 +16,7 @@ WORKERS = '{"distributed_executor_backend": "mp"}'
 
 
 def test_sigterm_to_an_engine_in_the_scripts_process(start, tmp_path: Path) -> None:
-    """The process ends without running any of our code, so the moment does not matter."""
+    """The process ends without a message of ours, so the moment does not matter."""
     process = start("auto", "{}", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     wait_for(process, "generated")
     wait_for(process, *MOMENTS["growing"])

@@ -23,10 +23,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_kv_and_weights(two_ranks) -> None:
-    """Each rank has its KV head, near pages and far tier, and loads its own shard of every matrix.
-
-    The ranks' steps take turns.
-    """
+    """Each rank has its KV head, near pages and far tier, and loads its shard of every matrix."""
     arguments = {**two_ranks, "kv_cache_memory_bytes": 4 << 20}
     weights = {"placement": "helm"}
     expected = vllm_tokens("qwen2", PROMPTS)

@@ -2,7 +2,7 @@
 """OPT models with *synthetic* ReLU sparsity, at real sizes and with the papers' statistics.
 
 No trained ReLU model is available offline, and random weights make half of the neurons active. So
-the statistics that sparse inference depends on are built into the weights. About 3 % of each
+the statistics that sparse inference depends on are planted in the weights. About 3 % of each
 layer's neurons are active for a token, about 80 % of these for the next token too, and a low-rank
 predictor can tell which (LLM in a flash: OPT-6.7B is 97 % sparse). Measurements with such a model
 show how I/O, caches and kernels behave with these statistics, and say nothing about quality.
