@@ -5,8 +5,8 @@
 the plots of a file that `run` wrote; `demo` compares vLLM with and without the plugin on the
 terminal; `model` prepares the demo model.
 
-The last line that `run` prints is `RESULT {json}`, after a table. It prints none and exits with 1
-if the figures may not be reported (a failed engine, outputs that differ).
+`run` prints a table and then `RESULT {json}` as its last line. If the figures may not be reported
+(a failed engine, differing outputs), it prints no result and exits with 1.
 """
 
 from __future__ import annotations

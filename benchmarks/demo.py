@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: the same requests with the same KV memory, vLLM alone and with the plugin.
+"""`make demo`: the same requests with the same KV memory, on vLLM alone and with the plugin.
 
 ShareGPT prompts arrive as a Poisson process, faster than vLLM alone can serve them in the given KV
-memory. Then both run the same requests in float32, where greedy outputs have to be equal.
+memory. Then both run the same requests in float32, where greedy outputs must be equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIERED = "vLLM + tiered"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSettings:
-    """What the demo runs. `kv_mib` is the near-tier KV memory of both systems, in bfloat16."""
+    """Settings of the demo. `kv_mib` is the near-tier KV memory of both systems, in bfloat16."""
 
     num_requests: int = 40
     requests_per_s: float = 8.0
@@ -35,7 +35,7 @@ class DemoSettings:
     max_output_tokens: int = 96
     kv_mib: float = 20.0
     rounds: int = 2
-    max_repeats: int = 2  # of disturbed rounds
+    max_repeats: int = 2  # of rounds disturbed by other processes
     seed: int = 0
     block_size: int = 32
 
@@ -53,7 +53,7 @@ class DemoOutcome:
 
 
 def run_demo(settings: DemoSettings) -> None:
-    """Measure, print one table and how to go on.
+    """Measure, print one table and suggest next steps.
 
     Raises MeasurementError, after the table, if a float32 output differs.
     """
@@ -184,12 +184,12 @@ def _print_outcome(outcome: DemoOutcome, settings: DemoSettings) -> None:
             " machine. Run it again when the machine is quiet.",
             style="yellow",
         )
-    # soft_wrap: commands are for copying, so no line breaks of ours inside them.
+    # soft_wrap: users copy the commands, so we must not break their lines.
     console.print(next_steps(settings), soft_wrap=True, markup=False)
 
 
 def next_steps(settings: DemoSettings) -> str:
-    """Return how to start a server with the plugin, and to look at its metrics and its report."""
+    """Return the commands to start a server with the plugin and see its metrics and its report."""
     kv_bytes = int(settings.kv_mib * 2**20)
     folder = os.path.dirname(os.path.relpath(sys.executable))
     python, vllm, tiered = (

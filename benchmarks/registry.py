@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks there are, and what each of their modules has to offer."""
+"""Table of the benchmarks, and the interface of their modules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks.suites.gpu.parts import PARTS
 class Benchmark:
     """An entry of the table of benchmarks.
 
-    `module` offers, by these names:
+    `module` has these names:
 
     * `PROFILES`: profile name to a frozen dataclass of settings,
-    * `RESULT_KEYS`: the keys its result has at least,
+    * `RESULT_KEYS`: the least keys of its result,
     * `num_steps(settings)`: how often `run` calls `step`, for the progress display,
-    * `run(settings, step)`: measure and return the result, JSON-safe; raises MeasurementError
+    * `run(settings, step)`: measures and returns the result, JSON-safe; raises MeasurementError
       rather than return figures that may not be reported,
-    * `table(result)`, if it has one: Markdown for people to read.
+    * `table(result)`, optional: Markdown for people to read.
     """
 
     name: str
@@ -155,7 +155,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBenchmark:
-    """A benchmark's module, with its parts checked to be there."""
+    """A benchmark's module, after checking that its parts exist."""
 
     profiles: Mapping[str, Any]
     result_keys: frozenset[str]
@@ -165,7 +165,7 @@ class LoadedBenchmark:
 
 
 def load(name: str) -> LoadedBenchmark:
-    """Import a benchmark by name. Raises KeyError, naming those there are, if it is unknown."""
+    """Import a benchmark by name. Raises KeyError, naming the known ones, if it is unknown."""
     if name not in BENCHMARKS:
         raise KeyError(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
     module = import_module(BENCHMARKS[name].module)
@@ -181,9 +181,9 @@ def load(name: str) -> LoadedBenchmark:
 def with_overrides(settings: Any, overrides: list[str]) -> Any:
     """Return the settings with `key=value` overrides applied.
 
-    A value is read as the type of the present one; tuples are separated by commas, no text is an
-    empty one. Raises ValueError, naming the keys there are, for an unknown key or a value of the
-    wrong type.
+    A value is parsed as the type of the present one. Tuples are separated by commas; an empty text
+    is an empty tuple. Raises ValueError, naming the known keys, for an unknown key or a value of
+    the wrong type.
     """
     known = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     changes = {}

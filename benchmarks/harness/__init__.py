@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs and times engines, and reports what was measured."""
+"""Harness that runs and times engines, and reports the measurements."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies that serve nobody: what they cost is what the plugin's copies cost beside their use."""
+"""Copies of unused pages, to measure what the plugin's copies cost the model."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from vllm_tiered.devices.cpu import copy_pages
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.devices.throttle import Throttle
 
-PAGE_BYTES = 23_040  # a block of 32 tokens in a layer of the demo model
-PAGES_PER_COPY = 75  # a layer of what is in use, at an eighth of the demand
+PAGE_BYTES = 23_040  # one block of 32 tokens in a layer of the demo model
+PAGES_PER_COPY = 75  # the used blocks of a layer, at an eighth of the demand
 
 
 class Copier:
-    """While entered, a thread copies pages within host memory, as the plugin's threads do.
+    """Context in which a thread copies pages within host memory, as the plugin's threads do.
 
     Args:
-        gb_per_s: at most this fast; math.inf for as fast as it goes.
-        cpus: where the thread may run; where this one may, if None.
+        gb_per_s: the largest rate; math.inf for no limit.
+        cpus: where the thread may run; if None, where the current one may.
 
     Attributes:
-        num_bytes: copied since the start.
+        num_bytes: bytes copied since the start.
     """
 
     def __init__(self, gb_per_s: float, cpus: Iterable[int] | None = None) -> None:
         self.num_bytes = 0
         self._throttle = None if math.isinf(gb_per_s) else Throttle(gb_per_s * 1e9)
         self._cpus = cpus
-        # Far more than the caches hold, as the far tier is.
+        # Far larger than the caches, as the far tier is.
         shape = (40 * PAGES_PER_COPY, PAGE_BYTES)
         self._far = PageBuffer(torch.ones(shape, dtype=torch.uint8))
         self._near = PageBuffer(torch.ones((2 * PAGES_PER_COPY, PAGE_BYTES), dtype=torch.uint8))
@@ -83,7 +83,7 @@ class Copier:
 
 
 def idle_gb_per_s(seconds: float = 1.0) -> float:
-    """Return how fast the copies go while nothing else runs."""
+    """Return the rate of the copies while nothing else runs."""
     start = time.perf_counter()
     with Copier(math.inf) as copier:
         time.sleep(seconds)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of requests in one engine with a neuron store, each decoded in every way that there is.
+"""Batches of requests in one engine with a neuron store, each decoded by every path.
 
-    sparse    chosen neurons, as far as their regions hold them
+    sparse    selected neurons, as far as their cache buffers hold them
     dense     all neurons, streamed
-    chosen    what the plugin takes by itself
+    chosen    the path that the plugin chooses
 
-`python -m benchmarks.harness.batch_decode`, a process of its own, prints one line. All prompts are
-beginnings of one text and vLLM's prefix cache is on, so that they are computed once; they end far
-from each other, as the planted models' neurons follow the position.
+`python -m benchmarks.harness.batch_decode`, in its own process, prints one line. All prompts are
+beginnings of one text and vLLM's prefix cache is on, so they are computed once. Their lengths
+differ widely, since the neurons of models with synthetic sparsity depend on the position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATHS = ("sparse", "dense", "chosen")
 
 
 def main() -> None:
-    """Start, decode, print."""
+    """Start the engine, decode, and print the result."""
     parser = argparse.ArgumentParser(prog="benchmarks.harness.batch_decode")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tiered", type=json.loads, required=True)
@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     runs = []
     for batch in args.batches:
         prompts = [text[: args.prompt_tokens + i * args.prompt_step] for i in range(batch)]
-        # Longest first: its blocks are the others' beginnings.
+        # The longest prompt comes first, as its blocks are the others' beginnings.
         _decode(llm, prompts[::-1], 2)
         for number in range(args.rounds):
             for path in PATHS[:: 1 if number % 2 == 0 else -1]:
@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def forced_path() -> Callable[[str], None]:
-    """Return a function that makes all layers of this process go one of `PATHS`."""
+    """Return a function that makes all layers of this process take one of `PATHS`."""
     from vllm_tiered.ffn.cost_model import DenseSparseCostModel
     from vllm_tiered.ffn.layer import FfnLayer
 
@@ -106,7 +106,7 @@ def forced_path() -> Callable[[str], None]:
 
 
 def _decode(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Seconds of the steps in which all requests decode, and what they used."""
+    """Return the seconds of the steps in which all requests decode, and the paths they used."""
     from vllm import SamplingParams
 
     from vllm_tiered.adapter import worker_hooks

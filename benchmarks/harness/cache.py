@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder where prepared inputs are kept, and their atomic publication.
+"""Cache folder of prepared inputs, with atomic publication.
 
-`VLLM_TIERED_CACHE` names the folder; without it `.cache/` in the repository root is used, which
-git ignores.
+`VLLM_TIERED_CACHE` names the folder. Without it `.cache/` in the repository root is used, which git
+ignores.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 
 @contextmanager
 def publish_dir(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `target` that becomes `target` by one rename on success.
+    """Yield an empty folder next to `target` that becomes `target` by one rename on success.
 
-    On an exception the folder is removed and `target` stays as it was. If another process
-    publishes `target` first, that copy is kept and ours is dropped: both hold the same bytes.
+    On an exception the folder is removed and `target` stays as it was. If another process publishes
+    `target` first, that copy is kept and ours is dropped: both hold the same bytes.
     """
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield staging
-        # mkdtemp and safetensors write for the owner alone; a cache may be shared between users.
+        # mkdtemp and safetensors make files private to the owner; users may share a cache.
         staging.chmod(0o755)
         for file in staging.iterdir():
             file.chmod(0o644)
@@ -48,7 +48,7 @@ def publish_dir(target: Path) -> Iterator[Path]:
 
 
 def write_atomic(target: Path, text: str) -> None:
-    """Write `text` to `target` so that a reader sees all of it or the former file."""
+    """Write `text` to `target` so that a reader sees the whole new file or the old one."""
     handle, staging = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon an adaptive expansion finds its level: warm-up rounds, and what they show."""
+"""Convergence of an adaptive expansion: warm-up rounds and their figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from benchmarks.harness.summary import LEVEL_CHANGES
 from benchmarks.inputs.workload import Request
 
 SAME_LEVEL = 0.15
-"""Expansions this close (relative) count as one: about the step from one number of far layers to
-the next with 30 layers at an expansion of 3."""
+"""Relative difference within which two expansions count as equal.
+
+With 30 layers at an expansion of 3, it is about the step from one number of far layers to the next.
+"""
 
 DEFINITIONS = {
     "steps_to_converge": "engine steps of the warm-up until the expansion was first within 15 % of"
@@ -30,7 +32,7 @@ DEFINITIONS = {
 def warm_up(
     engine: Engine, requests: Sequence[Request], num_rounds: int, step: Step
 ) -> list[RoundResult]:
-    """Run the load that will be measured, and return the rounds; the engine keeps its level."""
+    """Run the load that will be measured; return the rounds. The engine keeps its level."""
     rounds = []
     for index in range(num_rounds):
         result = engine.run(requests)
@@ -66,7 +68,7 @@ def last_expansion(result: RoundResult) -> float:
 
 
 def working_expansion(rounds: Sequence[RoundResult]) -> float:
-    """Return the median over all steps of the rounds. Raises ValueError for no steps."""
+    """Return the median expansion over all steps. Raises ValueError for no steps."""
     spans = sorted((at.expansion, num_steps) for r in rounds for _, num_steps, at in _spans(r))
     half = sum(num_steps for _, num_steps in spans) / 2
     passed = 0
@@ -78,7 +80,7 @@ def working_expansion(rounds: Sequence[RoundResult]) -> float:
 
 
 def working_tails_far(rounds: Sequence[RoundResult]) -> bool:
-    """Return whether partly filled blocks were far in more than half of all steps."""
+    """Return whether partial blocks were far in more than half of all steps."""
     far = sum(num_steps for r in rounds for _, num_steps, at in _spans(r) if at.tails_far)
     return 2 * far > sum(r.num_steps for r in rounds)
 
@@ -86,7 +88,7 @@ def working_tails_far(rounds: Sequence[RoundResult]) -> bool:
 def steps_to_reach(
     rounds: Sequence[RoundResult], expansion: float, *, tails_far: bool = False
 ) -> int | None:
-    """Return the steps until the level was first close to that, None if it never was."""
+    """Return the steps until the level first came close to that, or None if it never did."""
     before = 0
     for result in rounds:
         for first_step, _, at in _spans(result):

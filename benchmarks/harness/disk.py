@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a disk gives: plain sequential O_DIRECT writes and reads.
+"""Disk bandwidth: plain sequential O_DIRECT writes and reads.
 
-The figure that a storage tier's traffic is put in relation to. Not a device benchmark: one thread,
-queue depth 1, 1 MiB a call; a device may give more to many readers at once, which is what
-`sequential_read_gb_per_s` looks for.
+The traffic of a storage tier is given as a share of it. It is no device benchmark: one thread,
+queue depth 1, 1 MiB a call. A device may give more to many concurrent readers, which
+`sequential_read_gb_per_s` measures.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from queue import SimpleQueue
 from typing import Any
 
 _LARGE_CALL_BYTES = 4 << 20
-_CALL_BYTES = 1 << 20  # above 256 KiB a call no longer decides the rate of common SSDs
+_CALL_BYTES = 1 << 20  # above 256 KiB the call size no longer limits common SSDs
 
 
 def probe_disk(directory: Path, num_bytes: int) -> dict[str, Any]:
     """Write and read `num_bytes` in `directory`; return GB/s of each, and whether it was direct.
 
-    Where the file system refuses O_DIRECT, the reads may come from the page cache: `is_direct` then
-    is false. Raises ValueError unless `num_bytes` is a multiple of 1 MiB above 0.
+    Where the file system refuses O_DIRECT, `is_direct` is false and the reads may come from the
+    page cache. Raises ValueError unless `num_bytes` is a positive multiple of 1 MiB.
     """
     if num_bytes <= 0 or num_bytes % _CALL_BYTES:
         raise ValueError(f"{num_bytes} bytes: expected a multiple of {_CALL_BYTES} above 0")
@@ -36,9 +36,9 @@ def probe_disk(directory: Path, num_bytes: int) -> dict[str, Any]:
     try:
         descriptor, is_direct = _open(name)
         try:
-            # Anonymous memory is page-aligned, as O_DIRECT asks for.
+            # Anonymous memory is page-aligned, as O_DIRECT requires.
             with mmap.mmap(-1, _CALL_BYTES) as buffer:
-                buffer[:] = os.urandom(_CALL_BYTES)  # no disk compresses it away
+                buffer[:] = os.urandom(_CALL_BYTES)  # random, so that no disk compresses it
                 write_s = _timed(descriptor, buffer, num_bytes, os.pwritev)
                 read_s = _timed(descriptor, buffer, num_bytes, os.preadv)
         finally:
@@ -54,11 +54,11 @@ def probe_disk(directory: Path, num_bytes: int) -> dict[str, Any]:
 
 
 def sequential_read_gb_per_s(paths: Sequence[Path]) -> float:
-    """Return the most that reading all of these files gives, past the page cache.
+    """Return the highest rate of reading all of these files, past the page cache.
 
-    The best of 2, 4 and 8 readers, each with calls of 4 MiB, one pass of each over all bytes: what
-    is read again and again may come from a cache behind the disk (2.0 GB/s for 2 GiB of a virtual
-    disk that gives 1.4 for 7).
+    It is the best of 2, 4 and 8 readers with calls of 4 MiB. Each makes one pass over all bytes,
+    since repeated reads may come from a cache behind the disk (2.0 GB/s for 2 GiB of a virtual disk
+    that gives 1.4 for 7).
     """
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
     try:
@@ -75,7 +75,7 @@ def sequential_read_gb_per_s(paths: Sequence[Path]) -> float:
 
 
 def _read_pass(calls: Sequence[tuple[int, int]], num_readers: int) -> float:
-    """Return the seconds in which so many threads make the calls, in their order."""
+    """Return the seconds that `num_readers` threads take to make the calls in order."""
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(num_readers):
         buffers.put(mmap.mmap(-1, _LARGE_CALL_BYTES))
@@ -103,7 +103,7 @@ def _open(name: str) -> tuple[int, bool]:
 
 
 def _timed(descriptor: int, buffer: mmap.mmap, num_bytes: int, call: Any) -> float:
-    """Return the seconds of one pass. Raises OSError for a call that moved fewer bytes."""
+    """Return the seconds of one pass. Raises OSError if a call moved fewer bytes."""
     start = time.perf_counter()
     for offset in range(0, num_bytes, _CALL_BYTES):
         moved = call(descriptor, [buffer], offset)

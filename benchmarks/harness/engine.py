@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives one in-process vLLM engine through a workload and times every token.
+"""Runs a workload on one in-process vLLM engine and times every token.
 
 Used only inside an engine process (`benchmarks.harness.worker`); vLLM is imported on use.
 """
@@ -32,7 +32,7 @@ _TIERED_PREFIX = "vllm:tiered_"
 
 
 def start_engine(spec: EngineSpec) -> Any:
-    """Return a `vllm.LLM` made from the specification (12 s on 2 cores)."""
+    """Return a `vllm.LLM` for the specification (takes 12 s on 2 cores)."""
     from vllm import LLM
 
     arguments: dict[str, Any] = {
@@ -44,7 +44,7 @@ def start_engine(spec: EngineSpec) -> Any:
         "max_model_len": spec.max_model_len,
         "enable_prefix_caching": spec.enable_prefix_caching,
         "enforce_eager": True,
-        "disable_log_stats": False,  # or there are no metrics
+        "disable_log_stats": False,  # metrics need it
         "seed": 0,
         "additional_config": {} if spec.tiered is None else {"tiered": dict(spec.tiered)},
     }
@@ -56,8 +56,8 @@ def start_engine(spec: EngineSpec) -> Any:
 def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
     """Return (counters, gauges) of this process by name: the plugin's, and preemptions.
 
-    Read from the Prometheus registry because `LLM.get_metrics()` cuts counters to whole numbers,
-    which loses counters of seconds.
+    They come from the Prometheus registry, because `LLM.get_metrics()` truncates counters to whole
+    numbers, which loses counters of seconds.
     """
     from prometheus_client import REGISTRY
 
@@ -74,12 +74,12 @@ def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
 
 
 def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundResult:
-    """Run all requests to their end, each from its arrival time on, greedy and ignoring EOS.
+    """Run all requests to their end, each from its arrival time on, greedily and ignoring EOS.
 
     A request with `abort_after_tokens` is aborted once it has given that many.
 
-    Raises RuntimeError if the prefix cache cannot be reset or a request ends with another number
-    of tokens than it asked for (the systems would not have done equal work).
+    Raises RuntimeError if the prefix cache cannot be reset, or if a request ends with another
+    number of tokens than it asked for (the systems would not have done equal work).
     """
     resets = spec.enable_prefix_caching and spec.resets_prefix_cache
     if resets and not llm.reset_prefix_cache():
@@ -104,7 +104,7 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         num_output_tokens=sum(len(track.token_ids) for track in clock.tracks.values()),
         num_steps=clock.num_steps,
-        # vLLM alone has no such gauge, and a plugin that stepped aside leaves it at 0.
+        # vLLM alone has no such gauge, and a plugin that stays inactive leaves it at 0.
         num_blocks=int(gauges.get(_RELEASED_GAUGE, 0)) or num_blocks,
         peak_blocks=clock.peak_blocks,
         peak_in_flight=clock.peak_in_flight,
@@ -126,14 +126,14 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
 
 
 def _copier(spec: EngineSpec) -> Copier | None:
-    """Return what copies beside the engine; on all cores, as the engine's copying threads."""
+    """Return the copier that runs during a round, on all cores like the engine's copy threads."""
     if not spec.copies_gb_per_s:
         return None
     return Copier(spec.copies_gb_per_s, range(os.cpu_count() or 1))
 
 
 def foreign_cpu_share(machine_s: float, own_s: float, available_s: float) -> float:
-    """Return the share of the available CPU time that went to others, 0 to 1."""
+    """Return the share of the available CPU time that other processes took, 0 to 1."""
     return min(1.0, max(0.0, (machine_s - own_s) / available_s))
 
 
@@ -146,7 +146,7 @@ def _cpu_seconds() -> tuple[float, float]:
 
 @dataclass(kw_only=True, slots=True)
 class _Track:
-    """What has come out of one request so far."""
+    """The tokens and times of one request so far."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -180,7 +180,7 @@ class _Track:
 
 
 class _Clock:
-    """The serving loop: adds requests when they are due, steps the engine, notes the times."""
+    """Serving loop: adds requests when they are due, steps the engine, records the times."""
 
     def __init__(self, requests: Sequence[Request], block_size: int, num_blocks: int) -> None:
         ordered = sorted(requests, key=lambda request: request.arrival_s)
@@ -243,7 +243,7 @@ class _Clock:
             self._in_flight.difference_update(due)
 
     def _note(self, outputs: Sequence[Any], now_s: float) -> int:
-        """Record one step's outputs; return the KV blocks that requests finished in it had held."""
+        """Record one step's outputs; return the KV blocks held by requests that finished in it."""
         self.num_steps += 1
         freed_blocks = 0
         for output in outputs:
@@ -260,11 +260,11 @@ class _Clock:
         return freed_blocks
 
     def _note_gauges(self, gauges: Any, freed_blocks: int, now_s: float) -> None:
-        """Follow the peak of used blocks, and the level."""
+        """Update the peak of used blocks, and the level."""
         values: dict[str, float] = {}
         for metric in gauges.collect():
             values[metric.name] = max((s.value for s in metric.samples), default=0.0)
-        # The gauge is read after finished requests gave back their blocks: add those.
+        # The gauge is read after finished requests freed their blocks, so add those.
         used_blocks = round(values.get(_USAGE_GAUGE, 0.0) * self._usable_blocks)
         self.peak_blocks = max(self.peak_blocks, used_blocks + freed_blocks)
         expansion = values.get(_EXPANSION_GAUGE)
@@ -282,7 +282,7 @@ class _Clock:
     def check_lengths(self) -> None:
         """Raise RuntimeError unless every request gave as many tokens as it asked for.
 
-        Those that were aborted gave fewer.
+        Aborted requests may give fewer.
         """
         for name, track in self.tracks.items():
             if track.is_aborted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment stamp: on what a result was measured, so that it can be read a year later."""
+"""Environment stamp of a result: the machine and versions, to make it readable a year later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def environment_stamp() -> dict[str, Any]:
 
 
 def _cpu_info(field: str) -> str:
-    """Return a field of the first core in /proc/cpuinfo, empty where there is none."""
+    """Return a field of the first core in /proc/cpuinfo, or "" if there is none."""
     path = Path("/proc/cpuinfo")
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -51,7 +51,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_isa() -> list[str]:
-    """Return the instruction sets that decide which kernels vLLM's CPU backend takes."""
+    """Return the instruction sets that decide which kernels vLLM's CPU backend uses."""
     flags = set(_cpu_info("flags").split())
     return sorted(flags & {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16"})
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the plugin's structures at every engine step, in an engine process that asks for it.
 
-The plugin's own `check_integrity()` state the conservation laws (pages, blocks, homes) and raise
-IntegrityError with the numbers; here they are only called, after each step is planned and after
-each step has run.
+The plugin's own `check_integrity()` functions state the conservation laws (pages, blocks, homes)
+and raise IntegrityError with the numbers. This module calls them after each planned step and after
+each executed step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _checks_made = 0
 
 
 def num_checks() -> int:
-    """Return how many checks were made in this process, each of them passed."""
+    """Return how many checks passed in this process."""
     return _checks_made
 
 
 def install() -> None:
-    """Have every scheduler and worker of the plugin checked from now on (call once)."""
+    """Check every scheduler and worker of the plugin from now on (call once)."""
     from vllm_tiered.adapter.kv.scheduler import TieredScheduler
     from vllm_tiered.adapter.kv.worker import TieredWorker
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parent asks of an engine process and what it gets back, as JSON-safe dataclasses."""
+"""Jobs for an engine process and its answers, as JSON-safe dataclasses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks.inputs.workload import Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """One engine configuration. Systems that are compared differ in `tiered` alone.
+    """One engine configuration. Systems to compare differ in `tiered` alone.
 
     `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
-    `kv_cache_memory_bytes` is None where the plugin's own plan says how large the KV cache is. With
-    `resets_prefix_cache` false, prefixes live on from round to round. `checks_integrity` has the
-    plugin's structures checked at every step (slower: not for timing). `copies_gb_per_s` has a
-    thread copy host memory for nobody during each round, at most at this rate (0: none).
-    `random_weights` needs no more than a config.json in the folder; `cpus` are those of the compute
-    threads, as vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves it to vLLM). `weights_per_s` and
-    `link_bytes_per_s` hold products and far weights to a speed (0: none): see
-    `benchmarks.harness.throttled_engine`; with `is_timed` the sublayers are timed. `threads`
-    compute (0: as many as there are cores). `engine_args` are further arguments of vLLM's, and win
-    over what follows from the others.
+    `kv_cache_memory_bytes` is None where the plugin's own plan sets the size of the KV cache. If
+    `resets_prefix_cache` is false, prefixes stay cached from round to round. `checks_integrity`
+    checks the plugin's structures at every step (slower: not for timing). `copies_gb_per_s` runs a
+    thread that copies unused host memory during each round, at most at this rate (0: none).
+    `random_weights` needs no more than a config.json in the folder. `cpus` are those of the compute
+    threads, as in vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves them to vLLM). `weights_per_s` and
+    `link_bytes_per_s` hold matmuls and far weights to a speed (0: not held), see
+    `benchmarks.harness.throttled_engine`; with `is_timed` the sublayers are timed. `threads` is the
+    number of compute threads (0: one per core). `engine_args` are further arguments of vLLM's, and
+    override what follows from the others.
     """
 
     label: str
@@ -54,7 +54,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTimes:
-    """When one request arrived, and when its first and last tokens came out (seconds)."""
+    """Arrival of one request, and its first and last tokens, in seconds."""
 
     arrival_s: float
     first_token_s: float
@@ -66,7 +66,7 @@ class RequestTimes:
 class ExpansionAt:
     """The level from one engine step of a round on; seconds since the round began.
 
-    With `tails_far` partly filled blocks are far too.
+    With `tails_far` partial blocks are far too.
     """
 
     step: int
@@ -77,17 +77,17 @@ class ExpansionAt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundResult:
-    """One round of one engine: what was measured, before any summarising.
+    """Measurements of one round of one engine, before any summarising.
 
     `counters` are increases over the round and `gauges` values at its end, by metric name.
-    `num_blocks` are the logical KV blocks vLLM could use; `peak_blocks` the most in use at once
-    (of vLLM alone: the plugin's withheld blocks count as used there).
-    `peak_in_flight` are the most requests between their first and last token at once.
-    `token_gaps_s` are the times between consecutive steps that gave a request tokens.
-    `foreign_cpu_share` is the share of all cores' time that other processes took meanwhile.
-    `requests` leaves out those aborted, whose ids are `aborted_ids`; `output_token_ids` has all.
-    `expansions` is the level at the first step and after each change (none without the plugin).
-    `integrity_checks` are those made since the engine started.
+    `num_blocks` is the number of logical KV blocks that vLLM could use; `peak_blocks` the most in
+    use at once (for vLLM alone; the plugin's reserved blocks count as used). `peak_in_flight` is
+    the most requests between their first and last token at once. `token_gaps_s` are the times
+    between consecutive steps that gave a request tokens. `foreign_cpu_share` is the share of all
+    cores' time that other processes took meanwhile. `requests` leaves out aborted ones, whose ids
+    are `aborted_ids`; `output_token_ids` has all. `expansions` is the level at the first step and
+    after each change (empty without the plugin). `integrity_checks` counts the checks since the
+    engine started.
     """
 
     label: str
@@ -116,7 +116,7 @@ class RoundResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RoundResult:
-        """Read `to_json` back."""
+        """Return the result that `to_json` wrote."""
         requests = [RequestTimes(**times) for times in data["requests"]]
         expansions = [ExpansionAt(**level) for level in data["expansions"]]
         return cls(**{**data, "requests": requests, "expansions": expansions})
@@ -128,5 +128,5 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 
 def request_from_json(data: Mapping[str, Any]) -> Request:
-    """Read `request_to_json` back; token ids become a tuple again."""
+    """Return the request that `request_to_json` wrote; token ids become a tuple again."""
     return Request(**{**data, "prompt_token_ids": tuple(data["prompt_token_ids"])})

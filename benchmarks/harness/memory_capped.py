@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders that decode a model under one memory limit, and what vLLM itself takes of it."""
+"""Contenders that decode a model under one memory limit, and the memory that vLLM itself takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.peers import PREFIX
 from benchmarks.peers.model import OptShape
 
 MARGIN_BYTES = 96 << 20
-"""Between what we may hold and what we plan to: buffers, and what grows a little in use."""
+"""Kept free between the limit and our plan: buffers, and allocations that grow a little in use."""
 
 _TIMEOUT_S = 1800
 _EMPTY_MODEL = {
@@ -42,7 +42,7 @@ _EMPTY_MODEL = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What is decoded: `batch` requests, the i-th of `prompt_tokens` + i * `prompt_step` tokens."""
+    """Load of `batch` requests, the i-th with `prompt_tokens` + i * `prompt_step` tokens."""
 
     prompt_tokens: int
     new_tokens: int
@@ -51,7 +51,7 @@ class Load:
     threads: int = 2
 
     def kv_bytes(self, shape: OptShape) -> int:
-        """Of all requests, in whole blocks, and of the block that vLLM keeps for itself."""
+        """Return the KV bytes of all requests in whole blocks, with vLLM's null block."""
         blocks = 1
         for index in range(self.batch):
             num_tokens = self.prompt_tokens + index * self.prompt_step + self.new_tokens
@@ -106,7 +106,7 @@ def measure(
 
 
 def vllm_bytes(load: Load, folder: Path) -> int:
-    """Resident of vLLM with a model of next to nothing."""
+    """Return the resident bytes of vLLM with an almost empty model."""
     empty = folder / "empty-model"
     empty.mkdir(exist_ok=True)
     (empty / "config.json").write_text(json.dumps(_EMPTY_MODEL), encoding="utf-8")
@@ -116,6 +116,6 @@ def vllm_bytes(load: Load, folder: Path) -> int:
 
 
 def tokens_per_s(measured: Mapping[str, Any]) -> float:
-    """Of all requests together, by the median step, so that one disturbance does not count."""
+    """Return the rate of all requests together, by the median step to exclude disturbances."""
     median = float(statistics.median(measured["seconds_per_token"]))
     return int(measured.get("batch", 1)) / median

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers under a memory limit: their files, and as many weights in memory as they can take."""
+"""Peers under a memory limit: their files, and the most weights that each can keep in memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from benchmarks.harness.runner import MeasurementError
 
 _TIMEOUT_S = 1800
 _SHARE_STEP = 0.04
-"""By which a peer that is killed keeps less in memory."""
+"""Step by which the share in memory falls after a peer is killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRuns:
-    """How peers are run on one model.
+    """Runs of the peers on one model.
 
     Attributes:
         python: the interpreter that has their packages.
-        folder: under which their files are kept.
-        largest_share: of the weights in memory, that a peer is tried with first.
+        folder: where their files are kept.
+        largest_share: share of the weights in memory that each peer tries first.
     """
 
     python: str
@@ -40,9 +40,10 @@ class PeerRuns:
     def commands(
         self, names: Sequence[str], limit_bytes: int | None, step: Step
     ) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """Return command lines of the peers that run here, and why the others do not.
+        """Return the command lines of the peers that run here, and why the others do not.
 
-        A peer that cannot make its files or does not run within the limit is one of the others.
+        A peer that cannot make its files or does not run within the limit counts as one of the
+        others.
         """
         skipped = lacking(names, self.python)
         commands: dict[str, list[str]] = {}
@@ -57,7 +58,7 @@ class PeerRuns:
         return commands, skipped
 
     def prepare(self, name: str) -> None:
-        """Let a peer make its files, which takes what memory it takes.
+        """Let a peer make its files, without a memory limit.
 
         Raises MeasurementError, with the end of its log, if it cannot.
         """
@@ -76,9 +77,9 @@ class PeerRuns:
             raise MeasurementError(f"{name} could not prepare its files:\n{outcome.output[-3000:]}")
 
     def fitting_command(self, name: str, limit_bytes: int | None) -> list[str]:
-        """With the largest share of weights in memory that the limit allows, if it takes one.
+        """Return a peer's command with the largest share of weights in memory that fits the limit.
 
-        Raises MeasurementError if it fails with none.
+        Raises MeasurementError if no share runs.
         """
         takes_share = peers.PEERS[name].uses_resident_share
         share = self.largest_share
@@ -112,9 +113,9 @@ class PeerRuns:
 
 
 def lacking(names: Sequence[str], python: str) -> dict[str, str]:
-    """Of these peers those that cannot run here, and why.
+    """Return those of these peers that cannot run here, and why.
 
-    Raises ValueError, naming the peers there are, for an unknown name.
+    Raises ValueError, naming the known peers, for an unknown name.
     """
     unknown = [name for name in names if name not in peers.PEERS]
     if unknown:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program under a memory limit that holds its page cache too, as a small machine would.
+"""Runs a program under a memory limit that includes its page cache, as on a small machine.
 
-A control group is made for one run: version 2 where the machine has it, else version 1. Without the
-right to make one there is no limit, and whoever measures must say so.
+Each run gets its own control group: version 2 where the machine has it, else version 1. Without the
+right to create one there is no limit, and the caller must report that.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 
 _KEPT_CHARACTERS = 4_000_000
-"""Of a program's output: a result is one line, of 100,000 characters where runs are many."""
+"""Characters of output kept; a result is one line, of 100,000 characters for many runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of one run.
 
     Attributes:
         output: the end of what it printed.
-        peak_bytes: of memory, its page cache included; None where there was no group.
-        was_killed: for want of memory.
+        peak_bytes: peak memory with its page cache; None without a control group.
+        was_killed: whether it was killed for lack of memory.
     """
 
     returncode: int
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def can_limit() -> bool:
-    """Whether a control group can be made here."""
+    """Return whether a control group can be created here."""
     try:
         with _group(None) as group:
             return group is not None
@@ -61,7 +61,7 @@ def run_limited(
         limit_bytes: None for no limit.
 
     Raises:
-        subprocess.TimeoutExpired: it took too long; it is dead then.
+        subprocess.TimeoutExpired: it took too long; it has been killed.
     """
     with _group(limit_bytes) as group, tempfile.TemporaryFile("w+") as log:
         procs = None if group is None else group / "cgroup.procs"
@@ -98,7 +98,7 @@ def run_limited(
 
 @contextmanager
 def _group(limit_bytes: int | None) -> Iterator[Path | None]:
-    """Make a control group with the limit; None if none can be made and none is asked for."""
+    """Yield a control group with the limit; None if none can be made and none is asked for."""
     is_v2 = "memory" in _read(_ROOT / "cgroup.controllers").split()
     group = (_ROOT if is_v2 else _ROOT / "memory") / f"vllm-tiered-{uuid.uuid4().hex[:8]}"
     try:
@@ -148,7 +148,7 @@ def _read(path: Path) -> str:
 
 
 def drop_cached(paths: Sequence[Path]) -> None:
-    """Drop these files' pages from the page cache: pages that are there escape a later limit."""
+    """Drop these files' pages from the page cache: pages already cached escape a later limit."""
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
     for file in files:
         if file.is_file():

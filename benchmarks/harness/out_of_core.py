@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one request on a model larger than memory (our contender).
+"""Run one request on a model larger than memory, as our contender.
 
 `python -m benchmarks.harness.out_of_core`
 
-It prints one line, as the peers do, and runs under the same limit as they.
+It prints one line, as the peers do, and runs under the same limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KV_BLOCK_TOKENS = 32
 
 
 def main() -> None:
-    """Start, generate, print."""
+    """Start the engine, generate, and print the result."""
     parser = argparse.ArgumentParser(prog="benchmarks.harness.out_of_core")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--store", type=Path)
@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timed(module: Any, name: str) -> list[float]:
-    """Seconds of each call of a function, as it is called."""
+    """Time each call of a module's function; return the list that receives the seconds."""
     seconds: list[float] = []
     original = getattr(module, name)
 

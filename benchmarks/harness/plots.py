@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots of the results, after Pie's figures 6 to 9. Needs matplotlib (extra `report`).
 
-They are drawn from a result alone, so also from one that was written long ago; no figure that is
-reported comes from here.
+A plot needs only a result, which may be an old one. No reported figure is computed here.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _subtitle(result: Result) -> str:
 
 
 def _expansion_curves(axes: Axes, result: Result) -> None:
-    """Throughput over the expansion, a curve per near budget (figure 6)."""
+    """Draw throughput over the expansion, one curve per near budget (figure 6)."""
     for budget, entry in result["by_budget"].items():
         fixed = {float(key): value for key, value in entry["plugin"].items() if key != "auto"}
         (line,) = axes.plot(
@@ -96,7 +95,7 @@ def _expansion_curves(axes: Axes, result: Result) -> None:
 
 
 def _memory_curves(axes: Axes, result: Result) -> None:
-    """Throughput over near KV memory: vLLM, the best fixed expansion, auto (figure 7)."""
+    """Draw throughput over near KV memory: vLLM, the best fixed expansion, auto (figure 7)."""
     entries = sorted(result["by_budget"].values(), key=lambda entry: float(entry["near_bytes"]))
     near_mib = [entry["near_bytes"] / _MIB for entry in entries]
     best = [
@@ -180,7 +179,7 @@ def _adaptive_bars(axes: Axes, result: Result) -> None:
 
 
 def _storage_bars(axes: Axes, result: Result) -> None:
-    """Throughput by near budget: vLLM, far pages in host memory, on the SSD."""
+    """Draw throughput by near budget: vLLM, far pages in host memory, and on the SSD."""
     budgets = list(result["by_budget"])
     systems: dict[str, list[float]] = {"vLLM alone": []}
     for entry in result["by_budget"].values():
@@ -200,12 +199,12 @@ def _storage_bars(axes: Axes, result: Result) -> None:
 
 
 def _name_groups(axes: Axes, names: Sequence[str], width: float) -> None:
-    """Put a name under the middle of each group of bars, which together are 0.8 wide."""
+    """Put a name under the middle of each group of bars, which are 0.8 wide together."""
     axes.set_xticks([group + (0.8 - width) / 2 for group in range(len(names))], names)
 
 
 def _resident_memory(axes: Axes, result: Result) -> None:
-    """Resident memory of the engine process over a soak."""
+    """Draw the resident memory of the engine process over a soak."""
     axes.plot(*zip(*result["rss_mib"], strict=True))
     axes.set_xlabel("minutes")
     axes.set_ylabel("resident memory between rounds (MiB)")

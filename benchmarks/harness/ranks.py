@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose ranks have processes of their own: asked a job, it answers and is gone."""
+"""Runs one job in an engine whose ranks have their own processes, and returns its answer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MARK = "ANSWER "  # vLLM writes to stdout too
 def ask(
     module: str, job: Mapping[str, Any], variables: Mapping[str, str], *, timeout_s: float
 ) -> dict[str, Any]:
-    """Run a module with a job on its stdin, and return what it gave to `answer`.
+    """Run a module with a job on its stdin; return what it passed to `answer`.
 
     Raises MeasurementError if it fails or takes too long; its ranks are ended in any case.
     """
     environment = engine_environment(os.environ, tiered=True) | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_PLUGINS": "tiered",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # ranks are asked by functions
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # ranks are called with pickled functions
         **variables,
     }
     process = subprocess.Popen(
@@ -42,7 +42,7 @@ def ask(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # ranks would outlive a driver that is ended
+        start_new_session=True,  # else ranks would outlive a killed driver
     )
     try:
         output, errors = process.communicate(json.dumps(job), timeout=timeout_s)
@@ -62,18 +62,18 @@ def ask(
 
 
 def job() -> dict[str, Any]:
-    """In the engine's process: what it is asked."""
+    """Return the job of this process (in the engine's own process)."""
     asked: dict[str, Any] = json.load(sys.stdin)
     return asked
 
 
 def answer(found: Mapping[str, Any]) -> None:
-    """In the engine's process: what was found."""
+    """Print the answer of this process (in the engine's own process)."""
     print(_MARK + json.dumps(found), flush=True)
 
 
 def generate(llm: Any, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
-    """Tokens, and the median seconds of the steps in which all requests decode."""
+    """Return the tokens, and the median seconds of the steps in which all requests decode."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine processes, kept alive side by side so that their rounds can be interleaved.
 
-Each engine runs in a process of its own: clean memory, its own Prometheus registry, nothing left
-over from the system measured before. While one measures, the others are blocked on a pipe.
+Each engine has its own process: clean memory, its own Prometheus registry, and no state from the
+system measured before. While one measures, the others are blocked on a pipe.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ROUND_TIMEOUT_S = 900
 _LOG_TAIL_LINES = 40
 
 DISTURBED_SHARE = 0.05
-"""Above this share of the CPU taken by others, a round's time is not the system's own.
+"""Share of the CPU taken by other processes above which a round counts as disturbed.
 
-One busy process beside the two OpenMP threads of a 2-core machine makes a round 2 to 10 times
-slower, as each parallel region waits for the thread that lost its core; a quiet machine shows 0.02.
+One busy process along with the two OpenMP threads of a 2-core machine makes a round 2 to 10 times
+slower, as each parallel region waits for the thread that lost its core. A quiet machine shows 0.02.
 """
 
 
 class MeasurementError(RuntimeError):
-    """An engine process failed, or what it measured may not be reported."""
+    """Error: an engine process failed, or its measurements may not be reported."""
 
 
 class Engine(Protocol):
-    """What runs rounds."""
+    """Anything that runs rounds of requests."""
 
     spec: EngineSpec
 
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
 
 class EngineProcess:
-    """One engine in a process of its own. `wait_ready()` once, then any number of `run()`."""
+    """One engine in its own process. Call `wait_ready()` once, then `run()` any number of times."""
 
     def __init__(self, spec: EngineSpec, log_path: Path) -> None:
         self.spec = spec
@@ -95,14 +95,14 @@ class EngineProcess:
         return RoundResult.from_json(self._receive(_ROUND_TIMEOUT_S))
 
     def set_link(self, bytes_per_s: float) -> None:
-        """Change the speed of the link of an engine that is slowed. Raises as `run` does."""
+        """Change the speed of a throttled engine's link. Raises as `run` does."""
         self._send({"link_bytes_per_s": bytes_per_s})
         self._receive(_START_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the process: by the end of its input, by force if that takes over 20 s."""
+        """Close the process's input to end it; kill it if that takes over 20 s."""
         for pipe in (self._jobs, self._answers):
-            # If the process is gone already, what is still buffered has nowhere to go.
+            # If the process is gone already, buffered data cannot be sent.
             with suppress(BrokenPipeError):
                 pipe.close()
         try:
@@ -141,9 +141,9 @@ def engine_environment(
 ) -> dict[str, str]:
     """Return the environment of an engine process.
 
-    vLLM alone is started with no plugins at all (`VLLM_PLUGINS=""`), so that it is stock; with the
-    plugin, no file or variable may configure it beside the specification. With `threads` so many
-    compute; in-process engines take no other variable for it.
+    vLLM alone starts without any plugins (`VLLM_PLUGINS=""`). With the plugin, only the
+    specification configures it: no file or variable does. `threads` sets the number of compute
+    threads; in-process engines read no other variable for it.
     """
     env = {k: v for k, v in environ.items() if k not in ("VLLM_PLUGINS", "VLLM_TIERED_CONFIG")}
     env.update(
@@ -193,10 +193,10 @@ def interleave(
 ) -> dict[str, list[RoundResult]]:
     """Run rounds A B C, C B A, A B C, ... and return each label's results, in round order.
 
-    Every second round goes backwards, so that a machine that slowly heats up or gets busier
-    does not favour the systems that come first. A round in which other processes took more than
-    `DISTURBED_SHARE` of the CPU is run again, up to `max_repeats` times in all; of the attempts
-    the least disturbed one counts, whatever its speed.
+    Every second round goes backwards, so that a machine that slowly heats up or gets busier does
+    not favour the first systems. A round in which other processes took more than `DISTURBED_SHARE`
+    of the CPU is run again, up to `max_repeats` times in all. The least disturbed attempt counts,
+    whatever its speed.
     """
     results: dict[str, list[RoundResult]] = {process.spec.label: [] for process in processes}
     repeats_left = max_repeats

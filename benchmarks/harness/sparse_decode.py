@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of requests decoded by vLLM with any settings of ours: one contender, one process.
+"""Decodes a batch of requests with vLLM and any settings of ours: one contender, one process.
 
 It prints one line, as the peers do. Only steps in which every request decodes are timed.
 """
@@ -20,7 +20,7 @@ from benchmarks.peers.contender import prompt_ids
 
 
 def main() -> None:
-    """Start, generate, print."""
+    """Start the engine, generate, and print the result."""
     parser = argparse.ArgumentParser(prog="benchmarks.harness.sparse_decode")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tiered", type=json.loads, default={})
@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         step_end = time.perf_counter()
         used = worker_hooks.drain_metrics()
         tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-        # All had their first token before: a step of decoding alone.
+        # All had their first token before, so this step only decodes.
         if len(before) == args.batch:
             if not seconds:
                 prefill_seconds = step_begin - begin

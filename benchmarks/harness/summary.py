@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic from rounds to reported figures: pure functions, nothing is measured here."""
+"""Arithmetic from rounds to reported figures: pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVEL_CHANGES = "vllm:tiered_kv_level_changes"
 STEPS = "vllm:tiered_kv_steps"
 STEP_SECONDS = "vllm:tiered_kv_step_seconds"
 STALL_SECONDS = "vllm:tiered_kv_stall_seconds"
-COPIED_BYTES = "benchmarks:copied_bytes"  # by a copier beside the engine
+COPIED_BYTES = "benchmarks:copied_bytes"  # by a copier that runs during the round
 BOOKKEEPING_SECONDS = "vllm:tiered_kv_bookkeeping_seconds"
 READ_BYTES = "vllm:tiered_kv_read_bytes"
 WRITE_BYTES = "vllm:tiered_kv_write_bytes"
@@ -49,12 +49,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def share(part: float, whole: float) -> float:
-    """Return part / whole, and 0 of nothing (a plugin that stepped aside ran no steps)."""
+    """Return part / whole, or 0 if whole is 0 (an inactive plugin runs no steps)."""
     return part / whole if whole else 0.0
 
 
 def time_per_output_token_s(result: RoundResult) -> list[float]:
-    """Return each request's mean time per token after its first (those of one token have none)."""
+    """Return each request's mean time per token after its first (requests of one have none)."""
     return [
         (times.last_token_s - times.first_token_s) / (times.num_output_tokens - 1)
         for times in result.requests
@@ -63,9 +63,9 @@ def time_per_output_token_s(result: RoundResult) -> list[float]:
 
 
 def token_latency_s(result: RoundResult) -> list[float]:
-    """Return each request's time from arrival to last token, per token: queueing is in it.
+    """Return each request's time from arrival to last token, per token, queueing included.
 
-    vLLM's normalised latency, and Pie's per-token latency (section 5.1).
+    This is vLLM's normalised latency, and Pie's per-token latency (section 5.1).
     """
     return [
         (times.last_token_s - times.arrival_s) / times.num_output_tokens
@@ -74,11 +74,11 @@ def token_latency_s(result: RoundResult) -> list[float]:
 
 
 def summarise_round(result: RoundResult) -> dict[str, float]:
-    """Return the figures of one round; those of the plugin only where it ran.
+    """Return the figures of one round; the plugin's only where it ran.
 
-    Times in milliseconds; TPOT and TTFT as in vLLM's serving benchmark: TPOT per request, from its
-    first token to its last; TTFT from the request's arrival, so waiting for KV space counts, as it
-    does in the latency per token.
+    Times are in milliseconds. TPOT and TTFT are as in vLLM's serving benchmark: TPOT is per
+    request, from its first token to its last; TTFT starts at the request's arrival, so waiting for
+    KV blocks counts, as it does in the latency per token.
     """
     tpot_s = time_per_output_token_s(result)
     ttft_s = [times.first_token_s - times.arrival_s for times in result.requests]
@@ -133,7 +133,7 @@ def summarise_rounds(results: Sequence[RoundResult]) -> dict[str, Any]:
     medians: dict[str, Any] = {
         key: statistics.median([figures[key] for figures in rounds]) for key in rounds[0]
     }
-    # The worst, not the median: one disturbed round is what a reader wants to know of.
+    # The worst, not the median: a reader wants to know of one disturbed round.
     medians["foreign_cpu_share"] = max(figures["foreign_cpu_share"] for figures in rounds)
     medians["rounds_tokens_per_s"] = [figures["tokens_per_s"] for figures in rounds]
     return medians

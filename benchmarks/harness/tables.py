@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. Raises ValueError if a row has another number of cells than the heading."""
+    """Return a table. Raises ValueError if a row has more or fewer cells than the heading."""
     lines = [_line(headings), _line(["---"] * len(headings))]
     for row in rows:
         if len(row) != len(headings):
@@ -17,7 +17,7 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """Return a number as text, a dash for none."""
+    """Return a number as text, or a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose link, and whose products, are held to a given speed; and a clock in its layers.
+"""Engine with its link and its matmuls held to a given speed, and with timers in its layers.
 
-The paper's machine expands 4-bit weights before it multiplies, which takes longer than the product
-and as long for one request as for forty. Here products in 16 bit wait for memory, which far weights
-cross too. So both sides are slowed by as much: a product of n weights lasts at least n / rate, and
-the link moves at its share of that. What a product does not need of its time the core sleeps.
+The paper's machine expands 4-bit weights before it multiplies. This takes longer than the matmul,
+and as long for one request as for forty. Matmuls in 16 bit here wait for memory instead, which far
+weights cross too. So both sides are slowed by the same factor: a matmul of n weights lasts at least
+n / rate, and the link moves at its share of that. The core sleeps for the rest of a matmul's time.
 
 Used only inside an engine process (`benchmarks.harness.worker`); torch and vLLM are imported on
 use.
@@ -23,17 +23,17 @@ from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.weights.layout import Kind, Sublayer, sublayers_of
 
 COMPUTE_SECONDS: Mapping[Kind, str] = {kind: f"benchmarks:{kind.value}_seconds" for kind in Kind}
-"""Counters of a round: the median time of a sublayer's compute, without waiting for weights."""
+"""Counters of a round: the median compute time of a sublayer, without waiting for weights."""
 
 FAR_BYTES = "benchmarks:weights_read_bytes"
 LINK_SECONDS = "benchmarks:weights_read_seconds"
 
 
 class Slowed:
-    """Slows the engine that this process starts next, and times its sublayers.
+    """Throttles the engine that this process starts next, and times its sublayers.
 
     Args:
-        spec: `weights_per_s` and `link_bytes_per_s`; 0 leaves either as fast as it is.
+        spec: `weights_per_s` and `link_bytes_per_s`; 0 leaves either unthrottled.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -44,7 +44,7 @@ class Slowed:
         self.clock = SublayerClock()
 
     def prepare(self) -> None:
-        """Before the engine starts: its device gets the link, its measurements the rate."""
+        """Give the engine's device the link and its measurements the rate, before it starts."""
         from vllm_tiered.adapter import device
         from vllm_tiered.adapter.weights import kv_sharing, offloader
         from vllm_tiered.devices.base import Direction
@@ -79,15 +79,15 @@ class Slowed:
         kv_sharing.measure_machine = held_machine
 
     def watch(self, llm: Any) -> None:
-        """When the engine is up: time, and hold, the products of its layers."""
+        """Time, and hold, the matmuls of a started engine's layers."""
         llm.apply_model(lambda model: self.clock.watch(decoder_layers(model), self._rate))
 
     def set_link(self, bytes_per_s: float) -> None:
-        """From now on."""
+        """Change the link's speed from now on."""
         self._throttle.set(bytes_per_s)
 
     def begin_round(self) -> None:
-        """Forget what was measured before."""
+        """Discard earlier measurements."""
         self.clock.reset()
         _take_use()
 
@@ -105,33 +105,33 @@ class Slowed:
 
 
 class SublayerClock:
-    """Hooks on the layers' products: how long each sublayer computes, and no product too short.
+    """Hooks on the layers' matmuls that time each sublayer and hold each matmul to its least time.
 
         wait │ qkv ├ held ┤ attention │ out ├ held ┤ norm │ wait │ fc1 ...
              └──────────── compute of attention ──────────┘
 
-    A sublayer's compute goes from its first product, which has its weights, to the next sublayer's
-    first product, without what it waits for further weights in between.
+    A sublayer's compute lasts from its first matmul, which has its weights, to the first matmul of
+    the next sublayer, without the waits for further weights in between.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[Kind, list[float]] = {kind: [] for kind in Kind}
-        self._kind: Kind | None = None  # of the sublayer that computes
+        self._kind: Kind | None = None  # of the sublayer that computes now
         self._began = 0.0
-        self._waited = 0.0  # in it
-        self._arrived = 0.0  # at the module that computes
+        self._waited = 0.0  # waiting time within that sublayer
+        self._arrived = 0.0  # when the current module was entered
 
     def reset(self) -> None:
-        """Forget all times."""
+        """Discard all times."""
         for seconds in self._seconds.values():
             seconds.clear()
 
     def median_seconds(self, kind: Kind) -> float:
-        """Of a sublayer. Raises StatisticsError if none was timed."""
+        """Return a sublayer's median seconds. Raises StatisticsError if none was timed."""
         return statistics.median(self._seconds[kind])
 
     def watch(self, layers: Any, weights_per_s: float) -> None:
-        """Time the layers; products last at least as long as the rate says, if it is not 0."""
+        """Time the layers; matmuls last at least as long as the rate says, unless it is 0."""
         for index, layer in enumerate(layers):
             products = _products(layer)
             for sublayer in sublayers_of(index, products):
@@ -169,8 +169,8 @@ class SublayerClock:
             if ends:
                 self._end_sublayer(time.perf_counter())
 
-        # The plugin's own hooks wait for weights before, and give the slot free after: ours are
-        # around the former and before the latter.
+        # The plugin's own hooks wait for weights before the module and free the weight buffer after
+        # it: ours run after the former and before the latter.
         module.register_forward_pre_hook(comes, prepend=True)
         module.register_forward_pre_hook(computes)
         module.register_forward_hook(is_done, prepend=True)
@@ -182,9 +182,9 @@ class SublayerClock:
 
 
 def held_curves(curves: MeasuredCurves, bytes_per_s: float) -> MeasuredCurves:
-    """Products that last at least as long as their weights take at this rate.
+    """Return the curves of matmuls that last at least as long as their weights take at this rate.
 
-    What copies take of the memory meanwhile fits into that time: neither slows the other.
+    The copies' memory traffic fits into that time, so neither slows the other down.
     """
 
     def held(curve: GemmCurve) -> GemmCurve:
@@ -219,7 +219,8 @@ def decoder_layers(model: Any) -> Any:
 def _products(layer: Any) -> dict[str, int]:
     """Return the linear modules of a layer by path, with their numbers of weights.
 
-    From their sizes: vLLM packs weights that stay near, and drops the tensor.
+    The numbers come from the modules' sizes: vLLM packs weights that stay near, and drops the
+    tensor.
     """
     from vllm.model_executor.layers.linear import LinearBase
 

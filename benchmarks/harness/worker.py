@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine process: `python -m benchmarks _measure READ_FD WRITE_FD`.
 
-It reads JSON lines from one pipe and answers each with one JSON line on the other, so that what
-vLLM prints cannot get between. The first line is an EngineSpec, answered when the engine is up;
-each further line is a list of requests to run as one round, or {"link_bytes_per_s": number} to
-change the speed of a link that is slowed. The end of the input ends the process.
+It reads JSON lines from one pipe and answers each with one JSON line on the other, so that vLLM's
+own output does not interfere. The first line is an EngineSpec, answered when the engine is up. Each
+further line is a list of requests to run as one round, or {"link_bytes_per_s": number} to change
+the speed of a throttled link. The end of the input ends the process.
+
 An exception is answered as {"error": traceback} and ends the process.
 """
 

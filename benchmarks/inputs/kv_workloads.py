@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two workloads of the KV benchmarks: short (Alpaca-like) and long (ShareGPT), and their sizes.
 
-The lengths are cut to what a small CPU serves in seconds a round; a result states them.
+Lengths are cut so that a small CPU serves a round in seconds; each result states them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.suites.kv.summary import CEILING
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Where requests come from, and their longest prompt and output in tokens."""
+    """Source of requests, and the longest prompt and output in tokens."""
 
     source: str
     draw: Callable[..., list[Request]]
@@ -34,7 +34,7 @@ class Workload:
     max_output_tokens: int
 
     def requests(self, n: int, seed: int, model_dir: Path, rate: float = math.inf) -> list[Request]:
-        """Return n requests; the same lengths and texts at every rate (requests/s)."""
+        """Return n requests, with the same lengths and texts at every rate (requests/s)."""
         return self.draw(
             n, seed, model_dir, self.max_prompt_tokens, self.max_output_tokens, rate=rate
         )
@@ -57,14 +57,14 @@ WORKLOADS: Mapping[str, Workload] = {
 
 
 def workload(name: str) -> Workload:
-    """Return a workload by name. Raises ValueError, naming those there are, if it is unknown."""
+    """Return a workload by name. Raises ValueError, naming the known ones, if it is unknown."""
     if name not in WORKLOADS:
         raise ValueError(f"no workload {name!r}; there are: {', '.join(WORKLOADS)}")
     return WORKLOADS[name]
 
 
 def describe(name: str, requests: Sequence[Request]) -> dict[str, Any]:
-    """Return what a result says about its requests."""
+    """Return a result's description of its requests."""
     return {
         "source": workload(name).source,
         "requests": len(requests),
@@ -75,14 +75,14 @@ def describe(name: str, requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def peak_demands(plans: Mapping[str, KvPlan], step: Step) -> dict[str, int]:
-    """Return each plan's peak KV demand in blocks, run by vLLM with unlimited KV.
+    """Return each plan's peak KV demand in blocks, measured by vLLM with unlimited KV.
 
-    Two steps a plan: its engine's start and its demand.
+    It reports two steps per plan: its engine's start and its demand.
     """
     specs = [plan.spec(f"{CEILING}, {name}", plan.enough_blocks()) for name, plan in plans.items()]
     demands = {}
     with engines(specs, warmup_requests(next(iter(plans.values())).requests), step) as group:
         for process, (name, plan) in zip(group, plans.items(), strict=True):
-            demands[name] = process.run(plan.requests).peak_blocks + 1  # and vLLM's null block
+            demands[name] = process.run(plan.requests).peak_blocks + 1  # plus vLLM's null block
             step(f"peak KV demand of {name}: {demands[name]} blocks")
     return demands

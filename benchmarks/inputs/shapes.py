@@ -131,7 +131,7 @@ PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 256,
         "word_embed_proj_dim": 256,
         "num_attention_heads": 4,
-        "num_hidden_layers": 12,  # as many as an expansion of 2 takes, and some
+        "num_hidden_layers": 12,  # a few more than an expansion of 2 needs
         "ffn_dim": 1024,
         "vocab_size": 8192,
     },
@@ -179,13 +179,15 @@ PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""For times, with weights that vLLM makes up (`load_format="dummy"`). "opt" and "llama" are
-OPT-1.3B's and TinyLlama-1.1B's layers, 8 of them, and a vocabulary of 8192; "opt-tiny" shows that a
-benchmark runs."""
+"""Shapes for timing, with vLLM's random weights (`load_format="dummy"`).
+
+"opt" and "llama" are 8 of OPT-1.3B's and TinyLlama-1.1B's layers, with a vocabulary of 8192.
+"opt-tiny" shows that a benchmark runs.
+"""
 
 
 def planned_model_dir(shape: str, *, cache_dir: str | Path | None = None) -> Path:
-    """Return a folder with the config.json of one of `PLANNED_SHAPES`, and nothing else."""
+    """Return a folder with only the config.json of one of `PLANNED_SHAPES`."""
     text = json.dumps(PLANNED_SHAPES[shape], indent=1, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     target = cache_root(cache_dir) / f"planned-{shape}-{digest}"
@@ -195,8 +197,8 @@ def planned_model_dir(shape: str, *, cache_dir: str | Path | None = None) -> Pat
     return target
 
 
-# Gains over 1/sqrt(fan_in). Queries and keys get more, so attention picks tokens rather than
-# averaging them away; at gain 1 the text falls into a short cycle that ignores the context.
+# Gains over 1/sqrt(fan_in). Queries and keys get more, so that attention selects tokens instead
+# of averaging them. At gain 1 the text falls into a short cycle that ignores the context.
 _GAIN_QUERY_KEY = 2.0
 _GAIN_OTHER = 1.5
 _BIAS_STD = 0.2
@@ -206,7 +208,7 @@ def random_model_dir(shape: str, *, seed: int = 0, cache_dir: str | Path | None 
     """Return the folder of a random-weight model of this shape, made on first use (3 s).
 
     The same shape and seed give the same weights on every machine. Raises KeyError, naming the
-    shapes there are, for an unknown shape.
+    known shapes, for an unknown one.
     """
     if shape not in SHAPES:
         raise KeyError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
@@ -243,7 +245,7 @@ def write_model(shape: Mapping[str, Any], vocab_size: int, seed: int, out: Path)
 
 
 def _initial_value(name: str, shape: tuple[int, ...], generator: Any) -> Any:
-    """Return the float32 start value of a parameter; None leaves a norm as it is (ones, zeros)."""
+    """Return a parameter's float32 start value; None leaves a norm at its default (ones, zeros)."""
     import torch
 
     if "norm" in name:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of the soak test: random arrivals, lengths, aborts and shared prefixes, without end.
+"""Endless load of the soak test: random arrivals, lengths, aborts and shared prefixes.
 
-A round is one to three phases one after the other, each with a pressure of its own, so that the KV
-demand rises and falls while requests run; between rounds the engine is empty. Rounds of all kinds
-alternate with calm ones, long enough for `expansion=auto` to give its far layers back.
+A round is one to three phases in a row, each with a pressure of its own, so that the KV demand
+rises and falls while requests run. Between rounds the engine is empty. Rounds of all kinds
+alternate with calm ones, which are long enough for `expansion=auto` to release its far layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Pressure:
     """One kind of load; ranges are inclusive.
 
     `shared` is the share of requests that begin with one of the common prefixes, `aborted` the
-    share whose client goes away, `rate` the arrivals per second (inf: all at once).
+    share whose client disconnects, `rate` the arrivals per second (inf: all at once).
     """
 
     name: str
@@ -102,7 +102,7 @@ _FLOOD_ROUNDS, _EBB_ROUNDS = 8, 12
 
 
 def soak_rounds(texts: Sequence[Sequence[int]], seed: int) -> Iterator[list[Request]]:
-    """Yield rounds for ever, requests in order of arrival; the same arguments give the same rounds.
+    """Yield rounds without end, requests in order of arrival; equal arguments give equal rounds.
 
     `texts` are token ids of real prompts. Raises ValueError unless some are as long as the longest
     prompt of `PRESSURES`.
@@ -147,7 +147,7 @@ def _phase(
         prefix = rng.choice(prefixes) if rng.random() < pressure.shared else ()
         yield Request(
             request_id="",
-            # The prefix may be all of a short prompt: two requests then ask the very same.
+            # The prefix may be all of a short prompt: two requests then have the same prompt.
             prompt_token_ids=(*prefix, *own_text)[:num_prompt],
             num_output_tokens=num_output,
             arrival_s=arrival_s,

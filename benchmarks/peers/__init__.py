@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers: what people use when a model does not fit memory, run as processes of their own.
+"""Peers: today's tools for models that do not fit in memory, run in their own processes.
 
 A contender is a module of this package. The harness calls it twice, with the interpreter of the
 peers' own virtual environment:
@@ -8,9 +8,9 @@ peers' own virtual environment:
     python -m benchmarks.peers.NAME --model DIR --work FOLDER --threads 2 --prompt-tokens 12 \\
         --new-tokens 16 --resident-share 0.5
 
-The first converts the model into `FOLDER` and may take memory and time as it needs; the second
-runs under the memory limit and prints one line, `PEER {json}` (`PeerRun`). Nothing here, and no
-contender before it runs, imports more than the standard library.
+The first call converts the model into `FOLDER`, without limits on memory and time. The second runs
+under the memory limit and prints one line, `PEER {json}` (`PeerRun`). This package imports only the
+standard library, and so does each contender until it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "PEER "
-LLAMA_BENCH = "llama_bench"  # lies beside the interpreter of the peers' environment
+LLAMA_BENCH = "llama_bench"  # next to the interpreter of the peers' environment
 
 _VERSIONS = """
 import importlib.metadata as m, json, sys
@@ -40,9 +40,9 @@ print(json.dumps(found))
 class Peer:
     """A contender.
 
-    `packages` maps a package to the arguments of `pip install` that bring it; `versions` holds the
-    packages that only work in one version. `uses_resident_share`: whether the share of weights to
-    keep in memory is its caller's to choose; the others take what the limit leaves.
+    `packages` maps a package to the arguments of `pip install` that install it. `versions` holds
+    the packages that only work in one version. `uses_resident_share` says whether the caller
+    chooses the share of weights to keep in memory; other contenders take what the limit leaves.
     """
 
     name: str
@@ -110,9 +110,9 @@ PEERS: Mapping[str, Peer] = {
 class PeerRun:
     """Figures that a contender measured.
 
-    `prefill_seconds` ends with the first new token;
-    `seconds_per_token` has one entry for each token after it. `model_bytes` are its weights as it
-    stores them, `resident_bytes` those it keeps in memory on purpose (None: up to the system).
+    `prefill_seconds` ends with the first new token; `seconds_per_token` has one entry for each
+    later token. `model_bytes` is the size of its weights as it stores them, `resident_bytes` the
+    part that it keeps in memory on purpose (None: up to the system).
     """
 
     peer: str
@@ -125,7 +125,7 @@ class PeerRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode rate over all tokens after the first."""
+        """Return the decode rate over all tokens after the first."""
         return len(self.seconds_per_token) / sum(self.seconds_per_token)
 
     def line(self) -> str:
@@ -135,9 +135,9 @@ class PeerRun:
 
 
 def available(python: str) -> dict[str, str | None]:
-    """Return for each contender what it lacks and the command that brings it; None: it can run.
+    """Return for each contender what it lacks and the command to install it; None: it can run.
 
-    `python` is the interpreter of the peers' environment; empty, or absent, no contender can run.
+    `python` is the interpreter of the peers' environment; if empty or absent, no contender can run.
     """
     if not python or not Path(python).is_file():
         where = f"there is no {python}" if python else "no interpreter for the peers is set"
@@ -178,7 +178,7 @@ def command(
     resident_share: float,
     prepare: bool = False,
 ) -> list[str]:
-    """Return the command line of a contender, to run in the repository's root."""
+    """Return a contender's command line, to run in the repository's root."""
     arguments = {
         "--model": model,
         "--work": work,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers with accelerate's device map: the first layers in memory, the rest on disk.
 
-The usual way to run a model that does not fit. Embeddings, positions and the last norm stay in
-memory; a layer on disk is read, whole, when its turn comes, and dropped after it.
+This is the usual way to run a model that does not fit. Embeddings, positions and the last norm stay
+in memory. A layer on disk is read as a whole when needed, and dropped afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFIX = "model.decoder."
 def resident_plan(checkpoint: Checkpoint, share: float) -> tuple[int, int]:
     """Return how many layers stay in memory within `share` of the weights, and all bytes there.
 
-    What is not a layer stays in memory in any case, so the bytes can exceed a very small share.
+    What is not a layer always stays in memory, so the bytes can exceed a very small share.
     """
     num_layers = checkpoint.config["num_hidden_layers"]
     layer = f"{_PREFIX}layers.0."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AirLLM: one layer in memory at a time, the next one read ahead.
 
-AirLLM has no class for OPT; a subclass with OPT's module names is all it needs. It keeps no layer
-between tokens, so `--resident-share` changes nothing, and what the limit leaves is page cache.
+AirLLM has no class for OPT, so a subclass gives it OPT's module names. AirLLM keeps no layer
+between tokens: `--resident-share` changes nothing, and what the limit leaves is page cache.
 """
 
 from __future__ import annotations

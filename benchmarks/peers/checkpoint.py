@@ -15,7 +15,7 @@ Bf16 = npt.NDArray[np.uint16]  # bfloat16 bits
 
 
 class Checkpoint:
-    """The tensors of a model folder as read-only maps of its files.
+    """The tensors of a model folder as read-only memory maps of its files.
 
     Raises ValueError, with the tensor's name and type, if one is not bfloat16.
     """
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._maps.values())
 
 

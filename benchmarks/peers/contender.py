@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contenders' programs have in common: arguments, prompt, clock, threads."""
+"""Common parts of the contenders' programs: arguments, prompt, clock, threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.peers import PeerRun
 
-# The prompt is made of ids, so no contender's tokenizer matters; all are ordinary tokens.
+# The prompt consists of ordinary token ids, so no contender's tokenizer matters.
 FIRST_ID = 504
 ID_STEP = 37
 
@@ -25,8 +25,8 @@ ID_STEP = 37
 class Arguments:
     """A contender's command line.
 
-    `resident_share` is the share of the weights' bytes that may stay in memory; what a contender
-    needs beside them (runtime, staging, KV) is the caller's to leave free.
+    `resident_share` is the share of the weights' bytes that may stay in memory; the caller leaves
+    memory for the rest (runtime, staging, KV).
     """
 
     model: Path
@@ -75,7 +75,7 @@ def prepare_torch(threads: int) -> None:
 
 
 class TokenClock:
-    """A streamer for `generate`: notes when the prompt is taken and when each token is out."""
+    """A streamer for `generate` that notes when the prompt is taken and when each token is out."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -88,7 +88,7 @@ class TokenClock:
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of the prefill, then of each token."""
+        """Return the seconds of the prefill, then of each token."""
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
@@ -113,7 +113,7 @@ def timed_generate(model: Any, prompt_tokens: int, new_tokens: int) -> list[floa
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send what libraries print elsewhere, so that the one line is alone on stdout."""
+    """Redirect what libraries print, so that the result line is alone on stdout."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

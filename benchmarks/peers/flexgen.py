@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexGen 0.1.8 on a CPU, by patches at run time: no file of FlexGen is changed.
+"""FlexGen 0.1.8 on a CPU, patched at run time: no file of FlexGen is changed.
 
-Its "GPU" tier is DRAM that the CPU computes from, its disk tier is the file system, its CPU tier
-stays empty (it would be a second copy in the same DRAM). Sublayers are read while others compute,
-as FlexGen does (overlap, batch 1). Weights are float16, which is what FlexGen has: the same bytes.
+Its "GPU" tier is DRAM that the CPU computes from, and its disk tier is the file system. Its CPU
+tier stays empty, as it would be a second copy in the same DRAM. Sublayers are read while others
+compute, as FlexGen does (overlap, batch 1). Weights are float16, as FlexGen requires: the same
+bytes.
 
 FlexGen places whole matrices by a percentage for each sublayer's list, so the bytes that stay in
 memory jump: 30 % of OPT keeps 42 % of a layer. `percent_for_share` takes the largest percentage
-whose matrices fit the share asked for.
+whose matrices fit the requested share.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ITEM_BYTES = 2
 
 
 def sublayer_sizes(config: dict[str, Any]) -> list[list[int]]:
-    """Return the weights' bytes of each list that FlexGen places, in its order.
+    """Return the bytes of the weights in each list that FlexGen places, in its order.
 
     Embeddings are tied in the model; FlexGen holds them twice, at the input and at the output.
     """
@@ -57,7 +58,7 @@ def sublayer_sizes(config: dict[str, Any]) -> list[list[int]]:
 def resident_bytes(sizes: list[list[int]], percent: int) -> int:
     """Return the bytes that FlexGen keeps in memory at this percentage.
 
-    After its `init_weight_list`: the disk takes the first matrices of each list, memory the last.
+    As in its `init_weight_list`, the disk takes the first matrices of each list, memory the last.
     """
     total = 0
     for sublayer in sizes:
@@ -74,7 +75,7 @@ def percent_for_share(sizes: list[list[int]], share: float) -> int:
 
 
 def convert(model: Path, target: Path) -> None:
-    """Write the model's tensors as FlexGen's float16 .npy files, published by rename."""
+    """Write the model's tensors as FlexGen's float16 .npy files, published by one rename."""
     checkpoint = Checkpoint(model)
     with publish_dir(target) as staging:
         for name in checkpoint:
@@ -98,7 +99,7 @@ class _NoStream:
 
 
 def _patch_torch() -> None:
-    """Give torch's CUDA calls that FlexGen makes a meaning on the CPU: none."""
+    """Replace the CUDA calls of torch that FlexGen makes by functions that do nothing."""
     import torch
 
     plain_empty: Any = torch.empty
@@ -120,7 +121,7 @@ def _patch_torch() -> None:
 
 
 def _link_disk_weights() -> None:
-    """Let FlexGen's disk tier link the converted files: it would copy them, into as many bytes."""
+    """Let FlexGen's disk tier link the converted files, where it would copy all their bytes."""
     from flexgen.pytorch_backend import DeviceType, TorchTensor
 
     copy_into: Any = TorchTensor.load_from_np_file
@@ -190,7 +191,7 @@ def _disk_tier(folder: Path) -> Iterator[Any]:
     try:
         yield disk
     finally:
-        # Its copy threads are no daemons: left open, the process would never end.
+        # Its copy threads are not daemons: unless closed, they would keep the process alive.
         disk.close_copy_threads()
         shutil.rmtree(folder, ignore_errors=True)
 

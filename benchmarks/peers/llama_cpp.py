@@ -2,8 +2,8 @@
 """llama.cpp with a mapped model file: the system's page cache decides what stays in memory.
 
 llama.cpp has no graph for OPT. The same tensors are stored under its GPT-2 graph, which has the
-same sizes (layer norms with biases, learned positions, one FFN of two matrices): the bytes of the
-matrices are those of the model folder, the activation is GELU instead of ReLU, the text differs.
+same sizes (layer norms with biases, learned positions, one FFN of two matrices). The bytes of the
+matrices are those of the model folder; the activation is GELU instead of ReLU, so the text differs.
 Norms, biases and positions are float32, as llama.cpp's own converter stores them.
 """
 
@@ -30,7 +30,7 @@ _FILE_NAME = "model.gguf"
 def convert(model: Path, target: Path) -> None:
     """Write the model folder as a GGUF file, one tensor in memory at a time, published by rename.
 
-    Raises ValueError for a model whose graph GPT-2's cannot stand for.
+    Raises ValueError for a model that GPT-2's graph cannot represent.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
@@ -65,7 +65,7 @@ def convert(model: Path, target: Path) -> None:
 
 
 def _tensor_names(num_layers: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield each GGUF tensor with the tensors it is made of, in the order of use."""
+    """Yield each GGUF tensor with its source tensors, in the order of use."""
     prefix = "model.decoder."
     yield "token_embd.weight", [f"{prefix}embed_tokens.weight"]
     yield "position_embd.weight", [f"{prefix}embed_positions.weight"]
@@ -110,7 +110,7 @@ def source_version(program: Path) -> str:
 
 
 def main() -> None:
-    """Convert, or become the program: no Python then takes part of the memory limit."""
+    """Convert, or exec the program, so that no Python takes part of the memory limit."""
     arguments = parse_arguments(__doc__)
     target = arguments.work / _FILE_NAME
     if arguments.prepare:

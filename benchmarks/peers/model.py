@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OPT models of random weights at real sizes, written without ever being in memory.
+"""OPT models of random weights at real sizes, written without holding a whole model in memory.
 
 `opt_dir("opt-6.7b", folder)` writes a folder that vLLM, transformers and the peers load: bfloat16
 safetensors of at most 1 GB, config and the demo tokenizer. Biases are 0, norms 1, matrices are
-N(0, 0.02), embeddings tied. Every matrix is a cut, at a place of its own, from one seeded block of
-random numbers laid end to end: 13 GB are then written as fast as the disk takes them. The block's
-length is a prime, so rows of a matrix are never repeated in step with it.
+N(0, 0.02), embeddings tied. One block of seeded random numbers is repeated end to end, and every
+matrix is a cut from it at its own offset, so 13 GB are written as fast as the disk takes them. The
+block's length is a prime, so that rows of a matrix never repeat.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from benchmarks.harness.cache import publish_dir
 from benchmarks.inputs.model import demo_model_dir
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
-"""Numbers in bfloat16."""
+"""Tensor values as bfloat16 bits."""
 
 Values: TypeAlias = Callable[[str, tuple[int, ...]], Iterator[Bits]]
-"""Yields a tensor's numbers, by name and shape, in pieces of any size."""
+"""Function that yields a tensor's values, by name and shape, in pieces of any size."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SHARD_BYTES = 10**9
@@ -36,8 +36,8 @@ _BLOCK_LENGTH = 8_388_593  # a prime
 _STD = 0.02
 _BF16_ONE = 0x3F80
 _ITEM_BYTES = 2
-POSITION_OFFSET = 2  # OPT's first two rows of positions are for padding
-_RECIPE = 1  # counts changes of the bytes that are written
+POSITION_OFFSET = 2  # the first two rows of OPT's position table are for padding
+_RECIPE = 1  # increases when the written bytes change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class OptShape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights in 16 bit."""
+        """Return the bytes of all weights in 16 bit."""
         return sum(_num_bytes(shape) for _, shape in self.tensors())
 
     def config(self) -> dict[str, object]:
@@ -110,8 +110,8 @@ def opt_dir(
     """Return the folder, inside `folder`, of a random OPT of this shape; written on first use.
 
     The same shape and seed give the same bytes on every machine. The tokenizer is the demo model's
-    unless `tokenizer_dir` names a folder with another. Raises KeyError, naming the shapes there
-    are, for an unknown shape.
+    unless `tokenizer_dir` names a folder with another. Raises KeyError, naming the known shapes,
+    for an unknown one.
     """
     if shape not in SHAPES:
         raise KeyError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
@@ -141,8 +141,8 @@ def write_opt(
 ) -> None:
     """Write config.json, the index and the shards of a model into the folder `out`.
 
-    A shard takes at most `shard_bytes`, unless one tensor alone is larger. Memory: one block of 17
-    MB, and three times as much while it is drawn.
+    A shard takes at most `shard_bytes`, unless one tensor alone is larger. It needs one block of 17
+    MB of memory, and three times as much while the block is drawn.
     """
     rng = np.random.default_rng(seed)
     block = _random_block(rng)
@@ -159,11 +159,11 @@ def write_tensors(
     shard_bytes: int = _SHARD_BYTES,
     alignment: int = 8,
 ) -> None:
-    """Write what `write_opt` writes, with the numbers that `values` gives.
+    """Write the files that `write_opt` writes, with the values from `values`.
 
     Args:
         alignment: of the data in a shard, bytes. With 4096 every tensor of the real shapes begins
-            at a block of the disk, so O_DIRECT reads its rows as they are.
+            at a disk block, so O_DIRECT can read its rows directly.
     """
     shards = _shards(shape, shard_bytes)
     weight_map = {}
@@ -209,7 +209,7 @@ def _shards(shape: OptShape, shard_bytes: int) -> list[dict[str, tuple[int, ...]
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> Bits:
-    """Round to nearest, ties to even. `values` are used up: they hold nothing of use after this."""
+    """Round to nearest, ties to even; `values` is overwritten."""
     bits = values.view(np.uint32)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return (bits >> 16).astype("<u2")
@@ -223,7 +223,7 @@ def _random_block(rng: np.random.Generator) -> Bits:
 
 
 def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[int, ...]], alignment: int) -> None:
-    """Write the head of a safetensors file: 8 bytes of length, then JSON, then the data follow."""
+    """Write the header of a safetensors file: 8 bytes of length, then JSON; the data follow."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in tensors.items():
@@ -231,7 +231,7 @@ def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[int, ...]], alignm
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + 8) % alignment)  # the data begin aligned
+    text += b" " * (-(len(text) + 8) % alignment)  # aligns the data
     file.write(len(text).to_bytes(8, "little") + text)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks, by the part of the plugin that they measure."""
+"""Benchmarks, grouped by the part of the plugin that they measure."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder and prompts of a size that needs no package and no time."""
+"""Fixtures: a model folder and prompts that are small and need no package."""
 
 import json
 
@@ -10,7 +10,7 @@ from benchmarks.inputs import workload
 
 @pytest.fixture
 def fake_model(tmp_path, monkeypatch):
-    """The folder of a small Llama's configuration; ShareGPT is 120 prompts of 300 tokens."""
+    """Make the folder of a small Llama's configuration; ShareGPT is 120 prompts of 300 tokens."""
     config = {
         "num_hidden_layers": 30,
         "num_attention_heads": 9,

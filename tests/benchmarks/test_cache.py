@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared inputs appear whole or not at all."""
+"""Prepared inputs are published whole or not at all."""
 
 import pytest
 

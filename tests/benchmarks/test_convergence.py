@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an adaptive expansion has found its level: worked out by hand from noted levels."""
+"""Convergence of an adaptive expansion, computed by hand from recorded levels."""
 
 import pytest
 

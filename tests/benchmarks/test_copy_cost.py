@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies beside an engine: how fast they go, and what is read off the rounds."""
+"""Copies that run during rounds: their rate, and the figures from the rounds."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def test_a_copier_that_is_not_held_back_really_copies():
             time.sleep(0.01)
     pages = copier._near.words[:, 0]
     assert (copier._near.words == pages[:, None]).all()
-    assert (np.diff(pages.reshape(2, -1), axis=1) == 1).all()  # two slabs, as they are
+    assert (np.diff(pages.reshape(2, -1), axis=1) == 1).all()  # two whole far regions
 
 
 def rounds(label, *, seconds, copied_gb=None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's table says what was measured."""
+"""The demo's table shows what was measured."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_nothing_is_divided_by_zero():
 
 @pytest.fixture
 def made_up(monkeypatch, tmp_path):
-    """Let the demo "measure" this many equal outputs of 40 on a machine this disturbed."""
+    """Let the demo "measure" the given number of equal outputs (of 40) and disturbance."""
 
     def measure_as(equal, foreign=0.01):
         monkeypatch.setattr(demo, "demo_model_dir", lambda: tmp_path)

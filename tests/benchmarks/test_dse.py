@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PRESERVE's exploration as a benchmark: its keys, its worst error, and its table."""
+"""PRESERVE's design-space exploration as a benchmark: its keys, its worst error, and its table."""
 
 import pytest
 

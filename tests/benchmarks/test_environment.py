@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stamp says where a result comes from, and progress says how far a run is."""
+"""The stamp names a result's origin, and the progress display counts a run's steps."""
 
 import json
 from datetime import datetime

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ffn_batch: where dense overtakes sparse, and how good the plugin's choice was."""
+"""ffn_batch: the batch at which dense overtakes sparse, and the quality of the plugin's choice."""
 
 import json
 from dataclasses import replace
@@ -102,7 +102,7 @@ def test_dense_is_forced_and_the_rest_left_alone(monkeypatch):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """A tiny planted model's folder, and a store of it."""
+    """Return the folder of a tiny model with synthetic sparsity, and its store."""
     folder = tmp_path_factory.mktemp("planted")
     model = planted_dir("opt-tiny", folder)
     return model, planted_store(model, folder)
@@ -130,7 +130,7 @@ def test_a_batch_is_decoded_in_each_way(planted):
     runs = limited.measure("batches", command, None, 1)["runs"]
     assert [(run["batch"], run["path"]) for run in runs] == [(b, p) for b in (1, 3) for p in PATHS]
     for run in runs:
-        # The first token comes with the prompt.
+        # The prompt's step gives the first token.
         assert len(run["seconds_per_step"]) == settings.new_tokens - 1
         steps = (settings.new_tokens - 1) * PLANTED["opt-tiny"].sizes.num_layers
         kind = {"sparse": "ffn_sparse_steps", "dense": "ffn_dense_steps"}
@@ -146,10 +146,10 @@ def test_a_contender_decodes_with_chosen_neurons(planted):
     assert len(measured["seconds_per_token"]) == load.new_tokens - 1
     assert [len(ids) for ids in measured["tokens"]] == [load.new_tokens] * 2
     use = measured["use"]
-    # So small a model may be found to be faster densely after a while.
+    # Such a small model may turn out to be faster densely after a while.
     steps = 11 * PLANTED["opt-tiny"].sizes.num_layers
     assert 0 < use["ffn_sparse_steps"] <= steps
-    # Four of five neurons were wanted for the token before.
+    # Four of five neurons were needed for the token before.
     assert use["ffn_hits"] > 2 * use["ffn_misses"] > 0
     assert use["ffn_storage_bytes"] >= 1024 * use["ffn_misses"]
     assert measured["prefill_seconds"] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ffn_flash: what is read is what a token wants, and how the figures follow."""
+"""ffn_flash: each technique reads what a token needs, and the figures follow."""
 
 import json
 import os

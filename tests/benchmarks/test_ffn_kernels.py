@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the FFN's kernels, on regions small enough for a test."""
+"""The benchmark of the FFN's kernels, with cache buffers small enough for a test."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_it_measures_every_product_once():
 
 
 def test_it_counts_the_bytes_that_are_read(monkeypatch):
-    """Every product takes a second of a fake clock."""
+    """Every matmul takes a second of a fake clock."""
     monkeypatch.setattr(ffn_kernels, "_seconds", lambda compute: 1.0)
     result = ffn_kernels.run(replace(SMALL, hidden=(128,), batches=(1,)), lambda line: None)
     rates = {(k["bits"], k["product"]): k["gb_per_s"] * 1e9 for k in result["kernels"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ffn_mixed: who gets which limit and settings, what is skipped and said, how figures follow."""
+"""ffn_mixed: limits and settings of each contender, skipped peers, and the figures."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ SECONDS[UNCACHED] = 0.3
 
 
 class Runs:
-    """Stands for the processes; remembers who ran under which limit."""
+    """Replaces the processes; records each contender's limit."""
 
     def __init__(self):
         self.seen = []
@@ -86,7 +86,7 @@ def test_figures_follow_from_the_runs(runs, settings):
     assert result["ratio_to_dense"] == pytest.approx(0.5)
     assert result["mixed_precision_gain"] == pytest.approx(2.0)
     assert result["cache_gain"] == pytest.approx(3.0)
-    # The same memory for twenty times as long.
+    # The same memory is used for twenty times as long.
     assert result["carbon_ratio"] == pytest.approx(20.0)
     assert set(result["policies"]) == set(POLICIES)
     assert result["policies"]["window"]["tokens_per_s"] == pytest.approx(1 / 0.15)

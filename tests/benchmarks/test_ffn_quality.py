@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of quality: its variants, its arithmetic, its texts, and the ReLU model's bytes."""
+"""The quality benchmark: its variants, arithmetic and texts, and the ReLU model's bytes."""
 
 import gzip
 import json
@@ -158,7 +158,7 @@ def test_training_makes_a_model_that_opt_loads(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([list(b"abababab")])).logits[0]
-    assert logits.argmax(dim=1)[4:].tolist() == list(b"baba")  # after a comes b
+    assert logits.argmax(dim=1)[4:].tolist() == list(b"baba")  # b follows a
     assert relu_model.relu_model_dir(settings, tmp_path) == folder
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ffn_swiglu: who is given what, and how figures follow."""
+"""ffn_swiglu: the inputs of each contender, and the figures."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def run_of(name):
 
 @pytest.fixture
 def seen(monkeypatch, tmp_path):
-    """What was measured, of a preparation, runs and texts that take no time."""
+    """Return the recorded measurements of a preparation, runs and texts that take no time."""
     seen: list[tuple[str, list[str]]] = []
 
     def measure(name, command, limit_bytes, threads):
@@ -64,7 +64,7 @@ def test_figures_follow_from_the_runs(seen, tmp_path):
 def test_each_round_has_a_prompt_of_its_own_for_all(seen, tmp_path):
     settings = settings_in(tmp_path)
     ffn_swiglu.run(settings, lambda text: None)
-    measured = seen[1:]  # but for the start that makes the file of layers
+    measured = seen[1:]  # except the start that makes the file of layers
     assert len(measured) == settings.rounds * len(CONTENDERS)
     prompts = [command[command.index("--prompt") + 1] for _, command in measured]
     by_round = [set(prompts[:4]), set(prompts[4:])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kit for a host without network, on small wheels: cut, joined, damaged, installed."""
+"""The kit for a host without network, with small wheels: cut, joined, damaged, installed."""
 
 import base64
 import csv
@@ -78,7 +78,7 @@ def make_kit(wheels, folder: Path, part_bytes: int = 1000) -> Kit:
 
 @pytest.fixture
 def kit(wheels, tmp_path):
-    """A whole kit in a folder of its own."""
+    """Return a complete kit in its own folder."""
     folder = tmp_path / "kit"
     folder.mkdir()
     make_kit(wheels, folder)
@@ -88,7 +88,7 @@ def kit(wheels, tmp_path):
 @pytest.mark.parametrize("part_bytes", [1, 999, 10**6])
 def test_what_is_cut_is_joined_to_the_same_wheels(wheels, tmp_path, part_bytes):
     if part_bytes == 1:
-        wheels = wheels[1:]  # a part for each byte
+        wheels = wheels[1:]  # one part for each byte
     folder, joined = tmp_path / "kit", tmp_path / "joined"
     folder.mkdir()
     joined.mkdir()
@@ -207,7 +207,7 @@ def test_only_a_published_wheel_is_repacked(name):
 
 @pytest.fixture
 def index(wheels, monkeypatch):
-    """A folder as pip's only index; what pip was asked to do is noted."""
+    """Make a folder pip's only index, and record the calls of pip."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels[0].parent))
     asked = []
@@ -256,7 +256,7 @@ def test_accepting_what_no_host_was_named_for_is_refused(tmp_path):
 
 
 def test_a_kit_installs_without_network(wheels, tmp_path, capsys):
-    """One of the two wheels is a repacked one."""
+    """One of the two wheels has been repacked."""
     folder = tmp_path / "kit"
     folder.mkdir()
     lean_wheel, _ = repack(wheels[1], tmp_path, lambda name: name == "two_more.py")
@@ -277,7 +277,7 @@ def test_a_kit_installs_without_network(wheels, tmp_path, capsys):
 
 
 def test_the_hosts_own_packages_are_behind_the_environment(index, tmp_path, capsys):
-    """psutil stands for what the host has; `two` is not brought and is not there."""
+    """psutil stands for the host's package; `two` is neither included nor installed."""
     host = tmp_path / "host.json"
     host.write_text(json.dumps([{"name": "two", "version": "1.5"}]))
     made = collect(order(tmp_path, host_packages=host), print)

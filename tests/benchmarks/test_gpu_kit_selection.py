@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kit brings of what pip resolved, and what is left to the host."""
+"""The distributions that a kit includes of those pip resolved, and those left to the host."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_without_a_host_everything_is_brought():
 def test_what_the_host_has_in_a_version_that_fits_is_left_to_it():
     host = {"numpy": "2.3.9", "torch": "2.11.0", "six": "1.16.0", "kernels": "1.0"}
     found = select(RESOLUTION, "root", host=host, dropped={})
-    # numpy fits, torch does not; of kernels the host may lack the extra.
+    # numpy fits, torch does not; the host may lack the extra of kernels.
     assert names(found) == ["cuda-libs", "quick", "root", "torch"]
     assert {entry.name: entry.host_version for entry in found.left_out} == {
         "numpy": "2.3.9",

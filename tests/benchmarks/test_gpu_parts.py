@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that need a GPU: refused without one, and their arithmetic and engines with doubles."""
+"""The parts that need a GPU: refused without one; their arithmetic and engines with fakes."""
 
 import json
 import subprocess
@@ -288,7 +288,7 @@ def test_near_bytes_of_groups():
 
 
 def without_kv_counters(seconds):
-    """As engines with `kv.enabled` false answer."""
+    """Return a round as engines with `kv.enabled` false give it."""
     return lambda spec, requests: make_round(spec.label, seconds=seconds[spec.label])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HeLM's table IV and what its text states, reproduced by the cost model."""
+"""The cost model reproduces HeLM's table IV and the statements of its text."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def test_every_ratio_of_table_iv_is_within_15_percent(result):
 
 
 def test_decoding_is_nearer_than_prefill(result):
-    """Decoding, which the placements are compared by, is within 10 % on every link."""
+    """Decoding, by which the placements are compared, is within 10 % on every link."""
     errors = [abs(e["error"]) for e in result["table_iv"] if e["stage"] == "decode"]
     assert max(errors) <= 0.10
 
@@ -35,7 +35,7 @@ def test_what_the_text_states_is_within_8_percent(result, index):
 
 
 def test_which_side_of_1_a_ratio_is_on(result):
-    """Only where HeLM and CXL-ASIC meet does attention hide the FFN's load (V-D)."""
+    """Attention hides the FFN's load only with HeLM on CXL-ASIC (V-D)."""
     hidden = {
         (entry["placement"], entry["link"])
         for entry in result["table_iv"]
@@ -47,7 +47,7 @@ def test_which_side_of_1_a_ratio_is_on(result):
 
 
 def test_the_comparison_can_fail(monkeypatch):
-    """A machine that expands weights twice as fast is not the paper's."""
+    """A machine that expands weights twice as fast does not match the paper's."""
     monkeypatch.setattr(helm_paper, "EXPANDED_WEIGHTS_PER_S", 94e9)
     assert helm_paper.run(helm_paper.Settings(), lambda _: None)["worst_ratio_error"] > 0.3
 
@@ -68,7 +68,7 @@ def test_result_is_whole_and_json(result):
 
 
 def test_44_requests_fit_the_card_with_all_weights_far_only(result, monkeypatch):
-    """The card's bytes decide it: 33 GiB with All-CPU, 41 with FlexGen, 63 with HeLM (V-C)."""
+    """The card's bytes decide: 33 GiB with All-CPU, 41 with FlexGen, 63 with HeLM (V-C)."""
     largest = {(run["placement"], run["requests"]) for run in result["runs"]}
     assert largest == {(name, 1) for name in ("flexgen", "helm", "all_far")} | {
         (name, 8) for name in ("flexgen", "helm", "all_far")
@@ -81,7 +81,7 @@ def test_44_requests_fit_the_card_with_all_weights_far_only(result, monkeypatch)
 
 
 def test_the_machine_is_the_one_that_plans_are_made_for(monkeypatch):
-    """One profile: with another one table IV would not come out."""
+    """Plans use the same profile: with another one table IV would not be reproduced."""
     assert load_profile("a100-optane") == helm_paper.MACHINE
     assert helm_figures.LINK_GB_PER_S["nvdram"] == helm_paper.MACHINE.read_gb_per_s
     slower = dataclasses.replace(helm_paper.MACHINE, tflops=100.0)

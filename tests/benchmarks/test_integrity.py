@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of a soak are made after the step they check, counted, and their errors pass on."""
+"""A soak's checks run after the step they check, are counted, and propagate errors."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ class Owner:
 
 @pytest.fixture
 def owner():
-    """A class whose `step` is checked, and its part, which refuses values above 9."""
+    """Return a class whose `step` is checked; its part refuses values above 9."""
 
     class Checked(Owner):
         step = Owner.step

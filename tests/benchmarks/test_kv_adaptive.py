@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive against fixed: who gets into the finals, what is compared, and what is reported."""
+"""Adaptive against fixed expansions: selection of the finalists, comparison, reported figures."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def test_only_the_fastest_of_the_sweep_run_in_the_finals(fakes):
 
 
 def test_finals_are_repeated_with_engines_started_anew(fakes):
-    """In the other order the second time; all rounds count, of the same two."""
+    """The second order is reversed; all rounds of the same two engines count."""
     settings = dataclasses.replace(
         SETTINGS, workloads=("sharegpt",), budgets=(0.25,), finalists=1, starts=3
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies side by side: what differs between the engines, and what the ratios are over."""
+"""Policies side by side: the engines' differences, and the bases of the ratios."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def seconds_of(spec):
 
 @pytest.fixture
 def ran(monkeypatch, fake_model):
-    """Result, steps reported, and specifications of a run without vLLM."""
+    """Return the result, the reported steps and the specifications of a run without vLLM."""
     fakes = FakeEngines(answer_in(seconds_of))
     for module in (kv_policy, kv_workloads):
         monkeypatch.setattr(module, "engines", fakes)

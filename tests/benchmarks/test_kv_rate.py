@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates as multiples of vLLM's own, the same requests at each, and what is compared with vLLM."""
+"""Rates are multiples of vLLM's own; requests are the same at each; figures compare with vLLM."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_all_systems_serve_the_same_requests_faster_at_twice_the_rate(fakes):
         assert before.arrival_s == pytest.approx(2 * after.arrival_s)
     for engine in plugin[:-1]:
         assert engine.rounds == at_rates
-    # The adaptive engine, last, first runs a round that is not measured, at each rate.
+    # The adaptive engine comes last and first runs an unmeasured round at each rate.
     assert plugin[-1].rounds == [slow, *at_rates[:2], fast, *at_rates[2:]]
 
 

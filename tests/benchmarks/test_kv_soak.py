@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak: it ends in time, notices what goes wrong, and its figures can be checked by hand."""
+"""The soak ends in time and notices errors; its figures can be checked by hand."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ def request(name, num_output=4):
 
 
 class Minutes:
-    """A clock that a round moves on by `per_round` minutes."""
+    """Clock that advances by `per_round` minutes with each round."""
 
     def __init__(self, per_round):
         self.spec: Any = None
@@ -106,7 +106,7 @@ def test_the_sample_is_of_requests_that_answered():
 
 def test_memory_slope_and_growth_are_of_the_second_half():
     minutes = [float(i) for i in range(1, 17)]
-    # It fills for half the time, then grows by 2 MiB a minute.
+    # Memory fills for half the time, then grows by 2 MiB a minute.
     rss = [100.0 * m if m < 8 else 800.0 + 2 * m for m in minutes]
     figures = kv_soak.rss_figures(minutes, rss)
     assert figures["rss_slope_mib_per_minute"] == pytest.approx(2.0)
@@ -157,7 +157,7 @@ def run_with_fakes(monkeypatch, fake_model, tmp_path):
 
 
 def echo(spec, requests):
-    """Answers every request with its prompt, over and over."""
+    """Answer every request with its prompt, repeated."""
     tokens = [
         [request.prompt_token_ids[i % len(request.prompt_token_ids)] for i in range(length)]
         for request in requests

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far pages on the SSD: where they go, what they are compared with, bytes per token."""
+"""Far pages on the SSD: their folder, the systems compared, and bytes per token."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV benchmark: sizes, headline figures, keys, and its refusal; engines are stood in for."""
+"""The KV benchmark: sizes, headline figures, keys, and its refusal, with fake engines."""
 
 import dataclasses
 import json
@@ -101,7 +101,7 @@ def test_systems_differ_in_label_and_plugin_only(plan):
 
 
 def measured(plugin_seconds, *, vllm=4.0, ceiling=1.0):
-    """Three rounds of each system; 400 tokens each, so tokens/s are 400 over the seconds."""
+    """Return three rounds of 400 tokens for each system: tokens/s are 400 over the seconds."""
     systems = {
         BASELINE: [make_round(seconds=vllm, preemptions=8.0, tpot_s=0.2)] * 3,
         CEILING: [make_round(seconds=ceiling)] * 3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of prefetching behind all-reduces: its arithmetic and what it refuses to report."""
+"""The benchmark of prefetching behind all-reduces: arithmetic, and results it refuses to report."""
 
 import pytest
 

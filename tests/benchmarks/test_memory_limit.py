@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program under a memory limit: the limit holds, and what happened is told apart."""
+"""A program under a memory limit: the limit holds, and outcomes can be told apart."""
 
 import subprocess
 import sys

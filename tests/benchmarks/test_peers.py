@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers' table, command lines and answers; what share of the weights they keep."""
+"""The peers' table, command lines and answers, and the share of the weights they keep."""
 
 import json
 import sys
@@ -26,14 +26,14 @@ RUN = peers.PeerRun(
 
 
 def installed_for(peer, without=()):
-    """Return the versions of an environment with all that a contender needs."""
+    """Return the versions of an environment with everything that a contender needs."""
     everything = {name: peer.versions.get(name, "1.0") for name in peer.packages}
     return {name: version for name, version in everything.items() if name not in without}
 
 
 @pytest.fixture
 def environment(tmp_path):
-    """The interpreter of an environment that has the program."""
+    """Return the interpreter of an environment that has the program."""
     (tmp_path / "bin").mkdir()
     for name in ("python", peers.LLAMA_BENCH):
         (tmp_path / "bin" / name).write_text("")
@@ -179,7 +179,7 @@ def test_flexgen_keeps_whole_matrices_within_the_share():
     sizes = flexgen.sublayer_sizes(config)
     total = sum(map(sum, sizes))
     embedding = 2 * 50272 * 4096
-    assert total == SHAPES["opt-6.7b"].num_bytes + embedding  # the tied one, twice
+    assert total == SHAPES["opt-6.7b"].num_bytes + embedding  # counts the tied embedding twice
     assert flexgen.resident_bytes(sizes, 0) == 0
     assert flexgen.resident_bytes(sizes, 100) == total
     # 30 %: the output projection and the second FFN matrix of each layer, 5 of 12 units.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random OPT folders are loadable, of the stated size, and the same in llama.cpp's format."""
+"""Random OPT folders load, have the stated size, and are the same in llama.cpp's format."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_transformers_loads_exactly_these_weights(folder):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert not report["mismatched_keys"]
-    parameters = dict(loaded.named_parameters())  # the tied embedding once
+    parameters = dict(loaded.named_parameters())  # has the tied embedding once
     assert sum(p.numel() for p in parameters.values()) * 2 == TINY.num_bytes
     stored = checkpoint.Checkpoint(folder)
     for name, parameter in parameters.items():
@@ -52,7 +52,7 @@ def test_the_files_have_the_stated_bytes_in_shards_of_bounded_size(folder):
     assert stored.num_bytes == TINY.num_bytes
     assert set(stored) == set(index["weight_map"]) == {name for name, _ in TINY.tensors()}
     for path in files:
-        assert path.stat().st_size <= TINY.num_bytes // 3 + 16384  # and its header
+        assert path.stat().st_size <= TINY.num_bytes // 3 + 16384  # the limit and its header
 
 
 def test_matrices_are_random_and_differ_norms_are_one_biases_zero(folder):
@@ -147,7 +147,7 @@ def test_gguf_holds_the_same_matrices(folder, tmp_path):
     positions = checkpoint.to_float32(stored["model.decoder.embed_positions.weight"])[2:]
     np.testing.assert_array_equal(tensors["position_embd.weight"].data, positions)
     np.testing.assert_array_equal(tensors["blk.1.attn_norm.weight"].data, np.ones(64, np.float32))
-    # Every element of the model but the two unused positions, once.
+    # Every element of the model once, except the two unused positions.
     elements = sum(int(tensor.n_elements) for tensor in tensors.values())
     assert elements == TINY.num_bytes // 2 - 2 * TINY.hidden_size
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links scaled so that the paper's ratios hold by construction, and batches by arithmetic."""
+"""Links are scaled so that the paper's ratios hold, and batch sizes follow by arithmetic."""
 
 import hypothesis.strategies as st
 import pytest
@@ -36,11 +36,11 @@ def test_fewer_layers_keep_the_heads_share():
 
 @given(attention=SECONDS, ffn=SECONDS)
 def test_a_layers_ratio_is_table_ivs_by_construction(attention, ffn):
-    """Whatever the engine computes: both of its ratios, weighed by their loads, are the paper's."""
+    """Both ratios, weighted by their loads, are the paper's, whatever the engine's compute time."""
     links = plan.scaled_links(SHAPE, compute(attention, ffn))
     over_ffn, over_attention = plan.ratios(ALL_FAR, compute(attention, ffn), links["nvdram"])
     paper_over_ffn, paper_over_attention = decode_ratios("all_far", "nvdram")
-    # The FFN has twice the bytes of attention, but for a few biases.
+    # The FFN has twice the bytes of attention, except for a few biases.
     ours = (2 * over_ffn + over_attention) / 3
     assert ours == pytest.approx((2 * paper_over_ffn + paper_over_attention) / 3, rel=0.001)
 
@@ -68,7 +68,7 @@ def test_the_ratios_of_cxl_follow():
 
 @pytest.mark.parametrize("layers", [6, 24])
 def test_the_card_has_room_that_helms_placement_leaves_idle(layers):
-    """38 GiB less 1.20 of embeddings, 0.65 of KV and 0.63 of slots, for 91.2 GiB of layers."""
+    """Near share: 38 GiB less embeddings 1.20, KV 0.65 and buffers 0.63, of 91.2 GiB of layers."""
     shape = model_shape(plan.opt_config(layers))
     helm = place("helm", shape.sublayers)
     card_share = (plan.card_near_bytes(shape) - helm.buffer_bytes) / shape.layer_bytes
@@ -101,7 +101,7 @@ def test_ratios_of_a_layer_without_far_weights():
 
 
 def test_the_pipelines_model_expects_the_papers_gains():
-    """Written down before it is measured: 29 % shorter steps, 5.3 times the throughput."""
+    """Before any measurement the model predicted 29 % shorter steps and 5.3x the throughput."""
     links = plan.scaled_links(SHAPE, compute())
     seconds = {
         placement.policy: plan.expected_seconds(SHAPE, placement, compute(), links["nvdram"])
@@ -119,14 +119,14 @@ def test_the_budget_holds_as_many_as_it_was_made_for(requests):
 
 
 def test_what_all_weights_far_leave_for_kv():
-    """30 blocks of 32 tokens: FlexGen's attention output matrices, near, take as much."""
+    """30 blocks of 32 tokens fit, where FlexGen has its near attention output matrices."""
     budget = plan.near_budget(SHAPE, FLEXGEN, 7, 32)
     assert plan.largest_batch(SHAPE, ALL_FAR, budget, 32) == 37
     assert plan.largest_batch(SHAPE, HELM, budget, 32) == 0
 
 
 def test_in_flexgens_memory_all_cpu_is_the_most_that_can_be_served():
-    """A request more is worth more than what its KV's bytes would keep near, on any link."""
+    """One more request gains more than its KV's bytes would as near weights, on any link."""
     near_bytes = plan.near_budget(SHAPE, FLEXGEN, 8, 32)
     for speed in plan.scaled_links(SHAPE, compute()).values():
         split = plan.planned_split(SHAPE, compute(), speed, near_bytes, 37, 32)

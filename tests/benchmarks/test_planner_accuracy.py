@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted against measured: what is compared, what errors are, and a real engine."""
+"""Predicted against measured times: the configurations, the errors, and a real engine."""
 
 import dataclasses
 import json
@@ -118,7 +118,7 @@ def test_profiles_compare_a_dozen_configurations():
 
 
 def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
-    """In float32, as the smallest shapes are; how near the prediction is, is not the question."""
+    """Run in float32, as the smallest shapes are; the prediction's accuracy is not tested."""
     monkeypatch.setenv("VLLM_TIERED_CACHE", str(tmp_path))
     tiny = {**shapes.PLANNED_SHAPES["opt"], "num_hidden_layers": 2, "ffn_dim": 512}
     tiny |= {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}

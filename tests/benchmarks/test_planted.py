@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted models: loadable, with the planted statistics, and a predictor that finds them."""
+"""Models with synthetic sparsity load, have the intended statistics, and a predictor for them."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_the_stream_grows_as_the_thresholds_were_set_for(model, prompts):
     assert first[:, NUM_LATENT:].square().mean() == pytest.approx(1, rel=0.05)
     latent = first[:, :NUM_LATENT].square().sum(1).mean() / rest
     assert latent == pytest.approx(LATENT_ENERGY, rel=0.02)
-    # What transformers calls the last hidden state has gone through the last norm.
+    # transformers' last hidden state has passed the last norm.
     before_last = out.hidden_states[-2][0, :, NUM_LATENT:].square().mean()
     expected = 1 + GROWTH * (TINY.sizes.num_layers - 1) / TINY.sizes.num_layers
     assert before_last == pytest.approx(expected, rel=0.15)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every plot is drawn from a result of its benchmark's shape, and without matplotlib said so."""
+"""Every plot is drawn from a result of its benchmark; without matplotlib there is an error."""
 
 import json
 import struct

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaving, the processes' environment, and what becomes of a process that fails."""
+"""Interleaving, the processes' environment, and the handling of a process that fails."""
 
 import os
 
@@ -17,7 +17,7 @@ from tests.fixtures.rounds import make_round
 
 
 class Recorder:
-    """An engine that notes in which order rounds were run."""
+    """Engine that records the order in which rounds run."""
 
     def __init__(self, label, order, foreign_shares=()):
         self.spec = spec(label)
@@ -59,7 +59,7 @@ def test_a_disturbed_round_is_repeated_and_the_least_disturbed_attempt_counts():
     lines: list[str] = []
     busy = Recorder("A", order, [0.3, 0.2, 0.25, 0.01, 0.4, 0.0])
     results = interleave([busy, Recorder("B", order)], [], 2, lines.append, max_repeats=4)
-    # Round 1 of A takes 4 attempts (3 repeats), round 2 one repeat, and then none are left.
+    # Round 1 of A takes 4 attempts (3 repeats), round 2 takes one repeat, and then none are left.
     assert "".join(order) == "AAAABBAA"
     assert [result.foreign_cpu_share for result in results["A"]] == [0.01, 0.0]
     assert lines[0] == "round 1/2 A: 200 tokens/s, attempts 4"
@@ -89,7 +89,7 @@ def test_threads_are_set_only_where_they_are_given():
 
 
 def test_a_process_that_cannot_start_its_engine_says_why(monkeypatch, tmp_path):
-    # Without vLLM on the path: the import fails at once, in the process, as any start error would.
+    # Without vLLM on the path the import fails at once in the process, like any start error.
     monkeypatch.setattr(
         runner,
         "engine_environment",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop that drives an engine: arrivals, token times, peak of KV blocks, equal work."""
+"""The loop that runs an engine: arrivals, token times, peak of KV blocks, equal work."""
 
 import sys
 import time
@@ -65,7 +65,7 @@ class FakeLLM:
 
 @pytest.fixture
 def usage(monkeypatch):
-    """vLLM's parameter classes stood in for by dicts, and its KV usage gauge."""
+    """Replace vLLM's parameter classes by dicts, and yield its KV usage gauge."""
     vllm, sampling = ModuleType("vllm"), ModuleType("vllm.sampling_params")
     vllm.SamplingParams = dict  # type: ignore[attr-defined]
     sampling.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def usage(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling)
     gauge = Gauge("vllm:kv_cache_usage_perc", "made up")
     preemptions = Counter("vllm:num_preemptions", "made up")
-    preemptions.inc(5)  # of earlier rounds: not to be counted
+    preemptions.inc(5)  # from earlier rounds, not to be counted
     yield gauge
     REGISTRY.unregister(gauge)
     REGISTRY.unregister(preemptions)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half and an eighth of the demand near: close to what was measured, and what a link would give."""
+"""Half and an eighth of the demand near: the simulation against measurements, and with a link."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def figures():
 
 
 def test_the_cpu_is_where_it_was_measured(figures):
-    """A fixed expansion of 2.5 gave 496 of 561 tokens/s, calibration's own table."""
+    """A fixed expansion of 2.5 gave 496 of 561 tokens/s, in the calibration's own table."""
     cpu = figures["cpu-2core"]
     assert cpu["best_expansion"] == pytest.approx(2.5)
     assert cpu["fraction_of_ceiling"] == pytest.approx(496 / 561, abs=0.04)

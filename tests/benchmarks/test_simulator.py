@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator: its scheduler's books, its step times, and the controller on its loads."""
+"""The simulator: its scheduler's block accounting, its step times, the controller on its loads."""
 
 import dataclasses
 import json
@@ -195,8 +195,10 @@ def test_a_slow_link_bounds_the_step():
 
 
 def test_a_single_buffer_is_read_into_only_after_it_was_computed():
-    """Eleven far layers in a row, 0.9 ms of reading and 1 ms of computing each: in turns, but for
-    the first read, which the overhead hides."""
+    """Eleven far layers in a row take turns of 0.9 ms of reading and 1 ms of computing each.
+
+    Only the first read is hidden, by the overhead.
+    """
     in_turns = timed(num_far=11, read_bytes=900_000, num_staging_buffers=1)
     assert in_turns.stall_seconds == pytest.approx(10 * 0.9e-3)
     assert timed(num_far=11, read_bytes=900_000).stall_seconds == 0
@@ -270,7 +272,7 @@ def test_the_model_of_this_machine_is_within_6_percent_of_the_measured_table():
     ("near_blocks", "preemptions"), [(25, (47, 18)), (49, (40, 13)), (97, (23, 0))]
 )
 def test_preemptions_are_those_that_were_measured(near_blocks, preemptions):
-    """Of vLLM alone and at the best expansion (README)."""
+    """Preemptions of vLLM alone and at the best expansion match the README's."""
     case = calibration_case(near_blocks)
     best_level = 22 if near_blocks == 25 else 20
     alone, best = simulate(case, 0), simulate(case, best_level)
@@ -321,7 +323,7 @@ SLOWER_WITH_PARTIAL_BLOCKS_OFFLOADED = {
 
 
 def steady_figures(name):
-    """A minute or two of load, ramp included."""
+    """Return the figures of a minute or two of load, ramp included."""
     scenario = SCENARIOS[name]
     case = scenario.case(seconds=150, noise=0.05, seed=1)
     auto = simulate(case)
@@ -338,7 +340,7 @@ def steady_figures(name):
     ],
 )
 def test_auto_is_as_good_as_the_best_transparent_level(name):
-    """Within 3 %, and then at rest."""
+    """Throughput is within 3 % of it, and the level then hardly changes."""
     figures = steady_figures(name)
     assert figures["fraction_of_best_transparent"] > 0.97
     assert figures["stall_fraction"] < 0.02
@@ -355,7 +357,7 @@ def test_where_partial_blocks_are_dear_auto_loses_no_more(name):
 
 @pytest.mark.parametrize("name", [name for name in STEADY if SCENARIOS[name].uses_storage])
 def test_on_storage_auto_is_hardly_below_no_far_layer(name):
-    """Where every level costs more than it gives; ten minutes, of which it learns in one or two."""
+    """Every level costs more than it gives; one or two of the ten minutes go into learning that."""
     case = SCENARIOS[name].case(seconds=600, noise=0.05, seed=1)
     none = simulate(case, 0).tokens_per_s
     assert simulate(case, 15).tokens_per_s < 0.9 * none
@@ -402,7 +404,7 @@ def test_convergence_is_from_where_the_level_stays():
     assert steps_to_converge(a_run((30, 20), (100, 3), (200, 20)), levels) == 200
     assert steps_to_converge(a_run((600, 20)), levels) == 600
     assert steps_to_converge(a_run(), levels) == 0
-    # Level 48 has as many far layers as 20, but partial blocks move.
+    # Level 48 has as many far layers as level 20, but partial blocks are offloaded too.
     assert steps_to_converge(a_run((30, 20), (700, 48)), levels) == 700
     restless = [(s, 20 if s % 200 else 3) for s in range(0, 2000, 100)]
     assert steps_to_converge(a_run(*restless), levels) is None

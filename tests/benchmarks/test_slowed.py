@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products held to a rate, compute timed without waits, and the link of an engine that starts."""
+"""Matmuls held to a rate, compute timed without waits, and the link of a starting engine."""
 
 import time
 from dataclasses import replace
@@ -57,12 +57,12 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def products(monkeypatch):
-    """vLLM's linear modules are what has weights; here each path has as many."""
+    """Give each path the same number of weights, as there are no linear modules of vLLM here."""
     monkeypatch.setattr(slowed, "_products", lambda layer: dict.fromkeys(PATHS, WEIGHTS))
 
 
 def watched(rate, layers=2):
-    """Layers whose FFN waits before its second matrix, as the plugin's hooks would."""
+    """Return layers whose FFN waits before its second matrix, as the plugin's hooks would."""
     model: Any = torch.nn.ModuleList(Layer() for _ in range(layers))
     left = []
     for layer in model:
@@ -112,7 +112,7 @@ def test_rounds_do_not_share_times():
 
 
 def test_the_engines_device_has_the_link(monkeypatch):
-    # Put back after the test.
+    # Restored after the test.
     for name in ("make_device", "measure_sublayers"):
         monkeypatch.setattr(offloader, name, getattr(offloader, name))
     monkeypatch.setattr(kv_sharing, "measure_machine", kv_sharing.measure_machine)
@@ -152,7 +152,7 @@ def test_the_engines_own_measurement_sees_the_rate(monkeypatch):
 
 
 def test_so_does_the_machine_that_it_plans_from(monkeypatch):
-    """float32: a product of 100 weights has 400 bytes; one that takes longer stays as it is."""
+    """In float32 a matmul of 100 weights reads 400 bytes; one that takes longer is unchanged."""
     rows = {(1, 400): HOLD / 2, (4, 400): 2 * HOLD, (1, 800): HOLD, (4, 800): HOLD}
     curve = GemmCurve.of(rows)
     curves = MeasuredCurves(

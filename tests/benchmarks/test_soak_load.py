@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random load: reproducible, within the sizes an engine is started for, and varied."""
+"""The random load is reproducible and varied, and fits the engine's sizes."""
 
 from itertools import islice
 
@@ -61,7 +61,7 @@ def test_demand_differs_from_round_to_round(drawn):
 
 
 def test_calm_rounds_come_in_a_row(drawn):
-    """Long enough for the level to fall: 512 steps of 30 ms without a blocked one."""
+    """They are long enough for the level to fall: 512 steps of 30 ms without a blocked one."""
     is_calm = [
         max(request.num_tokens for request in requests) <= 96 + 48 and len(requests) <= 30
         for requests in drawn

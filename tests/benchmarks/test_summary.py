@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rounds to figures: every number here can be checked by hand."""
+"""Figures from rounds: every number here can be checked by hand."""
 
 import json
 import random

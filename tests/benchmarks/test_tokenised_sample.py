@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenised extract: made from a dataset file once, then read from the cache."""
+"""The tokenised sample is made from a dataset file once, then read from the cache."""
 
 import json
 
@@ -16,7 +16,7 @@ def conversation(num_question_words, num_answer_words):
 
 @pytest.fixture
 def tokenizer_dir(tmp_path):
-    """A tokenizer that makes every word "w" token 0."""
+    """Return a folder with a tokenizer that makes every word "w" token 0."""
     tokenizer = Tokenizer(models.WordLevel({"w": 0}, unk_token="w"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -25,7 +25,7 @@ def tokenizer_dir(tmp_path):
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    """A dataset file cut off in its last record: 10, 20, 2 (too short) and 30 word questions."""
+    """Make a dataset cut off in its last record: questions of 10, 20, 2 (too short), 30 words."""
     records = [conversation(10, 7), conversation(20, 8), conversation(2, 9), conversation(30, 6)]
     path = tmp_path / "data.json"
     path.write_text(json.dumps(records)[:-30], encoding="utf-8")

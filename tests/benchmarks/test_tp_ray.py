@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank against two: the arithmetic, and what is not reported."""
+"""One rank against two: the arithmetic, and results that are not reported."""
 
 import pytest
 

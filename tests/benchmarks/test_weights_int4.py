@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of perplexity in 4 bit: its arithmetic and what it refuses to report."""
+"""The benchmark of perplexity in 4 bit: its arithmetic, and results that it refuses to report."""
 
 import math
 

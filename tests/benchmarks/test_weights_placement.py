@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines are compared on which links, and what is read off their rounds, missed or met."""
+"""The engines and links that are compared, and the targets that their rounds meet or miss."""
 
 import json
 from dataclasses import replace
@@ -37,11 +37,11 @@ STEPS = {
     "throughput_helm": 0.33,
 }
 BLOCKS = {"throughput": 34, "throughput_helm": 100}
-"""That a plan leaves to the KV cache: of 33 requests, and of more than there are."""
+"""KV blocks that a plan leaves: for 33 requests, and for more than there are."""
 
 
 class LinkedEngine(FakeEngine):
-    """Notes the links it is given, and answers by that in force."""
+    """Records the links it is given, and answers by the current one."""
 
     def __init__(self, spec, answer, log_path):
         super().__init__(spec, answer, log_path)
@@ -57,7 +57,7 @@ class LinkedEngine(FakeEngine):
 
 
 class LinkedEngines(FakeEngines):
-    """Tells each engine that is started for a link whether it is the second."""
+    """Marks each engine that is started for the second link."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -87,7 +87,7 @@ class _Context:
 
 
 def answer(engine, requests, steps=STEPS, at_once=None):
-    """NVDRAM's steps are as in `steps`; DRAM's, the second link set, a tenth shorter."""
+    """Return a round; steps take `steps` on NVDRAM and a tenth less on DRAM, the second link."""
     name = engine.spec.label
     is_dram = len(engine.links) == 2 or engine.is_second
     gap = NEAR_STEP if name == NEAR else steps[name] * (0.9 if is_dram else 1.0)
@@ -116,7 +116,7 @@ planned_split = placement_plan.planned_split
 
 
 def plan_once(shape, compute, speed, near_bytes, *rest):
-    """The same in every test, and a second each time."""
+    """Return a cached plan: each takes a second, and all tests need the same ones."""
     key = (round(speed), near_bytes)
     if key not in PLANS:
         PLANS[key] = planned_split(shape, compute, speed, near_bytes, *rest)
@@ -156,7 +156,7 @@ def test_figures(monkeypatch):
 
 
 def test_throughput_over_the_others_by_memory(monkeypatch):
-    """All-CPU's 33 requests; as many steps of 0.44 s with its memory, of 0.33 with HeLM's."""
+    """All run 33 requests: `throughput` has 0.44 s steps in All-CPU's memory, 0.33 in HeLM's."""
     result, _, _ = measured(monkeypatch)
     assert result["batches"]["all_far"] == 33
     assert result["by_link"]["dram"]["batches"] == {
@@ -258,7 +258,7 @@ def test_a_placed_contender_has_the_memory_of_the_other_or_the_cards(monkeypatch
 
 
 def test_one_that_shares_its_memory_has_what_layers_and_kv_of_the_other_take(monkeypatch):
-    """And a block more, which no request gets; how large the KV cache is nobody says."""
+    """It also gets a block that no request uses; its KV cache has no given size."""
     result, fakes, _ = measured(monkeypatch)
     for contender in SHARING:
         spec = next(spec for spec in fakes.specs if spec.label == contender.name)

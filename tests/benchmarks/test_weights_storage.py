@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""weights_storage: who gets which limit, what is skipped and said, and how figures follow."""
+"""weights_storage: the limit of each contender, skipped peers, and the figures."""
 
 import json
 
@@ -25,7 +25,7 @@ SECONDS = {OURS: 0.5, "llama_cpp": 1.0, "flexgen": 2.0}
 
 
 class Runs:
-    """Stands for the processes; remembers who ran under which limit."""
+    """Replaces the processes; records each contender's limit."""
 
     def __init__(self, largest_share=1.0):
         self.seen: list[tuple[str, int | None, list[str]]] = []
@@ -52,7 +52,7 @@ class Runs:
 
 @pytest.fixture
 def world(monkeypatch, tmp_path):
-    """A model folder, peers of which one is not installed, and runs that are not run."""
+    """Provide a model folder, peers of which one is not installed, and fake runs."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "a.safetensors").write_bytes(bytes(WEIGHTS))

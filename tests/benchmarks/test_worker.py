@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine process answers to what it is asked, without the engine."""
+"""Answers of an engine process to its jobs, without the engine."""
 
 import io
 import json

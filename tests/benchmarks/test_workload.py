@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests are reproducible, as long as asked for, and read from a file cut off anywhere."""
+"""Requests are reproducible, have the right lengths, and can be read from a truncated file."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ RECORDS = [
 
 @pytest.fixture
 def sample(monkeypatch):
-    """A stand-in for the tokenised ShareGPT sample: 50 prompts of 5 to 54 tokens."""
+    """Replace the tokenised ShareGPT sample by 50 prompts of 5 to 54 tokens."""
     pairs = [(list(range(1000 * i, 1000 * i + 5 + i)), 10 + i) for i in range(50)]
     monkeypatch.setattr(workload, "_tokenised_sample", lambda *_: pairs)
     return pairs
@@ -70,7 +70,7 @@ def test_alpaca_like_requests_have_its_mean_lengths_whatever_the_seed(monkeypatc
         )
         assert max(prompts) <= 64
         assert max(outputs) <= 256
-        # The tail is long: some answers are three times the mean, half of them are below it.
+        # The distribution is skewed: some answers are three times the mean, half are below it.
         assert max(outputs) > 150
         assert statistics.median(outputs) < workload.ALPACA_MEAN_OUTPUT_TOKENS
     assert drawn[0] != drawn[1]

@@ -12,24 +12,24 @@ from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.kv.layout import KvLevels, Level
 
 CPUS = os.sched_getaffinity(0)
-"""Of this process, before vLLM bound its threads."""
+"""CPUs of this process before vLLM bound its threads."""
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compute in one thread, as fast with models and batches of this size.
+    """Let engines compute in one thread, which is as fast for models and batches of this size.
 
-    With a thread on every core, whatever else runs on the machine holds up all of them: one busy
-    process beside the tests made some of them take four times as long.
+    With a thread on every core, any other load on the machine delays all of them: one busy process
+    during the tests made some of them take four times as long.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(min(os.sched_getaffinity(0))))
 
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Arguments of an engine in this process with two ranks, processes with a core each."""
+    """Return arguments for an engine in this process with two ranks, processes with a core each."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(CPUS)[:2])))
-    os.sched_setaffinity(0, CPUS)  # ranks inherit it, and an engine before has left one
+    os.sched_setaffinity(0, CPUS)  # ranks inherit it, and an earlier engine has left one core
     return {
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
@@ -39,7 +39,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def force_far_layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Set the number of far layers, also where no expansion leads to it (small models)."""
+    """Return a function that sets the number of far layers, even one that no expansion gives."""
 
     def force(far_layers: int) -> None:
         monkeypatch.setattr(kv_plan, "resolve_num_far", lambda kv, num_layers: far_layers)
@@ -49,7 +49,7 @@ def force_far_layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def force_levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the level of small models move, though the areas eat what their far layers give."""
+    """Return a function that lets small models change levels, although staging eats their gain."""
 
     def keep_all(levels: KvLevels, num_far: int) -> KvLevels:
         limits = [levels.geometry(Level(m)).block_limit(0) for m in range(levels.num_layers)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFNs of an engine on the CPU backend, on the GPU's device over a fake CUDA runtime."""
+"""Deferred FFNs of an engine on the CPU backend, with the GPU's device over a fake CUDA runtime."""
 
 import random
 from typing import Any
@@ -15,11 +15,12 @@ from vllm_tiered.ffn.layer import FfnLayer
 
 
 def defer_compute(monkeypatch: pytest.MonkeyPatch, haste: float) -> DeferredTorch:
-    """From now on copies and products of an engine's FFN run in the fake's streams, until vLLM is
-    given a layer's output.
+    """Run the copies and matmuls of an engine's FFN in the fake's streams from now on.
+
+    Each layer's work is complete when vLLM gets the layer's output.
 
     Args:
-        haste: of the fake.
+        haste: 0 runs only work that is waited for, 1 all at once, others in between.
     """
     device = SimulatedCudaDevice(random.Random(3), haste=haste)
     deferred = DeferredTorch(device)
@@ -42,6 +43,6 @@ def defer_compute(monkeypatch: pytest.MonkeyPatch, haste: float) -> DeferredTorc
 
     monkeypatch.setattr(ffn_engine.FfnEngine, "start", start_near)
     monkeypatch.setattr(FfnLayer, "compute", compute_near)
-    # So small a model is computed faster densely.
+    # Such a small model is computed faster densely.
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     return deferred

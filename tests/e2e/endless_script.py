@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves until it is killed, with far pages in a file, its level going up and down all the time.
+"""Serves until it is killed, with far pages in a file and a level that changes all the time.
 
 Usage: endless_script.py MODEL_DIR FOLDER EXPANSION LLM_ARGUMENTS_JSON
 """
@@ -18,7 +18,7 @@ def up_and_down() -> None:
     counter = itertools.count()
 
     def step(signals, state, levels, tuning):
-        # Far apart, so that most steps are on the way from one level to the other.
+        # The levels are far apart, so that most steps fall between them.
         target = (len(levels.ladder) - 1) * (next(counter) // 6 % 2)
         print(f"level {signals.level} aims at {target}", flush=True)
         return Decision(level_idx=target, reason="up and down"), state
@@ -49,7 +49,7 @@ def main() -> None:
         print("generated", flush=True)
 
 
-if sys.argv[3] == "auto":  # in the engine's process too, which imports this anew
+if sys.argv[3] == "auto":  # also in the engine's process, which imports this module again
     up_and_down()
 
 if __name__ == "__main__":

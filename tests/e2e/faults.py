@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests do to an engine: pages that change in far memory, levels that never come to rest."""
+"""Faults for engine tests: damaged pages in far memory, and levels that never settle."""
 
 import itertools
 import random
@@ -13,10 +13,10 @@ from vllm_tiered.kv.controller import Decision
 
 
 class FlippingThread(CopyThread):
-    """Damages a page in far memory before some reads of it: in one bit, or all of it."""
+    """Damages a page in far memory before some reads of it, in one bit or in every fourth byte."""
 
     whole = False
-    flips: frozenset[int] = frozenset()  # numbers of the reads before which it does
+    flips: frozenset[int] = frozenset()  # numbers of the reads that it damages
     num_reads = 0
 
     def run(self, job: CopyJob) -> None:
@@ -41,7 +41,7 @@ def flipping_device(reads: set[int], *, whole_pages: bool = False) -> CpuDevice:
 
 
 def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -> None:
-    """Replace the controller by one that aims anywhere, often before it has arrived."""
+    """Replace the controller by one that picks random targets, often before it reached the last."""
     rng = random.Random(seed)
     counter = itertools.count()
 

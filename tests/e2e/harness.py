@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs real vLLM engines in this process, with the plugin and without, on the same requests."""
+"""Runs real vLLM engines in this process, with and without the plugin, on the same requests."""
 
 import contextlib
 import gc
@@ -27,25 +27,25 @@ _engines = itertools.count()
 
 
 PATHS: dict[str, str] = {}
-"""Models that a test made itself, by the name it uses."""
+"""Folders of models that a test made itself, by name."""
 
 
 def model_path(model: str) -> str:
-    """``demo``, a shape of ``benchmarks.inputs.shapes``, or a name in ``PATHS``."""
+    """Return the folder of ``demo``, of a shape of ``inputs.shapes`` or of a name in ``PATHS``."""
     if model in PATHS:
         return PATHS[model]
     return str(demo_model_dir() if model == "demo" else random_model_dir(model))
 
 
 def prepared(model: Path, folder: Path) -> NeuronStore:
-    """A store of all neurons in float32, without a predictor, in a new folder."""
+    """Return a new store of all neurons in float32, without a predictor."""
     precisions = (Precision.FULL,)
     prepare(model, folder, dtype=torch.float32, precisions=precisions, predictor="none")
     return NeuronStore.open(folder)
 
 
 def random_prompts(count: int, *, seed: int = 0, longest: int = 80) -> Tokens:
-    """Prompts of 4 to ``longest`` random tokens."""
+    """Return prompts of 4 to ``longest`` random tokens."""
     rng = random.Random(seed)
     return [
         [rng.randrange(1000, 40000) for _ in range(rng.randrange(4, longest))] for _ in range(count)
@@ -61,13 +61,13 @@ def engine(
     ffn: dict[str, Any] | None = None,
     **engine_args: Any,
 ) -> Iterator[Any]:
-    """An in-process ``LLM``; ``tiered`` is the plugin's ``kv`` section, None leaves it off."""
+    """Yield an in-process ``LLM``; ``tiered`` is the plugin's ``kv`` section, None for vLLM."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.model_executor.models import registry
 
-    # Of each architecture's class vLLM asks a process of its own, which takes 12 s to import it.
+    # vLLM would inspect each architecture's class in a process, which takes 12 s to import it.
     registry._run_in_subprocess = lambda inspect: inspect()
     keep_kernels()
     manifest.publish_kv(None)
@@ -83,7 +83,7 @@ def engine(
         "kv_cache_memory_bytes": 1 << (27 if model in ("demo", "deep") else 26),
         "enable_prefix_caching": False,
         "disable_log_stats": False,
-        "skip_tokenizer_init": True,  # an eighth of a test; its requests are tokens
+        "skip_tokenizer_init": True,  # saves an eighth of a test; requests are tokens
         **engine_args,
     }
     if tiered is not None:
@@ -107,10 +107,10 @@ def engine(
 
 @contextlib.contextmanager
 def young_garbage() -> Iterator[None]:
-    """What lives before an engine outlives it, and is left alone by the garbage collector.
+    """Keep the garbage collector away from objects that exist before the engine starts.
 
-    vLLM collects nine times in an engine's life, thaws what was frozen as it ends, and going
-    through all of its and torch's modules each time took half of a test.
+    vLLM collects nine times in an engine's life and unfreezes everything as it ends. Each pass over
+    all of vLLM's and torch's modules would take half of a test.
     """
     if next(_engines) % 4 == 0:
         gc.unfreeze()
@@ -128,8 +128,11 @@ def young_garbage() -> Iterator[None]:
 
 @cache
 def keep_kernels() -> None:
-    """Without Triton vLLM puts functions in its kernels' place whenever an engine starts, and looks
-    for them in all modules: half a second. A process needs that once."""
+    """Install vLLM's replacements for its Triton kernels once per process.
+
+    Without Triton vLLM does this at each start of an engine, searching all modules for half a
+    second.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.register_triton_kernel_overrides()
@@ -137,7 +140,7 @@ def keep_kernels() -> None:
 
 
 def generate(llm: Any, prompts: Tokens, max_tokens: int = 40) -> Tokens:
-    """Greedy continuations of exactly ``max_tokens`` tokens."""
+    """Return greedy continuations of exactly ``max_tokens`` tokens."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -147,7 +150,7 @@ def generate(llm: Any, prompts: Tokens, max_tokens: int = 40) -> Tokens:
 
 
 def metric(name: str) -> float:
-    """Sum of a ``vllm:`` metric over its labels, as /metrics would show it."""
+    """Return the sum of a ``vllm:`` metric over its labels, as /metrics would show it."""
     names = {f"vllm:{name}", f"vllm:{name}_total"}
     samples = [s for family in REGISTRY.collect() for s in family.samples if s.name in names]
     assert samples, f"no metric {name}"
@@ -156,7 +159,7 @@ def metric(name: str) -> float:
 
 @dataclass
 class Run:
-    """What an engine gave, and the figures that say what it did to get there."""
+    """Outputs of an engine, with its manifest and metrics."""
 
     tokens: Tokens
     num_blocks: int
@@ -197,7 +200,7 @@ def _vllm_tokens(model: str, prompts: tuple[tuple[int, ...], ...], max_tokens: i
 
 
 def vllm_tokens(model: str, prompts: Sequence[Sequence[int]], max_tokens: int = 40) -> Tokens:
-    """What vLLM alone generates in float32 with ample memory; one engine per distinct call."""
+    """Return vLLM's own float32 tokens with ample memory; each distinct call runs one engine."""
     return _vllm_tokens(model, tuple(map(tuple, prompts)), max_tokens)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks with compiled graphs: prints tokens, manifests and metrics as JSON.
+"""Runs two ranks with compiled graphs; prints tokens, manifests and metrics as JSON.
 
 Usage: l2_script.py MODEL_DIR PROMPTS_JSON MAX_TOKENS TIERED_JSON [LLM_ARGUMENTS_JSON]
 """

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a few tokens with each of some configurations, one engine after the other.
 
-Prints the tokens, and by how much resident memory rose at most, as JSON.
+Prints the tokens, and the largest increase of resident memory, as JSON.
 
 Usage: python -m tests.e2e.memory_script MODEL_DIR PROMPTS_JSON CONFIGURATIONS_JSON
 
-Freed memory may stay with the process, and a later engine reuses it unseen: the configuration that
-should need less comes first. A small engine runs before it, so that imports do not count.
+Freed memory may stay with the process, and a later engine reuses it without an increase. So the
+configuration that should need less comes first. A small engine runs before, so that imports do not
+count.
 """
 
 import json

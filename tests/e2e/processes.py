@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts with an engine of their own: how tests start, watch and end them."""
+"""Starts, watches and ends scripts that have their own engine."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def wait_for(process: subprocess.Popen[str], *words: str) -> None:
-    """Read lines until one has all of ``words``."""
+    """Read lines until one contains all of ``words``."""
     assert process.stdout is not None
     for line in process.stdout:
         if all(word in line for word in words):
@@ -77,6 +77,6 @@ def run_script(
         env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-4000:]
-    # vLLM writes to stdout too, before the outputs and, when a process ends late, after them.
+    # vLLM also writes to stdout, before the outputs and, if a process ends late, after them.
     (outputs,) = [line for line in finished.stdout.splitlines() if line.startswith('{"tokens"')]
     return json.loads(outputs)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that tests start, with fewer processes that import vLLM anew, for ten seconds each.
+"""Start-up options for the tests' scripts, so that fewer processes import vLLM (ten seconds each).
 
-On CPUs vLLM spawns its processes; where there is a GPU it forks them, which works on CPUs as long
-as the script has not computed anything. And it asks a process about each model's class.
+On CPUs vLLM spawns its processes; with a GPU it forks them, which also works on CPUs as long as the
+script has not computed anything. vLLM also inspects each model's class in a process.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ FORK = {VARIABLE: "fork"}
 
 
 def quicken() -> None:
-    """As the environment says; without it as vLLM does."""
+    """Apply the start method from the environment; without one keep vLLM's."""
     from vllm.model_executor.models import registry
 
     if method := os.environ.get(VARIABLE):

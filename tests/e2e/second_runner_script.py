@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with vLLM's model runner V2, on the CPU backend; a process of its own.
+"""Engines with vLLM's model runner V2 on the CPU backend, in a process of its own.
 
-vLLM's CPU worker has this runner, for a Triton that compiles for CPUs; without one it takes V1. All
-that V2 wants of it are its own small kernels (block tables, slots, sampling), which Triton's
-interpreter runs as well: vLLM is shown a CPU backend that says it is there.
+vLLM's CPU worker uses this runner with a Triton that compiles for CPUs, and V1 without one. V2
+needs it only for its own small kernels (block tables, slots, sampling), which Triton's interpreter
+can run as well. So vLLM is shown a Triton CPU backend that claims to be active.
 
-Reads model, prompts, max_tokens, and by name the arguments of engines from stdin, which may have a
-model and max_tokens of their own; writes tokens, manifest and metrics to stdout, a line for each
-engine, and the steps of the one that replays graphs of whole steps (`whole_steps.py`).
+The script reads model, prompts, max_tokens and the engines' arguments by name from stdin; an engine
+may override model and max_tokens. For each engine it writes a line to stdout: tokens, manifest and
+metrics, and the steps of the one that replays full graphs (`whole_steps.py`).
 """
 
 import itertools
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def rise_after(patched: Any, *, num_steps: int) -> None:
-    """No layer is far at first, and then as many as can be."""
+    """Set the controller to no far layer for `num_steps`, then to as many as possible."""
     from vllm_tiered.adapter.kv import adaptive
     from vllm_tiered.kv.controller import Decision
 
@@ -73,7 +73,7 @@ def rise_after(patched: Any, *, num_steps: int) -> None:
 
 
 def compute_nothing(llm: Any) -> None:
-    """A step in which there is only an abort to hear of, for which V2 has no forward context."""
+    """Run a step that only reports an abort, for which V2 has no forward context."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -84,7 +84,7 @@ def compute_nothing(llm: Any) -> None:
 
 
 def as_on_a_gpu(pages: Any, names: list[str], block_tokens: int, device: Any) -> Any:
-    """Block tables are translated by the kernel."""
+    """Return a translator that translates block tables with the kernel."""
     from vllm_tiered.adapter.kv.device_translation import DeviceTranslator
     from vllm_tiered.kernels.kv_pages import api
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is moved is what must be moved: manifest, counters and gauges against arithmetic."""
+"""Manifest, counters and gauges of moved bytes equal hand-computed values."""
 
 from typing import Any
 
@@ -13,15 +13,17 @@ PAGE_BYTES = 3 * BLOCK_TOKENS * 2 * 64 * 4  # demo model in float32: 3 KV heads 
 
 
 def expected_reads(prompt_tokens: int, output_tokens: int) -> int:
-    """Blocks staged for one request that runs alone: the full ones, in each step."""
+    """Return the full blocks staged over all steps of one request that runs alone."""
     computed = [0, *range(prompt_tokens, prompt_tokens + output_tokens - 1)]
     return sum(tokens // BLOCK_TOKENS for tokens in computed)
 
 
 @pytest.mark.parametrize("policy", ["interleave", "on_demand"])
 def test_bytes_are_exactly_the_full_blocks(policy) -> None:
-    """Each step reads the full blocks of the scheduled requests in every offloaded layer; each
-    block is written once, when it is full."""
+    """Each step reads the full blocks of its requests in every offloaded layer.
+
+    Each block is written once, when it is full.
+    """
     prompt, output_tokens = random_prompts(1, longest=5)[0] * 30, 60
     near = 40 * 30 * PAGE_BYTES
     result = run(
@@ -59,7 +61,7 @@ def test_bytes_are_exactly_the_full_blocks(policy) -> None:
 
 
 def test_shared_prefix_is_staged_once() -> None:
-    """Two requests with the same first blocks: a block is one page, read once a step."""
+    """Two requests have the same first blocks: a block is one page, read once a step."""
     prompt = random_prompts(1, seed=2, longest=5)[0] * 40
     full = len(prompt) // BLOCK_TOKENS
     with engine("deep", {"expansion": 2.0}, enable_prefix_caching=True,
@@ -68,14 +70,14 @@ def test_shared_prefix_is_staged_once() -> None:
         before = metric("tiered_kv_read_bytes")
         generate(llm, [[*prompt, 7], [*prompt, 8]], 2)
         read_blocks = (metric("tiered_kv_read_bytes") - before) / (17 * PAGE_BYTES)
-        assert read_blocks == 2 * full  # two steps, once each
+        assert read_blocks == 2 * full  # two steps read each once
 
 
 def test_stepping_aside_is_said_and_does_nothing() -> None:
     with engine("deep", {"expansion": 1.0}, kv_cache_memory_bytes=40 * 30 * PAGE_BYTES) as llm:
         generate(llm, random_prompts(2), 24)
         current = manifest.current()
-        assert metric("tiered_energy_joules") > 0  # counted all the same
+        assert metric("tiered_energy_joules") > 0  # energy is counted even so
         assert current is not None and current["kv"]["active"] is False
         assert current["kv"]["far_bytes"] == 0
         assert metric("tiered_kv_expansion") == 1.0

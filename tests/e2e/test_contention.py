@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another process takes the link: the level falls, and comes back when the link is free (3.4.2)."""
+"""When another process takes the link, the level falls; it rises when the link is free (3.4.2)."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from vllm_tiered.devices.throttle import Throttle
 
 
 class Load:
-    """Twelve requests at a time, for ever; the level after each step."""
+    """Endless load of twelve requests at a time, which records the level after each step."""
 
     def __init__(self, llm: Any) -> None:
         connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
@@ -26,7 +26,7 @@ class Load:
         self._numbers = itertools.count()
 
     def run_until(self, is_reached: Callable[[int], bool], max_steps: int) -> int:
-        """The level when it was reached."""
+        """Run until a level is reached; return that level."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

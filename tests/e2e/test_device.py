@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device stands behind vLLM's platform."""
+"""Selection of the device by vLLM's platform."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from vllm_tiered.devices.cpu import CpuDevice
     ids=["no-gpu", "vllm-for-cpu", "vllm-for-cuda"],
 )
 def test_the_device_is_the_platforms(has_gpu, platform_is_cuda, is_gpus, monkeypatch):
-    """A GPU in the machine is not enough: vLLM's CPU backend has its pages in DRAM."""
+    """A GPU in the machine is not enough: with vLLM's CPU backend pages are in DRAM."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: platform_is_cuda)
     gpus = object()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of far layers changes while requests run: same tokens, whatever the schedule."""
+"""The number of far layers changes while requests run; the tokens stay the same on any schedule."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def test_a_request_larger_than_the_near_tier() -> None:
 def test_such_a_request_alone_in_an_idle_engine(tmp_path: Path) -> None:
     """vLLM schedules none of it before there are blocks for all of its prompt.
 
-    The first steps compute nothing, and the report's layer picture begins with the first.
+    So the first steps compute nothing, and the report's layer timeline begins with the first step.
     """
     prompts = [(random_prompts(1, seed=4)[0] * 30)[:400]]
     report = {"path": str(tmp_path / "timeline.jsonl")}

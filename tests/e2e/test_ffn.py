@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FFNs from a neuron store on the real engine: the same tokens, and a manifest that says so."""
+"""FFNs from a neuron store on the real engine give the same tokens; the manifest reports them."""
 
 import gc
 import shutil
@@ -48,7 +48,7 @@ def folder_of_stores(tmp_path_factory):
 
 @cache
 def store_of(model: str) -> str:
-    """Prepared by the first test that asks for it, in float32."""
+    """Return the float32 store, prepared by the first test that asks for it."""
     folder = _FOLDER[0] / model
     prepare(Path(model_path(model)), folder, dtype=torch.float32)
     return str(folder)
@@ -76,7 +76,7 @@ def test_some_near_some_far_some_stored(near_gib) -> None:
 
 @pytest.mark.parametrize("kv", [{"expansion": 1.33}, {}], ids=["fixed", "auto"])
 def test_exact_with_prefix_caching_preemption_and_swapped_kv(kv) -> None:
-    """Prompts in chunks beside decodes, requests that start over, a KV cache that is swapped."""
+    """It covers chunked prompts with decodes, requests that start over, and a swapped KV cache."""
     prompts = random_prompts(12, seed=2, longest=200)
     prompts += [[*prompt, 7, 8, 9] for prompt in prompts[:4]]
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": 0.006, "far_gib": 0}
@@ -100,7 +100,7 @@ def test_a_real_model_with_a_kv_cache_that_follows_the_load() -> None:
 
 
 def test_with_attention_weights_placed() -> None:
-    """The other matrices of a layer pass through weight buffers, its FFN through neurons."""
+    """A layer's other matrices pass through weight buffers, its FFN through neuron cache slots."""
     ffn = {"store": store_of("llama3"), "exact": True, "far_gib": 0}
     result = run("llama3", PROMPTS, KV_OFF, ffn=ffn, weights={"placement": "all_far"})
     assert result.tokens == vllm_tokens("llama3", PROMPTS)
@@ -109,12 +109,12 @@ def test_with_attention_weights_placed() -> None:
 
 @pytest.mark.parametrize("policy", ["atu", "window", "none"])
 def test_every_neuron_through_the_cache(policy) -> None:
-    """A mix that leaves nothing out, at decode: what the cache does shows in the tokens.
+    """The mix leaves nothing out at decode, so an error of the cache changes the tokens.
 
-    Not with ReLU, where neurons that are predicted inactive are left out of any mix.
+    ReLU is not covered: any mix leaves out neurons that are predicted inactive.
     """
     ffn = {"store": store_of("llama3"), "mix": [1, 0, 0], "cache": policy, "far_gib": 0}
-    expected = vllm_tokens("llama3", PROMPTS)  # by an engine of its own, never beside another
+    expected = vllm_tokens("llama3", PROMPTS)  # in its own engine, as two never coexist
     with engine("llama3", {"expansion": 1.0}, ffn=ffn) as llm:
         assert generate(llm, PROMPTS) == expected
         assert metric("tiered_ffn_sparse_steps") > 0 and metric("tiered_ffn_misses") > 0
@@ -124,8 +124,8 @@ def test_every_neuron_through_the_cache(policy) -> None:
 
 
 def test_decode_steps_follow_the_mix(monkeypatch) -> None:
-    """How well it ranks is measured on the FFN's output, in unit/ffn/predictor."""
-    # So small a model is computed faster densely.
+    """The ranking's quality is measured on the FFN's output, in unit/ffn/predictor."""
+    # Such a small model is computed faster densely.
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": 0}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
@@ -158,7 +158,7 @@ def damage(store: Path, layer: int, neuron: int) -> None:
 
 
 def test_a_damaged_bundle_stops_the_engine_with_its_neuron_named(tmp_path, caplog_vllm) -> None:
-    """Every later step fails: the KV cache lacks what the failed step was to compute."""
+    """Every later step fails, because the KV cache lacks the failed step's results."""
     store = tmp_path / "store"
     shutil.copytree(store_of("opt"), store)
     damage(store, layer=2, neuron=300)
@@ -189,7 +189,7 @@ def test_a_bundle_read_wrong_once_is_read_again(monkeypatch, caplog_vllm) -> Non
     calls = iter(range(1 << 20))
 
     def flipping(plan, first, end, bounce, origin):
-        # Never what is read again: that is read one by one.
+        # Retries are never damaged: they read one bundle at a time.
         if end - first > 1 and next(calls) % 7 == 3:
             if bounce is None:
                 plan._view[plan._row_begins[first]] ^= 64
@@ -217,7 +217,7 @@ def threads() -> list[str]:
     return [thread.name for thread in made if thread.name.startswith("tiered-")]
 
 
-# Engines after and beside each other ----------------------------------------------------
+# Several engines ------------------------------------------------------------------------
 
 
 def test_an_engine_that_fails_later_leaves_nothing_behind() -> None:
@@ -232,7 +232,7 @@ def test_an_engine_that_fails_later_leaves_nothing_behind() -> None:
 
 
 def test_memory_is_freed_with_the_engine() -> None:
-    """The KV cache too: vLLM's offloader, which refers to the FFN's engine, outlives it."""
+    """The KV cache is freed too, although vLLM's offloader still refers to the FFN's engine."""
     ffn = {"store": store_of("opt"), "exact": True}
     with engine("opt", KV_OFF, ffn=ffn) as llm:
         runtime = weakref.ref(worker_hooks._ffns[0].runtime)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real engine's FFN on the GPU's device: on a fake CUDA runtime, and on a GPU if present.
 
-On the fake vLLM is the CPU backend's, and each layer's FFN runs deferred: its copies and GEMMs are
-in the fake's streams, in random orders over poisoned memory, until vLLM has the layer's output.
+With the fake, vLLM uses the CPU backend and each layer's FFN runs deferred: its copies and GEMMs
+are queued in the fake's streams, and run in random orders over poisoned memory, until vLLM has the
+layer's output.
 """
 
 from functools import cache
@@ -31,7 +32,7 @@ PROMPTS = random_prompts(3, seed=5, longest=40)
 MAX_TOKENS = 8
 
 KV_ON = {"expansion": 1.0}
-"""Left to vLLM, and metrics have the FFN's beside its."""
+"""KV section that leaves the cache to vLLM, so that metrics of both KV and FFN are there."""
 
 KV_OFF = {"enabled": False}
 
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @cache
 def store_of(model: str) -> str:
-    """Prepared by the first test that asks for it, in float32."""
+    """Return the float32 store, prepared by the first test that asks for it."""
     folder = _FOLDER[0] / model
     prepare(Path(model_path(model)), folder, dtype=torch.float32)
     return str(folder)
@@ -58,7 +59,7 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM takes
 
 @pytest.fixture(params=[0.0, 0.7])
 def deferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeferredTorch:
-    """FFNs are computed on the fake."""
+    """Compute FFNs on the fake runtime."""
     return defer_compute(monkeypatch, request.param)
 
 
@@ -66,7 +67,7 @@ def deferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("near_gib", [0.01, "auto"])
 def test_every_neuron(deferred: DeferredTorch, near_gib: Any) -> None:
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": near_gib, "far_gib": 0.003}
-    expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)  # never beside another engine
+    expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)  # first, as two engines never coexist
     with engine("opt", KV_ON, ffn=ffn) as llm:
         assert generate(llm, PROMPTS, MAX_TOKENS) == expected
         assert metric("tiered_ffn_storage_bytes") > 0 and metric("tiered_ffn_far_bytes") > 0
@@ -89,7 +90,7 @@ def test_every_neuron_through_the_cache(deferred: DeferredTorch) -> None:
 def test_every_neuron_with_the_cache_index_on_the_gpu(
     deferred: DeferredTorch, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """All layers far: decode steps wait for nothing, and prompts are dense between them."""
+    """All layers are far: decode steps wait for nothing, and prompts between them are dense."""
     gpu = DeferredGpu(monkeypatch, deferred)
     ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
     expected = vllm_tokens(model, PROMPTS, MAX_TOKENS)
@@ -114,7 +115,7 @@ def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("model", ["opt", "llama3"])
 def test_every_neuron_by_the_gpus_cache_index(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """Read from far memory while they are multiplied: float32 tokens are vLLM's."""
+    """Neurons are read from far memory during the matmul; float32 tokens are vLLM's."""
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
     ffn = {"store": store_of(model), "mix": [1, 0, 0], "far_gib": 1}
     expected = vllm_tokens(model, PROMPTS)
@@ -129,7 +130,7 @@ def test_every_neuron_by_the_gpus_cache_index(monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.parametrize("far_gib", [0, 2], ids=["stored", "far"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: float) -> None:
-    """Decode steps follow the mix, and far layers' cache indices are on the GPU."""
+    """Decode steps follow the mix, and the cache indices of far layers are on the GPU."""
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
@@ -149,7 +150,7 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: f
 
 @on_a_gpu
 def test_what_cache_buffers_take_is_not_given_to_the_kv_cache() -> None:
-    """vLLM's profile sees them, and what a prompt's product takes."""
+    """vLLM's profile run counts them, and the memory of a prompt's matmul."""
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": 0.01}
     sized: dict[str, Any] = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3}
     expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)

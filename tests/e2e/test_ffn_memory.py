@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process with an FFN from a neuron store never has in memory."""
+"""A process with an FFN from a neuron store never holds the dense weights in memory."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 NEURONS = 32768
 FFN_BYTES = 4 * 2 * 256 * NEURONS * 4
-"""Of a model of 4 layers, whose other weights take a hundredth of it."""
+"""FFN weights of a model of 4 layers; its other weights take a hundredth of these bytes."""
 
 
 def wide_model(folder: Path) -> Path:
@@ -39,7 +39,7 @@ def wide_model(folder: Path) -> Path:
 
 
 def test_dense_weights_are_never_in_memory(tmp_path) -> None:
-    """Not while the model is built, nor loaded, nor served."""
+    """They are absent while the model is built, loaded and served."""
     model = wide_model(tmp_path / "model")
     prepared(model, tmp_path / "store").close()
     ffn = {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are killed while levels change: they end, and leave nothing behind."""
+"""Engines that are killed while levels change end, and leave nothing behind."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ WORKERS = '{"distributed_executor_backend": "mp"}'
 
 
 def test_sigterm_to_an_engine_in_the_scripts_process(start, tmp_path: Path) -> None:
-    """Which ends without a word of ours, so the moment does not matter."""
+    """The process ends without a message of ours, so the moment does not matter."""
     process = start("auto", "{}", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     wait_for(process, "generated")
     wait_for(process, *MOMENTS["growing"])
@@ -28,9 +28,9 @@ def test_sigterm_to_an_engine_in_the_scripts_process(start, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
 def test_sigterm_while_the_level_changes(start, tmp_path: Path, moment) -> None:
-    """As a service manager stops a server: all processes at once, in the middle of a forward.
+    """All processes get the signal at once in the middle of a forward, as from a service manager.
 
-    vLLM's workers turn the signal into an exit, and that must not become an error of ours.
+    vLLM's workers turn the signal into an exit, which must not become an error of ours.
     """
     process = start("auto", WORKERS, **OWN_PROCESSES)
     wait_for(process, "generated")

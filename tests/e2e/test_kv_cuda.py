@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache swapped on a GPU: vLLM's tokens, eager and between pieces of CUDA graphs."""
+"""The KV cache swapped on a GPU gives vLLM's tokens, eager and with piecewise CUDA graphs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from vllm_tiered.errors import UnsupportedError
 
 PROMPTS = random_prompts(8, seed=40)
 NEAR = 48 << 20
-TRITON: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}  # knows float32
+TRITON: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}  # supports float32
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -50,7 +50,7 @@ def test_tokens_equal(policy: str, eager: bool) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_the_level_follows_the_load(eager: bool) -> None:
-    """Graphs of whole steps serve the first request, and pieces the others."""
+    """Full graphs serve the first request, and piecewise graphs the others."""
     prompts = random_prompts(24, seed=41)
     arguments = {**TRITON, "enforce_eager": eager}
     with engine("demo", **arguments) as llm:

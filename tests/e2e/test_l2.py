@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefetching behind all-reduces on the real engine: two ranks, compiled.
 
-Two starts, of 30 s and more each: a compiled model takes that long on two cores.
+Engines start twice, for 30 s and more each: a compiled model takes that long on two cores.
 """
 
 import json
@@ -26,7 +26,7 @@ LAYER_WEIGHTS = (256 * 256, 256 * 128, 256 * 512, 256 * 256)
 
 
 def on_two_ranks(cache: Path, tiered: dict[str, Any], max_tokens: int) -> tuple[Any, str]:
-    """What the script found, and what it logged; compiled graphs are kept in ``cache``."""
+    """Return the script's result and log; compiled graphs are kept in ``cache``."""
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -56,7 +56,7 @@ def test_tokens_and_prefetches(tmp_path) -> None:
     stated = [found["l2"] for found in result["manifests"]]
     assert stated[0] == stated[1]
     assert stated[0]["active"] and stated[0]["verdicts"] == []
-    # Before the first layer the embedding is summed; behind the last FFN nothing follows.
+    # The embedding is summed before the first layer; nothing follows the last FFN.
     assert stated[0]["num_weights"] == 4 * LAYERS and stated[0]["num_attentions"] == LAYERS
     assert stated[0]["weight_bytes"] == 4 * sum(LAYER_WEIGHTS) * LAYERS
     asked = result["metrics"]
@@ -66,7 +66,7 @@ def test_tokens_and_prefetches(tmp_path) -> None:
 
 @pytest.mark.ranks
 def test_auto_measures_and_both_ranks_decide_alike(tmp_path) -> None:
-    """Its packed float32 weights have no address here: KV alone, and no weight is left unpacked."""
+    """Packed float32 weights have no address: KV alone is prefetched, and weights stay packed."""
     result, log = on_two_ranks(tmp_path, {"kv": {"enabled": False}}, 72)
     assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=72)
     first, second = (found["l2"] for found in result["manifests"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page that does not come back as it was written costs a recompute, never a wrong token."""
+"""A page that comes back damaged costs a recompute, never a wrong token."""
 
 import dataclasses
 import os
@@ -30,13 +30,13 @@ def test_a_flipped_bit_in_far_memory(monkeypatch, caching) -> None:
     ) as llm:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_lost_blocks") >= 1
-        assert metric("tiered_kv_recomputed_requests") == 1  # exactly the one that was hit
+        assert metric("tiered_kv_recomputed_requests") == 1  # exactly the request that was hit
         again = generate(llm, PROMPTS)
     assert tokens == again == vllm_tokens("deep", PROMPTS)
 
 
 def test_unverified_damage_changes_tokens(monkeypatch) -> None:
-    """What the test above rests on: the damage is where attention sees it."""
+    """The test above depends on this: attention reads the damaged bytes."""
     reads = set(range(100, 9999, 10))
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device(reads, whole_pages=True))
     result = run("deep", PROMPTS, {"expansion": 2.0}, **TIGHT)
@@ -58,7 +58,7 @@ def test_nothing_is_hit_that_may_come_from_a_page_that_is_looked_at_now_and_then
 
 
 def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
-    """Answers to a prompt that goes on behind a damaged first turn; and vLLM's.
+    """Return answers to a prompt that continues a damaged first turn; and vLLM's.
 
     The second chunk of the first prompt reads the blocks of the first chunk, one of them damaged,
     and fills two blocks, which are then in the prefix cache twice.
@@ -93,8 +93,8 @@ def test_the_test_above_fails_if_such_blocks_stay(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("far_gib", "expansion"), [(0, 2.0), (0.03, 3.0), (0, "auto")])
 def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion, monkeypatch) -> None:
-    """Nothing in memory; some layers in memory, the others in the file; growing into it."""
-    # It looks for 256 steps at what is served without far layers; these requests end before.
+    """Cases: no far memory; some layers in memory and the others in the file; growth into it."""
+    # It measures 256 steps without far layers by default; these requests end before.
     soon = dataclasses.replace(STORAGE_TUNING, base_records=1, record_steps=8)
     monkeypatch.setattr(adaptive, "STORAGE_TUNING", soon)
     config = {
@@ -122,7 +122,7 @@ def test_a_file_that_is_not_needed_is_said(tmp_path: Path, caplog_vllm) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_flipped_bits_while_the_level_changes(monkeypatch, seed) -> None:
-    """Layers that are on their way, to the far tier or back, lose pages too."""
+    """Pages are lost too while their layers move to the far tier or back."""
     walk(monkeypatch, seed=seed, steps_per_level=2)
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device(set(range(20, 4000, 250))))
     with engine("deep", {"verify": "full"}, enable_prefix_caching=True, **TIGHT) as llm:
@@ -155,8 +155,8 @@ def test_a_disk_that_fails_now_and_then(
     monkeypatch, tmp_path: Path, name, outcome, kind, levels
 ) -> None:
     original = getattr(os, name)
-    # Several calls in a row, as pages that travelled together are tried again one by one. Rare
-    # enough not to stop the engine.
+    # Several calls in a row fail, as pages that were read together are retried one by one. They
+    # fail rarely enough not to stop the engine.
     calls = iter(range(1 << 30))
 
     def call(*args: Any) -> int:
@@ -176,7 +176,7 @@ def test_a_disk_that_fails_now_and_then(
 
 
 def test_a_disk_that_is_silent(monkeypatch, tmp_path: Path) -> None:
-    """The requests that wait for it are computed anew after 10 s, and it is used again after."""
+    """Requests that wait for it are recomputed after 10 s, and later ones use it again."""
     original = os.preadv
     calls = iter(range(1 << 30))
     answers, was_waited_for = threading.Event(), threading.Event()
@@ -203,7 +203,7 @@ def test_a_disk_that_is_silent(monkeypatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_what_goes_wrong_in_the_model_is_what_is_raised(monkeypatch, error) -> None:
-    """vLLM ends the step all the same; and the next one must not use what was left half done."""
+    """vLLM still ends the step, and the next step must not use its incomplete state."""
     layer_done = worker.TieredWorker.layer_done
     calls = iter(range(1 << 30))
 

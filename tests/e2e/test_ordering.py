@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Late, slow and poisoned copies: the engine waits for exactly what it needs."""
+"""Late, slow and poisoned copies: the engine waits for exactly the pages it needs."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_delayed_copies_with_preemption_and_prefix_cache(delayed, force_far_laye
 
 
 def test_these_tests_fail_without_the_wait(delayed, force_far_layers, monkeypatch) -> None:
-    """The same run with the wait left out gives other tokens: poisoned pages are noticed."""
+    """Without the wait the same run gives other tokens, so poisoned pages are noticed."""
     monkeypatch.setattr(CpuDevice, "wait", lambda self, event: 0.0)
     force_far_layers(3)
     delayed(seed=1, max_delay_seconds=0.01)
@@ -57,7 +57,7 @@ def test_these_tests_fail_without_the_wait(delayed, force_far_layers, monkeypatc
 
 
 def test_failed_copy_stops_the_engine(monkeypatch) -> None:
-    """A copy that fails must never leave stale pages in use."""
+    """Stale pages must never be used after a failed copy."""
 
     class FailingThread(DelayedDevice(0, 0.0).thread_class):  # type: ignore[misc]
         jobs_until_failure = 40

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16 within vLLM's own spread; torch.compile on."""
+"""bfloat16 stays within vLLM's own spread, and torch.compile works."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ PROMPTS = random_prompts(12, seed=30)
 
 
 def logprobs_of(tiered: dict[str, Any] | None, texts: list[list[int]], **args: Any) -> torch.Tensor:
-    """Log-probabilities of given tokens (all but the first), as prompts: flat float32."""
+    """Return the log-probabilities of given tokens (all but the first) as prompts: flat float32."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     with engine("demo", tiered, dtype="bfloat16", **args) as llm:
         outputs = llm.generate([{"prompt_token_ids": t} for t in texts], sampling, use_tqdm=False)
@@ -26,7 +26,7 @@ def logprobs_of(tiered: dict[str, Any] | None, texts: list[list[int]], **args: A
 
 
 def test_bfloat16_within_vllms_own_spread() -> None:
-    """vLLM differs from itself when the same tokens come in other batches; we no more than that.
+    """vLLM's results differ with the batch of the same tokens; ours differ no more than that.
 
     Chunks of 64 tokens make later chunks read what earlier ones put into the KV cache.
     """

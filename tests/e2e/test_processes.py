@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unchanged scripts in processes of their own: engine and workers elsewhere, plugin by variable."""
+"""Unchanged scripts whose engine and workers are other processes; a variable enables the plugin."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.e2e.processes import OWN_PROCESS, PROMPTS, run_script
 
 
 def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
-    """The KV cache swapped, and the FFN from a neuron store."""
+    """The KV cache is swapped, and the FFN comes from a neuron store."""
     prepared(Path(model_path("deep")), tmp_path / "store").close()
     config = tmp_path / "tiered.toml"
     config.write_text(
@@ -26,10 +26,10 @@ def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
 
 
 def test_installed_but_not_asked_for_changes_no_output() -> None:
-    """Byte for byte, against a process in which the plugin is not even loaded.
+    """Outputs equal, byte for byte, those of a process that does not even load the plugin.
 
-    In the script's own process: an engine elsewhere begins while requests still arrive, so its
-    first batches, and with them the last bits of a sum, depend on the moment.
+    The engine runs in the script's own process. An engine elsewhere starts while requests still
+    arrive, so its first batches, and with them the last bits of sums, depend on timing.
     """
     unloaded = run_script({"VLLM_PLUGINS": ""})
     off = run_script({})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks over processes, the engine in this one: vLLM's tokens on one rank, part by part."""
+"""Two ranks in processes, the engine in this one: each part gives vLLM's tokens of one rank."""
 
 from pathlib import Path
 
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_kv_and_weights(two_ranks) -> None:
-    """Each has its KV head, its near pages and its far tier, steps in turn; and its shard of every
-    matrix, which it brings itself."""
+    """Each rank has its KV head, near pages and far tier, and loads its shard of every matrix."""
     arguments = {**two_ranks, "kv_cache_memory_bytes": 4 << 20}
     weights = {"placement": "helm"}
     expected = vllm_tokens("qwen2", PROMPTS)
@@ -36,7 +35,7 @@ def test_kv_and_weights(two_ranks) -> None:
 
 
 def test_ffn(two_ranks, tmp_path: Path) -> None:
-    """Each opens its shard of the neurons, and brings no other."""
+    """Each rank opens its shard of the neurons, and loads no other."""
     store = prepared(Path(model_path("opt")), tmp_path / "store")
     store.close()
     ffn = {"store": str(tmp_path / "store"), "exact": True, "far_gib": 0}
@@ -44,7 +43,7 @@ def test_ffn(two_ranks, tmp_path: Path) -> None:
     with engine("opt", {"expansion": 1.0}, ffn=ffn, **two_ranks) as llm:
         assert generate(llm, PROMPTS) == expected
         shard_bytes = store.shape.neurons // 2 * bundle_stride(store.shape, Precision.FULL)
-        layers = metric("tiered_ffn_dense_steps")  # of both ranks
+        layers = metric("tiered_ffn_dense_steps")  # summed over both ranks
         assert layers >= 2 * 39 * store.shape.num_layers
         ahead = 2 * store.shape.num_layers * shard_bytes
         read = metric("tiered_ffn_storage_bytes")
@@ -52,8 +51,10 @@ def test_ffn(two_ranks, tmp_path: Path) -> None:
 
 
 def test_stored_weights(two_ranks, tmp_path: Path) -> None:
-    """Each measures for itself, all come to one plan, and each has a file of its shards. What a
-    plan is made from, they agree on: none may be without it."""
+    """Each rank measures for itself and has a file of its shards; all agree on one plan.
+
+    They also agree on the inputs of a plan: none may lack them.
+    """
     weights = {
         "placement": "throughput",
         "near_gib": 0.006,

@@ -17,8 +17,10 @@ from tests.e2e.processes import start as start  # the fixture
 
 @pytest.mark.ranks
 def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) -> None:
-    """KV cache swapped, attention weights far, each rank's neurons from its shard of the store: an
-    unchanged script, with the engine in a process of its own."""
+    """An unchanged script gives vLLM's tokens, with the engine in a process of its own.
+
+    The KV cache is swapped, attention weights are far, and each rank opens its shard of the store.
+    """
     prepared(Path(model_path("qwen2")), tmp_path / "store").close()
     sections = {
         "kv": {"expansion": 1.3},
@@ -41,17 +43,19 @@ def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) ->
 
 
 def not_ended(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that ought to have: not Ray's agents, which look for their raylet once a minute."""
+    """Return processes that should have ended, without Ray's agents (they check once a minute)."""
     return [each for each in processes if is_at_work(each)]
 
 
 def is_at_work(process: psutil.Process) -> bool:
-    """A zombie is not: orphans may wait for a parent to ask for them for ever, in a container whose
-    first process asks for none."""
+    """Return whether the process runs; zombies and Ray's agents do not count.
+
+    In a container whose first process never waits for children, orphans stay zombies for ever.
+    """
     try:
         is_agent = re.match(r"ray::\w+Agent", " ".join(process.cmdline()))
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE and not is_agent
-    except psutil.NoSuchProcess:  # since it was found running
+    except psutil.NoSuchProcess:  # it ended since it was listed
         return False
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work is refused when the engine starts, with the numbers and the knob."""
+"""Configurations that cannot work are refused at start, with the numbers and the knob."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_one_request_does_not_fit() -> None:
     fits = int(match[1])
     assert 0 < fits < 512 and fits % 32 == 0
     with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=10 * MIB, max_model_len=fits):
-        pass  # what the message says would fit does
+        pass  # the size that the message names does fit
 
 
 def test_far_budget_too_small() -> None:

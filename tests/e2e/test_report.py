@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report of a real engine: what the timeline says is what the engine did."""
+"""The report of a real engine: the timeline matches what the engine did."""
 
 from pathlib import Path
 
@@ -31,9 +31,9 @@ def test_a_report_of_an_engine_that_grows(tmp_path: Path) -> None:
     last = timeline.windows[-1]
     assert last.expansion == pytest.approx(expansion, rel=1e-6)  # rounded
     told = sum(window.read_bytes for window in timeline.windows)
-    assert 0.9 * read_bytes < told <= read_bytes  # the last step is told by none after it
+    assert 0.9 * read_bytes < told <= read_bytes  # no later step reports the last one
     assert any(event.kind == "grow" for event in timeline.events)
-    # This process's memory, at 26 W for 256 GB; more where the host lets us measure.
+    # This process's memory, at 26 W for 256 GB; more where the host has power counters.
     assert joules > 0.5 * seconds * 26 / 256 * 0.3 and 0 < assumed <= joules
     assert grams == pytest.approx(joules / 3.6e6 * 400)
     told_joules = sum(window.joules for window in timeline.windows)

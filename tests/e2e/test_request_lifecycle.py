@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests do to blocks: reuse of prefixes, aborts, priorities of memory; in float32."""
+"""Life cycle of requests' blocks: prefix reuse, aborts, preemption; all in float32."""
 
 import pytest
 
 from tests.e2e.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
 
 NEAR = 96 << 20
-"""16 or so requests of this file's lengths do not fit this without the plugin."""
+"""Memory too small, without the plugin, for about 16 requests of this file's lengths."""
 
 
 def turns(llm) -> Tokens:
-    """A conversation of three turns for each of six users, whose prompts share a beginning."""
+    """Run three turns for each of six users, whose prompts share a beginning."""
     shared = random_prompts(1, seed=7, longest=5)[0] * 20
     history = [shared + prompt for prompt in random_prompts(6, seed=8)]
     answers: Tokens = []
@@ -49,7 +49,7 @@ def test_conversation_reuses_its_prefix(policy) -> None:
 
 
 def test_prefix_computed_and_hit_in_one_step() -> None:
-    """Equal prompts scheduled together: the second hits blocks that the first computes."""
+    """Equal prompts are scheduled together: the second hits blocks that the first computes."""
     prompt = random_prompts(1, seed=3, longest=5)[0] * 40
     prompts = [prompt, [*prompt, 5], [*prompt, 6], prompt]
     tiered = run(
@@ -78,11 +78,11 @@ def test_prefix_cache_under_preemption() -> None:
 
 
 def test_abort_in_the_middle() -> None:
-    """Aborted requests give back blocks and tails; the others' tokens do not change."""
+    """Aborted requests free blocks and partial blocks; the others' tokens do not change."""
     from vllm import SamplingParams
 
     prompts = random_prompts(10, seed=5)
-    expected = vllm_tokens("deep", prompts)  # first: one process holds one engine at a time
+    expected = vllm_tokens("deep", prompts)  # first, as a process holds one engine at a time
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=NEAR) as llm:
         core = llm.llm_engine
@@ -99,13 +99,13 @@ def test_abort_in_the_middle() -> None:
                 core.abort_request([str(steps % 10), str(steps % 10 + 4)])
         survivors = [n for n in range(10) if n not in (3, 7, 1, 5, 0, 4)]
         assert {n: finished[n] for n in survivors} == {n: expected[n] for n in survivors}
-        generate(llm, prompts[:2], 4)  # the step in which the last blocks come back
+        generate(llm, prompts[:2], 4)  # runs the step that frees the last blocks
         assert metric("tiered_kv_blocks_reserved") == 0
         assert llm.reset_prefix_cache()
 
 
 def test_all_blocks_return_when_idle() -> None:
-    """Many short requests: tails take blocks from the pool while they run, and give them back."""
+    """Partial blocks of many short requests take blocks from the pool, and return them."""
     prompts = random_prompts(16, seed=6, longest=12)
     with engine(
         "deep", {"expansion": 3.0}, kv_cache_memory_bytes=40 << 20, max_model_len=128
@@ -134,7 +134,7 @@ def generate_async(llm, prompt: list[int]) -> None:
 
 
 def test_prefix_cache_reset_under_load() -> None:
-    """Withheld blocks do not count as used; running requests start again and end the same."""
+    """Reserved blocks do not count as used; running requests start over and end the same."""
     from vllm import SamplingParams
 
     prompts = random_prompts(8, seed=9)
@@ -175,7 +175,7 @@ def test_streamed_sessions_are_aborted_when_scheduled_ahead() -> None:
         connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
         request = SimpleNamespace(request_id="a", resumable=True, abort_immediately=False)
         connector.on_new_request(request)
-        assert not request.abort_immediately  # the plugin stepped aside
+        assert not request.abort_immediately  # the plugin is inactive
     with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20) as llm:
         connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
         assert not connector._schedules_ahead  # vLLM never does on CPUs

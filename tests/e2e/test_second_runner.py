@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's model runner V2, which GPUs get: with each part the tokens of V1 without the plugin."""
+"""vLLM's model runner V2, used on GPUs: each part gives the tokens of V1 without the plugin."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_v1_without_the_plugin(found, engine):
 
 
 def test_whole_steps_are_replayed_until_the_first_layer_is_far(found):
-    """V2 chooses a graph before the connector hears of the step."""
+    """V2 chooses a graph before the connector learns of the step."""
     whole = found["whole steps"]
     assert whole["tokens"] == vllm_tokens("deep", PROMPTS, WHOLE["max_tokens"])
     steps = [tuple(step) for step in whole["steps"]]

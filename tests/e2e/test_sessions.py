@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose input is streamed: between two turns they hold blocks that nobody can take."""
+"""Requests with streamed input hold blocks between two turns that nothing can take."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ SESSIONS: dict[str, Any] = {"enable_prefix_caching": True, "async_scheduling": F
 
 
 class Turns:
-    """Inputs of sessions, and other requests, given to vLLM's engine core itself."""
+    """Adds sessions and other requests directly to vLLM's engine core."""
 
     def __init__(self, llm: Any) -> None:
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -35,9 +35,9 @@ class Turns:
         self._core.add_request(*self._core.preprocess_add_request(request))
 
     def run(self) -> dict[str, list[int]]:
-        """Tokens by request, once each has given twelve; sessions then wait for input.
+        """Return tokens by request once each has given twelve; sessions then wait for input.
 
-        An engine that makes no progress any more fails here.
+        The test fails if the engine makes no more progress.
         """
         tokens: dict[str, list[int]] = {}
         for _ in range(2000):
@@ -50,7 +50,7 @@ class Turns:
 
 
 def session_beside_another(turns: Turns, before: Callable[[], None]) -> Iterator[Tokens]:
-    """A session's turn; ``before`` a request that shares its prefix; the session's next turn."""
+    """Yield a session's turn; after ``before`` a request with its prefix; its next turn."""
     prompt, more, rest = random_prompts(3, seed=21)
     prompt = (prompt * 40)[:140]
     turns.add("session", prompt, resumable=True)
@@ -63,7 +63,7 @@ def session_beside_another(turns: Turns, before: Callable[[], None]) -> Iterator
 
 
 def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
-    """It does not read the page now, but will, or will find it gone when its layer returns."""
+    """It reads the page later, or finds it lost when its layer is near again."""
     with engine("deep", **SESSIONS) as llm:
         expected = list(session_beside_another(Turns(llm), lambda: None))
     device = flipping_device(set())
@@ -89,7 +89,7 @@ def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
 
 
 def test_sessions_where_the_plugin_stepped_aside() -> None:
-    """No layer is far, so nothing can be lost, and nothing that may be lost is kept."""
+    """No layer is far, so no page can be lost, and no recompute state is kept."""
     stories = []
     for kv in (None, {"expansion": 1.0}):
         with engine("llama3", kv, **SESSIONS) as llm:
@@ -102,7 +102,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 def turn_by_turn(llm: Any, turns: list[tuple[str, list[int]]]) -> Tokens:
-    """Each turn is over before the next comes."""
+    """Run the turns one after the other; return their tokens."""
     sessions = Turns(llm)
     answers = []
     for request_id, tokens in turns:
@@ -116,15 +116,15 @@ def turn_by_turn(llm: Any, turns: list[tuple[str, list[int]]]) -> Tokens:
     [
         # 8 blocks; the second turn ends in the 14th.
         (12, [("a", tokens_of(31, 100)), ("a", tokens_of(32, 300))]),
-        # 16 blocks, of which both hold 14; then one asks for 3 more.
+        # 16 blocks: both hold 14, then one asks for 3 more.
         (24, [("a", tokens_of(33, 190)), ("b", tokens_of(34, 190)), ("a", tokens_of(35, 90))]),
-        # Two blocks each, and a tail of its own, which takes room for blocks in far layers.
+        # Two blocks each and a partial block, which takes the place of blocks in far layers.
         (24, [(f"{number}", tokens_of(40 + number, 45)) for number in range(12)]),
     ],
     ids=["larger than the level", "beside one that waits", "many"],
 )
 def test_the_level_grows_for_the_next_turn(near_mib, turns) -> None:
-    """Nothing runs, so nothing but the turn itself says that blocks are short."""
+    """Nothing else runs, so only the turn itself shows that blocks are short."""
     with engine("deep", **SESSIONS) as llm:
         expected = turn_by_turn(llm, turns)
     with engine(

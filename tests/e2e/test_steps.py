@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps are the one before with a token more for each request."""
+"""Detection of steps that repeat the last one with one more token for each request."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from vllm_tiered.kv.layout import KvLevels, Level
 
 
 def output(**changes):
-    """vLLM's scheduler output for three requests that decode."""
+    """Return vLLM's scheduler output for three decoding requests."""
     ids = changes.pop("ids", ["a", "b", "c"])
     computed = changes.pop("computed", [10, 20, 30])
     total = changes.pop("total", len(ids))
@@ -65,14 +65,16 @@ def test_it_begins_again_behind_what_ended_it():
     streak = DecodeStreak()
     streak.continues(output())
     assert not streak.continues(output(computed=NEXT, new=["d"], total=9))
-    assert not streak.continues(output(computed=[12, 22, 32]))  # not without a look at "d"
+    assert not streak.continues(output(computed=[12, 22, 32]))  # not before "d" is known
     assert streak.continues(output(computed=[13, 23, 33]))
 
 
 @pytest.mark.parametrize("began", [{"resumed_req_ids": {"a"}}, {"new": ["a"]}], ids=str)
 def test_an_empty_step_goes_on_behind_nothing(began):
-    """Of a request that came back with all but a token, and may not run again before it is known
-    whether that was its last, the next step computes nothing."""
+    """The next step may compute nothing after a request came back with all but one token.
+
+    The request may not run again before it is known whether that token was its last.
+    """
     streak = DecodeStreak()
     assert not streak.continues(output(ids=[], computed=[]))
     assert not streak.continues(output(ids=["a"], computed=[32], **began))
@@ -82,7 +84,7 @@ def test_an_empty_step_goes_on_behind_nothing(began):
 
 @pytest.fixture
 def signals_of(monkeypatch):
-    """What the controller is told of a step."""
+    """Return a function from a step to the controller's signals."""
     levels = KvLevels(
         num_layers=6,
         page_bytes=64,
@@ -151,12 +153,12 @@ def test_what_sessions_hold_is_needed_beside_the_longest_request(
 
 
 def test_each_session_has_a_tail_that_takes_room_for_blocks(signals_of):
-    """With 3 of 6 layers far a tail costs at most 3 / (3 + 1) of a block."""
+    """With 3 of 6 layers far a partial block costs at most 3 / (3 + 1) of a block."""
     alone = signals_of(longest=8, session_blocks=6).needed_blocks
     assert signals_of(longest=8, session_blocks=6, num_sessions=3).needed_blocks == alone + 3
 
 
-# What is known of requests ---------------------------------------------------------------
+# Known facts about requests ------------------------------------------------------------
 
 
 def take(watch, num_preempted=0):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float32, greedy: with the plugin, every token is the one that vLLM alone gives."""
+"""With the plugin every greedy float32 token equals vLLM's."""
 
 import pytest
 
@@ -11,7 +11,7 @@ POLICIES = ("interleave", "on_demand")
 
 
 def pages(model_kv_heads: int, blocks: int, layers: int, block_tokens: int = 32) -> int:
-    """Near bytes of ``blocks`` blocks in float32, head size 64."""
+    """Return the near bytes of ``blocks`` blocks in float32 with head size 64."""
     return blocks * layers * model_kv_heads * block_tokens * 2 * 64 * 4
 
 
@@ -51,7 +51,7 @@ def test_thirty_layers(model, far_layers, policy, force_far_layers) -> None:
 
 @pytest.mark.parametrize("block_size", [32, 64, 96, 128])
 def test_block_sizes(block_size) -> None:
-    """All that vLLM's CPU attention takes up to 128: multiples of 32."""
+    """These are all sizes up to 128 that vLLM's CPU attention takes: multiples of 32."""
     near = pages(KV_HEADS["deep"], blocks=80, layers=30)
     result = run(
         "deep",
@@ -81,7 +81,7 @@ def test_chunked_prefill(tokens_per_step) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_preemption(policy) -> None:
-    """So little memory that requests are preempted and recomputed; more of it than vLLM's."""
+    """Memory is so small that requests are preempted and recomputed; the plugin has more blocks."""
     near = pages(KV_HEADS["deep"], blocks=20, layers=30)
     result = run(
         "deep",

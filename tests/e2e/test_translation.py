@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept from one step's translation to the next is what a fresh one would give."""
+"""A translation kept from the step before equals a fresh one."""
 
 import random
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NUM_BLOCKS = 40
 
 @dataclass
 class Metadata:
-    """Stands for vLLM's attention metadata: translation only copies its attributes."""
+    """Fake of vLLM's attention metadata: translation only copies its attributes."""
 
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
@@ -30,7 +30,7 @@ class Metadata:
 
 
 class Batch:
-    """Requests that decode; vLLM's persistent tensors are written in place."""
+    """Decoding requests whose persistent tensors are written in place, as vLLM does."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -66,7 +66,7 @@ class Batch:
 
 
 def plain(context: Any) -> list[Any]:
-    """What the kernels of each layer see."""
+    """Return the tables that the kernels of each layer read."""
     return [
         (
             metadata.block_table.tolist(),
@@ -79,7 +79,7 @@ def plain(context: Any) -> list[Any]:
 
 
 def on_device(pages: np.ndarray[Any, np.dtype[np.int32]]) -> DeviceTranslator:
-    """With the kernel's reference, on the CPU."""
+    """Return a translator that uses the kernel's reference on the CPU."""
     cpu = torch.device("cpu")
     return DeviceTranslator(pages, NAMES, BLOCK_TOKENS, cpu, reference.translate)
 
@@ -116,7 +116,7 @@ def test_kept_is_as_good_as_fresh(seed, make):
 
 
 def test_addresses_stay_while_there_is_room():
-    """So that a CUDA graph may have captured their readers."""
+    """A captured CUDA graph may hold the addresses."""
     rng = random.Random(0)
     pages = np.arange(3 * NUM_BLOCKS, dtype=np.int32).reshape(3, -1)
     translator, batch = on_device(pages), Batch(rng)
@@ -126,7 +126,7 @@ def test_addresses_stay_while_there_is_room():
         translator.translate(context)
         last = context.attn_metadata[NAMES[-1]]
         seen.add((last.block_table.data_ptr(), last.slot_mapping.data_ptr()))
-    assert len(seen) <= 3  # 1 to 7 requests of 1 to 6 blocks: room is made a few times
+    assert len(seen) <= 3  # 1 to 7 requests of 1 to 6 blocks: the buffers grow a few times
 
 
 def test_a_page_that_moved_is_followed_at_once():
@@ -140,7 +140,7 @@ def test_a_page_that_moved_is_followed_at_once():
 
 
 class LateDevice:
-    """Copies arrive when their event is waited for; then what the host memory holds is taken."""
+    """Fake device whose copies run when their event is awaited, with what the host then holds."""
 
     def __init__(self) -> None:
         self.arrived: list[int] = []

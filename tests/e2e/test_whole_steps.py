@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole steps are replayed until the first layer is far, and never after: vLLM's tokens, V1."""
+"""Full CUDA graphs are replayed until the first layer is far, never after: vLLM's tokens, V1."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 256
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[Tokens, Tokens]:
-    """vLLM's tokens for few and for many; the engine is not one of those that a test looks at."""
+    """Return vLLM's tokens for few and many requests, from an engine that no test inspects."""
     return vllm_tokens("deep", FEW, 10), vllm_tokens("deep", MANY)
 
 
@@ -52,7 +52,7 @@ def test_whole_steps_as_long_as_all_fits(whole, alone) -> None:
 
 
 def test_pieces_alone_with_layers_that_are_far_from_the_start(whole, alone) -> None:
-    """Whatever vLLM captured: it is asked for pieces, and would lose the others."""
+    """vLLM is asked for piecewise graphs alone; captured full graphs must not be replayed."""
     few, _ = alone
     with engine("deep", {"expansion": 1.5}, **TIGHT) as llm:
         assert generate(llm, FEW, 10) == few
@@ -71,7 +71,7 @@ def count_updates(impl: Any) -> list[int]:
 
 
 def test_a_capture_meets_no_hook_that_does_anything(whole, monkeypatch) -> None:
-    """Where layers rotate from the start: in others no hook ever has anything to do."""
+    """Layers are far from the start here: elsewhere no hook ever has work to do."""
 
     def refuse(swapper: Any, layer: int) -> None:
         raise AssertionError(f"layer {layer}: a hook of ours ran")
@@ -110,7 +110,7 @@ def test_a_page_does_not_move_before_they_are_removed(broken, whole, monkeypatch
 
 
 def test_a_whole_step_that_would_not_see_the_translation_is_an_error(whole, monkeypatch) -> None:
-    """Nobody looks whether they were taken either."""
+    """The check that full graphs were removed is disabled too."""
     monkeypatch.setattr(FullGraphs, "begin_step", lambda graphs, runner, plan: None)
     monkeypatch.setattr(FullGraphs, "check_removed", lambda graphs: None)
     with (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's script that knows nothing of the plugin: prints its outputs as JSON.
+"""A user's script without any mention of the plugin: prints its outputs as JSON.
 
 Usage: unchanged_script.py MODEL_DIR PROMPTS_JSON [LLM_ARGUMENTS_JSON]
 """

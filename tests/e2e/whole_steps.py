@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of whole steps, emulated under the real engine on the CPU backend.
+"""Full CUDA graphs, emulated under the real engine on the CPU backend.
 
-vLLM is told that there are graphs, and chooses among them as on a GPU. A graph in pieces is the
-model, as it is; one of a whole step is the model without what a capture would not have: the views
-of the KV cache are those of the start, and the connector's hooks are not called.
+vLLM is told that graphs exist, and chooses among them as on a GPU. A piecewise graph runs the model
+unchanged. A full graph runs the model with what a capture would have: the KV cache views are those
+of the start, and the connector's hooks are not called.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from vllm_tiered.adapter import engine_config
 from vllm_tiered.adapter.kv.worker import TieredWorker
 
 SIZES = list(range(1, 17))
-"""A graph for each number of requests, so that nothing is padded."""
+"""One graph for each number of requests, so that nothing is padded."""
 
 
 class WholeSteps:
-    """What was replayed.
+    """Records the replayed graphs.
 
     Attributes:
-        steps: of each step that computed, its mode and whether pages lay as vLLM lays them out.
+        steps: for each computing step, its mode and whether pages were laid out as vLLM does.
     """
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ class WholeSteps:
 
     @property
     def layers(self) -> list[Any]:
-        """vLLM's attention layers."""
+        """Return vLLM's attention layers."""
         assert self._worker is not None
         return [self._worker._layers[name] for name in self._views]
 
@@ -151,7 +151,7 @@ class WholeSteps:
     @contextlib.contextmanager
     def _step(self, mode: str) -> Iterator[None]:
         worker = self._worker
-        if worker is None:  # a profile
+        if worker is None:  # a profile run
             yield
             return
         self.steps.append((mode, worker.swapper.is_laid_out_as_vllm))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OPT models whose ReLU sparsity is synthetic: planted, not trained."""
+"""OPT models with synthetic ReLU sparsity: constructed, not trained."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a planted OPT really shows on real prompts, layer by layer."""
+"""Measured sparsity of an OPT with synthetic sparsity, on real prompts, layer by layer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DEFINITIONS = {
 }
 
 WINDOW_TOKENS = 5
-"""LLM in a flash's for OPT-6.7B (4.1)."""
+"""Window of tokens that LLM in a flash uses for OPT-6.7B (4.1)."""
 
 
 def measure(
     model: Path, *, dtype: str = "bfloat16", prompts: Sequence[Sequence[int]] = ()
 ) -> dict[str, Any]:
-    """Return the figures of `DEFINITIONS`, means over layers and by layer.
+    """Return the figures of `DEFINITIONS`, as means over layers and by layer.
 
     Args:
-        prompts: token ids; without any, two ShareGPT prompts of 256 tokens.
+        prompts: token ids; if empty, two ShareGPT prompts of 256 tokens.
     """
     texts = prompts or _sharegpt(model)
     by_text = [[_figures(layer) for layer in record(model, text, dtype=dtype)] for text in texts]
@@ -68,7 +68,7 @@ def _figures(layer: LayerRecord) -> dict[str, float]:
 
 
 def _window(masks: Masks) -> Masks:
-    """Return the union of each token's mask with those before it in the window."""
+    """Return the union of each token's mask with the earlier ones in the window."""
     union = masks.copy()
     for age in range(1, WINDOW_TOKENS):
         union[age:] |= masks[:-age]

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OPT models with *planted* ReLU sparsity, at real sizes: what the papers' models show, by design.
+"""OPT models with *synthetic* ReLU sparsity, at real sizes and with the papers' statistics.
 
-No trained ReLU model can be had offline, and random weights make half of the neurons active. So the
-statistics that sparse inference lives on are planted. Of each layer's neurons about 3 % are active
-for a token, about 80 % of them for the next token too, and a low-rank predictor can tell which
-(LLM in a flash: OPT-6.7B is 97 % sparse). Whatever is measured with such a model is called
-*planted*: it says what I/O, caches and kernels do with such statistics, and nothing of quality.
+No trained ReLU model is available offline, and random weights make half of the neurons active. So
+the statistics that sparse inference depends on are planted in the weights. About 3 % of each
+layer's neurons are active for a token, about 80 % of these for the next token too, and a low-rank
+predictor can tell which (LLM in a flash: OPT-6.7B is 97 % sparse). Measurements with such a model
+show how I/O, caches and kernels behave with these statistics, and say nothing about quality.
 
     position ──► latent u [r], turning slowly ──► residual stream, coordinates 0 … 2r-1
     token    ──► random numbers              ──► residual stream, the other coordinates
     fc1 = B @ A + noise     A reads u through the layer norm, noise the rest; bias = -threshold
 
-Coordinates 2j and 2j+1 hold u_j and -u_j, so the layer norm's mean takes nothing away. What
-attention and FFN add grows the rest of the stream by half from the first layer to the last, which
-leaves the latent the most of it. The last norm passes by the latent: the text depends on tokens,
+Coordinates 2j and 2j+1 hold u_j and -u_j, so the layer norm's mean does not change them. What
+attention and FFN add grows the rest of the stream by half from the first layer to the last, so most
+of its energy stays in the latent. The last norm drops the latent: the text depends on tokens,
 attention and FFN. The embeddings are tied.
 
-`planted.factors` beside the weights has each layer's factors, a predictor without training.
-The latent follows the *position* alone: requests of a batch that are at the same positions have
+`planted.factors`, next to the weights, has each layer's factors, which are a predictor that needs
+no training. The latent follows the *position* alone. Requests of a batch at the same positions have
 almost the same active neurons, so give them prompts of different lengths.
 
     python -m benchmarks.inputs.synthetic_sparsity.model opt-1.3b FOLDER [--check]
@@ -38,24 +38,25 @@ from benchmarks.inputs.model import demo_model_dir
 from benchmarks.peers.model import SHAPES, TOKENIZER_FILES, OptShape, write_tensors
 
 PREDICTOR_FILE = "planted.factors"
-"""A safetensors file under another ending: loaders take all `*.safetensors` for weights."""
+"""A safetensors file with another ending, since loaders take all `*.safetensors` for weights."""
 
 STATISTICS_FILE = "planted.json"
 
-_RECIPE = 1  # counts changes of the bytes that are written
+_RECIPE = 1  # increases when the written bytes change
 _ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sparsity:
-    """What is planted.
+    """Statistics of the synthetic sparsity.
 
     Attributes:
-        active_share: of a layer's neurons, for a token.
+        active_share: share of a layer's neurons that is active for a token.
         overlap: share of a token's active neurons that are active for the next one too.
-        rank: of the latent, even.
-        noise: standard deviation of what the latent does not explain in a neuron's input, over
-            that of what it does. Fresh for each token: a predictor from the latent misses it.
+        rank: size of the latent, even.
+        noise: standard deviation of the part of a neuron's input that the latent does not explain,
+            over that of the part it does. It is new for each token, so a predictor from the latent
+            misses it.
     """
 
     active_share: float = 0.03
@@ -65,20 +66,20 @@ class Sparsity:
 
     @property
     def predictor_threshold(self) -> float:
-        """Score from which a neuron is predicted active: one deviation of the noise below 0."""
+        """Return the score from which a neuron is predicted active: one noise deviation below 0."""
         return -self.noise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlantedShape:
-    """A model to write."""
+    """Sizes and sparsity of a model to write."""
 
     sizes: OptShape
     sparsity: Sparsity = field(default_factory=Sparsity)
 
 
 PLANTED: Mapping[str, PlantedShape] = {
-    # For tests: 10 MB, 32 active neurons of 1024.
+    # For tests: 10 MB, with 32 active neurons of 1024.
     "opt-tiny": PlantedShape(
         sizes=OptShape(
             hidden_size=256,
@@ -102,13 +103,13 @@ def planted_dir(
     tokenizer_dir: str | Path | None = None,
     has_tokenizer: bool = True,
 ) -> Path:
-    """Return the folder, inside `folder`, of a planted OPT of this shape; written on first use.
+    """Return the folder, inside `folder`, of an OPT with synthetic sparsity; written on first use.
 
-    The same shape and seed give the same bytes on every machine. Where the vocabulary holds the
-    demo tokenizer's, that is put beside it (or the one in `tokenizer_dir`), unless `has_tokenizer`
-    is false: where the demo model is not installed. OPT-6.7B takes 13.4 GB
-    of disk, less than 1 GB of memory and a minute or two. Raises KeyError, naming the shapes there
-    are, for an unknown shape.
+    The same shape and seed give the same bytes on every machine. If the vocabulary is large enough
+    for the demo tokenizer (or the one in `tokenizer_dir`), the tokenizer is added; set
+    `has_tokenizer` to false where the demo model is not installed. OPT-6.7B takes 13.4 GB of disk,
+    less than 1 GB of memory and a minute or two. Raises KeyError, naming the known shapes, for an
+    unknown one.
     """
     if shape not in PLANTED:
         raise KeyError(f"no shape {shape!r}; there are {', '.join(PLANTED)}")
@@ -130,7 +131,7 @@ def planted_dir(
 
 
 def write_planted(planted: PlantedShape, out: Path, *, seed: int = 0) -> None:
-    """Write the checkpoint, the predictor's factors and what was planted into the folder `out`."""
+    """Write the checkpoint, the predictor's factors and the sparsity record into `out`."""
     from benchmarks.inputs.synthetic_sparsity.values import PlantedValues
 
     values = PlantedValues(planted.sizes, planted.sparsity, seed)
@@ -150,7 +151,7 @@ def _tokenizer(vocab_size: int, folder: str | Path | None) -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Write a model, and look at it with transformers if asked to."""
+    """Write a model, and check it with transformers if asked to."""
     parser = argparse.ArgumentParser(prog="benchmarks.inputs.synthetic_sparsity.model")
     parser.add_argument("shape", choices=list(PLANTED))
     parser.add_argument("folder", type=Path)

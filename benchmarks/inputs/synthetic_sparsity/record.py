@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which neurons of a planted OPT are active for the tokens of a text, and which are predicted.
+"""Records the active and the predicted neurons of an OPT with synthetic sparsity, for a text.
 
 transformers' own layers compute, one layer's weights in memory at a time, so OPT-6.7B takes 1 GB.
 T tokens, H hidden, N neurons of a layer.
@@ -29,8 +29,8 @@ class LayerRecord:
 
     Attributes:
         activation: float32 [T, N].
-        scores: float32 [T, N], the planted predictor's.
-        threshold: from which a score says that a neuron is active.
+        scores: the predictor's, float32 [T, N].
+        threshold: the score from which a neuron is predicted active.
     """
 
     activation: Floats
@@ -39,12 +39,12 @@ class LayerRecord:
 
     @property
     def active(self) -> Masks:
-        """[T, N], whether the neuron's activation is above 0."""
+        """Return [T, N]: whether the neuron's activation is above 0."""
         return self.activation > 0
 
     @property
     def predicted(self) -> Masks:
-        """[T, N], whether the predictor calls it active."""
+        """Return [T, N]: whether the neuron is predicted active."""
         return self.scores >= self.threshold
 
 
@@ -59,7 +59,7 @@ def planted_sparsity(model: Path) -> Sparsity:
 def record(
     model: Path, token_ids: Sequence[int], *, dtype: str = "bfloat16"
 ) -> Iterator[LayerRecord]:
-    """Yield each layer's record, in order, for one text. Raises as `planted_sparsity`."""
+    """Yield each layer's record, in order, for one text. Raises as `planted_sparsity` does."""
     import torch
 
     threshold = planted_sparsity(model).predictor_threshold
@@ -94,13 +94,13 @@ class _Tensors:
 
 
 def _ffn_inputs(tensors: _Tensors, token_ids: list[int]) -> Iterator[tuple[Any, Any]]:
-    """Of each layer: what fc1 is given [T, H], and what it gives [T, N]."""
+    """Yield each layer's input of fc1 [T, H] and output of fc1 [T, N]."""
     import torch
     from transformers import OPTConfig
     from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
     config = OPTConfig(**tensors.config)
-    config._attn_implementation = "sdpa"  # what from_pretrained would choose
+    config._attn_implementation = "sdpa"  # as from_pretrained would choose
     layer = OPTDecoderLayer(config, layer_idx=0).to(tensors.dtype).eval()
     seen: list[tuple[Any, Any]] = []
     layer.fc1.register_forward_hook(lambda _, given, result: seen.append((given[0], result)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A neuron store of a planted OPT, with its planted predictor: nothing has to be trained."""
+"""Neuron store of an OPT with synthetic sparsity, with its own predictor: needs no training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.inputs.synthetic_sparsity.record import planted_sparsity
 
 @dataclass(frozen=True, slots=True)
 class FfnTensors:
-    """One layer's, in bfloat16: fc1 [N, H], its bias [N], fc2 [H, N], its bias [H]."""
+    """One layer's tensors in bfloat16: fc1 [N, H], its bias [N], fc2 [H, N], its bias [H]."""
 
     fc1: Any
     fc1_bias: Any
@@ -25,7 +25,7 @@ class FfnTensors:
 
 
 def ffn_tensors(model: Path) -> Iterator[FfnTensors]:
-    """Yield each layer's FFN, one at a time in memory."""
+    """Yield each layer's FFN tensors, one layer at a time in memory."""
     from safetensors import safe_open
 
     index = json.loads((model / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
@@ -42,7 +42,7 @@ def ffn_tensors(model: Path) -> Iterator[FfnTensors]:
 
 
 def predicted_share(sparsity: Sparsity) -> float:
-    """Of a layer's neurons, that the planted predictor names for a token, on average."""
+    """Return the mean share of a layer's neurons that the predictor selects for a token."""
     normal = NormalDist()
     threshold = normal.inv_cdf(1 - sparsity.active_share) * (1 + sparsity.noise**2) ** 0.5
     return 1 - normal.cdf(threshold + sparsity.predictor_threshold)
@@ -55,11 +55,11 @@ def planted_store(
     precisions: Sequence[str] = ("full",),
     mix: Sequence[float] = (1.0, 0.0, 0.0),
 ) -> Path:
-    """Return the store of a planted model, inside `folder`; written on first use.
+    """Return the store of a model with synthetic sparsity, inside `folder`; written on first use.
 
     Args:
-        precisions: of "full", "int8" and "int4"; 8.6 GB, 4.3 GB and 2.1 GB of OPT-6.7B.
-        mix: of the neurons that are predicted active, what `mix="auto"` is to take.
+        precisions: of "full", "int8" and "int4"; 8.6 GB, 4.3 GB and 2.1 GB for OPT-6.7B.
+        mix: shares of the predicted neurons that `mix="auto"` uses.
     """
     from vllm_tiered.ffn.layout import FfnShape, Precision
     from vllm_tiered.ffn.predictor.files import predictor_name, save_predictor

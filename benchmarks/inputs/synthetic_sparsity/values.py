@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a planted OPT, tensor by tensor (see `model.py` beside this).
+"""Values of an OPT with synthetic sparsity, tensor by tensor (see `model.py` in this folder).
 
 Letters: H hidden, N neurons of a layer, r rank of the latent, P positions, L layers.
 
-In units of a token embedding's coordinate, with E = H - 2r coordinates beside the latent's:
+The unit is a token embedding's coordinate. E = H - 2r is the number of other coordinates:
 
     stream at layer l    2r coordinates of ±amplitude * u_j,  E coordinates of variance 1 + growth_l
     latent's energy      LATENT_ENERGY * E  =  2r * amplitude^2
@@ -28,25 +28,25 @@ from benchmarks.peers.model import POSITION_OFFSET, Bits, OptShape, to_bfloat16
 Floats = npt.NDArray[np.float32]
 
 LATENT_ENERGY = 3.0
-"""Over that of the other coordinates, at the first layer."""
+"""Energy of the latent over that of the other coordinates, at the first layer."""
 
 GROWTH = 0.5
-"""Of the other coordinates' energy, from the first layer to the last."""
+"""Growth of the other coordinates' energy from the first layer to the last."""
 
 LOGITS_STD = 3.0
-"""So that the next token's distribution is neither flat nor certain."""
+"""Standard deviation that makes the next token's distribution neither flat nor certain."""
 
-_QUERY_KEY_GAIN = 1.2  # over 1/sqrt(H): attention looks at some tokens more than at others
-_ATTENTION_AVERAGED = 0.5  # of its output's energy is left after averaging over positions, about
+_QUERY_KEY_GAIN = 1.2  # over 1/sqrt(H), so that attention looks at some tokens more than at others
+_ATTENTION_AVERAGED = 0.5  # about this share of its energy is left after averaging
 _BIAS_STD = 0.02
-_BLOCK_LENGTH = 8_388_593  # a prime, as in peers.model: rows are never repeated in step
+_BLOCK_LENGTH = 8_388_593  # a prime, as in peers.model, so that rows never repeat
 _PIECE_NUMBERS = 1 << 22
 
 
 class PlantedValues:
-    """Gives each tensor's numbers by name and shape. Memory: four blocks of 34 MB and a piece.
+    """Function from name and shape to a tensor's values; it takes four blocks of 34 MB and a piece.
 
-    Raises ValueError if the latent leaves no room for anything else.
+    Raises ValueError if the latent leaves no coordinates for anything else.
     """
 
     def __init__(self, sizes: OptShape, sparsity: Sparsity, seed: int) -> None:
@@ -65,15 +65,15 @@ class PlantedValues:
         self._block = cache(self._make_block)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Iterator[Bits]:
-        """Yield the tensor's numbers in bfloat16, in pieces."""
+        """Yield the tensor's values in bfloat16, in pieces."""
         for values in self._values(name.removeprefix("model.decoder."), shape):
             yield to_bfloat16(np.ascontiguousarray(values, dtype=np.float32))
 
     def factors(self, layer_idx: int) -> tuple[Floats, Floats, Floats]:
         """Return the predictor: A [r, H], B [N, r] and the bias [N].
 
-        ``B @ (A @ x) + bias`` is what the latent gives a neuron, for x after the layer norm; above
-        0 it is active, but for the noise.
+        ``B @ (A @ x) + bias`` is the latent's part of a neuron's input, for x after the layer norm.
+        Above 0 the neuron is active, except for the noise.
         """
         rank, neurons = self._sparsity.rank, self._sizes.ffn_dim
         b_Nr = self._rng(f"B{layer_idx}").standard_normal((neurons, rank), dtype=np.float32)
@@ -101,7 +101,7 @@ class PlantedValues:
         """Return u [P, r]: pairs of a cosine and a sine of mean square 1, each at its own speed.
 
         Speeds are quantiles of a half-normal distribution, so that the correlation of two positions
-        falls as exp(-(speed * distance)^2 / 2) and does not come back soon.
+        falls as exp(-(speed * distance)^2 / 2) and does not soon rise again.
         """
         num_pairs = self._sparsity.rank // 2
         correlation = _correlation_of(self._sparsity)
@@ -109,7 +109,7 @@ class PlantedValues:
         quantiles = [
             NormalDist().inv_cdf(0.5 + (i + 0.5) / (2 * num_pairs)) for i in range(num_pairs)
         ]
-        # Few quantiles have less than unit mean square: the tail is missing.
+        # A few quantiles have less than unit mean square, as the distribution's tail is missing.
         quantiles_k = np.array(quantiles) / np.sqrt(np.mean(np.square(quantiles)))
         phases_k = self._rng("phases").uniform(0, 2 * np.pi, num_pairs)
         angles_Pk = np.arange(self._sizes.max_positions)[:, None] * speed * quantiles_k + phases_k
@@ -138,7 +138,7 @@ class PlantedValues:
                 return (piece * scale for piece in self._noise(name, shape))
 
     def _std(self, name: str) -> float:
-        """Of a matrix that only carries noise."""
+        """Return the standard deviation of a matrix that only holds noise."""
         sizes = self._sizes
         if ".q_proj" in name or ".k_proj" in name:
             return _QUERY_KEY_GAIN / math.sqrt(sizes.hidden_size)
@@ -148,13 +148,13 @@ class PlantedValues:
             return math.sqrt(self._added / sizes.hidden_size)
         assert ".fc2" in name, name
         normal = NormalDist()
-        # E[relu(z - t)^2] of z ~ N(0, 1): what an active neuron gives.
+        # E[relu(z - t)^2] of z ~ N(0, 1) is the energy of a neuron's activation.
         t = normal.inv_cdf(1 - self._sparsity.active_share)
         energy = (1 + t * t) * self._sparsity.active_share - t * normal.pdf(t)
         return math.sqrt(self._added / (sizes.ffn_dim * energy * (1 + self._sparsity.noise**2)))
 
     def _growth(self, layer_idx: int) -> float:
-        """Of the stream's energy beside the latent's, before this layer's FFN."""
+        """Return the growth of the other coordinates' energy up to this layer's FFN."""
         return self._added * (_ATTENTION_AVERAGED * (layer_idx + 1) + layer_idx)
 
     def _sigma(self, layer_idx: int) -> float:
@@ -184,8 +184,8 @@ class PlantedValues:
         signs = self._rng("signs").choice(
             np.array([-1, 1], dtype=np.float32), self._sizes.hidden_size
         )
-        # The norm leaves the rest with this deviation; a logit sums over its coordinates. Random
-        # signs, because with tied embeddings a token would be its own successor for ever.
+        # The norm leaves the rest with this deviation, and a logit sums over its coordinates. Signs
+        # are random, because with tied embeddings a token would otherwise follow itself for ever.
         std = math.sqrt(1 + GROWTH) / self._sigma(self._sizes.num_layers)
         gains = signs * np.float32(LOGITS_STD / (std * math.sqrt(self._rest)))
         gains[: 2 * self._sparsity.rank] = 0
@@ -194,15 +194,15 @@ class PlantedValues:
     def _without_latent(
         self, name: str, shape: tuple[int, ...], change: Callable[[Floats], Floats]
     ) -> Iterator[Floats]:
-        """Noise in whole rows, nothing in the latent's coordinates."""
+        """Yield changed noise in whole rows, with zeros in the latent's coordinates."""
         for rows in self._noise(name, shape):
             changed = change(rows).copy()
             changed[:, : 2 * self._sparsity.rank] = 0
             yield changed
 
     def _noise(self, name: str, shape: tuple[int, ...]) -> Iterator[Floats]:
-        """N(0, 1) in pieces of whole rows: a cut, at a place of its own, from a block."""
-        # A block for each kind: an embedding and a neuron's row of the same numbers would be alike.
+        """Yield N(0, 1) in pieces of whole rows, cut from a block at the tensor's own offset."""
+        # Each kind has its own block: an embedding and a neuron with equal numbers would be alike.
         block = self._block(next(kind for kind in ("embed", "fc1", "fc2", "attn") if kind in name))
         num_rows, length = shape
         start = int(self._rng(name).integers(block.size))
@@ -222,7 +222,7 @@ class PlantedValues:
         return self._rng(f"block-{kind}").standard_normal(_BLOCK_LENGTH, dtype=np.float32)
 
     def _rng(self, what: str) -> np.random.Generator:
-        """Depends on nothing but the seed and what it is for, so tensors come in any order."""
+        """Return a generator of the seed and its use alone, so that tensors come in any order."""
         return np.random.default_rng([self._seed, zlib.crc32(what.encode())])
 
 
@@ -231,10 +231,10 @@ def _layer_idx(name: str) -> int:
 
 
 def _correlation_of(sparsity: Sparsity) -> float:
-    """Of the latent at adjacent positions, that gives the overlap.
+    """Return the latent's correlation at adjacent positions that gives the overlap.
 
-    Two inputs z of correlation c are both above t with a probability that a sum over t's quantiles
-    gives: P(z2 > t | z1) with z2 = c z1 + sqrt(1 - c^2) fresh.
+    Two inputs z of correlation c are both above t with a probability that is a sum over t's
+    quantiles: P(z2 > t | z1) with z2 = c z1 + sqrt(1 - c^2) times a fresh normal number.
     """
     normal = NormalDist()
     t = normal.inv_cdf(1 - sparsity.active_share)
@@ -245,5 +245,5 @@ def _correlation_of(sparsity: Sparsity) -> float:
         spread = math.sqrt(1 - middle**2)
         both = sum(1 - normal.cdf((t - middle * z) / spread) for z in above) / len(above)
         low, high = (middle, high) if both < sparsity.overlap else (low, middle)
-    # The noise is fresh, so the latent has to do its part of the correlation too.
+    # The noise is new for each token, so the latent must supply its part of the correlation too.
     return min(high * (1 + sparsity.noise**2), 1 - 1e-9)

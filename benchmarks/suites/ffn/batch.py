@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the sparse FFN stops paying as the batch grows, and whether the plugin sees it.
+"""Batch size at which the sparse FFN stops paying, and whether the plugin's choice follows it.
 
-On a planted OPT (benchmarks/inputs/synthetic_sparsity/model.py), one engine, no memory limit: near
-memory holds a share of the neurons, everything else comes from the disk. The tokens of a batch
-together want most neurons of a layer (M2Cache's stated limit); from some batch on streaming all of
-them is faster. Each batch is decoded sparsely, densely and as the plugin chooses, rounds
-interleaved.
+One engine runs an OPT with synthetic sparsity (benchmarks/inputs/synthetic_sparsity/model.py)
+without a memory limit. Near memory holds a share of the neurons; everything else comes from the
+disk. The tokens of a batch together need most neurons of a layer (M2Cache's stated limit), so from
+some batch size on it is faster to stream all of them. Each batch is decoded sparsely, densely and
+as the plugin chooses, in interleaved rounds.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
-        near_share: of the FFN's bytes, for the neurons' near cache.
-        prompt_step: by which each request's prompt is longer than the one before.
-        folder: where models and stores are kept ("": the cache folder), on the disk to be measured.
+        near_share: share of the FFN's bytes given to the near neuron cache.
+        prompt_step: by how much each request's prompt is longer than the one before.
+        folder: where models and stores are kept, on the disk under test ("": the cache folder).
     """
 
     shape: str
@@ -131,7 +131,7 @@ def batch_command(settings: Settings, model: Path, store: Path) -> list[str]:
 
 
 def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of all runs."""
+    """Return the figures of all runs."""
     batches = sorted({run["batch"] for run in runs})
     by_batch: dict[int, dict[str, Any]] = {}
     ratios: dict[int, float] = {}
@@ -183,7 +183,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _sparse_share(runs: Sequence[Mapping[str, Any]], path: str) -> float:
-    """Of the layers' steps."""
+    """Return the share of layer steps that were computed sparsely."""
     used = [run["use"] for run in runs if run["path"] == path]
     sparse = sum(use.get("ffn_sparse_steps", 0.0) for use in used)
     return float(sparse / max(1.0, sparse + sum(use.get("ffn_dense_steps", 0.0) for use in used)))

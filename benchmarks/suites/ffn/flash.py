@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM in a flash, table 2: what a token's FFN costs to read, technique by technique, and in vLLM.
+"""LLM in a flash, table 2: cost of reading a token's FFN by each technique, and decoding in vLLM.
 
-On a planted OPT (benchmarks/inputs/synthetic_sparsity/model.py). First the reads alone: the neurons
-that each token of a recorded text wants are brought from the disk in the paper's five ways, rounds
-interleaved. Then vLLM decodes one request under a memory limit of half the weights beside its own
-resident size: with the sparse FFN from its neuron store, and with the dense weights of which half
-are streamed.
+The model is an OPT with synthetic sparsity (benchmarks/inputs/synthetic_sparsity/model.py). The
+first part measures reads alone: it reads the neurons of each token of a recorded text from the disk
+in the paper's five ways, in interleaved rounds. In the second part vLLM decodes one request under a
+memory limit: its own resident size plus half the weights. It runs once with the sparse FFN from its
+neuron store, and once with dense weights of which half are streamed.
 """
 
 from __future__ import annotations
@@ -67,20 +67,21 @@ RESULT_KEYS = (
 )
 
 _PAPERS_SHARE = 0.10
-"""Of the neurons, that the paper's predictor names (LLM in a flash, 4.1)."""
+"""Share of the neurons that the paper's predictor selects (LLM in a flash, 4.1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
-        tokens: that are replayed and counted; as many as the window go before them.
-        dense_tokens: of the techniques that read everything, whose tokens are all alike.
-        window: tokens whose neurons stay, the paper's k.
-        new_tokens: that vLLM decodes; 0 leaves the engines out.
-        folder: where models and stores are kept ("": the cache folder), on the disk to be measured.
+        tokens: number of tokens replayed and counted, after `window` warm-up tokens.
+        dense_tokens: number of tokens for the techniques that read everything; their tokens cost
+            the same.
+        window: number of tokens whose neurons stay cached, the paper's k.
+        new_tokens: number of tokens that vLLM decodes; 0 leaves the engines out.
+        folder: where models and stores are kept, on the disk under test ("": the cache folder).
     """
 
     shape: str
@@ -102,7 +103,7 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps `run` reports: preparations, replays, engines."""
+    """Return how many steps `run` reports: preparations, replays and engines."""
     engines = 1 + 2 * settings.engine_rounds if settings.new_tokens else 0
     return 3 + settings.rounds * 6 + engines
 
@@ -138,7 +139,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def recorded(settings: Settings, model: Path) -> tuple[list[Token], list[Token]]:
-    """Each token's neurons by layer: of the planted predictor, and of one that names 10 %."""
+    """Return each token's neurons by layer, for the synthetic predictor and a 10 % predictor."""
     num_tokens = settings.window + settings.tokens
     sizes = PLANTED[settings.shape].sizes
     ids = [3 + token % (sizes.vocab_size - 3) for token in prompt_ids(num_tokens)]
@@ -172,7 +173,7 @@ def _replayed(
         names = (NAIVE, HALF, PREDICTOR, WINDOWING, BUNDLING, PAPERS_PREDICTOR)
         for name in names[:: 1 if number % 2 == 0 else -1]:
             tokens = texts[name == PAPERS_PREDICTOR]
-            # One at a time: only its regions are in memory.
+            # Techniques run one at a time, so that only one's cache buffers are in memory.
             technique = _technique(name, settings, files, store, tokens, resident_bytes)
             try:
                 result[name] = _replay(technique, settings, tokens)
@@ -220,7 +221,7 @@ def _replay(technique: Technique, settings: Settings, tokens: Sequence[Token]) -
 def _engines(
     settings: Settings, model: Path, store: Path, folder: Path, step: Step
 ) -> list[dict[str, dict[str, Any]]]:
-    """Run rounds of the two contenders."""
+    """Run interleaved rounds of the two engines."""
     sizes = PLANTED[settings.shape].sizes
     load = limited.Load(
         prompt_tokens=settings.prompt_tokens,
@@ -235,7 +236,7 @@ def _engines(
         STREAMED: streamed_command(load, settings, model, folder / f"{model.name}-streamed"),
     }
     limit_bytes = limit if can_limit() else None
-    # The file of streamed weights is filled by a start of its own.
+    # A separate start fills the file of streamed weights.
     drop_cached([folder])
     limited.measure(STREAMED, commands[STREAMED], limit_bytes, settings.threads)
     rounds: list[dict[str, dict[str, Any]]] = []
@@ -250,7 +251,7 @@ def _engines(
 
 
 def sparse_command(load: limited.Load, settings: Settings, model: Path, store: Path) -> list[str]:
-    """All but the FFN near, and of that what the rest of half the model's bytes holds."""
+    """Return the sparse engine's command: the FFN gets what the near rest of the model leaves."""
     kv_bytes = load.kv_bytes(PLANTED[settings.shape].sizes)
     near_bytes = ffn_near_bytes(settings.shape, model, kv_bytes)
     tiered = {
@@ -269,7 +270,7 @@ def sparse_command(load: limited.Load, settings: Settings, model: Path, store: P
 def streamed_command(
     load: limited.Load, settings: Settings, model: Path, folder: Path
 ) -> list[str]:
-    """As many weights near as half the model's bytes hold, the rest streamed from the disk."""
+    """Return the dense engine's command: half the model's bytes near, the rest streamed."""
     sizes = PLANTED[settings.shape].sizes
     kv_bytes = load.kv_bytes(sizes)
     embeddings = (sizes.vocab_size + sizes.max_positions) * sizes.hidden_size * 2
@@ -286,7 +287,7 @@ def streamed_command(
 
 
 def ffn_near_bytes(shape: str, model: Path, kv_bytes: int) -> int:
-    """Return the bytes that half the model's bytes leave to the FFN."""
+    """Return the bytes left for the FFN from half the model's bytes."""
     sizes = PLANTED[shape].sizes
     ffn_bytes = 4 * sizes.ffn_dim * sizes.hidden_size * sizes.num_layers
     other_bytes = sizes.num_bytes - ffn_bytes

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FFN's matrices on the disk as a checkpoint has them: rows and columns apart.
+"""The FFN's matrices on disk in a checkpoint's layout: rows and columns stored separately.
 
-fc1's rows are read where they are in the checkpoint, if they begin at blocks of the disk (those of
-the real shapes do, see `write_tensors`). fc2's columns are not in a row there, so they are stored
-transposed, as LLM in a flash does; where fc1 is not aligned it is put beside them.
-N neurons, H hidden; a row and a column have 2 H bytes.
+fc1's rows are read directly from the checkpoint if they begin at disk blocks (those of the real
+shapes do, see `write_tensors`). fc2's columns are not contiguous there, so they are stored
+transposed, as LLM in a flash does. An fc1 that is not aligned is copied to the same file.
+
+N neurons, H hidden size; a row and a column have 2 H bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from vllm_tiered.storage.scatter_plan import Section
 _NAME = "matrices.bin"
 _CALL_BYTES = 4 << 20
 _NUM_READERS = 8
-"""Fastest on most disks seen here when all of a large file is read (benchmarks.harness.disk)."""
+"""Fastest call size on most disks here to read all of a large file (benchmarks.harness.disk)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A matrix in a file: N rows of `stride` bytes from `offset` on."""
+    """Location of a matrix in a file: N rows of `stride` bytes, starting at `offset`."""
 
     path: str
     offset: int
@@ -45,13 +46,13 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Of the matrix."""
+        """Return the size of the matrix."""
         return self.stride * self.num_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:
-    """A model's FFN matrices. `sums` are each row's checksums: uint64 [num_layers, 2, N]."""
+    """A model's FFN matrices. `sums` holds each row's checksum: uint64 [num_layers, 2, N]."""
 
     rows: tuple[Place, ...]
     columns: tuple[Place, ...]
@@ -59,11 +60,11 @@ class Matrices:
 
     @property
     def num_bytes(self) -> int:
-        """Of all matrices."""
+        """Return the size of all matrices."""
         return sum(place.num_bytes for place in (*self.rows, *self.columns))
 
     def sections(self, layer_idx: int) -> tuple[Section, Section]:
-        """Of a layer's rows and columns, for scattered reads."""
+        """Return a layer's rows and columns as sections for scattered reads."""
         places = (self.rows[layer_idx], self.columns[layer_idx])
         first, second = (
             Section(
@@ -79,7 +80,7 @@ class Matrices:
 
 
 def matrices(model: Path, folder: Path) -> Matrices:
-    """Where a model's FFN matrices are; what has to be written for that is, on first use."""
+    """Return where a model's FFN matrices are; write the missing ones on first use."""
     target = folder / f"{model.name}-matrices"
     if not target.is_dir():
         with publish_dir(target) as staging:
@@ -90,9 +91,9 @@ def matrices(model: Path, folder: Path) -> Matrices:
 
 
 def read_whole(places: Sequence[Place], num_bytes: int) -> float:
-    """Read the first `num_bytes` of the matrices one after the other; return the seconds.
+    """Read the first `num_bytes` of the matrices in order; return the seconds.
 
-    With O_DIRECT and calls of 4 MiB, as fast as the disk gives them; without checksums.
+    Reads use O_DIRECT and calls of 4 MiB, without checksums, to reach the disk's full speed.
     """
     calls = list(_calls(places, num_bytes))
     paths = {path for path, _, _ in calls}
@@ -106,7 +107,7 @@ def read_whole(places: Sequence[Place], num_bytes: int) -> float:
         buffer = buffers.get()
         done = os.preadv(descriptors[path], [memoryview(buffer)[:length]], offset)
         buffers.put(buffer)
-        # A file's last block may be cut off.
+        # A file's last block may be shorter.
         if done < length - BLOCK_BYTES:
             raise OSError(f"{path}: {done} of {length} bytes at offset {offset}")
 
@@ -122,7 +123,7 @@ def read_whole(places: Sequence[Place], num_bytes: int) -> float:
 
 
 def _calls(places: Sequence[Place], num_bytes: int) -> list[tuple[str, int, int]]:
-    """Path, offset and length of each call, in whole blocks."""
+    """Return path, offset and length of each call, in whole blocks."""
     calls = []
     for place in places:
         wanted = min(place.num_bytes, num_bytes)
@@ -161,7 +162,7 @@ def _bits() -> Any:
 
 
 def _append(file: Any, matrix: Any) -> int:
-    """Write a matrix at the next block of the disk; return its offset."""
+    """Write a matrix at the next disk block; return its offset."""
     file.write(b"\0" * (-file.tell() % BLOCK_BYTES))
     offset: int = file.tell()
     file.write(matrix.numpy().data)
@@ -169,7 +170,7 @@ def _append(file: Any, matrix: Any) -> int:
 
 
 def _fc1_in_checkpoint(model: Path, layer_idx: int) -> tuple[int, str]:
-    """Offset and path of a layer's fc1."""
+    """Return offset and path of a layer's fc1."""
     name = f"model.decoder.layers.{layer_idx}.fc1.weight"
     index = json.loads((model / "model.safetensors.index.json").read_text("utf-8"))
     path = model / index["weight_map"][name]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a token's FFN costs in reads, technique by technique (LLM in a flash, table 2).
+"""Read cost of a token's FFN by technique (LLM in a flash, table 2).
 
-Recorded tokens are replayed: layer by layer, a layer's reads end before the next layer's begin, as
-in a model whose predictor needs the layer's input. All reads bypass the page cache and scattered
-ones are verified. Nothing is computed, so a time is I/O, and what a cache does to its rows.
+Recorded tokens are replayed layer by layer. A layer's reads end before the next layer's begin, as
+in a model whose predictor needs the layer's input. All reads bypass the page cache, and scattered
+reads are verified. Nothing is computed, so a time is I/O plus the cache's work on its slots.
 
-    naive        all matrices of the FFN, in large reads
-    half         what half of the model's memory does not hold of them, in large reads
-    predictor    the predicted neurons' rows and columns, each by itself; nothing is kept
-    windowing    of these, what the last tokens did not have already
-    bundling     the same, row and column in one read
+    naive        reads all FFN matrices, in large reads
+    half         reads the part of the matrices that half of the model's memory does not hold
+    predictor    reads each predicted neuron's row and column separately; keeps nothing
+    windowing    reads the predicted neurons that the last tokens did not already load
+    bundling     as windowing, with row and column in one read
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from vllm_tiered.storage.direct_file import DirectFile, aligned_pages
 from vllm_tiered.storage.reader import ScatterReader
 
 Token = Sequence[Ids]
-"""The neurons that each layer wants for a token, sorted."""
+"""Neuron ids that a token needs, sorted, one array a layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCost:
-    """Of one token, all layers.
+    """Cost of one token over all layers.
 
     Attributes:
-        read_seconds: in which compute would have waited for reads.
-        cache_seconds: for the books, and to move rows.
-        num_bytes: read from the disk.
+        read_seconds: time that compute would have waited for reads.
+        cache_seconds: time to update the cache index and move slots.
+        num_bytes: bytes read from the disk.
     """
 
     read_seconds: float
@@ -52,20 +52,20 @@ class TokenCost:
 
 
 class Technique(ABC):
-    """How a token's neurons come to memory. `dram_bytes` of the FFN are held for it."""
+    """Way to load a token's neurons. `dram_bytes` of the FFN stay in memory for it."""
 
     dram_bytes: int
 
     @abstractmethod
     def token(self, wanted: Token) -> TokenCost:
-        """Bring what a token wants."""
+        """Load the neurons of one token."""
 
     def close(self) -> None:  # noqa: B027
-        """Give files back."""
+        """Close all files."""
 
 
 class Whole(Technique):
-    """All of the matrices but for what stays in memory, whatever the token wants."""
+    """Technique that reads all matrices except the resident part, whatever the token needs."""
 
     def __init__(self, files: Matrices, resident_bytes: int = 0) -> None:
         self._places = [*files.rows, *files.columns]
@@ -78,15 +78,15 @@ class Whole(Technique):
 
 
 class Apart(Technique):
-    """Rows and columns in reads of their own.
+    """Technique that reads rows and columns separately.
 
     Attributes:
-        regions: of each layer, a place for rows and one for columns.
-        caches: of each layer; none if nothing is kept.
+        regions: by layer, one cache buffer for rows and one for columns.
+        caches: by layer; empty if nothing is kept.
 
     Args:
         capacity: neurons of a layer that memory holds.
-        window: tokens whose neurons stay; 0 keeps nothing, and layers share one place.
+        window: tokens whose neurons stay; at 0 nothing is kept and all layers share one buffer.
     """
 
     def __init__(self, files: Matrices, capacity: int, window: int) -> None:
@@ -149,10 +149,12 @@ class Apart(Technique):
 
 
 class Bundled(Technique):
-    """Row and column in one read, from a neuron store; the last tokens' neurons stay.
+    """Technique that reads row and column at once from a neuron store.
+
+    The last tokens' neurons stay.
 
     Attributes:
-        regions, caches: of each layer.
+        regions, caches: cache buffer and cache index of each layer.
     """
 
     def __init__(self, store: NeuronStore, capacity: int, window: int) -> None:
@@ -187,7 +189,7 @@ class Bundled(Technique):
 
 
 def capacity_for(tokens: Sequence[Token], window: int) -> int:
-    """Rows that hold every layer's neurons of any `window` tokens in a row."""
+    """Return the cache slots that hold any layer's neurons of any `window` consecutive tokens."""
     most = 0
     for end in range(1, len(tokens) + 1):
         for of_layer in zip(*tokens[max(0, end - max(1, window)) : end], strict=True):
@@ -196,13 +198,13 @@ def capacity_for(tokens: Sequence[Token], window: int) -> int:
 
 
 def tokens_of(masks_LTN: Sequence[npt.NDArray[np.bool_]]) -> list[Token]:
-    """From each layer's masks to each token's neurons."""
+    """Turn each layer's masks into each token's neurons."""
     num_tokens = len(masks_LTN[0])
     return [[np.flatnonzero(layer[t]) for layer in masks_LTN] for t in range(num_tokens)]
 
 
 def _move(region: torch.Tensor, plan: Plan) -> None:
     if len(plan.src_slots):
-        # Not torch's indexing: it wakes all threads for a few rows.
+        # torch's indexing is avoided: it wakes all threads for a few slots.
         rows = region.numpy()
         rows[plan.dst_slots] = rows[plan.src_slots]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ffn_flash` reports, from the replays of its techniques and the runs of its engines."""
+"""Figures and tables of `ffn_flash`, from its replays and its engines' runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TECHNIQUES = (NAIVE, HALF, PREDICTOR, WINDOWING, BUNDLING, PAPERS_PREDICTOR)
 
 
 def mean_cost(costs: Sequence[TokenCost]) -> dict[str, float]:
-    """One round of one technique."""
+    """Return the mean cost per token of one technique in one round."""
     return {
         "read_seconds": statistics.fmean(cost.read_seconds for cost in costs),
         "cache_seconds": statistics.fmean(cost.cache_seconds for cost in costs),
@@ -59,11 +59,11 @@ def summarise_io(
     model_bytes: int,
     held_bytes: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Figures of the replays.
+    """Return the figures of the replays.
 
     Args:
         rounds: each technique's `mean_cost`.
-        held_bytes: that each technique holds of the model, predictors and all.
+        held_bytes: bytes of the model that each technique keeps in memory, predictors included.
     """
 
     def ratio(slow: str, fast: str, cost: Callable[[Mapping[str, float]], float]) -> float:
@@ -98,7 +98,7 @@ def summarise_io(
 
 
 def summarise_engines(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Figures of the engines' runs; without rounds there is no ratio."""
+    """Return the figures of the engines' runs; without rounds there is no ratio."""
     rates = {name: [tokens_per_s(r[name]) for r in rounds] for name in (SPARSE, STREAMED)}
     if not rounds:
         return {"end_to_end_speedup": None, "by_contender": {}}
@@ -120,7 +120,7 @@ def summarise_engines(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return Markdown: the paper's table 2, and the engines."""
+    """Return Markdown: the paper's table 2, then the engines."""
     rows = [
         [
             name,

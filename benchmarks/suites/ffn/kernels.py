@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the FFN's products over cached neurons are, as a share of what memory gives.
+"""Speed of the FFN's matmuls over cached neurons, as a share of the measured memory bandwidth.
 
-A decode step reads each resident neuron once, so its products can be as fast as memory is read.
-Regions are many times larger than the caches. Each product is timed in turns with a plain read of
-other memory, so that what disturbs one disturbs the other; torch's product with the same bundles,
-where it has one, is timed in the same turns.
+A decode step reads each resident neuron once, so a matmul can be as fast as memory is read. The
+cache buffers are many times larger than the CPU's caches. Each matmul alternates with a plain read
+of other memory, so that a disturbance affects both. torch's matmul over the same bundles, where it
+has one, is timed in the same turns.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _BITS = {Precision.FULL: 16, Precision.INT8: 8, Precision.INT4: 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: layers of SwiGLU, bfloat16, with these features of the hidden state.
+    """Settings of one profile: SwiGLU layers in bfloat16 with these hidden sizes.
 
-    `region_mib` is the size of each region, `group` the weights that share a 4-bit scale.
+    `region_mib` is the size of each cache buffer, `group` the number of weights per 4-bit scale.
     """
 
     hidden: tuple[int, ...]
@@ -63,7 +63,7 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps `run` reports: one per region and batch."""
+    """Return how many steps `run` reports: one for each cache buffer and batch."""
     return len(settings.hidden) * len(Precision) * len(settings.batches)
 
 
@@ -101,7 +101,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return one row per product."""
+    """Return one row per matmul."""
     rows = [
         [
             str(kernel["hidden"]),
@@ -139,7 +139,7 @@ def _region(hidden: int, precision: Precision, settings: Settings) -> NeuronCach
 def _measure(
     region: NeuronCacheBuffer, batch: int, turns: int, elsewhere: torch.Tensor, reads: list[float]
 ) -> list[dict[str, Any]]:
-    """One row of the result for each product."""
+    """Return one row of the result for each matmul."""
     shape, n = region.shape, region.capacity
     matrix_bytes = n * bundle_bytes(shape, region.precision) // shape.num_matrices
     x, a = torch.randn(batch, shape.hidden).bfloat16(), torch.randn(batch, n)
@@ -160,13 +160,13 @@ def _measure(
             rates.append(num_bytes / _seconds(compute) / 1e9)
             shares.append(rates[-1] / read)
             reads.append(read)
-            # torch's can take a thousand times as long: once is enough.
+            # torch's can take a thousand times as long, so it runs once.
             if name in theirs and not torch_rates:
                 torch_rates.append(num_bytes / _seconds(theirs[name]) / 1e9)
         found.append(
             {
                 "product": name,
-                "gb_per_s": statistics.median(rates[1:]),  # the first warms up
+                "gb_per_s": statistics.median(rates[1:]),  # the first run is a warm-up
                 "share_of_memory": statistics.median(shares[1:]),
                 "torch_gb_per_s": torch_rates[0] if torch_rates else None,
             }

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M2Cache, figures 9 and 13: a model that memory does not hold, by mixed-precision neurons.
+"""M2Cache, figures 9 and 13: mixed-precision neurons for a model that does not fit in memory.
 
-On a planted OPT (benchmarks/inputs/synthetic_sparsity/model.py). Every contender decodes one
-request under the same limit, page cache included: half of the weights, and what vLLM itself takes
-with an almost empty model. All but the FFN is near for us; of what is left one part is the neurons'
-near cache and the other holds the first layers' neurons far, the rest is read from the disk.
+The model is an OPT with synthetic sparsity (benchmarks/inputs/synthetic_sparsity/model.py). Every
+contender decodes one request under the same memory limit, page cache included: half of the weights
+plus what vLLM itself takes with an almost empty model. The plugin keeps all but the FFN near. It
+splits the remaining memory between the near neuron cache and the far neurons of the first layers,
+and reads the rest from the disk.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ _PRECISIONS = ("full", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
         mix: shares of the predicted neurons in 16, 8 and 4 bit.
-        near_share: of the memory that is left to the FFN, for the near cache; the rest is far.
-        peers: those to compare with, by name; what is not installed is skipped, and said.
+        near_share: share of the memory left to the FFN that the near cache gets; the rest is far.
+        peers: names of the peers to compare with; those not installed are skipped and reported.
         peers_python: the interpreter that has the peers' packages ("": this one).
-        folder: where models and stores are kept ("": the cache folder), on the disk to be measured.
+        folder: where models and stores are kept, on the disk under test ("": the cache folder).
     """
 
     shape: str
@@ -83,14 +84,14 @@ class Settings:
 
     @property
     def load(self) -> limited.Load:
-        """What is decoded."""
+        """Return what is decoded."""
         return limited.Load(
             prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, threads=self.threads
         )
 
 
 PROFILES: Mapping[str, Settings] = {
-    # Half of OPT-1.3B leaves no room for a far layer beside the near cache.
+    # Half of OPT-1.3B leaves no memory for a far layer besides the near cache.
     "quick": Settings(shape="opt-1.3b", rounds=1, new_tokens=16, near_share=0.9),
     "full": Settings(shape="opt-6.7b", rounds=3, new_tokens=24),
 }
@@ -149,7 +150,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def contenders(settings: Settings, model: Path, store: Path, folder: Path) -> dict[str, list[str]]:
-    """Each of our contenders' command line, by name."""
+    """Return the command lines of the plugin's contenders by name."""
     kv_bytes = settings.load.kv_bytes(PLANTED[settings.shape].sizes)
     ffn_bytes = ffn_near_bytes(settings.shape, model, kv_bytes)
 

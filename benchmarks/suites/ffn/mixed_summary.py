@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ffn_mixed` reports, from the runs of its contenders."""
+"""Figures and table of `ffn_mixed`, from its contenders' runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DENSE = "vLLM, all in memory"
 LLAMA_CPP = "llama_cpp"
 
 POLICIES = {"atu": OURS, "window": "cache: window"}
-"""The contender that runs each policy."""
+"""Name of the contender that runs each policy."""
 
 DEFINITIONS = {
     "tokens_per_s": "of decoding one request: over the median time of a token, median over rounds",
@@ -42,13 +42,13 @@ DEFINITIONS = {
 _POWER = Power(
     near_idle_watts=0.0, near_active_watts=0.0, far_watts_per_gb=26 / 256, storage_watts=2.0
 )
-"""M2Cache, 6.1, without its GPU: compute runs on the host's processor, which nobody counts."""
+"""M2Cache, 6.1, without the GPU: the host's processor computes, and nobody counts its energy."""
 
 
 def summarise(
     rounds: Sequence[Mapping[str, Mapping[str, Any]]], skipped: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Figures of all rounds."""
+    """Return the figures of all rounds."""
     rates = {name: [tokens_per_s(r[name]) for r in rounds] for name in rounds[0]}
 
     def ratio(other: str) -> float | None:
@@ -110,7 +110,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _policy(rounds: Sequence[Mapping[str, Mapping[str, Any]]], name: str) -> dict[str, float]:
-    """Return a cache's figures per token; medians over rounds."""
+    """Return a cache's figures per token, as medians over rounds."""
 
     def a_token(key: str) -> float:
         totals = [

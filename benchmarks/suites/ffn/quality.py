@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sparse mixed-precision FFN costs in quality: perplexity by mix and by ranking.
+"""Quality cost of the sparse mixed-precision FFN: perplexity by mix and by ranking.
 
-The demo model (SwiGLU) reads ShareGPT conversations and HumanEval's solutions that nothing was
-trained or searched with, each FFN computed from neurons in 16, 8 and 4 bit by the code that
-quantises and selects for the engine. Attention is as it is; products are in float32.
+The demo model (SwiGLU) reads ShareGPT conversations and HumanEval solutions that were not used for
+training or search. The engine's own code quantises and selects the neurons of each FFN, in 16, 8
+and 4 bit. Attention is unchanged, and matmuls are in float32.
 
 The small ReLU model drops the neurons that its trained predictor finds inactive.
 """
@@ -71,10 +71,10 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs; numbers of tokens.
+    """Settings of one profile, in numbers of tokens.
 
     Attributes:
-        epochs: of training the low-rank predictors, at most; 0 is the closed form.
+        epochs: most epochs that the low-rank predictors train for; 0 uses the closed form.
     """
 
     sharegpt_tokens: int
@@ -156,7 +156,7 @@ def summarise(
     reports: Sequence[Mapping[str, Any]],
     relu: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the figures from what each variant gave on each text."""
+    """Return the figures from each variant's outcome on each text."""
     sharegpt = outcomes["sharegpt"]
     full, searched = sharegpt["full"].perplexity, sharegpt[SEARCHED].perplexity
     return {
@@ -180,7 +180,7 @@ def summarise(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return one row per variant, and what the predictor of the small ReLU model costs."""
+    """Return one row per variant, and the cost of the small ReLU model's predictor."""
     texts = list(result["perplexity"])
     rows = []
     for name, bits in result["bits"].items():
@@ -202,7 +202,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def humaneval_texts(tokenizer_dir: Path, num_tokens: int) -> list[Text]:
-    """Return HumanEval's prompts with their solutions, as many as make so many tokens."""
+    """Return HumanEval's prompts with their solutions, up to `num_tokens` tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
@@ -242,7 +242,7 @@ def _search(model: LayerwiseModel, folder: Path, settings: Settings) -> SearchRe
 def _low_rank(
     model: LayerwiseModel, folder: Path, settings: Settings
 ) -> tuple[list[LowRank], list[dict[str, Any]]]:
-    """Train a predictor for each layer; return them and their reports."""
+    """Train a predictor for each layer; return the predictors and their reports."""
     texts = calibration_texts(folder, settings.calibration_tokens)
     train = TrainSettings(max_epochs=settings.epochs)
     trained = []

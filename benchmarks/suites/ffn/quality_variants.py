@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixes and rankings that `ffn_quality` compares."""
+"""Mixes and rankings that `ffn_quality` compares."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm_tiered.ffn.prepare.mixed_ffn import Copies
 from vllm_tiered.ffn.selection import ALL, Mix
 
 GROUP = 64
-"""Weights that share a 4-bit scale: what `prepare` takes for the demo model."""
+"""Number of weights per 4-bit scale; `prepare` uses the same for the demo model."""
 
 HELD_OUT = 2000
-"""Conversations before the first that is measured: calibration takes its own from the first on."""
+"""Conversations skipped before the first measured one; calibration uses the skipped ones."""
 
 PAPERS = Mix(full=0.25, int8=0.25, int4=0.5)
-"""M2Cache's mix: half the bytes, no neuron left out."""
+"""M2Cache's mix: half the bytes, with no neuron left out."""
 
 _HALF = Mix(full=0.5, int8=0, int4=0)
 _EIGHT = Mix(full=0, int8=1, int4=0)
@@ -26,11 +26,11 @@ _FOUR = Mix(full=0, int8=0, int4=1)
 
 SEARCHED = "searched, base4"
 NEAR = "25/25/50, base4, what is near stays"
-"""As the engine computes it: a neuron may keep the precision that it is near in."""
+"""As the engine computes: a neuron may keep the precision of its cached near copy."""
 
 
 class LowRankRanking:
-    """By trained predictors, one a layer."""
+    """Ranking by trained predictors, one a layer."""
 
     def __init__(self, predictors: Sequence[LowRank]) -> None:
         self._predictors = predictors
@@ -46,7 +46,7 @@ def by_low_rank(predictors: Sequence[LowRank]) -> LowRankRanking:
 
 
 def variants_of(searched: Mix, group: int, low_rank: LowRankRanking) -> dict[str, Variant]:
-    """All variants by name; scales of groups, and for comparison of a whole row."""
+    """Return all variants by name, with grouped scales and, to compare, one scale per row."""
     variants = {
         "full": Variant(mix=ALL, group=group),
         "8 bit": Variant(mix=_EIGHT, group=group),
@@ -63,7 +63,7 @@ def variants_of(searched: Mix, group: int, low_rank: LowRankRanking) -> dict[str
         for name, ranking in rankings.items():
             is_same = title == "searched" and mix in (PAPERS, _HALF)
             if is_same and name != "base4":
-                continue  # it is in one of the other rows
+                continue  # another row already has it
             ranked = None if 1 in mix.shares else ranking
             variants[f"{title}, {name}"] = Variant(mix=mix, group=group, ranking=ranked)
     variants[NEAR] = Variant(mix=PAPERS, group=group, ranking=by_base4, has_cache=True)

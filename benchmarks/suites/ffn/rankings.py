@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rankings of neurons to compare predictors with: the best there is, and none."""
+"""Neuron rankings as bounds for predictors: an oracle and a random order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def by_oracle(_: int, copies: Copies) -> tuple[Scores, float | None]:
 
 
 def at_random(layer: int, copies: Copies) -> tuple[Scores, float | None]:
-    """Another order for each token."""
+    """Return a random order, different for each token."""
     generator = torch.Generator().manual_seed(layer)
     neurons = len(copies.weights.rows_NMH)
     return lambda x: torch.rand(len(x), neurons, generator=generator), None

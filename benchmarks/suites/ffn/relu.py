@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small ReLU model with and without the neurons that its predictor finds inactive."""
+"""The small ReLU model, with and without the neurons that its predictor finds inactive."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from vllm_tiered.ffn.selection import ALL
 _TOKENS_PER_TEXT = 256
 _MEASURED_FROM = 0
 _RECORDED_FROM = 1000
-"""Conversations: the model's training takes its own from 2000 on."""
+"""First measured conversation; the model trains on those from 2000 on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReluSettings:
-    """Steps that the model is trained for, and tokens that are recorded; a quarter is measured."""
+    """Training steps of the model, and tokens recorded; a quarter of the tokens is measured."""
 
     steps: int
     tokens: int
 
 
 def relu_quality(settings: ReluSettings) -> dict[str, Any]:
-    """Train what is not there yet, and measure. The result is JSON-safe."""
+    """Train the model if there is none yet, and measure. The result is JSON-safe."""
     folder = relu_model_dir(ReluModel(steps=settings.steps))
     model = LayerwiseModel(folder)
     trained, reports, overlaps = [], [], []

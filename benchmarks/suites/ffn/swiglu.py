@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M2Cache's comparison on a trained model: the demo model (SwiGLU), neurons ranked by `base4`.
+"""M2Cache's comparison on a trained model: the demo model (SwiGLU), with neurons ranked by `base4`.
 
-Nothing is planted here. No neuron of a SwiGLU is ever inactive: the mix says in what precision each
-is computed, and perplexity says what that costs. Near and far memory together hold as many bytes as
-the dense FFN, or near memory alone a tenth less, the 4-bit base, staging and tables included; what
-is in neither is read from the disk, past the page cache. Streamed layers have staging alone, and
-the embeddings near. Each round has a prompt of its own, a ShareGPT question.
+This model has no synthetic sparsity. No neuron of a SwiGLU is ever inactive: the mix sets the
+precision of each, and perplexity shows the cost. Either near and far memory together hold as many
+bytes as the dense FFN, or near memory alone holds a tenth less; both count the 4-bit base, staging
+and tables. What is in neither is read from the disk, past the page cache. Streamed layers keep only
+staging and the embeddings near. Each round has its own prompt, a ShareGPT question.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ _PROMPT_TOKENS = 96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
-        near_share, far_share: of the dense FFN's bytes, for the near neurons with all that they
-            need, and for far ones.
-        text_tokens: that perplexity is taken of.
-        folder: where the store is kept ("": the cache folder), on the disk to be measured.
+        near_share, far_share: shares of the dense FFN's bytes, for the near neurons with all that
+            they need and for the far ones.
+        text_tokens: number of tokens that perplexity is computed on.
+        folder: where the store is kept, on the disk under test ("": the cache folder).
     """
 
     rounds: int
@@ -103,7 +103,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     store = folder / f"{model.name}-store"
     prepare(model, store)
     step(f"neuron store: {store}")
-    # Of each conversation one text, whose prompt is at most half of it.
+    # One text per conversation; its prompt is at most half of it.
     questions = calibration_texts(
         model,
         2 * _PROMPT_TOKENS * settings.rounds,
@@ -130,7 +130,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 def contenders(
     settings: Settings, model: Path, store: Path, folder: Path, prompt: Sequence[int]
 ) -> dict[str, list[str]]:
-    """Each one's command line, by name."""
+    """Return each contender's command line by name."""
     config = json.loads((model / "config.json").read_text("utf-8"))
     load = limited.Load(prompt_tokens=len(prompt), new_tokens=settings.new_tokens)
     head_bytes = 2 * config["hidden_size"] // config["num_attention_heads"]
@@ -172,7 +172,7 @@ def contenders(
 def summarise(
     rounds: Sequence[Mapping[str, Mapping[str, Any]]], perplexity: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Figures of all rounds."""
+    """Return the figures of all rounds."""
     rates = {name: [limited.tokens_per_s(r[name]) for r in rounds] for name in CONTENDERS}
 
     def ratio(other: str) -> float:

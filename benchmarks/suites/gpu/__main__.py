@@ -3,9 +3,9 @@
 
 `python -m benchmarks.suites.gpu [PART ...] --out DIR`
 
-Each is a benchmark of its own (`python -m benchmarks run gpu_PART`) in a process of its own, and
-leaves `gpu_PART.json`; what one prints is kept beside it as `gpu_PART.log`. One that fails or takes
-too long does not keep the others from running; the exit status says that it did.
+Each part is a benchmark (`python -m benchmarks run gpu_PART`) in its own process. It leaves
+`gpu_PART.json`, and its output in `gpu_PART.log`. If a part fails or takes too long, the others
+still run; the exit status reports the failure.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: argparse.Namespace) -> str | None:
-    """Run one part; what went wrong, None if nothing did."""
+    """Run one part; return what went wrong, or None."""
     out, log = (arguments.out / f"gpu_{name}.{ending}" for ending in ("json", "log"))
-    out.unlink(missing_ok=True)  # a former run's figures are not this one's
+    out.unlink(missing_ok=True)  # an earlier run's figures must not be taken for this one's
     command = [
         *(sys.executable, "-m", "benchmarks", "run", f"gpu_{name}"),
         *("--profile", arguments.profile, "--out", str(out.absolute())),
@@ -83,7 +83,7 @@ def _tail(log: Path, num_lines: int = 15) -> str:
 
 
 def tuned(out: Path) -> Path | None:
-    """Write launch parameters that `link` found: a file for `triton_kernels/kv_pages/tuned/`."""
+    """Write the launch parameters that `link` found as a file for `kv_pages/tuned/`."""
     source = out / "gpu_link.json"
     if not source.is_file():
         return None
@@ -91,7 +91,7 @@ def tuned(out: Path) -> Path | None:
 
     result: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     target = out / f"{result['device']['name'].replace(' ', '_')}.json"
-    # What is not measured here stays as it is.
+    # What is not measured here keeps its value.
     parameters = {**known.parameters("kv_pages"), **result["tuned"]}
     target.write_text(json.dumps(parameters) + "\n", encoding="utf-8")
     print(f"candidate for triton_kernels/kv_pages/tuned/: {target}", flush=True)

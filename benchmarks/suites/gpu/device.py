@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU that is measured: there or refused, described, and timed."""
+"""The GPU under test: required, described and timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLUSH_TIMES_L2 = 4
 
 
 def require_gpu(name: str) -> Any:
-    """Return torch, if it sees a GPU. Raises MeasurementError, saying what it sees, otherwise."""
+    """Return torch if it sees a GPU. Raises MeasurementError with what it sees otherwise."""
     import torch
 
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def require_gpu(name: str) -> Any:
 
 
 def gpu_stamp(torch: Any) -> dict[str, Any]:
-    """Return the hardware and versions that were measured on, JSON-safe."""
+    """Return the hardware and versions under test, JSON-safe."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "name": properties.name,
@@ -64,7 +64,7 @@ def _driver() -> str | None:
 
 
 class Clock:
-    """Times work on the device by events; medians of repeated runs."""
+    """Times work on the device by CUDA events; reports medians of repeated runs."""
 
     def __init__(self, torch: Any, repeats: int) -> None:
         self._torch = torch
@@ -74,11 +74,11 @@ class Clock:
         self._other = torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda")
 
     def flush(self) -> None:
-        """Put other memory into the L2."""
+        """Fill the L2 with other memory."""
         self._other.add_(1)
 
     def seconds(self, run: Run, *, before: Run | None = None) -> float:
-        """Median seconds of `run` on the current stream; `before` each, untimed."""
+        """Return the median seconds of `run` on the current stream; `before` runs untimed."""
         cuda = self._torch.cuda
         times = []
         for index in range(_WARM_RUNS + self._repeats):
@@ -95,7 +95,7 @@ class Clock:
 
 
 def copy_peak(torch: Any, clock: Clock, num_bytes: int = 2 << 30) -> float:
-    """Bytes per second of HBM in a large copy from device to device, read and written."""
+    """Return HBM bytes per second of a large device-to-device copy, reads and writes together."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     seconds = clock.seconds(lambda: target.copy_(source))

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse FFN on a GPU against streaming the dense one, with the same near bytes: planted.
+"""Sparse FFN on a GPU against streaming the dense one, with the same near bytes.
 
-A planted OPT (benchmarks/inputs/synthetic_sparsity/model.py) and its neuron store, both written on
-first use. One request
-decodes: with the sparse FFN, whose near cache holds `near_share` of the neurons and whose far
-memory the rest; with dense layers placed for latency in as much near memory; and with all of it
-near.
+The model is an OPT with synthetic sparsity (benchmarks/inputs/synthetic_sparsity/model.py). It and
+its neuron store are written on first use. Each engine decodes one request: the sparse FFN, whose
+near cache holds `near_share` of the neurons and whose far memory holds the rest; dense layers
+placed for latency in as much near memory; and everything near.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _PRECISIONS = ("full", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
-        near_share: of the FFN's bytes that stays near.
+        near_share: share of the FFN's bytes that stays near.
         mix: shares of the predicted neurons in 16, 8 and 4 bit.
         folder: where model and store are kept ("": the cache folder).
     """

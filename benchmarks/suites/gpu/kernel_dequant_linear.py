@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dequant_linear`: products with 4-bit matrices as they lie, against the same in 16 bit.
+"""`dequant_linear`: matmuls with packed 4-bit matrices, against the same matmuls in 16 bit.
 
 N out features, K in features, B tokens.
 """
@@ -18,18 +18,18 @@ _MATRICES: Mapping[str, tuple[int, int]] = {
     "Llama-13B down": (5120, 13824),
     "OPT-13B up": (20480, 5120),
 }
-"""N and K."""
+"""N and K of each matrix."""
 
 _TOKENS = (1, 4, 16, 64)
 _EPS = 2.0**-7
-"""The last bit of bfloat16, in which results are; they may be cut, as by Triton's interpreter."""
+"""Last bit of bfloat16, the results' type; they may be truncated, as by Triton's interpreter."""
 
 _SUM_EPS = 2.0**-18
-"""Of a float32 sum of so many terms, of their magnitudes."""
+"""Tolerance of a float32 sum of this many terms, relative to the sum of their magnitudes."""
 
 
 def cases(torch: Any) -> Iterator[Case]:
-    """Each matrix, by number of tokens."""
+    """Yield each matrix at each number of tokens."""
     from vllm_tiered.kernels.dequant_linear import reference
 
     for name, (num_rows, columns) in _MATRICES.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_pages` within the GPU's own memory: what its programs can move without a link in between."""
+"""`kv_pages` within the GPU's own memory: its copy rate without a link in between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COPIED_BYTES = 128 << 20
 
 
 def cases(torch: Any) -> Iterator[Case]:
-    """Pages of 16 KiB to 1 MiB, scattered."""
+    """Yield scattered pages of 16 KiB to 1 MiB."""
     for page_kib in (16, 64, 256, 1024):
         yield _case(torch, page_kib)
 

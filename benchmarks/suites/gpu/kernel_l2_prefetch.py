@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`l2_prefetch`: how fast memory comes into the L2 when it is only asked for.
+"""`l2_prefetch`: rate at which prefetches of memory into the L2 are issued.
 
-The kernel ends when it has asked, not when the memory is there: its own time over the bytes is an
-upper bound that may exceed the bandwidth. Whether it arrived shows in what is read after it, which
-is what `gpu_l2` measures.
+The kernel ends when it has issued its requests, not when the data has arrived. The bytes over its
+time are therefore an upper bound, which may exceed the bandwidth. `gpu_l2` measures whether the
+data arrived, by timing the reads that follow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`neuron_cache`: a step's books on the GPU, against the host's, which hear of the ranks first.
+"""`neuron_cache`: cache index update of a step on the GPU, against the host's index.
 
-It moves little: what it takes is passes of one program, so there is no target. Steps want most of
-what the last ones wanted.
+The host's index has to wait for the ranks first. The kernel moves little data: its time goes into
+the passes of one program, so there is no target. Consecutive steps need mostly the same neurons.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from benchmarks.suites.gpu.kernels import Case
 _NEURONS = {"OPT-6.7B": 16384, "Llama-13B": 13824}
 
 _SHARES = {"one precision, 10 %": (0.1, 0.0, 0.0), "three precisions, all": (0.25, 0.25, 0.5)}
-"""Of the layer's neurons, in full precision, 8 bit and 4 bit."""
+"""Shares of the layer's neurons in full precision, 8 bit and 4 bit."""
 
 _KEPT = 0.8
-"""Of what a step wants, what the next one wants too (LLM in a flash's for ReLU models)."""
+"""Share of a step's neurons that the next step needs too (ReLU models in LLM in a flash)."""
 
 _STEPS = 8
 _BITS = (7, 6, 4)
 
 
 def cases(torch: Any) -> Iterator[Case]:
-    """Each model's layer, in one precision and in three, for both policies."""
+    """Yield each model's layer, in one precision and in three, for both policies."""
     for model, num_neurons in _NEURONS.items():
         for mix, shares in _SHARES.items():
             for policy, window in (("atu", 1), ("window", 4)):
@@ -70,7 +70,7 @@ def _turns(steps: list[Any]) -> Iterator[Any]:
 
 
 def _steps(torch: Any, num_neurons: int, shares: tuple[float, ...]) -> list[Any]:
-    """Ranks of some steps, uint8 [N] each."""
+    """Return the ranks of some steps, uint8 [N] each."""
     edges = [round(sum(shares[: i + 1]) * num_neurons) for i in range(3)]
     order_N = torch.randperm(num_neurons)
     steps = []
@@ -79,7 +79,7 @@ def _steps(torch: Any, num_neurons: int, shares: tuple[float, ...]) -> list[Any]
         for bits, first, last in zip(_BITS, (0, *edges), edges, strict=False):
             reached_N[order_N[first:last]] = bits
         steps.append(reached_N.to("cuda"))
-        # Some change places with any others.
+        # Some neurons swap ranks with any others.
         moved = torch.rand(num_neurons).argsort()[: round((1 - _KEPT) * num_neurons)]
         order_N[moved] = order_N[moved[torch.randperm(len(moved))]]
     return steps
@@ -88,7 +88,10 @@ def _steps(torch: Any, num_neurons: int, shares: tuple[float, ...]) -> list[Any]
 def _on_host(
     torch: Any, num_neurons: int, capacities: list[int], window: int, steps: list[Any]
 ) -> Callable[[], object]:
-    """Wait for the ranks and run the host's cache index, without the message back."""
+    """Return a function that waits for the ranks and updates the host's index.
+
+    It copies nothing back to the GPU.
+    """
     from vllm_tiered.ffn.cache.layer_cache import LayerCache
     from vllm_tiered.ffn.cache.window import WindowCache
     from vllm_tiered.ffn.layout import Precision

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`neuron_ffn` over a layer's neurons: in decode, memory is to be what it waits for.
+"""`neuron_ffn` over a layer's neurons; in decode it should be bound by memory bandwidth.
 
-B tokens, n neurons, M matrices of a neuron, H hidden. All neurons are active, as those that a
-selection chose mostly are: of a few tokens, rows of `down` that add nothing would not be read.
+B tokens, n neurons, M matrices of a neuron, H hidden. All neurons are active, as most of those that
+a selection chose are. With few tokens the kernel would skip rows of `down` that add nothing.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ _SHAPES: Mapping[str, tuple[int, int, bool]] = {
     "Llama-13B": (5120, 13824, True),
     "OPT-13B": (5120, 20480, False),
 }
-"""Hidden size, neurons of a layer, whether gated."""
+"""Hidden size, number of neurons of a layer, and whether it is gated."""
 
 _CODECS = ("bfloat16", "int8", "int4")
 _TOKENS = (1, 4, 16, 64)
 _TARGET_SHARE = 0.7
 _MOST_TOKENS_WITH_TARGET = 16
-"""64 tokens are near where tensor cores bind, not memory."""
+"""At 64 tokens tensor cores are about to be the limit, not memory."""
 
 _GROUP = 64
-"""Weights to a scale, of 4-bit codes."""
+"""Number of weights per scale of 4-bit codes."""
 
 _MISSING = 16
-"""One neuron in so many comes from far memory, where some do."""
+"""In cases with far memory, one neuron in this many comes from there."""
 
 _TOLERANCE = 2.0**-15
-"""Of the sum of magnitudes: less than a neuron of 20480 adds. Batches have activations to 2^-16."""
+"""Share of the sum of magnitudes, less than one neuron of 20480 adds.
+
+Batches round activations to 2^-16.
+"""
 
 
 def cases(torch: Any) -> Iterator[Case]:
-    """Each shape, codec and number of tokens; and neurons that come while they are multiplied."""
+    """Yield each shape, codec and number of tokens, and neurons loaded during the matmul."""
     for shape in _SHAPES:
         for codec in _CODECS:
             bundles = _bundles(torch, shape, codec)
@@ -46,7 +49,7 @@ def cases(torch: Any) -> Iterator[Case]:
 
 
 def _bundles(torch: Any, shape: str, codec: str) -> Any:
-    """Of numbers as a layer has them: x of size 1 gives sums of size 1."""
+    """Return bundles scaled as in a real layer: x of size 1 gives sums of size 1."""
     from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
 
     hidden, num_neurons, gated = _SHAPES[shape]
@@ -60,7 +63,7 @@ def _bundles(torch: Any, shape: str, codec: str) -> Any:
         num_bytes = matrices * hidden // (2 if codec == "int4" else 1)
         rows = torch.randint(0, 256, (num_neurons, num_bytes), dtype=torch.uint8, device="cuda")
         groups = hidden // _GROUP if codec == "int4" else 1
-        step = size / (4.6 if codec == "int4" else 74)  # a uniform code's deviation
+        step = size / (4.6 if codec == "int4" else 74)  # the standard deviation of a uniform code
         scales = (1 + torch.rand((num_neurons, matrices, groups), device="cuda")) * step
         scales = scales.to(torch.float16)
     if not gated:
@@ -71,7 +74,7 @@ def _bundles(torch: Any, shape: str, codec: str) -> Any:
 
 
 def _num_bytes(bundles: Any, num_tokens: int) -> int:
-    """Neurons and x once, and the sums in float32."""
+    """Return the bytes of neurons and x, read once, and of the float32 sums."""
     tables = [table for table in (bundles.scales, bundles.up_bias) if table is not None]
     weights = bundles.slots.nbytes + sum(table.nbytes for table in tables)
     return int(weights + num_tokens * bundles.hidden * (2 + 4))
@@ -105,7 +108,7 @@ def _product(torch: Any, shape: str, bundles: Any, num_tokens: int) -> Case:
 
 
 def _in_torch(torch: Any, bundles: Any, x_BH: Any) -> dict[str, Callable[[], object]]:
-    """Dense layers over the same neurons, gathered into matrices, in 16 bit or made so."""
+    """Return dense layers over the same neurons, gathered into 16-bit matrices."""
     from vllm_tiered.kernels.neuron_ffn import reference
 
     rows = torch.arange(len(bundles.slots), device="cuda")
@@ -132,7 +135,7 @@ def _in_torch(torch: Any, bundles: Any, x_BH: Any) -> dict[str, Callable[[], obj
 
 
 def _is_right(torch: Any, found: Any, x_BH: Any, bundles: Any) -> bool:
-    """Within the rounding of a sum of terms; an absent neuron is more."""
+    """Return whether the result is within a sum's rounding; a missing neuron exceeds it."""
     from vllm_tiered.kernels.neuron_ffn import reference
 
     rows = torch.arange(len(bundles.slots), device="cuda")
@@ -143,7 +146,7 @@ def _is_right(torch: Any, found: Any, x_BH: Any, bundles: Any) -> bool:
 
 
 def _fill(torch: Any, shape: str, bundles: Any) -> Case:
-    """One token; the rows of some neurons hold others until the first run has brought theirs."""
+    """Return a one-token case whose first run loads some neurons' slots from far memory."""
     from vllm_tiered.kernels.neuron_ffn import api
     from vllm_tiered.kernels.neuron_ffn.bundles import Missing
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`select_neurons`: a layer's scores to lists by precision, against `torch.topk` and what follows.
+"""`select_neurons`: from a layer's scores to neuron lists by precision, against `torch.topk`.
 
-It is small: what it takes is launches and passes over scores in registers, not memory, so there is
-no target. torch's way also waits for the GPU, as the lists' lengths are tensors' shapes there.
+The kernel is small: its time goes into launches and passes over scores in registers, not memory, so
+there is no target. The torch version also waits for the GPU, since the lists' lengths are tensor
+shapes there.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _NEURONS = {"Llama-13B": 13824, "OPT-13B": 20480}
 _TOKENS = (1, 4, 16, 64)
 
 _SHARES = (0.05, 0.1, 0.25)
-"""Of full precision, 8 bit and 4 bit."""
+"""Shares in full precision, 8 bit and 4 bit."""
 
 
 def cases(torch: Any) -> Iterator[Case]:
-    """Each model's layer, by number of tokens, without a threshold and with one."""
+    """Yield each model's layer by number of tokens, with and without a threshold."""
     for shape, num_neurons in _NEURONS.items():
         for num_tokens in _TOKENS:
             for threshold in (None, 0.0):
@@ -66,7 +67,7 @@ def _are_equal(torch: Any, found: Any, expected: Any) -> bool:
 
 
 def _select_in_torch(torch: Any, scores_BN: Any, edges: list[float]) -> list[Any]:
-    """Each precision's neurons, ascending."""
+    """Return each precision's neurons, ascending."""
     num_neurons = scores_BN.shape[1]
     counts = [round(edge * num_neurons) for edge in edges]
     order_Bk = torch.topk(scores_BN, counts[-1], dim=1).indices

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each Triton kernel against the memory's measured bandwidth, and against torch where it has one.
+"""Triton kernels against the measured memory bandwidth, and against torch where torch has one.
 
-What a kernel must move at least (every input read once, every output written once) over its time,
-as a share of what a large copy from device to device moves. A kernel's cases are in a module of
-their own, named in `KERNELS`; results are compared with torch's before anything is timed.
+The figure is the least bytes that a kernel must move (each input read once, each output written
+once) over its time, as a share of the bandwidth of a large device-to-device copy. A kernel's cases
+are in the module that `KERNELS` names. Results are compared with torch's before anything is timed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ KERNELS: Mapping[str, str] = {
     "select_neurons": "benchmarks.suites.gpu.kernel_select_neurons",
     "dequant_linear": "benchmarks.suites.gpu.kernel_dequant_linear",
 }
-"""By the folder in `triton_kernels/`: a module with `cases(torch) -> Iterator[Case]`."""
+"""By folder in `triton_kernels/`: a module with `cases(torch) -> Iterator[Case]`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One launch that matters.
+    """One launch to measure.
 
     Attributes:
-        num_bytes: that have to pass between memory and GPU at least.
+        num_bytes: the least bytes that have to pass between memory and GPU.
         run: the launch.
-        torch_runs: the same in torch, by what it does there; none where it has no such thing.
+        torch_runs: the same work in torch, by a description; empty if torch has no equivalent.
         is_right: compares what `run` gave with a reference; None where nothing is computed.
-        target_share: of the bandwidth; None if there is no target.
+        target_share: the target as a share of the bandwidth; None if there is no target.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Which kernels, and how often."""
+    """Kernels to measure, and number of repeats."""
 
     kernels: tuple[str, ...] = tuple(KERNELS)
     repeats: int = 20
@@ -64,7 +64,7 @@ PROFILES: Mapping[str, Settings] = {"quick": Settings(), "full": Settings(repeat
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how often `run` reports: the bandwidth, and each kernel."""
+    """Return how often `run` reports: once for the bandwidth and once for each kernel."""
     return 1 + len(settings.kernels)
 
 
@@ -91,7 +91,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def targets(by_kernel: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """By kernel that has a target: the share of the bandwidth where it is furthest from it."""
+    """Return, for each kernel with a target, its share of the bandwidth where it misses most."""
     found = {}
     for name, measured in by_kernel.items():
         with_target = [case for case in measured if case["target_share"] is not None]
@@ -109,7 +109,7 @@ def targets(by_kernel: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, A
 
 
 def measure(case: Case, clock: Clock, peak_bytes_per_s: float) -> dict[str, Any]:
-    """Figures of a case. Raises MeasurementError if its result is wrong."""
+    """Return the figures of a case. Raises MeasurementError if its result is wrong."""
     case.run()
     if case.is_right is not None and not case.is_right():
         raise MeasurementError(f"{case.name} gives another result than its reference")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV swapping on a GPU against vLLM in the same KV memory: Pie's models and loads (section 5).
+"""KV swapping on a GPU against vLLM in the same KV memory, with Pie's models and loads (section 5).
 
-OPT-13B's and Llama-13B's shapes with made up weights, ShareGPT's lengths, all requests at once. As
-`kv_swap` does on the CPU: vLLM with all the KV it wants gives the demand and the ceiling, then at
-each budget vLLM alone and the plugin run the same requests in interleaved rounds; float32 outputs
-come first, and nothing is reported unless all are equal. A budget of 0 is the whole demand: there
-the plugin must cost nothing.
+The models have OPT-13B's and Llama-13B's shapes and random weights; requests have ShareGPT's
+lengths and all arrive at once. As `kv_swap` does on the CPU, vLLM with unlimited KV first gives the
+demand and the ceiling. Then, at each budget, vLLM alone and the plugin run the same requests in
+interleaved rounds. float32 outputs are compared first, and nothing is reported unless all are
+equal. A budget of 0 is the whole demand, where the plugin must cost nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ TARGETS = {"constrained_ratio": 1.5, "stall_fraction": 0.02, "ratio_where_all_fi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
-        kv_gib: the KV memory that both have; 0 is what the load asks for.
-        expansions: fixed ones, beside `auto`.
+        kv_gib: the KV memory that both have; 0 is the load's own demand.
+        expansions: fixed expansions, in addition to `auto`.
         device: "cpu" runs the same on vLLM's CPU backend.
-        eager: without CUDA graphs, all of them. The full profile has them: where everything fits,
-            whole steps are graphs for both.
+        eager: disable all CUDA graphs. The full profile keeps them: where everything fits, both
+            replay graphs of whole steps.
     """
 
     shapes: tuple[str, ...] = ("opt-13b",)
@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def all_expansions(self) -> list[Expansion]:
-        """Fixed ones (0 is none), and the adaptive one."""
+        """Return the fixed expansions (0 is none) and the adaptive one."""
         return [*(expansion for expansion in self.expansions if expansion), "auto"]
 
 
@@ -132,7 +132,7 @@ def _plan(shape: str, settings: Settings, num_requests: int) -> KvPlan:
 
 
 def _control(settings: Settings, device: Mapping[str, Any], step: Step) -> dict[str, int]:
-    """Greedy tokens in float32, vLLM's and the plugin's."""
+    """Compare greedy tokens in float32, vLLM's with the plugin's."""
     plan = _plan(settings.control_shape, settings, settings.control_requests)
     num_blocks = plan.budget_blocks(settings.control_kv_share, plan.enough_blocks())
     vllm = plan.spec(f"{BASELINE}, float32", num_blocks, dtype="float32")
@@ -149,7 +149,7 @@ def _control(settings: Settings, device: Mapping[str, Any], step: Step) -> dict[
 
 
 class _Comparison:
-    """One shape, at every budget."""
+    """Comparison of one shape at every budget."""
 
     def __init__(
         self, shape: str, settings: Settings, device: Mapping[str, Any], step: Step
@@ -196,7 +196,7 @@ class _Comparison:
         return summarise_budget({**measured, CEILING: ceiling}, expansions)
 
     def _with_memory(self, num_blocks: int) -> KvPlan:
-        """Set the share of the GPU's memory that an engine takes."""
+        """Return the plan with the share of the GPU's memory that an engine takes."""
         near_bytes = self._weight_bytes + num_blocks * self._plan.block_bytes()
         arguments = load.engine_args(
             self._settings.device, near_bytes, self._device_bytes, eager=self._settings.eager
@@ -205,7 +205,7 @@ class _Comparison:
 
 
 def targets_met(by_shape: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each target with what was found: of `auto`, the worst shape."""
+    """Return each target with the result: that of `auto` on the worst shape."""
     short, whole, stalls = [], [], []
     for entry in by_shape.values():
         ratios = []

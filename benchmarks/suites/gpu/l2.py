@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefetching into the L2 behind an *emulated* all-reduce, on one GPU (PRESERVE, section 3).
 
-On the main stream stands for the all-reduce a kernel that only waits (latency: small messages), or
-one that also reads and writes memory (bandwidth: large ones); beside it, on another stream, a
-product's weights are asked for. Then the product runs: cold, without prefetch; warm, after it; and
-hot, its weights having just been read, which is the most that a prefetch can give. The paper's
-speedups (up to 1.6x, whole models, NPUs) have a real link and all of a model's operators in them.
+A kernel on the main stream emulates the all-reduce. It either only waits (latency: small messages)
+or also reads and writes memory (bandwidth: large ones). Meanwhile another stream prefetches a
+matmul's weights. Then the matmul runs in three states: cold, without prefetch; warm, after it; hot,
+with its weights just read, which bounds what a prefetch can give. The paper's speedups (up to 1.6x,
+whole models, NPUs) include a real link and all of a model's operators.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ STAND_INS = ("latency", "bandwidth")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is swept. A product is [rows, hidden] x [hidden, out] in bfloat16.
+    """Sweep of one profile. A matmul is [rows, hidden] x [hidden, out] in bfloat16.
 
     Attributes:
-        weight_mib: of the product's weights; those above the L2 show that it stops paying.
-        wait_us: how long the stand-in takes.
+        weight_mib: size of the matmul's weights; sizes above the L2 show that it stops paying.
+        wait_us: duration of the emulated all-reduce.
     """
 
     weight_mib: tuple[int, ...] = (8, 16, 24, 32, 64)
@@ -114,7 +114,7 @@ class _Bench:
         self._cycles_per_us = self._calibrate()
 
     def _calibrate(self) -> float:
-        """Of the waiting kernel, which counts the device's cycles."""
+        """Return the rate of the waiting kernel, which counts the device's cycles."""
         cycles = 1_000_000
         seconds = self._clock.seconds(lambda: self._torch.cuda._sleep(cycles))
         return cycles / seconds / 1e6
@@ -131,7 +131,7 @@ class _Bench:
     def times(
         self, product: _Product, stand_in: str, wait_us: int, state: str
     ) -> tuple[float, float]:
-        """Median seconds of stand-in and product, and of the product alone."""
+        """Return the median seconds of all-reduce and matmul together, and of the matmul alone."""
         cuda = self._torch.cuda
         both, alone = [], []
         for index in range(self._settings.repeats + 3):
@@ -163,7 +163,7 @@ class _Bench:
 
 
 def summarise_case(times: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return one case's figures from (stand-in and product, product alone) by state."""
+    """Return one case's figures from (all-reduce and matmul, matmul alone) by state."""
     (cold_both, cold), (warm_both, warm), (_, hot) = (times[state] for state in (COLD, WARM, HOT))
     possible = cold - hot
     return {
@@ -177,7 +177,7 @@ def summarise_case(times: Mapping[str, tuple[float, float]]) -> dict[str, float]
 
 
 def summarise(by_case: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Return all figures, and the best."""
+    """Return all figures, and the best case."""
     if not by_case:
         raise MeasurementError("no case was measured")
     return {

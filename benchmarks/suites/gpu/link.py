@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link between host and GPU by page size: copy engine, kernel, and both directions at once.
+"""Link between host and GPU by page size: copy engine, kernel, and both directions at once.
 
-The measured peak is one large copy each way. Pages are scattered; the copy engine gets one copy a
-page (`cudaMemcpyAsync`, from Python, whose own time is in it), the kernel `kv_pages.copy_pages` all
-of them in one launch over pinned host memory, with as many programs as it takes. What is copied
-is compared before it is timed. The fewest programs that come within 3 % of the best are a candidate
-for `triton_kernels/kv_pages/tuned/`.
+The measured peak is one large copy each way. Pages are scattered. The copy engine gets one copy a
+page (`cudaMemcpyAsync` from Python, whose own time counts). The kernel `kv_pages.copy_pages` copies
+all pages in one launch over pinned host memory, with various numbers of programs. Each copy is
+compared before it is timed. The fewest programs within 3 % of the best are a candidate for
+`triton_kernels/kv_pages/tuned/`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIRECTIONS = (READ, WRITE, BOTH)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is swept. `pool_mib` is the memory on each side, of which `copied_mib` are copied."""
+    """Sweep of one profile. `pool_mib` of memory are on each side; `copied_mib` are copied."""
 
     page_kib: tuple[int, ...] = (4, 16, 64, 256, 1024, 4096, 16384)
     programs: tuple[int, ...] = (4, 8, 16, 32, 64)
@@ -95,7 +95,7 @@ def _measure_page(pools: _Pools, clock: Clock, settings: Settings, page_bytes: i
 
 
 class _Pools:
-    """Near and far memory, and a stream for each direction."""
+    """Near and far memory, with a stream for each direction."""
 
     def __init__(self, torch: Any, settings: Settings) -> None:
         words = (settings.pool_mib << 20) // 4
@@ -108,7 +108,7 @@ class _Pools:
         self.streams = (torch.cuda.Stream(), torch.cuda.Stream())
 
     def whole(self, direction: str) -> Callable[[], None]:
-        """One copy of everything."""
+        """Return a function that copies all memory once."""
         return lambda: self.both_ways(
             direction,
             lambda: self.near.copy_(self.far, non_blocking=True),
@@ -118,7 +118,7 @@ class _Pools:
     def both_ways(
         self, direction: str, read: Callable[[], object], write: Callable[[], object]
     ) -> None:
-        """On the current stream's time, each direction on a stream of its own, at once."""
+        """Run both directions at once, each on its own stream, timed on the current stream."""
         cuda = self.torch.cuda
         main = cuda.current_stream()
         used = []
@@ -154,7 +154,7 @@ class _Pages:
     def rate(
         self, clock: Clock, direction: str, copy: Callable[[Any, Any], Callable[[], None]]
     ) -> float:
-        """GB/s, both directions together. Raises MeasurementError if a page arrives damaged."""
+        """Return GB/s of both directions together. Raises MeasurementError if a page is damaged."""
         read, write = copy(self._far, self._near), copy(self._near_too, self._far_too)
 
         def run() -> None:
@@ -215,9 +215,9 @@ class _Pages:
 def summarise(
     peak: Mapping[str, float], by_page: Mapping[str, Mapping[str, Any]], num_warps: int
 ) -> dict[str, Any]:
-    """Return the figures: shares of the peak, launch parameters to take, whether the target is met.
+    """Return shares of the peak, launch parameters to use, and whether the target is met.
 
-    Of a page size the better of copy engine and kernel with those parameters counts.
+    Each page size counts the better of the copy engine and the kernel with those parameters.
     """
     large = [entry for size, entry in by_page.items() if int(size) >= TARGET_FROM_BYTES]
     if not large:
@@ -265,9 +265,9 @@ def _tuned(kernels: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
 
 
 def _engine_from(by_page: Mapping[str, Mapping[str, Any]], way: str) -> int:
-    """Bytes in one piece from which on the copy engine is nearly as good as the kernel, or better.
+    """Return the bytes per piece from which the copy engine about equals the kernel or beats it.
 
-    Twice the largest measured if it never is.
+    Returns twice the largest measured size if it never is.
     """
     sizes = sorted(map(int, by_page), reverse=True)
     found = 2 * sizes[0]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines on a GPU are given: models of real shapes with made up weights, ShareGPT's lengths.
+"""Input of engines on a GPU: models of real shapes with random weights, and ShareGPT's lengths.
 
-Nothing is fetched and nothing tokenised: prompts are random tokens, as many as a recorded
-conversation has (`sharegpt_lengths.json`). With `device="cpu"` the same benchmarks run on vLLM's
-CPU backend, to show with a small shape that they do.
+Nothing is downloaded or tokenised: prompts are random tokens with the lengths of recorded
+conversations (`sharegpt_lengths.json`). With `device="cpu"` the same benchmarks run on vLLM's CPU
+backend, to show with a small shape that they work.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vllm_tiered.planner.model_shape import ModelShape, model_shape
 _LENGTHS = Path(__file__).with_name("sharegpt_lengths.json")
 
 _OVERHEAD_BYTES = 6 << 30
-"""Of an engine on a GPU beside weights and KV: CUDA's context, activations, staging."""
+"""GPU memory of an engine besides weights and KV: CUDA's context, activations, staging."""
 
 BLOCK_TOKENS = {"cuda": 16, "cpu": 32}
-"""vLLM's default on a GPU; the least that its CPU attention takes."""
+"""vLLM's default block size on a GPU, and the smallest that its CPU attention takes."""
 
 
 def describe_device(name: str, device: str) -> dict[str, Any]:
-    """Return the device to measure on.
+    """Return a description of the device to measure on.
 
     Raises MeasurementError without a GPU, unless the CPU was asked for.
     """
@@ -42,14 +42,14 @@ def describe_device(name: str, device: str) -> dict[str, Any]:
 
 
 def shape_of(name: str) -> ModelShape:
-    """Of one of `PLANNED_SHAPES`. Raises ValueError, naming those there are, for an unknown one."""
+    """Return one of `PLANNED_SHAPES`. Raises ValueError, naming those, if it is unknown."""
     if name not in PLANNED_SHAPES:
         raise ValueError(f"no shape {name!r}; there are: {', '.join(PLANNED_SHAPES)}")
     return model_shape(PLANNED_SHAPES[name])
 
 
 def sharegpt_lengths(n: int) -> list[tuple[int, int]]:
-    """Tokens of n prompts and their answers. Raises ValueError if there are fewer."""
+    """Return the token counts of n prompts and answers. Raises ValueError if there are fewer."""
     recorded = json.loads(_LENGTHS.read_text(encoding="utf-8"))["prompt_and_output_tokens"]
     if n > len(recorded):
         raise ValueError(f"{n} requests, but there are {len(recorded)} lengths: lower num_requests")
@@ -59,7 +59,7 @@ def sharegpt_lengths(n: int) -> list[tuple[int, int]]:
 def requests(
     n: int, max_prompt_tokens: int, max_output_tokens: int, vocab_size: int, seed: int
 ) -> list[Request]:
-    """Return requests of ShareGPT's lengths, cut to these, all present at once."""
+    """Return requests with ShareGPT's lengths, cut to the maxima, all present at once."""
     rng = random.Random(seed)
     return [
         Request(
@@ -74,11 +74,11 @@ def requests(
 
 
 def engine_args(device: str, near_bytes: int, device_bytes: int, *, eager: bool) -> dict[str, Any]:
-    """Arguments of an engine on a GPU that takes so much of it: several run side by side.
+    """Return arguments that limit an engine to its share of the GPU: several run side by side.
 
     Args:
-        near_bytes: weights and KV cache.
-        device_bytes: of the GPU.
+        near_bytes: bytes of weights and KV cache.
+        device_bytes: the GPU's memory.
     """
     if device == "cpu":
         return {}
@@ -103,7 +103,7 @@ def workload_stamp(shape: str, given: Sequence[Request]) -> dict[str, Any]:
 
 
 def speed(rounds: Sequence[RoundResult]) -> dict[str, Any]:
-    """Medians over rounds, of engines that leave the KV cache to vLLM and so count no swapping."""
+    """Return medians over rounds, for engines that leave the KV cache to vLLM (no swap counts)."""
     rates = [result.num_output_tokens / result.seconds for result in rounds]
     tpots_s = [statistics.fmean(time_per_output_token_s(result)) for result in rounds]
     return {
@@ -114,7 +114,7 @@ def speed(rounds: Sequence[RoundResult]) -> dict[str, Any]:
 
 
 def differ_in(specs: Sequence[EngineSpec]) -> Mapping[str, Any]:
-    """Each engine's own arguments, by label."""
+    """Return each engine's own arguments by label."""
     return {
         spec.label: {"tiered": spec.tiered, "engine_args": dict(spec.engine_args)} for spec in specs
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that need a GPU, by name and what each measures: entries of the registry."""
+"""The benchmarks that need a GPU, by name and with what each measures: entries of the registry."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ PARTS: Mapping[str, str] = {
     "weights": "far weights against vLLM's own offloaders, same near bytes",
     "ffn": "the sparse FFN against streaming the dense one: planted",
 }
-"""The order in which they run: what needs no engine first."""
+"""The order in which they run; those without an engine run first."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Far weights on a GPU against vLLM's own offloaders, with the same near bytes.
 
-OPT-13B's shape with made up weights. `--cpu-offload-gb` reads far weights over the link as it needs
-them (UVA); `--offload-backend prefetch` copies whole layers ahead; the plugin places parameters for
-latency. Layers have the same near memory in all of them: the prefetcher's and the plugin's staging
-counts, and of the prefetcher's settings those are taken that use most of it without exceeding it.
+The model is OPT-13B's shape with random weights. `--cpu-offload-gb` reads far weights over the link
+when needed (UVA), `--offload-backend prefetch` copies whole layers ahead, and the plugin places
+parameters for latency. All have the same near memory for layers, including staging. The prefetcher
+gets the settings that use most of it without exceeding it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. `contenders` are of "uva", "prefetch", "plugin"."""
+    """Settings of one profile. `contenders` are any of "uva", "prefetch", "plugin"."""
 
     shape: str = "opt-13b"
     near_shares: tuple[float, ...] = (0.5,)
@@ -60,14 +60,14 @@ PROFILES: Mapping[str, Settings] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Of every `size` layers the last `num_offloaded` are far, `ahead` are fetched ahead."""
+    """Prefetch setting: of `size` layers the last `num_offloaded` are far, `ahead` prefetched."""
 
     size: int
     num_offloaded: int
     ahead: int
 
     def near_bytes(self, num_layers: int, layer_bytes: int) -> int:
-        """Of the layers that stay, and of the prefetcher's buffers."""
+        """Return the bytes of the near layers and the prefetcher's buffers."""
         far = sum(
             1 for index in range(num_layers) if index % self.size >= self.size - self.num_offloaded
         )
@@ -75,9 +75,9 @@ class Groups:
 
 
 def best_groups(shape: ModelShape, near_bytes: int) -> Groups:
-    """Those that use most of the near bytes, without exceeding them; one layer ahead.
+    """Return the groups that use most of the near bytes without exceeding them, one layer ahead.
 
-    Raises ValueError if not even one layer in turn fits.
+    Raises ValueError if not even one layer at a time fits.
     """
     layer_bytes = shape.layer_bytes // shape.num_layers
     fitting = [
@@ -91,7 +91,7 @@ def best_groups(shape: ModelShape, near_bytes: int) -> Groups:
     ]
     if not fitting:
         raise ValueError(f"{near_bytes} near bytes do not hold a layer of {layer_bytes}")
-    # Of equals the smallest group: far layers are then spread most evenly.
+    # Ties go to the smallest group, which spreads far layers most evenly.
     return max(fitting, key=lambda g: (g.near_bytes(shape.num_layers, layer_bytes), -g.size))
 
 
@@ -137,7 +137,7 @@ def _measure(
 
 
 def _requests(settings: Settings) -> list[Request]:
-    """All of one length: a step is a decode step of all of them."""
+    """Return requests of one length, so that each decode step includes all of them."""
     vocab_size = int(PLANNED_SHAPES[settings.shape]["vocab_size"])
     drawn = load.requests(settings.num_requests, 1, 1, vocab_size, settings.seed)
     return [
@@ -151,7 +151,7 @@ def _requests(settings: Settings) -> list[Request]:
 
 
 class _Specs:
-    """The engines that are compared; they differ in where weights are, and in who moves them."""
+    """Engines to compare; they differ in where weights are, and in what moves them."""
 
     def __init__(
         self, settings: Settings, shape: ModelShape, device_bytes: int, num_requests: int
@@ -168,7 +168,7 @@ class _Specs:
         return self._spec(NEAR, self._shape.layer_bytes)
 
     def far(self, near_bytes: int) -> list[EngineSpec]:
-        """Each contender's, with so much near memory for the layers."""
+        """Return each contender's engine, with `near_bytes` for the layers."""
         far_gib = (self._shape.layer_bytes - near_bytes) / 2**30
         made = {
             "uva": lambda: self._spec(UVA, near_bytes, cpu_offload_gb=far_gib),
@@ -219,7 +219,7 @@ class _Specs:
 def summarise_share(
     measured: Mapping[str, Sequence[RoundResult]], whole: Sequence[RoundResult]
 ) -> dict[str, Any]:
-    """Return the contenders' figures, and the plugin's ratio over the better of vLLM's."""
+    """Return the contenders' figures, and the plugin's ratio to the better of vLLM's."""
     near = load.speed(whole)
     systems = {label: load.speed(rounds) for label, rounds in measured.items()}
     for summary in systems.values():
@@ -235,7 +235,7 @@ def summarise_share(
 
 
 def target_met(by_share: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return target and worst ratio found."""
+    """Return the target and the worst measured ratio."""
     found = min((e["ratio"] for e in by_share.values() if e["ratio"] is not None), default=None)
     is_met = None if found is None else found >= TARGET_RATIO
     return {"target": TARGET_RATIO, "found": found, "is_met": is_met}

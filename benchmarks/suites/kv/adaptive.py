@@ -4,18 +4,18 @@
 For each workload and near-KV budget (a share of the workload's peak KV demand), one engine per
 fixed expansion and one with `expansion=auto` run the same requests:
 
-1. `auto` warms up with the load (it starts at no expansion and keeps its level from round to
-   round); how many engine steps it takes to find its level is a figure of its own,
-2. the fixed expansions run interleaved sweep rounds, and the fastest of them are the finalists,
+1. `auto` warms up with the load (it starts without expansion and keeps its level from round to
+   round). The number of engine steps until it finds its level is a figure of its own.
+2. The fixed expansions run interleaved sweep rounds; the fastest of them are the finalists.
 3. `auto` and the finalists run interleaved rounds. The best fixed expansion is the finalist with
-   the best median of these, and `fraction_of_best_fixed` the median of the rounds' own ratios.
+   the best median of these, and `fraction_of_best_fixed` is the median of the rounds' own ratios.
 
-The sweep only picks finalists: taking the best of many noisy rounds as the reference would flatter
-it. With `starts` above 1 the third part is repeated with engines started anew: two engines of the
-same program may differ by 3 % for as long as they live, as their memory lies otherwise.
+The sweep only picks finalists, because the best of many noisy rounds would be too good as a
+reference. With `starts` above 1 the third part is repeated with new engines: two engines of the
+same program may differ by 3 % for their whole life, because their memory is laid out differently.
 
-Requests come all at once but run at most `max_num_seqs` at a time, so that the load is steady for
-most of a round.
+All requests arrive at once but at most `max_num_seqs` run at a time, so the load is steady for most
+of a round.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Budgets are shares of the peak KV demand.
+    """Settings of one profile. Budgets are shares of the peak KV demand.
 
     Attributes:
-        starts: of `auto` and the finalists, each with `rounds` rounds.
+        starts: number of starts of `auto` and the finalists, each with `rounds` rounds.
     """
 
     workloads: tuple[str, ...]
@@ -75,7 +75,7 @@ class Settings:
     warmup_rounds: int
     sweep_rounds: int
     finalists: int
-    max_repeats: int  # of disturbed rounds, per case
+    max_repeats: int  # of rounds disturbed by other processes, per case
     rounds: int = 3
     starts: int = 1
     max_expansion: float = 4.0
@@ -168,7 +168,7 @@ def _measure_case(plan: KvPlan, settings: Settings, num_blocks: int, step: Step)
     convergence = summarise_convergence(warmup, finals[plugin_label("auto")])
     specs = [engine.spec for engine in (auto, *finalists)]
     for start in range(1, settings.starts):
-        # Who is started first may be the one that is lucky.
+        # The order of starts alternates, because the first engine may be the faster one.
         again = _measured_anew(specs[:: -1 if start % 2 else 1], plan, settings, step)
         finals = {label: [*rounds, *again[label]] for label, rounds in finals.items()}
     return {**summarise_case(sweep, finals, settings.expansions), "convergence": convergence}
@@ -177,7 +177,7 @@ def _measure_case(plan: KvPlan, settings: Settings, num_blocks: int, step: Step)
 def _measured_anew(
     specs: Sequence[EngineSpec], plan: KvPlan, settings: Settings, step: Step
 ) -> dict[str, list[RoundResult]]:
-    """Run the finals' rounds with engines started for them; `auto` is warmed up again."""
+    """Run the finals' rounds with newly started engines; `auto` is warmed up again."""
     with engines(specs, warmup_requests(plan.requests), step) as group:
         for engine in group:
             if engine.spec.label == plugin_label("auto"):
@@ -235,7 +235,7 @@ def summarise(by_workload: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "fraction_of_best_fixed": cases[worst]["fraction_of_best_fixed"],
         "worst_case": {"workload": worst[0], "budget": float(worst[1])},
-        # null if one case never converged: a maximum over the others would hide it.
+        # null if one case never converged: a maximum over the others would hide that.
         "steps_to_converge": None if None in steps else max(steps),
         "worst_foreign_cpu_share": max(
             summary["foreign_cpu_share"]

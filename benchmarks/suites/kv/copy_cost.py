@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copies cost the model that computes meanwhile: the limit of hiding them on this machine.
+"""Cost of copies for the model that computes meanwhile: the limit of hiding them on this machine.
 
-vLLM alone, with all the KV memory it wants, runs the workload while a thread copies pages at a
-given rate for nobody. Near and far tier are the same DRAM here, so a copy takes a core, caches and
-memory bandwidth from the model; on a machine with a link and copy engines of its own it does not.
-What is lost here is lost by any swapping, however well it hides its copies.
+vLLM alone, with unlimited KV memory, runs the workload while a thread copies unused pages at a
+given rate. Near and far tier are the same DRAM here, so a copy takes a core, caches and memory
+bandwidth from the model. On a machine with a link and copy engines of its own it does not. Any
+swapping loses at least what is lost here, however well it hides its copies.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Rates are in GB/s; copies that are not held back come on top."""
+    """Settings of one profile. Rates are in GB/s; unlimited copies are always added."""
 
     num_requests: int
     rates: tuple[float, ...]
-    max_repeats: int  # of disturbed rounds
+    max_repeats: int  # of rounds disturbed by other processes
     rounds: int = 3
     workload: str = "sharegpt"
     seed: int = 0
@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def all_rates(self) -> list[float]:
-        """With the one that is not held back."""
+        """Return the rates with the unlimited one."""
         return [*self.rates, math.inf]
 
 

@@ -14,16 +14,16 @@ from benchmarks.harness.jobs import EngineSpec
 from benchmarks.inputs.workload import Request
 
 Expansion = float | Literal["auto"]
-"""The plugin's `kv.expansion`: a number fixes it, "auto" has it follow the load."""
+"""The plugin's `kv.expansion`: a fixed number, or "auto" to follow the load."""
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlan:
-    """What all engines of one comparison share: model, requests, block size, prefix caching.
+    """Settings common to all engines of a comparison: model, requests, block size, prefix caching.
 
-    At most `max_num_seqs` requests run at once, all of them if it is None. `random_weights` and
+    At most `max_num_seqs` requests run at once, or all of them if it is None. `random_weights` and
     `engine_args` are as in EngineSpec.
     """
 
@@ -41,7 +41,7 @@ class KvPlan:
         return kv_bytes_per_token(config, dtype) * self.block_size
 
     def enough_blocks(self) -> int:
-        """Return blocks for all requests at their full length at once, and the null block."""
+        """Return the blocks for all requests at their full length at once, and the null block."""
         return 1 + sum(math.ceil(request.num_tokens / self.block_size) for request in self.requests)
 
     def budget_blocks(self, budget: float, demand_blocks: int) -> int:
@@ -75,7 +75,7 @@ class KvPlan:
     ) -> EngineSpec:
         """Return a specification with near-tier KV for `num_blocks`; an expansion means plugin.
 
-        `kv` are further keys of the plugin's section `kv`, and need an expansion.
+        `kv` has further keys of the plugin's section `kv`, and needs an expansion.
         """
         return EngineSpec(
             label=label,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reading ahead gives: Pie's policies against copying when a layer is needed (section 5.7).
+"""Gain from reading ahead: Pie's policies against copying when a layer is needed (section 5.7).
 
-At one near-KV budget the plugin runs the same requests with the same layers far under each policy:
-`interleave` reads ahead behind the computation, `on_demand` has each far layer wait for
-its own reads, as FlexGen-style swapping does. vLLM alone runs beside them. Rounds are interleaved.
+At one near-KV budget the plugin runs the same requests with the same layers far under each policy.
+`interleave` reads ahead while other layers compute; with `on_demand` each far layer waits for its
+own reads, as in FlexGen-style swapping. vLLM alone is the baseline. Rounds are interleaved.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ POLICIES = ("interleave", ON_DEMAND)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. The budget is a share of the peak KV demand."""
+    """Settings of one profile. The budget is a share of the peak KV demand."""
 
     budget: float
     expansions: tuple[float, ...]
     num_requests: int
-    max_repeats: int  # of disturbed rounds
+    max_repeats: int  # of rounds disturbed by other processes
     rounds: int = 3
     workload: str = "sharegpt"
     seed: int = 0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput and latency over the rate at which requests arrive (Pie, figures 8 and 9c).
+"""Throughput and latency by arrival rate of requests (Pie, figures 8 and 9c).
 
 vLLM alone, the plugin at fixed expansions and with `expansion=auto` serve the same requests in the
-same near-tier KV memory, a share of the workload's peak demand. Requests arrive as a Poisson
-process. Rates are given as loads: multiples of what vLLM alone serves when all requests are there
-at once, which is measured first, so that the same settings make sense on any machine.
+same near-tier KV memory, a share of the workload's peak demand. Arrivals are a Poisson process.
+Rates are given as loads, so that the same settings make sense on any machine: a load is a multiple
+of the rate that vLLM alone serves when all requests arrive at once, which is measured first.
 
 At each load `auto` first runs an unmeasured round, then all systems run interleaved rounds.
 """
@@ -55,14 +55,14 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. The budget is a share of the peak KV demand."""
+    """Settings of one profile. The budget is a share of the peak KV demand."""
 
     workload: str
     budget: float
     loads: tuple[float, ...]
     expansions: tuple[float, ...]
     num_requests: int
-    max_repeats: int  # of disturbed rounds, per load
+    max_repeats: int  # of rounds disturbed by other processes, per load
     rounds: int = 3
     warmup_rounds: int = 1
     seed: int = 0
@@ -70,7 +70,7 @@ class Settings:
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
-        """The fixed expansions, and the adaptive one."""
+        """Return the fixed expansions and the adaptive one."""
         return [*self.expansions, "auto"]
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well adaptive expansion does on machines and loads that are not at hand: a simulation.
+"""Adaptive expansion on machines and loads that are not at hand: a simulation.
 
-Every scenario (`benchmarks/simulator/scenarios.py`) is run with the controller and at fixed levels,
-on the same requests. The controller, the block arithmetic and the way between levels are the
-engine's own code; the scheduler and the time of a step are models. `cpu_model` says how far the
-model of this project's own machine is from what was measured there with vLLM.
+Each scenario (`benchmarks/simulator/scenarios.py`) runs with the controller and at fixed levels, on
+the same requests. The controller, the block arithmetic and the changes between levels are the
+engine's own code; the scheduler and the step times are models. `cpu_model` gives the deviation of
+the model of this project's machine from what was measured there with vLLM.
 
-`--set plot_dir=DIR` writes a picture of every scenario (extra `report`).
+`--set plot_dir=DIR` writes a plot of every scenario (extra `report`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs."""
+    """Settings of one profile."""
 
     seconds: float  # of load, per scenario
     level_stride: int  # between the fixed levels that are tried

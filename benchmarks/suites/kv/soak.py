@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soak test: minutes of random load with every check on, for leaks, failures, wrong answers.
+"""Soak test: minutes of random load with every check on, to find leaks, failures and wrong answers.
 
 One engine with the plugin, adaptive expansion, prefix caching and too little near-tier KV serves
-random rounds (`benchmarks.inputs.soak_load`): bursts, lulls, long requests, shared prefixes,
-clients that go away. After every planned and every executed step the plugin's structures are
-checked. It computes in float32, so that a random sample of its requests, run again by vLLM alone
-with ample memory, has to give the same tokens; of an aborted request, those it gave.
+random rounds (`benchmarks.inputs.soak_load`): bursts, lulls, long requests, shared prefixes and
+clients that disconnect. The plugin's structures are checked after each planned and each executed
+step. The engine computes in float32. A random sample of its requests runs again on vLLM alone with
+ample memory and must give the same tokens; for an aborted request, those that it had given.
 
-Any error ends the run without a result: one raised, one logged, a token that differs.
+Any error ends the run without a result: an exception, an error in the log, or a differing token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SAMPLE_TEXTS = 1024  # ShareGPT prompts to draw from
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. `near_blocks` are of float32.
+    """Settings of one profile. `near_blocks` counts float32 blocks.
 
     `expansion` is a number, "auto", or "off": vLLM alone, to compare its memory. `tier` is "far" or
     "storage" (in the folder `path`).
@@ -78,7 +78,7 @@ class Settings:
 
     @property
     def kv(self) -> dict[str, Any]:
-        """The plugin's section `kv` beside the expansion."""
+        """Return the plugin's section `kv` without the expansion."""
         if self.tier == "far":
             return {}
         return {"tier": self.tier, "path": self.path, "far_gib": 0.0}
@@ -92,7 +92,7 @@ PROFILES: Mapping[str, Settings] = {
 
 @dataclass(kw_only=True, slots=True)
 class Soak:
-    """What has happened so far: every request with its tokens, and the state after each round."""
+    """State of the soak: every request with its tokens, and the figures after each round."""
 
     requests: list[Request] = field(default_factory=list)
     tokens: list[Sequence[int]] = field(default_factory=list)
@@ -100,10 +100,10 @@ class Soak:
     minutes: list[float] = field(default_factory=list)
 
     def add(self, requests: Sequence[Request], result: RoundResult, minutes: float) -> None:
-        """Take the outcome of one round, which ended after these minutes."""
+        """Add the outcome of one round, which ended after these minutes."""
         self.requests.extend(requests)
         self.tokens.extend(result.output_token_ids)
-        # Kept once, in `tokens`: half an hour makes some 100,000.
+        # Tokens are kept only once, in `tokens`: half an hour makes some 100,000.
         self.rounds.append(replace(result, output_token_ids=[], token_gaps_s=[]))
         self.minutes.append(minutes)
 
@@ -119,7 +119,7 @@ class Soak:
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps `run` reports: two engine starts, minutes begun, the control."""
+    """Return how many steps `run` reports: two engine starts, each minute begun, the control."""
     return 2 + math.ceil(settings.minutes) + 1
 
 
@@ -211,7 +211,7 @@ def soak(
 def require_quiet_log(log_path: Path) -> None:
     """Raise MeasurementError if the engine's log holds an error line."""
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    # vLLM warns of optional packages that fail to import, with their traceback.
+    # vLLM warns of optional packages that fail to import and includes their traceback.
     errors = [
         line
         for line in lines
@@ -226,7 +226,7 @@ def require_quiet_log(log_path: Path) -> None:
 def _control(
     plan: KvPlan, settings: Settings, done: Soak, warmup: Sequence[Request], step: Step
 ) -> dict[str, int]:
-    """Run a sample again with vLLM alone and ample memory; all tokens have to be equal."""
+    """Run a sample again with vLLM alone and ample memory; all tokens must be equal."""
     chosen = control_sample(done, settings.control_requests, settings.seed)
     requests = [
         replace(done.requests[index], arrival_s=0.0, abort_after_tokens=None) for index in chosen
@@ -254,7 +254,7 @@ def require_same_tokens(
     ours: Sequence[Sequence[int]],
     theirs: Sequence[Sequence[int]],
 ) -> None:
-    """Raise MeasurementError unless each of ours begins theirs (all of it, if not aborted)."""
+    """Raise MeasurementError unless each of ours begins theirs (or equals it, if not aborted)."""
     different = []
     for request, mine, full in zip(requests, ours, theirs, strict=True):
         if list(mine) != list(full[: len(mine)]):
@@ -296,7 +296,7 @@ def summarise(done: Soak) -> dict[str, Any]:
 
 
 def rss_figures(minutes: Sequence[float], rss_mib: Sequence[float]) -> dict[str, Any]:
-    """Return slope and growth of the resident memory; None for fewer than 4 samples a half."""
+    """Return slope and growth of the resident memory; None with fewer than 4 samples per half."""
     samples = list(zip(minutes, rss_mib, strict=True))
     half = [sample for sample in samples if sample[0] >= minutes[-1] / 2]
     series = [[round(minute, 2), round(mib, 1)] for minute, mib in samples]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV pages on an SSD instead of host memory, against vLLM's preempting and computing again.
+"""KV pages on an SSD instead of host memory, against vLLM's preemption and recomputation.
 
-At each near-KV budget (a share of the workload's peak demand), vLLM alone, the plugin with its far
-pages in a file (`tier="storage"` and no far memory, read with O_DIRECT) and, to compare, in host
-memory run the same requests, all at once, in interleaved rounds. What the SSD has to carry is given
-per generated token, and as a share of what the disk gives to plain sequential reads and writes,
-measured before.
+Each near-KV budget is a share of the workload's peak demand. At each, three systems run the same
+requests, all at once, in interleaved rounds: vLLM alone, the plugin with its far pages in a file
+(`tier="storage"` without far memory, read with O_DIRECT), and for comparison with them in host
+memory. The SSD's traffic is given per generated token, and as a share of the disk's plain
+sequential reads and writes, measured before.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ TIERS = {"storage": "SSD", "host": "host memory"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Budgets are shares of the peak KV demand.
+    """Settings of one profile. Budgets are shares of the peak KV demand.
 
-    `path` is the folder of the SSD under test; empty, it is the benchmarks' cache folder.
+    `path` is a folder on the SSD under test; empty, it is the benchmarks' cache folder.
     """
 
     workload: str
@@ -71,7 +71,7 @@ class Settings:
     expansions: tuple[float, ...]
     num_requests: int
     control_requests: int
-    max_repeats: int  # of disturbed rounds, per budget
+    max_repeats: int  # of rounds disturbed by other processes, per budget
     auto: bool = True
     auto_warmup_rounds: int = 2
     rounds: int = 3
@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
-        """The fixed expansions, and the adaptive one."""
+        """Return the fixed expansions and the adaptive one."""
         return [*self.expansions, "auto"] if self.auto else [*self.expansions]
 
 
@@ -103,7 +103,7 @@ PROFILES: Mapping[str, Settings] = {
         num_requests=36,
         control_requests=16,
         max_repeats=6,
-        auto_warmup_rounds=8,  # it learns first what is served without far layers
+        auto_warmup_rounds=8,  # it first learns the throughput without far layers
     ),
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of the KV benchmarks, from rounds by label to their results: pure functions."""
+"""Arithmetic of the KV benchmarks, from rounds by label to results: pure functions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _best(plugin: Mapping[Expansion, Mapping[str, Any]], among: Sequence[Expansi
 
 
 def _auto_figures(plugin: Mapping[Expansion, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {"auto": ...} if the adaptive expansion was measured beside fixed ones."""
+    """Return {"auto": ...} if the adaptive expansion was measured along with fixed ones."""
     fixed = [expansion for expansion in plugin if expansion != "auto"]
     if "auto" not in plugin or not fixed:
         return {}
@@ -146,7 +146,7 @@ def summarise(by_budget: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def memory_ratios(by_budget: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return, per budget, vLLM's near bytes for the plugin's throughput over the plugin's.
 
-    Nothing for a single budget: there is no curve to interpolate on (Pie, section 5.2).
+    Returns nothing for a single budget: there is no curve to interpolate on (Pie, section 5.2).
     """
     if len(by_budget) < 2:
         return {}
@@ -164,7 +164,7 @@ def memory_ratios(by_budget: Mapping[str, Mapping[str, Any]]) -> dict[str, float
 def bytes_for_rate(curve: Sequence[tuple[float, float]], rate: float) -> float:
     """Return the fewest bytes at which the curve of (bytes, tokens/s) reaches the rate.
 
-    Linear between the points; never outside their range.
+    The curve is linear between the points; the result is never outside their range.
     """
     ordered = sorted(curve)
     if rate <= ordered[0][1]:

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput when the KV cache does not fit: vLLM alone, with the plugin, and with all it wants.
+"""Throughput when the KV cache does not fit: vLLM alone, the plugin, and vLLM with unlimited KV.
 
-The workload (ShareGPT or Alpaca-like, all requests at once) is first run by vLLM with unlimited KV,
-which gives its peak KV demand. Then, at each budget (a share of that demand), vLLM alone, the
-plugin at each fixed expansion and with the adaptive one (`auto`), and the unlimited vLLM, the
-ceiling, run the same requests in interleaved rounds. They differ in nothing but `additional_config`
-and the ceiling's KV size. Pie's figures 6 and 7.
+vLLM with unlimited KV first runs the workload (ShareGPT or Alpaca-like, all requests at once),
+which gives its peak KV demand. At each budget, a share of that demand, these run the same requests
+in interleaved rounds: vLLM alone, the plugin at each fixed expansion and with the adaptive one
+(`auto`), and the unlimited vLLM as the ceiling. They differ only in `additional_config` and in the
+ceiling's KV size. Pie's figures 6 and 7.
 
 Choices:
 
-* Prefix caching is off: every round runs the same prompts, so a cache would carry work over.
-  (Reset between rounds and on, it gives vLLM alone 3 % at a quarter of the demand: preempted
-  requests find some of their blocks again. Medians of 3 rounds, 2 cores, November 2026.)
-* Block size 32 for both systems, as it does not handicap vLLM: at a quarter of the demand vLLM
-  alone ran at 292, 282 and 290 tokens/s with 32, 64 and 128, and unlimited at 709, 713 and 682
-  (same machine). Its CPU backend refuses 16.
-* `auto` runs the load before it is measured, as a server would have: it keeps its level.
-* Exactness is a separate float32 run, since in bfloat16 the outputs of a request differ with the
-  batch it is in, in vLLM alone too. It comes first, and nothing is reported unless all its outputs
-  equal vLLM's.
+* Prefix caching is off, because every round runs the same prompts and a cache would carry work
+  over. (When on, and reset between rounds, it gives vLLM alone 3 % at a quarter of the demand:
+  preempted requests find some of their blocks again. Medians of 3 rounds, 2 cores, November 2026.)
+* Block size 32 for both systems does not handicap vLLM: at a quarter of the demand vLLM alone ran
+  at 292, 282 and 290 tokens/s with 32, 64 and 128, and unlimited at 709, 713 and 682 (same
+  machine). Its CPU backend refuses 16.
+* `auto` runs the load before it is measured, as a server would have, and keeps its level.
+* Exactness is checked in a separate float32 run, since in bfloat16 a request's outputs depend on
+  the batch that it is in, in vLLM alone too. It comes first, and nothing is reported unless all
+  its outputs equal vLLM's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. Budgets are shares of the peak KV demand."""
+    """Settings of one profile. Budgets are shares of the peak KV demand."""
 
     num_requests: int
     max_prompt_tokens: int
@@ -72,7 +72,7 @@ class Settings:
     budgets: tuple[float, ...]
     expansions: tuple[float, ...]
     control_requests: int
-    max_repeats: int  # of disturbed rounds, per budget
+    max_repeats: int  # of rounds disturbed by other processes, per budget
     auto: bool = True
     auto_warmup_rounds: int = 2
     rounds: int = 3
@@ -85,12 +85,12 @@ class Settings:
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
-        """The fixed expansions, and the adaptive one."""
+        """Return the fixed expansions and the adaptive one."""
         return [*self.expansions, "auto"] if self.auto else [*self.expansions]
 
     @property
     def control_expansions(self) -> list[Expansion]:
-        """Those whose float32 outputs are compared with vLLM's."""
+        """Return the expansions whose float32 outputs are compared with vLLM's."""
         return [self.control_expansion, "auto"] if self.auto else [self.control_expansion]
 
 
@@ -146,7 +146,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     )
     warmup = warmup_requests(requests)
     with engines([plan.spec(CEILING, plan.enough_blocks())], warmup, step) as (ceiling,):
-        demand_blocks = ceiling.run(requests).peak_blocks + 1  # and vLLM's null block
+        demand_blocks = ceiling.run(requests).peak_blocks + 1  # plus vLLM's null block
         demand_bytes = demand_blocks * plan.block_bytes()
         step(f"peak KV demand: {demand_blocks} blocks, {demand_bytes / 2**20:.0f} MiB")
         control = _fp32_control(plan, settings, demand_blocks, warmup, step)
@@ -190,7 +190,7 @@ def _measure_budget(
 ) -> tuple[dict[str, list[RoundResult]], dict[str, Any] | None]:
     """Run vLLM alone, the plugin at every expansion, and the ceiling, interleaved.
 
-    Returns the rounds by label, and how `auto` converged.
+    Returns the rounds by label, and the convergence of `auto`.
     """
     expansions = settings.plugin_expansions
     specs = [plan.spec(BASELINE, num_blocks)]

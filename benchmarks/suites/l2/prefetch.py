@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefetching behind all-reduces gives (PRESERVE): two ranks on two cores of one machine.
+"""L2 prefetch behind all-reduces (PRESERVE), measured with two ranks on two cores of one machine.
 
-One engine of two ranks, compiled, with `l2.prefetch="auto"`: what it measures at start and decides,
-then the same steps with prefetches and without in turns, off, on, off. Before that float32 tokens
-with `"on"` against `"off"`. Ranks share the memory bus and the last-level cache here, and the
-prefetching thread has no core of its own: the paper's accelerators have a link between them, and
-nothing to do while they wait for it.
+First the float32 tokens with `"on"` are compared with those with `"off"`. Then one compiled engine
+of two ranks starts with `l2.prefetch="auto"` and reports what it measured and decided. It then runs
+the same steps without, with and without prefetches again.
+
+The ranks share the memory bus and the last-level cache here, and the prefetching thread has no core
+of its own. The paper's accelerators have a link between them and are idle while they wait for it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ DEFINITIONS = {
 }
 
 _TIMEOUT_S = 1800
-_TRIAL_TOKENS = 80  # what "auto" needs for its verdict, and some
+_TRIAL_TOKENS = 80  # enough for "auto" to reach its verdict, with some to spare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: TinyLlama's layers in bfloat16 with made up weights."""
+    """Settings of one profile: TinyLlama's layers in bfloat16 with random weights."""
 
     batches: tuple[int, ...]
     rounds: int
@@ -66,7 +67,7 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps `run` reports: the float32 engines, and the timed one."""
+    """Return how many steps `run` reports: the float32 engines and the timed one."""
     return 3
 
 
@@ -83,7 +84,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def summarise(exact: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures from what the engines answered.
+    """Return the figures from the engines' answers.
 
     Raises MeasurementError if tokens differ, or nothing was prefetched where it was asked for.
     """
@@ -155,7 +156,7 @@ def _in_a_process(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure() -> None:
-    """In the engine's process: read a job, write what was found."""
+    """Read a job, run it and write the result (in the engine's own process)."""
     job = ranks.job()
     ranks.answer(_exact(job) if job["kind"] == "exact" else _timed(job))
 
@@ -172,7 +173,7 @@ def _engine(job: Mapping[str, Any], **arguments: Any) -> Any:
         block_size=32,
         max_model_len=1024,
         max_num_seqs=16,
-        # vLLM runs as many at start, and bfloat16 without AVX-512 takes minutes for thousands.
+        # vLLM runs as many tokens at start; bfloat16 without AVX-512 takes minutes for thousands.
         max_num_batched_tokens=256,
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
@@ -203,7 +204,7 @@ def _timed(job: Mapping[str, Any]) -> dict[str, Any]:
     prompts = [[3 + (i + 11 * j) % 8000 for i in range(job["prompt_tokens"])] for j in range(16)]
     for batch in job["batches"]:
         ranks.generate(llm, prompts[:batch], _TRIAL_TOKENS)
-    stated = _manifest(llm)  # with the verdicts: from here on the trial is over
+    stated = _manifest(llm)  # with the verdicts: the trial is over by now
     rounds = {}
     for batch in job["batches"]:
         before = _switch(llm, False)
@@ -230,13 +231,13 @@ def _manifest(llm: Any) -> dict[str, Any]:
 
 
 def _switch(llm: Any, is_on: bool) -> tuple[int, int]:
-    """Prefetches on or off from here on; bytes fetched and dropped so far, of the first rank."""
+    """Turn prefetches on or off; return the first rank's bytes fetched and dropped so far."""
     counts: list[tuple[int, int]] = llm.collective_rpc(switch_worker, args=(is_on,))
     return counts[0]
 
 
 def switch_worker(worker: Any, is_on: bool) -> tuple[int, int]:
-    """In a worker."""
+    """Turn prefetches on or off in one worker; return its bytes fetched and dropped so far."""
     from vllm_tiered.adapter.l2 import hooks as l2_hooks
 
     engine = l2_hooks.find_engine(worker.vllm_config)
@@ -247,7 +248,7 @@ def switch_worker(worker: Any, is_on: bool) -> tuple[int, int]:
 
 if __name__ == "__main__":
     from benchmarks.suites.l2.prefetch import (
-        _measure as measure,  # its functions travel by that name
+        _measure as measure,  # pickle finds its functions by this module's name
     )
 
     measure()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures and tables of the papers, from our models of them."""
+"""Figures and tables of the papers, computed with our models."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PRESERVE's design-space exploration from the model: its figures 5 to 9 and table 1.
 
-Nothing is measured; `vllm-tiered dse` shows the same, and explores other spaces.
+Nothing is measured. `vllm-tiered dse` shows the same, and also explores other spaces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The paper's space has no knobs."""
+    """Empty settings: the paper's design space is fixed."""
 
 
 PROFILES: Mapping[str, Settings] = {"quick": Settings(), "full": Settings()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of HeLM's paper: what is reproduced, and what other machines' links are scaled by."""
+"""Numbers from HeLM's paper: targets to reproduce, and links that other machines scale to."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LINK_GB_PER_S: Mapping[str, float] = {
     "cxl_asic": 28.0,
     "dram": 22.4,
 }
-"""Far to near (10^9 bytes), as weights see it.
+"""Far-to-near bandwidth in 10^9 bytes per second, as weights see it.
 
 * CXL-FPGA and CXL-ASIC: table III.
-* NVDRAM: the machine's profile, which says how it follows from table IV.
+* NVDRAM: the machine's profile, which derives it from table IV.
 * DRAM: NVDRAM is "within 25 %" of it with compressed weights (IV-B, figure 6); figure 3a has 24.6.
 """
 
@@ -33,11 +33,14 @@ OPT_175B: Mapping[str, Any] = {
 }
 
 CARD_BYTES = 38 * 2**30
-"""Of the 40 GB of HBM2 (table I): what CUDA and the activations of one request leave is assumed."""
+"""Usable bytes of the card's 40 GB of HBM2 (table I).
+
+What CUDA and the activations of one request leave is assumed.
+"""
 
 
 class Row(NamedTuple):
-    """A row of table IV: compute over the transfer beside it, by link."""
+    """A row of table IV: compute over the transfer that it overlaps with, by link."""
 
     placement: str
     requests: int
@@ -64,22 +67,22 @@ TABLE_IV: tuple[Row, ...] = (
 )
 
 FLEXGEN_PERCENTS = (20.0, 80.0, 0.0)
-"""Near, far and storage share that the paper asks FlexGen for (V-A, NVDRAM)."""
+"""Near, far and storage shares that the paper asks FlexGen for (V-A, NVDRAM)."""
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 21
-"""Of each request (III-B)."""
+"""Prompt and output tokens of each request (III-B)."""
 
 BATCHES = (1, 8, 44)
-"""44 fits with all weights far only (V-C)."""
+"""Batch sizes of the paper; 44 requests fit only with all weights far (V-C)."""
 
 
 Which = tuple[str, int, str]
-"""Placement, requests, link."""
+"""Placement, number of requests, link."""
 
 
 class Claim(NamedTuple):
-    """A statement of the text: a figure of one run over that of another."""
+    """A statement in the text: the figure of one run over that of another."""
 
     text: str
     figure: str
@@ -184,7 +187,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def decode_ratios(placement: str, link: str) -> tuple[float, float]:
-    """Table IV's two ratios in decoding at batch 1. Raises KeyError for others than its rows."""
+    """Return table IV's two ratios for decoding at batch 1. Raises KeyError for unknown rows."""
     for row in TABLE_IV:
         if (row.placement, row.requests, row.stage) == (placement, 1, "decode"):
             at = TABLE_IV_LINKS.index(link)

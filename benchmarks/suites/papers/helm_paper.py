@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HeLM's table IV and figures 11 to 13 from the cost model: OPT-175B on an A100 with Optane or CXL.
 
-Nothing is measured: placements and steps come from `vllm_tiered.planner`, the machine from its
-profile `a100-optane`. Weights are kept in 4 bits a weight and 32 bits a group of 64 (section IV-B),
-and expanded before each product, which takes the most of a sublayer's compute.
+Nothing is measured. Placements and steps come from `vllm_tiered.planner`, the machine from its
+profile `a100-optane`. Weights have 4 bits each and 32 bits per group of 64 (section IV-B). They are
+expanded before each matmul, which takes most of a sublayer's compute time.
 """
 
 from __future__ import annotations
@@ -37,24 +37,29 @@ from vllm_tiered.planner.step_time import Batch, compute_times
 from vllm_tiered.weights.placement import Placement, place
 
 COMPRESSED_BYTES_PER_WEIGHT = 0.5625
-"""FlexGen's group-wise quantization: 4 bits, and two 16-bit numbers for 64 weights."""
+"""FlexGen's group-wise quantization: 4 bits a weight and two 16-bit numbers per 64 weights."""
 
 EXPANDED_WEIGHTS_PER_S = 47e9
-"""Calibrated on table IV's decode rows (least worst error): what is left of compute there when the
-products' memory traffic is taken off."""
+"""Expansion rate calibrated on table IV's decode rows (least worst error).
+
+It explains the compute time there beyond the matmuls' memory traffic.
+"""
 
 CARD_BYTES = 40 << 30
-"""Memory of the paper's A100: only All-CPU leaves room there for 44 requests."""
+"""Memory of the paper's A100; 44 requests fit only with All-CPU."""
 
 MACHINE = load_profile("a100-optane")
-"""What `vllm-tiered plan` takes for it too. Links are those of `LINK_GB_PER_S`, each in turn."""
+"""Profile that `vllm-tiered plan` uses for this machine too.
+
+Its link is replaced by each of `LINK_GB_PER_S` in turn.
+"""
 
 RESULT_KEYS = ("worst_ratio_error", "worst_claim_error", "table_iv", "claims", "runs", "modelled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The model has no knobs."""
+    """Empty settings: the model is fixed."""
 
 
 PROFILES: Mapping[str, Settings] = {"quick": Settings(), "full": Settings()}
@@ -62,7 +67,7 @@ PROFILES: Mapping[str, Settings] = {"quick": Settings(), "full": Settings()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A step of one stage: seconds, with those of one layer's parts."""
+    """A step of one stage: its seconds, and those of one layer's parts."""
 
     seconds: float
     attention_compute: float
@@ -109,7 +114,7 @@ def stage(
         seconds + sublayer.num_bytes / shape.dtype_bytes / weights_per_s
         for seconds, sublayer in zip(times.compute, shape.sublayers, strict=True)
     )
-    # The shape's bytes are 16-bit ones: a link carries so many more of them.
+    # The shape counts 16-bit bytes; weights on the link have fewer bits, so it carries more.
     packed = shape.dtype_bytes / COMPRESSED_BYTES_PER_WEIGHT
     loads = transfer_seconds(placement, Link(bytes_per_s=LINK_GB_PER_S[link] * 1e9 * packed))
     return Stage(
@@ -168,7 +173,7 @@ def _table_iv(shape: ModelShape) -> list[dict[str, Any]]:
 
 
 def _runs(shape: ModelShape) -> list[dict[str, Any]]:
-    """Each placement at each batch on each link: what figures 11 to 13 show."""
+    """Return each placement at each batch on each link, as in figures 11 to 13."""
     runs = []
     for name in ("flexgen", "helm", "all_far"):
         placement = _placement(name, shape)
@@ -227,12 +232,12 @@ def _claims(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return table IV, ours beside the paper's, and the claims."""
+    """Return table IV, ours next to the paper's, and the claims."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     for entry in result["table_iv"]:
         key = (entry["placement"], str(entry["requests"]), entry["stage"])
         rows.setdefault(key, []).append(f"{entry['ours']:.2f} ({entry['paper']:.2f})")
-    # Both ratios of a link follow each other in the result; the paper has them apart.
+    # Both ratios of a link are adjacent in the result; the paper has separate columns for them.
     ordered = [[*key, *cells[0::2], *cells[1::2]] for key, cells in rows.items()]
     headings = ["placement", "batch", "stage"]
     headings += [f"attention/FFN load, {link}" for link in TABLE_IV_LINKS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HeLM's figures 11 to 13: bars by placement and link, of the cost model and of the real engine."""
+"""HeLM's figures 11 to 13 as bars by placement and link, for the cost model and the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bars(
     axes.set_xticks([group + (0.8 - width) / 2 for group in range(len(groups))], groups)
     axes.tick_params(axis="x", labelsize="small")
     axes.set_ylabel(label)
-    axes.margins(y=0.25)  # room for the legend
+    axes.margins(y=0.25)  # space for the legend
     axes.legend(fontsize="small")
 
 
@@ -71,7 +71,7 @@ def _overlap(cases: Sequence[tuple[str, int, str]], stage: str) -> Plot:
 
 
 def _latencies(axes: Axes, result: Result) -> None:
-    """Time to first token and between tokens, batch 1 (figure 11b)."""
+    """Draw time to first token and between tokens at batch 1 (figure 11b)."""
     groups = [f"{key}\n{NAMES[link]}" for key in ("TTFT", "TBT") for link in ("nvdram", "dram")]
     series = {
         NAMES[name]: [
@@ -138,7 +138,7 @@ HELM_PAPER: Mapping[str, Plot] = {
 
 
 def _measured_tbt(axes: Axes, result: Result) -> None:
-    """Time between tokens of each placement by link; a mark where the model expects it."""
+    """Draw the time between tokens of each placement by link, with a mark for the model's value."""
     entries = result["by_link"]
     names = list(next(iter(entries.values()))["tbt_ms"])
     series = {NAMES[n]: [entry["tbt_ms"][n] for entry in entries.values()] for n in names}
@@ -157,7 +157,7 @@ def _measured_tbt(axes: Axes, result: Result) -> None:
 
 
 def _measured_throughput(axes: Axes, result: Result) -> None:
-    """Tokens per second at each placement's largest batch, by link."""
+    """Draw tokens per second at each placement's largest batch, by link."""
     entries = result["by_link"]
     names = list(next(iter(entries.values()))["tokens_per_s"])
     series = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding the layers' matrices to 4 bit costs in quality: perplexity on ShareGPT text.
+"""Quality cost of rounding the layers' matrices to 4 bit: perplexity on ShareGPT text.
 
-The demo model in bfloat16, with its weights as they are and with `weights.compress="int4"`, gives
-the log-probability of each token of the same texts through vLLM's own engine. Each engine runs in a
+The demo model runs in bfloat16, once with its own weights and once with `weights.compress="int4"`.
+vLLM's own engine gives the log-probability of each token of the same texts. Each engine runs in a
 process of its own.
 """
 
@@ -46,7 +46,7 @@ _ANSWER = "PERPLEXITY "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: texts are ShareGPT prompts of at least `min_tokens`, cut."""
+    """Settings of one profile: texts are ShareGPT prompts of at least `min_tokens`, then cut."""
 
     num_texts: int
     min_tokens: int = 64
@@ -66,7 +66,7 @@ def num_steps(settings: Settings) -> int:
 
 
 def texts(settings: Settings) -> list[list[int]]:
-    """Return the token ids of the texts. Raises ValueError if there are not so many."""
+    """Return the token ids of the texts. Raises ValueError if there are too few."""
     drawn = sharegpt_requests(
         min(20 * settings.num_texts, 3000), settings.seed, demo_model_dir(), settings.max_tokens
     )
@@ -96,8 +96,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 def summarise(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures from each system's log-probabilities and manifest.
 
-    Raises MeasurementError if the systems did not predict the same number of tokens, or if one's
-    weights are not what it was asked for.
+    Raises MeasurementError if the systems predicted different numbers of tokens, or if a system's
+    weights are not in the format asked for.
     """
     counts = {name: len(found["logprobs"]) for name, found in measured.items()}
     if len(set(counts.values())) != 1:
@@ -118,7 +118,7 @@ def summarise(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def perplexity(logprobs: Sequence[float]) -> float:
-    """Return exp of the mean negative log-probability (natural). Raises ValueError for none."""
+    """Return exp of the mean negative log-probability (natural). Raises ValueError if empty."""
     if not logprobs:
         raise ValueError("no token was predicted")
     return math.exp(-math.fsum(logprobs) / len(logprobs))
@@ -155,7 +155,7 @@ def _in_a_process(token_ids: Sequence[Sequence[int]], weights: Mapping[str, str]
 
 
 def _measure() -> None:
-    """In the engine's process: read a job, write the log-probabilities."""
+    """Read a job and write the log-probabilities (in the engine's own process)."""
     from vllm import LLM, SamplingParams
     from vllm.model_executor.offloader import get_offloader
 

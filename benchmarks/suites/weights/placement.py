@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HeLM's comparison on the real engine: where weights live, and how fast tokens come (V, table IV).
+"""HeLM's comparison on the real engine: token rate by weight placement (section V, table IV).
 
-OPT-1.3B's shape with random weights on one core. The paper's machine is scaled, not copied:
-products are held to `gweights_per_s`, as expanding 4-bit weights holds those of the paper (an A100
-expands and multiplies some 45 G weights/s, whatever the batch), and links to what then gives table
-IV's ratios of compute to transfer (`placement_plan`). The time between tokens is measured at one
-request; the throughput at as many as one near budget holds, in which FlexGen's placement has
-`flexgen_batch`. Our `throughput` shares that budget between layers and KV by its own plan, and
-another one too, in which HeLM's placement has as many requests.
+The model is OPT-1.3B's shape with random weights, on one core. The paper's machine is scaled, not
+copied. Matmuls are held to `gweights_per_s`, because expanding 4-bit weights limits those of the
+paper: an A100 expands and multiplies some 45 G weights/s at any batch. Links are then held to the
+speed that gives table IV's ratios of compute to transfer (`placement_plan`).
+
+The time between tokens is measured at one request. The throughput is measured at as many requests
+as one near budget holds, in which FlexGen's placement has `flexgen_batch`. Our `throughput` divides
+that budget between layers and KV by its own plan. It also runs with a second budget, in which
+HeLM's placement has as many requests.
 """
 
 from __future__ import annotations
@@ -48,23 +50,26 @@ from vllm_tiered.weights.layout import Kind
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
 BLOCK_TOKENS = 32
-"""The least that vLLM's CPU attention takes. A request fills one: KV of 44 requests is then 0.09 of
-the weights, as in the paper (149 tokens of OPT-175B)."""
+"""Smallest block that vLLM's CPU attention takes.
+
+A request fills one block, so the KV of 44 requests is 0.09 of the weights, as in the paper (149
+tokens of OPT-175B).
+"""
 
 NEAR = "near"
-"""The engine without the plugin, whose compute the links are scaled to."""
+"""The engine without the plugin; links are scaled to its compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a run measures.
+    """Settings of a run.
 
     Attributes:
-        layers: of the model; OPT-1.3B has 24.
-        gweights_per_s: products are held to this many 10^9 weights a second; 0: as fast as they go.
-        links: of `helm_figures.LINK_GB_PER_S`.
-        flexgen_batch: the requests that the near budget holds beside FlexGen's placement.
-        gaps: times between tokens in a round at one request.
+        layers: number of the model's layers; OPT-1.3B has 24.
+        gweights_per_s: matmuls are held to this many 10^9 weights a second; 0: not held.
+        links: names from `helm_figures.LINK_GB_PER_S`.
+        flexgen_batch: number of requests that fit in the near budget with FlexGen's placement.
+        gaps: number of times between tokens in a round at one request.
     """
 
     layers: int = 24
@@ -82,8 +87,9 @@ PROFILES: Mapping[str, Settings] = {
     "quick": Settings(layers=6, links=("nvdram", "dram"), gaps=4),
     "full": Settings(gweights_per_s=1.0),
 }
-"""Of `full` a round at all the requests takes 21 steps of 1.4 to 6 s, all of it 45 min expected. At
-2 it took 30, but the products of all the requests no longer fitted into the time they are held to.
+"""Profile `full`: a round at all requests takes 21 steps of 1.4 to 6 s; expected 45 min in all.
+
+At 2 G weights/s it took 30 min, but the matmuls of all requests no longer fitted into their time.
 """
 
 RESULT_KEYS = (
@@ -144,7 +150,7 @@ class _Comparison:
             name: plan.largest_batch(shape, placement, self._budget, BLOCK_TOKENS)
             for name, placement in self._fixed.items()
         }
-        # HeLM's does not fit FlexGen's budget; in its own it has as many requests.
+        # HeLM's does not fit FlexGen's budget; its own budget holds as many requests.
         self._most = {**self._batches, "helm": settings.flexgen_batch}
 
     def run(self) -> dict[str, Any]:
@@ -204,14 +210,14 @@ class _Comparison:
     def _throughput(
         self, group: Mapping[str, EngineProcess], link: str, speed: float
     ) -> dict[str, list[RoundResult]]:
-        """Every fixed placement, and ours, each with all the requests it can hold."""
+        """Run every fixed placement, and ours, each with all the requests it can hold."""
         settings = self._settings
         with ExitStack() as stack:
             batches = {name: (process, self._most[name]) for name, process in group.items()}
             for contender in SHARING:
                 weights = {**contender.weights, "near_gib": _gib(self._shared_bytes(contender))}
                 spec = self._spec(contender.name, weights, speed, shares=True)
-                # One after the other: each measures the machine before it plans.
+                # These run one after the other, because each measures the machine before it plans.
                 (ours,) = stack.enter_context(engines([spec], self._requests(1, 1), self._at(link)))
                 batches[contender.name] = (ours, planned_batch(ours, self._requests(1, 1)))
             loads = [
@@ -226,13 +232,13 @@ class _Comparison:
         return rounds
 
     def _shared_bytes(self, contender: Contender) -> int:
-        """Of layers and KV together, and the block that vLLM keeps for itself."""
+        """Return the near bytes for layers and KV together, with vLLM's null block."""
         placement = self._fixed[contender.memory_of]
         requests = self._settings.flexgen_batch + 1
         return plan.near_budget(self._shape, placement, requests, BLOCK_TOKENS)
 
     def _near_bytes(self, contender: Contender) -> int:
-        """Of layers and slots, of a contender that is placed for the link."""
+        """Return the near bytes for layers and weight buffers of a contender placed by link."""
         if contender.fills_card:
             return plan.card_near_bytes(self._shape)
         return self._fixed[contender.memory_of].near_bytes
@@ -240,7 +246,7 @@ class _Comparison:
     def _pair(
         self, contender: Contender, group: Mapping[str, EngineProcess], link: str, speed: float
     ) -> dict[str, list[RoundResult]]:
-        """Return a contender placed for the link, and the one whose memory it gets."""
+        """Run a contender placed for the link against the one whose near memory it gets."""
         settings = self._settings
         weights = {**contender.weights, "near_gib": _gib(self._near_bytes(contender))}
         spec = self._spec(contender.name, weights, speed)
@@ -287,8 +293,8 @@ class _Comparison:
         *,
         shares: bool = False,
     ) -> EngineSpec:
-        # One that shares near memory with the KV cache has as many requests as it plans for, of
-        # those that All-CPU holds.
+        # An engine that shares near memory with the KV cache has the requests that it plans for, at
+        # most those that All-CPU holds.
         batch = self._most["all_far"] if shares else max(1, self._most.get(name, 1))
         block_bytes = BLOCK_TOKENS * self._shape.kv_bytes_per_token
         tiered = {"kv": {"enabled": False}, "weights": dict(weights)} if weights else None
@@ -297,7 +303,7 @@ class _Comparison:
             model_dir=str(self._folder),
             dtype="bfloat16",
             block_size=BLOCK_TOKENS,
-            # vLLM keeps one block for itself.
+            # vLLM keeps one block for itself (the null block).
             kv_cache_memory_bytes=None if shares else (batch + 1) * block_bytes,
             max_num_seqs=batch,
             max_model_len=BLOCK_TOKENS,
@@ -311,7 +317,7 @@ class _Comparison:
         )
 
     def _requests(self, count: int, gaps: int) -> list[Request]:
-        """Prompts of random tokens, all there at once; prompt and 21 tokens fill a block."""
+        """Return random prompts, all present at once; a prompt and 21 tokens fill a block."""
         rng = random.Random(self._settings.seed)
         length = BLOCK_TOKENS - OUTPUT_TOKENS
         return [
@@ -325,5 +331,5 @@ class _Comparison:
 
 
 def _gib(num_bytes: int) -> float:
-    """Round up, so that a placement of exactly so many bytes fits."""
+    """Round up, so that a placement of exactly this many bytes fits."""
     return (num_bytes + 1024) / 2**30

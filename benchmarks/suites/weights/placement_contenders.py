@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is compared in `weights_placement`, and the requests that each of them gets."""
+"""Contenders of `weights_placement`, and the requests that each gets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Contender:
     """A placement to compare.
 
     Attributes:
-        weights: the plugin's section.
+        weights: the plugin's `weights` section.
         near_of: the contender whose near memory it gets; it is placed anew for each link. None for
             a placement that is the same on every link.
-        fills_card: it gets all that the paper's card has for layers instead, where that contender
-            leaves some of it idle.
+        fills_card: it gets all the near memory that the paper's card has for layers, some of which
+            the contender `near_of` leaves idle.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Contender:
 
     @property
     def memory_of(self) -> str:
-        """`near_of` of one that has it. Raises AssertionError for others."""
+        """Return `near_of`. Raises AssertionError if there is none."""
         assert self.near_of is not None, f"{self.name} is the same in every memory"
         return self.near_of
 
@@ -53,20 +53,23 @@ PLACED = (
     ),
     Contender(name="latency_flexgen", weights={"placement": "latency"}, near_of="flexgen"),
 )
-"""At one request, against the contender whose memory they get."""
+"""Contenders run at one request, against the contender whose near memory they get."""
 
 SHARING = (
     Contender(name="throughput", weights={"placement": "throughput"}, near_of="flexgen"),
     Contender(name="throughput_helm", weights={"placement": "throughput"}, near_of="helm"),
 )
-"""At as many requests as their own plan leaves KV memory for. Layers and KV have what FlexGen's (or
-HeLM's) placement and the KV of `flexgen_batch` requests take."""
+"""Contenders run at as many requests as their own plan leaves KV memory for.
+
+Layers and KV share the bytes that FlexGen's (or HeLM's) placement and the KV of `flexgen_batch`
+requests take.
+"""
 
 CONTENDERS = (*FIXED, *PLACED, *SHARING)
 
 
 class Load:
-    """An engine with the requests it always gets."""
+    """An engine with the requests that it always runs."""
 
     def __init__(self, process: EngineProcess, requests: Sequence[Request]) -> None:
         self.spec: EngineSpec = process.spec
@@ -74,14 +77,14 @@ class Load:
         self._process = process
 
     def run(self, _: Sequence[Request]) -> RoundResult:
-        """Run one round of them, whatever is given."""
+        """Run one round of its own requests; the argument is ignored."""
         return self._process.run(self.requests)
 
     def check(self, rounds: Sequence[RoundResult]) -> None:
-        """All its requests ran at once, or the batch is not what it is called.
+        """Check that all its requests ran at once, so that the batch is what it is called.
 
         Raises:
-            MeasurementError: naming the round that is not.
+            MeasurementError: naming the round in which they did not.
         """
         for result in rounds:
             if result.counters[PREEMPTIONS] or result.peak_in_flight != len(self.requests):
@@ -95,12 +98,12 @@ def planned_batch(process: EngineProcess, probe: Sequence[Request]) -> int:
     """Return the number of one-block requests that an engine's own plan leaves KV memory for.
 
     Args:
-        probe: any requests; a round tells the number of blocks.
+        probe: any requests; a round with them shows the number of blocks.
 
     Raises:
-        MeasurementError: not one.
+        MeasurementError: not even one fits.
     """
-    blocks = process.run(probe).num_blocks - 1  # vLLM keeps one for itself
+    blocks = process.run(probe).num_blocks - 1  # vLLM keeps one for itself (the null block)
     batch = min(process.spec.max_num_seqs, blocks)
     if batch < 1:
         raise MeasurementError(f"{process.spec.label}: its plan leaves {blocks} blocks to requests")
@@ -108,6 +111,6 @@ def planned_batch(process: EngineProcess, probe: Sequence[Request]) -> int:
 
 
 def fixed_placement(contender: Contender, shape: ModelShape) -> Placement:
-    """Of one that is the same on every link."""
+    """Return the placement of a contender that has the same one on every link."""
     weights = contender.weights
     return place(weights["placement"], shape.sublayers, weights.get("percents"))

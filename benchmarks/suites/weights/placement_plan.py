@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the paper's links are scaled to an engine, how many requests fit, and what is then expected.
+"""Scaling of the paper's links to an engine, the number of requests that fit, and expected times.
 
-Pure arithmetic. The scale is one number: weights of a layer take as long to arrive, over the time
-that the layer computes, as table IV's ratios say for NVDRAM. The other links follow by the ratio of
-their bandwidths.
+Pure arithmetic with one scale: on NVDRAM, the load time of a layer's weights over its compute time
+equals table IV's ratios. The other links follow by the ratio of their bandwidths.
 
                      attention load           FFN load
     all_far, NVDRAM  FFN compute / 1.39       attention compute / 0.36
@@ -45,7 +44,7 @@ _OPT_1_3B_VOCABULARY = 50272
 
 
 def opt_config(num_layers: int) -> dict[str, Any]:
-    """OPT-1.3B's config.json; with fewer layers also with a vocabulary smaller by as much."""
+    """Return OPT-1.3B's config.json; with fewer layers the vocabulary shrinks in proportion."""
     vocabulary = _OPT_1_3B_VOCABULARY * num_layers // _OPT_1_3B_LAYERS // 16 * 16
     return {
         "architectures": ["OPTForCausalLM"],
@@ -68,14 +67,14 @@ def opt_config(num_layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """What a step is made of, at one request: seconds of a sublayer of each kind, and the rest."""
+    """Compute time of a step at one request: seconds of each kind of sublayer, and the rest."""
 
     attention: float
     ffn: float
     rest: float
 
     def times(self, shape: ModelShape) -> ComputeTimes:
-        """Of all sublayers."""
+        """Return the compute times of all sublayers."""
         by_kind = {Kind.ATTENTION: self.attention, Kind.FFN: self.ffn}
         return ComputeTimes(
             compute=tuple(by_kind[sublayer.kind] for sublayer in shape.sublayers), rest=self.rest
@@ -83,7 +82,7 @@ class Compute:
 
 
 def scaled_links(shape: ModelShape, compute: Compute) -> dict[str, float]:
-    """Bytes per second of each link, so that table IV's ratios hold with all weights far."""
+    """Return each link's bytes per second, so that table IV's ratios hold with all weights far."""
     attention_bytes, ffn_bytes = _layer_extents(place("all_far", shape.sublayers))
     attention_ratio, ffn_ratio = decode_ratios("all_far", "nvdram")
     load_bytes = attention_bytes + ffn_bytes
@@ -94,7 +93,7 @@ def scaled_links(shape: ModelShape, compute: Compute) -> dict[str, float]:
 
 
 def ratios(placement: Placement, compute: Compute, bytes_per_s: float) -> tuple[float, float]:
-    """Attention compute over the FFN's load, and FFN compute over attention's, as in table IV."""
+    """Return attention compute over FFN load, and FFN compute over attention load (table IV)."""
     attention_bytes, ffn_bytes = _layer_extents(placement)
     return (
         compute.attention * bytes_per_s / ffn_bytes,
@@ -105,7 +104,7 @@ def ratios(placement: Placement, compute: Compute, bytes_per_s: float) -> tuple[
 def expected_seconds(
     shape: ModelShape, placement: Placement, compute: Compute, bytes_per_s: float
 ) -> float:
-    """Of a step, from the pipeline's model alone."""
+    """Return the seconds of a step by the pipeline model alone."""
     transfers = transfer_seconds(placement, Link(bytes_per_s=bytes_per_s))
     return pipeline_step_time(
         transfers, compute.times(shape), prefetch_depth=placement.prefetch_depth
@@ -120,18 +119,17 @@ def planned_split(
     most: int,
     block_tokens: int,
 ) -> MemorySplit:
-    """Return the plan expected of `throughput` on such a link, with products slowed.
+    """Return the plan expected of `throughput` on such a link, with matmuls held to their rate.
 
     Args:
-        near_bytes: of layers, KV, and the block that vLLM keeps for itself.
-        most: requests, each of one block.
-
+        near_bytes: bytes for layers, KV, and the block that vLLM keeps for itself.
+        most: largest number of requests, each of one block.
     Raises:
         BudgetError: not one request fits.
     """
     layer = [part.num_bytes for part in shape.sublayers[:2]]
     seconds = compute.attention + compute.ffn
-    # Held products take time by their weights; any number of rows as long as one.
+    # A held matmul's time depends on its weights alone: any number of rows takes as long as one.
     held = GemmCurve.of({(1, sum(layer)): seconds, (most * block_tokens, sum(layer)): seconds})
     machine = Machine(
         read_gb_per_s=bytes_per_s / 1e9,
@@ -146,23 +144,23 @@ def planned_split(
             near=held, far=held, compute_slowdown=1.0, link_slowdown=1.0, layer_overhead_us=0.0
         ),
     )
-    prompt = block_tokens // 2  # as the engine takes it, which knows the longest request only
+    prompt = block_tokens // 2  # the engine assumes the same, as it knows the longest request only
     load = Workload(
         prompt_tokens=prompt,
         output_tokens=block_tokens - prompt,
         max_requests=most,
         block_tokens=block_tokens,
     )
-    without_head = replace(shape, head_bytes=0)  # `rest` has it
+    without_head = replace(shape, head_bytes=0)  # `rest` includes the head
     return split_for_throughput(without_head, machine, load, MemoryBudget(near_bytes=near_bytes))
 
 
 def card_near_bytes(shape: ModelShape) -> int:
     """Return the near bytes of HeLM's card, scaled to `shape` (III-A, III-B).
 
-    They hold the weight buffers of HeLM's placement and as large a share of the layers' bytes as
-    `CARD_BYTES` hold of OPT-175B's in 4 bit, beside its buffers, embeddings, head and the KV of one
-    request.
+    The card holds the weight buffers of HeLM's placement and a share of the layers' bytes. The
+    share is what `CARD_BYTES` holds of OPT-175B in 4 bit, besides its buffers, embeddings, head
+    and the KV of one request.
     """
     paper = model_shape(OPT_175B, dtype="float16", compress="int4")
     kv_bytes = (PROMPT_TOKENS + OUTPUT_TOKENS) * paper.kv_bytes_per_token
@@ -172,22 +170,22 @@ def card_near_bytes(shape: ModelShape) -> int:
 
 
 def near_budget(shape: ModelShape, placement: Placement, requests: int, block_tokens: int) -> int:
-    """Near memory of layers and KV with which so many requests of a block each just fit."""
+    """Return the near bytes that just fit layers and the KV of `requests` one-block requests."""
     return placement.near_bytes + requests * block_tokens * shape.kv_bytes_per_token
 
 
 def largest_batch(
     shape: ModelShape, placement: Placement, near_bytes: int, block_tokens: int
 ) -> int:
-    """Return how many one-block requests fit beside the placement; 0 if it does not fit."""
+    """Return how many one-block requests fit with the placement; 0 if it does not fit."""
     left = near_bytes - placement.near_bytes
     return max(0, left // (block_tokens * shape.kv_bytes_per_token))
 
 
 def _layer_extents(placement: Placement) -> tuple[int, int]:
-    """Far bytes of the first layer's attention and FFN.
+    """Return the far bytes of the first layer's attention and FFN.
 
-    Raises ValueError if either has none: there is no ratio then.
+    Raises ValueError if either has none, as there is no ratio then.
     """
     attention, ffn = (sum(p.num_bytes for p in far) for far in placement.far[:2])
     if not attention or not ffn:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rounds of `weights_placement` to its figures, targets and table: pure, nothing measured."""
+"""Figures, targets and table of `weights_placement`, from its rounds: pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rounds = Mapping[str, Sequence[RoundResult]]
 
 AS_GOOD = 0.99
 BETTER = 1.01
-"""A difference below 1 % is not told from the rounds' spread."""
+"""Differences below this (1 %) cannot be told from the rounds' spread."""
 
 TARGETS: Mapping[str, float] = {
     "helm_tbt_gain": 0.20,
@@ -33,10 +33,13 @@ TARGETS: Mapping[str, float] = {
     "throughput_least": AS_GOOD,
     "throughput_better_share": 0.51,
 }
-"""HeLM's claims (27 %, 5x, within 9 % and 6 %) with room for another machine; `latency` no slower
-than HeLM on any link, and faster on most, in the near memory that HeLM's placement takes and in all
-that the paper's card has, some of which HeLM's leaves idle; `throughput` no slower than All-CPU and
-HeLM in either memory, and faster on most links in the memory that HeLM's placement fits."""
+"""Targets: HeLM's claims, with some slack for another machine, and ours for both placements.
+
+HeLM claims 27 %, 5x, within 9 % and within 6 %. `latency` must be no slower than HeLM on any link
+and faster on most, both in the near memory that HeLM's placement takes and in all that the paper's
+card has (HeLM's leaves some of it idle). `throughput` must be no slower than All-CPU and HeLM in
+either memory, and faster on most links in the memory that HeLM's placement fits.
+"""
 
 DEFINITIONS: Mapping[str, str] = {
     "helm_tbt_gain": "1 - time between tokens of HeLM's placement over FlexGen's, NVDRAM, batch 1",
@@ -78,7 +81,7 @@ def summarise(
         by_link: for each link `bytes_per_s`, `expected` (seconds) and `ratios` by contender, and
             rounds by contender: `single` at one request, `throughput` at the largest batch, and
             `pairs`, by the contender that was placed for the link.
-        near_rounds: of the engine without the plugin.
+        near_rounds: rounds of the engine without the plugin.
     """
     entries = {link: _of_link(link, entry, compute) for link, entry in by_link.items()}
     nvdram, dram = by_link["nvdram"], by_link["dram"]
@@ -184,7 +187,7 @@ def _of_link(link: str, entry: Mapping[str, Any], compute: Compute) -> dict[str,
 
 
 def _speed_up(name: str, rounds: Rounds) -> float:
-    """Of a contender over the other of its pair."""
+    """Return the speed-up of a contender over the other of its pair."""
     (other,) = rounds.keys() - {name}
     return median_ratio(_tbts(rounds[other]), _tbts(rounds[name]))
 
@@ -213,7 +216,7 @@ def _layer_compute(result: RoundResult) -> float:
 def table(result: Mapping[str, Any]) -> str:
     """Return one row per link and contender, then the targets.
 
-    Time between tokens is at one request, but of `throughput`, which serves what it planned for.
+    Time between tokens is measured at one request, but for `throughput` at its planned batch.
     """
     rows = []
     for link, entry in result["by_link"].items():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per token that the planner predicts against what the engine takes.
+"""Time per token predicted by the planner, against the time that the engine takes.
 
-A probe of this machine is taken in each round, between the engines' rounds; the medians of its
-figures make the machine. Each step is then predicted by the planner's own functions and compared
-with the median decode step of a real engine with random weights: models, placements, batches and
-contexts. Nothing of the engines' times goes into a prediction.
+Each round probes this machine between the engines' rounds, and the medians of the probes describe
+the machine. The planner's own functions then predict each step, to be compared with the median
+decode step of a real engine with random weights, over models, placements, batches and contexts. No
+prediction uses the engines' times.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _OUTPUT_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs. `batches` and `contexts` go together, one by one.
+    """Settings of one profile. `batches` and `contexts` are paired item by item.
 
-    `threads` compute; another core is left to copies. `near_share` of the layers' bytes is the near
-    budget of the placement `latency`.
+    `threads` is the number of compute threads; copies get one more core. `near_share` of the
+    layers' bytes is the near budget of the placement `latency`.
     """
 
     models: tuple[str, ...] = ("opt", "llama")
@@ -66,7 +66,7 @@ class Settings:
     batches: tuple[int, ...] = (1, 4, 16, 16)
     contexts: tuple[int, ...] = (32, 256, 32, 256)
     rounds: int
-    max_repeats: int  # of disturbed rounds
+    max_repeats: int  # of rounds disturbed by other processes
     threads: int = 1
     near_share: float = 0.6
     dtype: str = "bfloat16"
@@ -168,7 +168,7 @@ def predict(
     near_share: float,
     dtype: str = "bfloat16",
 ) -> float:
-    """Return the seconds of a decode step, as `vllm-tiered plan` has them."""
+    """Return the seconds of a decode step, as `vllm-tiered plan` predicts them."""
     shape = planned_shape(model, dtype)
     placed = _placement(shape, placement, machine, _near_gib(shape, near_share))
     load = Batch(requests=batch, new_tokens=1, context_tokens=context + _OUTPUT_TOKENS // 2)
@@ -232,7 +232,7 @@ def _requests(batch: int, context: int) -> list[Request]:
 
 
 def _round(engine: Engine, batch: int, context: int, repeats_left: int) -> tuple[RoundResult, int]:
-    """Return the least disturbed attempt, and how many there were beyond one."""
+    """Return the least disturbed attempt, and the number of extra attempts."""
     requests = _requests(batch, context)
     attempts = [engine.run(requests)]
     while attempts[-1].foreign_cpu_share > DISTURBED_SHARE and len(attempts) <= min(
@@ -243,7 +243,7 @@ def _round(engine: Engine, batch: int, context: int, repeats_left: int) -> tuple
 
 
 def _decode_steps(result: RoundResult, batch: int) -> list[float]:
-    """Seconds between tokens, without each request's first, while others are still in prefill."""
+    """Return the seconds between tokens, without steps in which a request is still in prefill."""
     gaps = list(result.token_gaps_s)
     per_request = _OUTPUT_TOKENS - 1
     if len(gaps) != batch * per_request:
@@ -256,7 +256,7 @@ def _decode_steps(result: RoundResult, batch: int) -> list[float]:
 
 
 def _quiet_probe(threads: int, max_repeats: int) -> dict[str, Any]:
-    """Return the least disturbed of some probes."""
+    """Return the least disturbed of several probes."""
     attempts = [_probe(threads)]
     while attempts[-1]["foreign_cpu_share"] > DISTURBED_SHARE and len(attempts) <= max_repeats:
         attempts.append(_probe(threads))
@@ -264,7 +264,7 @@ def _quiet_probe(threads: int, max_repeats: int) -> dict[str, Any]:
 
 
 def _probe(threads: int) -> dict[str, Any]:
-    """`vllm-tiered probe --json` in a process of its own, as the engines run in."""
+    """Run `vllm-tiered probe --json` in its own process, as the engines run."""
     done = subprocess.run(
         [sys.executable, "-m", "vllm_tiered.cli.main", "probe", "--json"],
         cwd=REPO_ROOT,

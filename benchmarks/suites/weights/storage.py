@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that memory does not hold, from an SSD: the plugin against what people use today.
+"""A model that does not fit in memory, served from an SSD: the plugin against today's peers.
 
 Every contender serves one request with the same bytes of weights under the same memory limit, page
 cache included: a share of the weights plus what vLLM itself takes with an almost empty model. The
-plugin keeps near what fits and streams the rest ahead of compute. The file of weights is filled
-once, in a start of its own; so are the peers' files. Rounds are interleaved, and each begins with
-the disk's own sequential bandwidth and without any of the files in the page cache.
+plugin keeps near what fits and streams the rest ahead of compute. A separate start fills the file
+of weights once; the peers' files are made once too. Rounds are interleaved. Each begins by
+measuring the disk's own sequential bandwidth, and with none of the files in the page cache.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ RESULT_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs.
+    """Settings of one profile.
 
     Attributes:
         shape: a name of `benchmarks.peers.model.SHAPES`.
-        memory_share: of the weights, that memory holds.
-        peers: those to compare with, by name; what is not installed is skipped, and said.
+        memory_share: share of the weights that memory holds.
+        peers: names of the peers to compare with; those not installed are skipped and reported.
         peers_python: the interpreter that has the peers' packages ("": this one).
-        folder: where models and stores are kept ("": the cache folder), on the disk to be measured.
+        folder: where models and stores are kept, on the disk under test ("": the cache folder).
     """
 
     shape: str
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def load(self) -> limited.Load:
-        """What is decoded."""
+        """Return what is decoded."""
         return limited.Load(
             prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, threads=self.threads
         )
@@ -141,7 +141,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 def _starts(
     settings: Settings, model: Path, folder: Path, limit_bytes: int | None
 ) -> dict[str, list[float]]:
-    """Seconds of the first start and of the second with every layer stored."""
+    """Return the seconds of the first start, and of the second with every layer stored."""
     store = folder / f"store-all-{settings.shape}"
     _empty(store)
     command = [
@@ -160,7 +160,7 @@ def _starts(
 
 
 def _our_command(settings: Settings, model: Path, store: Path, for_weights: int) -> list[str]:
-    """Near memory is what the limit leaves beside vLLM itself, embeddings and the KV cache."""
+    """Return the plugin's command; near memory is the limit less vLLM, embeddings and KV cache."""
     shape = SHAPES[settings.shape]
     other_bytes = (shape.vocab_size + shape.max_positions) * shape.hidden_size * 2
     near_bytes = for_weights - other_bytes - settings.load.kv_bytes(shape) - limited.MARGIN_BYTES
@@ -189,6 +189,6 @@ def _empty(folder: Path) -> None:
 
 
 def _rotated(items: list[Any], by: int) -> Iterator[Any]:
-    """Another contender is first in each round."""
+    """Yield the items rotated, so that each round begins with another contender."""
     yield from items[by % len(items) :]
     yield from items[: by % len(items)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `weights_storage` reports, from the runs of its contenders."""
+"""Figures and table of `weights_storage`, from its contenders' runs."""
 
 from __future__ import annotations
 

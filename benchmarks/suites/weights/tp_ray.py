@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank against two, over vLLM's processes and over Ray, with each part of the plugin on.
 
-All engines decode the same requests in float32 with a core for each rank, so two ranks have twice
-the cores of one, and half the bytes each. Far memory is the host's: what a rank holds is what of it
-is in no other process.
+All engines decode the same requests in float32 with one core for each rank, so two ranks have twice
+the cores of one and half the bytes each. Far memory is host memory, so a rank's memory is counted
+without what it shares with other processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TIMEOUT_S = 400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one profile runs: TinyLlama's layers with random weights."""
+    """Settings of one profile: TinyLlama's layers with random weights."""
 
     layers: int
     rounds: int
@@ -61,7 +61,7 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps `run` reports: the model and its store, and one per engine."""
+    """Return how many steps `run` reports: the model and its store, then one per engine."""
     return 1 + len(RANKS) * len(PARTS)
 
 
@@ -121,7 +121,7 @@ def summarise(answers: Mapping[str, Mapping[str, Any]], requests: int) -> dict[s
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return one row per part and way to run."""
+    """Return one row per part and per way to run it."""
     rows = [
         [
             part,
@@ -142,7 +142,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _prepared(layers: int) -> tuple[Path, Path]:
-    """Return the model with random weights, and its neurons in float32."""
+    """Return the model with random weights and its neuron store in float32."""
     import torch
 
     from vllm_tiered.ffn.layout import Precision
@@ -173,7 +173,7 @@ def _sections(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure() -> None:
-    """In the engine's process: read a job, write what was found."""
+    """Read a job, run it and write the result (in the engine's own process)."""
     from vllm import LLM
 
     job = ranks.job()
@@ -211,7 +211,7 @@ def _measure() -> None:
 
 
 def private_bytes(worker: Any) -> int:
-    """In a worker."""
+    """Return the memory that only this worker's process has (USS), in bytes."""
     import psutil
 
     return int(psutil.Process().memory_full_info().uss)
@@ -243,7 +243,7 @@ def _counted(part: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     from benchmarks.suites.weights.tp_ray import (
-        _measure as measure,  # its functions travel by that name
+        _measure as measure,  # pickle finds its functions by this module's name
     )
 
     measure()

@@ -28,7 +28,7 @@ def _say(text: str) -> None:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    from benchmarks.suites.gpu.kit.collect import Order, collect  # asks for `packaging`
+    from benchmarks.suites.gpu.kit.collect import Order, collect  # needs `packaging`
 
     kit = collect(
         Order(
@@ -51,7 +51,7 @@ def _receive(arguments: argparse.Namespace) -> int:
     arguments.into.mkdir(parents=True, exist_ok=True)
     manifest = arguments.source / MANIFEST
     if manifest.is_file():
-        read_kit(arguments.source)  # a damaged one does not replace a good one
+        read_kit(arguments.source)  # raises before a damaged one could replace a good one
         staging = arguments.into / f".{MANIFEST}.tmp"
         shutil.copyfile(manifest, staging)
         os.replace(staging, arguments.into / MANIFEST)

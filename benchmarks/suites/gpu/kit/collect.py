@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a kit: resolve, fetch, repack, cut. Every step finds what an earlier run finished."""
+"""Makes a kit: resolve, fetch, repack, cut. Each step reuses what an earlier run finished."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from benchmarks.suites.gpu.kit.selection import (
 REQUIREMENT = "vllm==0.32.*"
 
 _AT_ONCE = 8
-"""Wheels by one call of pip: what an interrupted run fetched before is kept."""
+"""Wheels per call of pip, so that an interrupted run keeps what it already fetched."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What is to be collected.
+    """Order for one collection.
 
     Attributes:
-        python: an interpreter of the host's version, with pip 23 or later; pip reads markers and
-            picks wheels with it.
+        python: an interpreter of the host's version, with pip 23 or later; pip evaluates markers
+            and picks wheels with it.
         host_packages: `pip list --format json` of the host, to leave out what it has; None to
-            bring everything.
-        accepted: what is taken from the host whatever version is asked for.
-        part_bytes: of a part, at most.
+            include everything.
+        accepted: names taken from the host in any version.
+        part_bytes: largest size of a part.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ def collect(order: Order, say: Say) -> Kit:
 
 
 def fetch(order: Order, chosen: Sequence[Distribution], say: Say) -> list[Path]:
-    """Download wheels that are not there yet, some at a time; return them in order."""
+    """Download the wheels that are missing, a few at a time; return all of them in order."""
     folder = order.folder / "wheels"
     folder.mkdir(exist_ok=True)
     digests = _digests(folder)
@@ -108,7 +108,7 @@ def _report(order: Order, say: Say) -> Mapping[str, Any]:
 
 
 def _digests(folder: Path, known: Mapping[str, Path] | None = None) -> dict[str, Path]:
-    """Wheels by sha256; those known are not read again."""
+    """Return wheels by sha256; known wheels are not read again."""
     by_path = {path: digest for digest, path in (known or {}).items()}
     return {
         by_path.get(path) or piece_of(path).sha256: path for path in sorted(folder.glob("*.whl"))
@@ -118,7 +118,7 @@ def _digests(folder: Path, known: Mapping[str, Path] | None = None) -> dict[str,
 def _repacked(
     wheels: Sequence[Path], folder: Path, say: Say
 ) -> tuple[list[Path], dict[str, tuple[str, ...]]]:
-    """Our own wheel of vLLM in place of the published one."""
+    """Replace vLLM's published wheel by our repacked one."""
     target = folder / "lean"
     target.mkdir(exist_ok=True)
     found = [path for path in wheels if path.name.startswith("vllm-")]
@@ -147,7 +147,7 @@ def _cut(
     plan = {"wheels": [piece.sha256 for piece in pieces], "part_bytes": order.part_bytes}
     made = _made_parts(order.folder / "parts.json", plan, folder)
     if made is None:
-        (folder / MANIFEST).unlink(missing_ok=True)  # no manifest while its parts are replaced
+        (folder / MANIFEST).unlink(missing_ok=True)  # no manifest while its parts change
         for stale in folder.glob("part-*"):
             stale.unlink()
         made = parts.cut(wheels, folder, order.part_bytes)
@@ -169,7 +169,7 @@ def _cut(
 
 
 def _made_parts(path: Path, plan: Mapping[str, Any], folder: Path) -> list[Piece] | None:
-    """Return the parts an earlier run cut from the same wheels, if all are still whole."""
+    """Return the parts that an earlier run cut from the same wheels, if all are intact."""
     if not path.is_file():
         return None
     found = json.loads(path.read_text(encoding="utf-8"))

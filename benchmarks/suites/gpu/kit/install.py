@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs a kit on the host: an environment of its own, without network."""
+"""Installs a kit on the host, in its own environment and without network."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ print(json.dumps(problems))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Where a kit goes.
+    """Folders and options of an installation.
 
     Attributes:
         kit: the folder with kit.json and the parts.
-        environment: the virtual environment's folder; made if there is none.
-        project: vllm-tiered's folder, to be installed too; None to leave it.
-        is_dry: verify, and ask pip, but install nothing.
+        environment: the virtual environment's folder; created if there is none.
+        project: vllm-tiered's folder, to be installed too; None to leave it out.
+        is_dry: verify and resolve with pip, but install nothing.
     """
 
     kit: Path
@@ -47,14 +47,14 @@ class Target:
 
     @property
     def python(self) -> Path:
-        """The environment's interpreter."""
+        """Return the environment's interpreter."""
         return self.environment / "bin" / "python"
 
 
 def install(target: Target, say: Say) -> Path:
-    """Install and return the environment's interpreter.
+    """Install the kit; return the environment's interpreter.
 
-    Raises KitError if the kit is incomplete or damaged, of another Python, or pip fails.
+    Raises KitError if the kit is incomplete, damaged or for another Python, or if pip fails.
     """
     kit = read_kit(target.kit)
     _check_python(kit)
@@ -67,7 +67,7 @@ def install(target: Target, say: Say) -> Path:
     options = ["--no-index", "--find-links", str(wheels)]
     if target.is_dry:
         options.append("--dry-run")
-    if is_whole:  # pip resolves again, and so finds out if something is missing
+    if is_whole:  # pip resolves again, which reveals anything missing
         arguments = [*options, kit.requirement]
     else:
         arguments = [*options, "--no-deps", *map(str, paths)]
@@ -76,8 +76,8 @@ def install(target: Target, say: Say) -> Path:
         say("pip would install all of them")
         return target.python
     if target.project is not None:
-        # From its root Python finds the folder itself first, and in it no `vllm_tiered.kernels`;
-        # only an editable installation knows better.
+        # From the project's root Python finds the folder itself first, which lacks
+        # `vllm_tiered.kernels`; only an editable installation finds them.
         options = ["--no-index", "--no-deps", "--no-build-isolation"]
         _pip(target.python, ["install", *options, "--editable", str(target.project)])
     for line in unexpected(kit, check(target.python)):
@@ -87,16 +87,16 @@ def install(target: Target, say: Say) -> Path:
 
 
 def check(python: Path) -> list[str]:
-    """Return the complaints of `pip check`."""
+    """Return the problems that `pip check` reports."""
     done = _run(python, ["check"])
     return [line for line in done.stdout.splitlines() if line and "No broken" not in line]
 
 
 def unexpected(kit: Kit, complaints: Sequence[str]) -> list[str]:
-    """Return the complaints that are not about what the kit left out.
+    """Return the problems that are not about what the kit left out.
 
-    A complaint reads "a 1 requires b, which is not installed." or "a 1 has requirement b==2, but
-    you have b 3.".
+    A line reads "a 1 requires b, which is not installed." or "a 1 has requirement b==2, but you
+    have b 3.".
     """
     known = {entry.name for entry in kit.left_out}
     return [line for line in complaints if not known & {_named(line)}]
@@ -137,10 +137,10 @@ def _check_python(kit: Kit) -> None:
 
 
 def _make_environment(target: Target, kit: Kit, say: Say) -> None:
-    """Make a bare environment, with the host's packages behind its own if the kit reuses them.
+    """Make a bare environment; the host's packages come after its own if the kit reuses them.
 
-    By a .pth file: `--system-site-packages` of an interpreter that is itself in a virtual
-    environment would give the packages of the one below.
+    It uses a .pth file, because `--system-site-packages` from an interpreter inside a virtual
+    environment would give the packages of the base interpreter.
     """
     if not target.python.exists():
         command = [sys.executable, "-m", "venv", "--without-pip", str(target.environment)]
@@ -166,7 +166,7 @@ def _run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[
     """Run this interpreter's pip on the environment, which has none."""
     command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
     quiet = ["--disable-pip-version-check", "--no-cache-dir"]
-    # What PYTHONPATH names is not installed there.
+    # Packages on PYTHONPATH are not installed in the environment.
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [*command, *quiet], capture_output=True, text=True, check=False, env=variables

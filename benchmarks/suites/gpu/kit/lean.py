@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TRITON_ATTN serving of dense models in 16 bit (OPT, Llama) does without.
+"""Packages and files that TRITON_ATTN serving of dense 16-bit models (OPT, Llama) does not need.
 
-Of vLLM 0.32's requirements and of its wheel. `install --probe` imports `IMPORTS` where the kit is
-installed.
+The lists are for vLLM 0.32's requirements and its wheel. `install --probe` imports `IMPORTS` where
+the kit is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISTRIBUTIONS: Mapping[str, str] = {
     "fastsafetensors": LOADERS,
     "instanttensor": LOADERS,
 }
-"""By name, and why it may be left out."""
+"""Requirements that may be left out, by name, and why."""
 
 _PREFIXES = (
     "vllm/vllm_flash_attn/_vllm_fa",
@@ -42,12 +42,14 @@ _PREFIXES = (
     "vllm/_moe_C_",
     "vllm/vllm-rs",
 )
-"""Of files in vLLM's wheel: extensions of the above, and a front end in Rust that `vllm serve` does
-not need."""
+"""Files of vLLM's wheel that may be left out.
+
+They are extensions of the above, and a front end in Rust that `vllm serve` does not need.
+"""
 
 
 def is_dropped(name: str) -> bool:
-    """Whether a file of vLLM's wheel may be left out."""
+    """Return whether a file of vLLM's wheel may be left out."""
     return name.startswith(_PREFIXES)
 
 
@@ -65,4 +67,4 @@ IMPORTS = (
     "vllm.model_executor.offloader.prefetch",
     "vllm.model_executor.offloader.uva",
 )
-"""What an engine and a server of such models import."""
+"""Modules that an engine and a server of such models import."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kit holds: `kit.json`."""
+"""The manifest of a kit: `kit.json`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _AT_ONCE = 1 << 20
 
 
 class KitError(RuntimeError):
-    """A kit cannot be made, or is damaged or incomplete; says which part and what to do."""
+    """Error: a kit cannot be made, is damaged or incomplete; names the part and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A file by name: a wheel, or a part."""
+    """A file of a kit by name: a wheel or a part."""
 
     name: str
     num_bytes: int
@@ -32,12 +32,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """A distribution that vLLM asks for and the kit does not bring.
+    """A distribution that vLLM requires and the kit does not include.
 
     Attributes:
-        version: that pip would have taken.
-        host_version: what the host has instead; None if it has none.
-        why: for people.
+        version: the version that pip would have installed.
+        host_version: the host's version instead; None if it has none.
+        why: the reason, as text for people.
     """
 
     name: str
@@ -48,14 +48,14 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kit:
-    """All of it.
+    """The content of a kit.
 
     Attributes:
-        requirement: what was resolved.
-        python: "3.12".
+        requirement: the requirement that was resolved.
+        python: Python version, such as "3.12".
         is_lean: the wheels lack what TRITON_ATTN serving of dense models does not need.
         reuses_host: some distributions are the host's own.
-        repacked: files that were taken out of wheels, by wheel.
+        repacked: names of the files removed from wheels, by wheel.
     """
 
     requirement: str
@@ -69,11 +69,11 @@ class Kit:
 
     @property
     def num_bytes(self) -> int:
-        """Of all wheels."""
+        """Return the size of all wheels."""
         return sum(wheel.num_bytes for wheel in self.wheels)
 
     def write(self, folder: Path) -> None:
-        """Publish it in the folder: a reader sees the former one or this."""
+        """Write `kit.json` atomically: a reader sees the old one or the new one."""
         write_atomic(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
 
 
@@ -101,7 +101,7 @@ def read_kit(folder: Path) -> Kit:
 
 
 def piece_of(path: Path) -> Piece:
-    """Name, size and digest of a file."""
+    """Return name, size and digest of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_AT_ONCE):
@@ -110,7 +110,7 @@ def piece_of(path: Path) -> Piece:
 
 
 def is_there(piece: Piece, folder: Path) -> bool:
-    """Whether the folder holds the file, whole and undamaged."""
+    """Return whether the folder holds the file, complete and undamaged."""
     path = folder / piece.name
     if not path.is_file() or path.stat().st_size != piece.num_bytes:
         return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wheels cut into parts of a bounded size, and joined again.
+"""Cuts wheels into parts of a bounded size, and joins them again.
 
-The wheels, one after the other, are one stream; a part ends where it is full:
+The wheels in order form one stream; a new part begins where the last one is full:
 
     wheels  |  a  |        b        | c |
     parts   |    0    |    1    |    2  |
@@ -52,7 +52,7 @@ class _Stream:
             self._file.close()
 
     def read(self, num_bytes: int) -> bytes:
-        """At most so many; b"" at the end."""
+        """Return at most `num_bytes` bytes; b"" at the end."""
         while True:
             if self._file is None:
                 if not self._paths:
@@ -65,16 +65,16 @@ class _Stream:
 
 
 def _take(stream: _Stream, num_bytes: int) -> Iterator[bytes]:
-    """Blocks of a stream, so many bytes in all or up to its end."""
+    """Yield the next `num_bytes` bytes of a stream in blocks, or fewer at its end."""
     while num_bytes > 0 and (block := stream.read(min(num_bytes, _AT_ONCE))):
         num_bytes -= len(block)
         yield block
 
 
 def cut(wheels: Sequence[Path], folder: Path, part_bytes: int) -> list[Piece]:
-    """Write the parts of these wheels into the folder, in order; return what they are.
+    """Cut these wheels into parts in `folder`, in order; return their descriptions.
 
-    Raises ValueError for parts of no bytes.
+    Raises ValueError if `part_bytes` is not positive.
     """
     if part_bytes < 1:
         raise ValueError(f"parts of {part_bytes} bytes: take 1 at least")
@@ -97,9 +97,9 @@ def cut(wheels: Sequence[Path], folder: Path, part_bytes: int) -> list[Piece]:
 
 
 def receive(kit: Kit, source: Path, into: Path) -> list[str]:
-    """Take over the parts that are in `source` and not yet in `into`; return their names.
+    """Copy the parts in `source` that `into` does not have yet; return their names.
 
-    Raises KitError, naming it, for a part that is damaged: it is not taken.
+    Raises KitError, naming it, for a damaged part, which is not copied.
     """
     taken = []
     for part in kit.parts:
@@ -114,15 +114,15 @@ def receive(kit: Kit, source: Path, into: Path) -> list[str]:
 
 
 def missing_parts(kit: Kit, folder: Path) -> list[str]:
-    """Names of parts that are not there, or damaged."""
+    """Return the names of parts that are missing or damaged."""
     return [part.name for part in kit.parts if not is_there(part, folder)]
 
 
 def join(kit: Kit, folder: Path, wheels: Path) -> list[Path]:
     """Write the kit's wheels from the parts in `folder` into `wheels`; return their paths.
 
-    Wheels that are there already are left. Raises KitError, naming them, if parts are missing or
-    damaged, or if a wheel is not what the kit says.
+    Wheels that already exist are left alone. Raises KitError, naming them, if parts are missing or
+    damaged, or if a wheel does not match the kit's record.
     """
     paths = [wheels / wheel.name for wheel in kit.wheels]
     if all(is_there(wheel, wheels) for wheel in kit.wheels):

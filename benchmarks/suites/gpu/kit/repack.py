@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel without some of its files: still a wheel, and one that says what it is.
+"""Repacks a wheel without some of its files, and marks the result as repacked.
 
-Its RECORD lists what is in it, and its build tag is `1lean`, in the file's name and in WHEEL: the
-version stays, and nobody takes it for the one that was published.
+RECORD lists the remaining files. The build tag is `1lean`, in the file's name and in WHEEL. The
+version stays the same, and the tag keeps the wheel from being taken for the published one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def lean_name(name: str) -> str:
 
 
 def repack(wheel: Path, folder: Path, is_dropped: Callable[[str], bool]) -> tuple[Path, list[str]]:
-    """Write the wheel without the files of which `is_dropped(name)` into `folder`.
+    """Write the wheel into `folder` without the files for which `is_dropped(name)` is true.
 
-    Returns its path and the names of what it lacks. Raises KitError if RECORD is not one, or names
-    of what is to be dropped the wheel's own metadata.
+    Returns its path and the names of the dropped files. Raises KitError if RECORD is malformed,
+    or if one of the wheel's own metadata files is to be dropped.
     """
     target = folder / lean_name(wheel.name)
     staging = target.with_suffix(".tmp")

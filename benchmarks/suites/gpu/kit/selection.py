@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the distributions that pip resolved a kit brings: pure.
+"""Chooses which of the distributions that pip resolved a kit includes: pure functions.
 
-pip's installation report says for each what it asks for. From the root on, what the host has in a
-version that everybody asking for it accepts is left to the host, and so is what only that needs.
+pip's installation report lists the requirements of each distribution. Starting from the root, a
+distribution is left to the host if the host has a version that everything requiring it accepts.
+What only such distributions need is left to the host too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from benchmarks.suites.gpu.kit.manifest import KitError, LeftOut
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """One that pip would install.
+    """A distribution that pip would install.
 
     Attributes:
-        sha256: of its wheel.
+        sha256: digest of its wheel.
         requires: its Requires-Dist lines.
     """
 
@@ -36,7 +37,7 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolution:
-    """pip's report: distributions by name, and what markers are read with."""
+    """pip's report: distributions by name, and the environment for evaluating markers."""
 
     distributions: Mapping[str, Distribution]
     environment: Mapping[str, str]
@@ -44,14 +45,14 @@ class Resolution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What a kit brings, and what of the resolution it does not."""
+    """Distributions that a kit includes, and those of the resolution that it leaves out."""
 
     chosen: tuple[Distribution, ...]
     left_out: tuple[LeftOut, ...]
 
 
 def read_report(report: Mapping[str, Any]) -> Resolution:
-    """Read what `pip install --dry-run --report` wrote. Raises KitError without a sha256."""
+    """Read the output of `pip install --dry-run --report`. Raises KitError without a sha256."""
     distributions: dict[str, Distribution] = {}
     for item in report["install"]:
         metadata, origin = item["metadata"], item["download_info"]
@@ -70,7 +71,7 @@ def read_report(report: Mapping[str, Any]) -> Resolution:
 
 
 def read_host(entries: Collection[Mapping[str, str]]) -> dict[str, str]:
-    """Versions by name, of `pip list --format json` on the host."""
+    """Return versions by name, from `pip list --format json` on the host."""
     return {canonicalize_name(entry["name"]): entry["version"] for entry in entries}
 
 
@@ -82,16 +83,15 @@ def select(
     accepted: Collection[str] = (),
     dropped: Mapping[str, str],
 ) -> Selection:
-    """Choose what a kit brings.
+    """Choose what a kit includes.
 
     Args:
-        requirement: what was resolved.
-        host: versions by name of what the host has; empty if nothing of it is used.
-        accepted: what is taken from the host whatever version is asked for.
-        dropped: what is left out though the host has none, and why.
-
+        requirement: the requirement that was resolved.
+        host: the host's versions by name; empty if the kit uses nothing of the host.
+        accepted: names taken from the host in any version.
+        dropped: names left out although the host lacks them, and why.
     Raises:
-        KitError: `accepted` names what the host has not.
+        KitError: `accepted` names something that the host does not have.
     """
     dropped = {canonicalize_name(name): why for name, why in dropped.items()}
     accepted = {canonicalize_name(name) for name in accepted}
@@ -144,9 +144,9 @@ def _why(
 def _reached(
     resolution: Resolution, requirement: str, provided: Collection[str], dropped: Collection[str]
 ) -> dict[str, list[tuple[str, Requirement]]]:
-    """Who asks for what, by name, from the root on.
+    """Return the requirements on each distribution with their origins, starting from the root.
 
-    Of what is provided only extras are followed: the host may have it without them.
+    For a provided distribution only its extras are followed: the host may have it without them.
     """
     root = Requirement(requirement)
     asked: dict[str, list[tuple[str, Requirement]]] = {}
@@ -172,7 +172,7 @@ def _reached(
 def _needs(
     distribution: Distribution, extra: str, environment: Mapping[str, str]
 ) -> Iterator[Requirement]:
-    """Return a distribution's requirements, or those that one extra of it adds."""
+    """Yield a distribution's requirements, or those that one extra of it adds."""
     for line in distribution.requires:
         need = Requirement(line)
         alone = need.marker is None or need.marker.evaluate({**environment, "extra": ""})
