@@ -20,7 +20,7 @@ def up_and_down() -> None:
     def step(signals, state, levels, tuning):
         # The levels are far apart, so that most steps fall between them.
         target = (len(levels.ladder) - 1) * (next(counter) // 6 % 2)
-        print(f"level {signals.level} aims at {target}", flush=True)
+        print(f"level {signals.level_idx} aims at {target}", flush=True)
         return Decision(level_idx=target, reason="up and down"), state
 
     adaptive.controller.step = step  # type: ignore[assignment]
