@@ -64,6 +64,16 @@ def test_helm_halves_what_the_ffn_moves():
     assert helm.resident_bytes / total == pytest.approx(0.33, abs=0.01)
 
 
+def test_helm_keeps_norms_biases_and_the_first_ffn_matrix():
+    helm = place("helm", model(opt_layer()))
+    roles = {True: set(), False: set()}
+    for sublayer, far in zip(helm.sublayers, helm.far, strict=True):
+        for parameter in sublayer.parameters:
+            roles[parameter in far].add(parameter.role)
+    assert roles[False] == {Role.NORM, Role.BIAS, Role.FFN_FIRST}
+    assert not roles[True] & roles[False]
+
+
 def test_all_far_keeps_norms_only():
     placement = place("all_far", model(opt_layer()))
     norms = sum(size for name, size in opt_layer().items() if "norm" in name)
