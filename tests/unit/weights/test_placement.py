@@ -66,7 +66,7 @@ def test_helm_halves_what_the_ffn_moves():
 
 def test_helm_keeps_norms_biases_and_the_first_ffn_matrix():
     helm = place("helm", model(opt_layer()))
-    roles = {True: set(), False: set()}
+    roles: dict[bool, set[Role]] = {True: set(), False: set()}
     for sublayer, far in zip(helm.sublayers, helm.far, strict=True):
         for parameter in sublayer.parameters:
             roles[parameter in far].add(parameter.role)
