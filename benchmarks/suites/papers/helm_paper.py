@@ -16,6 +16,7 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
 from benchmarks.suites.papers.helm_figures import (
     BATCHES,
+    CARD_BYTES,
     CLAIMS,
     FLEXGEN_PERCENTS,
     LINK_GB_PER_S,
@@ -44,9 +45,6 @@ EXPANDED_WEIGHTS_PER_S = 47e9
 
 It explains the compute time there beyond the matmuls' memory traffic.
 """
-
-CARD_BYTES = 40 << 30
-"""Memory of the paper's A100; 44 requests fit only with All-CPU."""
 
 MACHINE = load_profile("a100-optane")
 """Profile that `vllm-tiered plan` uses for this machine too.

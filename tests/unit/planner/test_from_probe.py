@@ -85,7 +85,7 @@ def broken(change):
             "link_slowdown is 'much'",
             id="text",
         ),
-        pytest.param(broken(lambda p: p["products"].update(far=[])), "no products", id="empty"),
+        pytest.param(broken(lambda p: p["products"].update(far=[])), "no GEMMs", id="empty"),
         pytest.param(broken(lambda p: p["links"].update(read=[])), "is damaged", id="no link"),
         pytest.param(broken(lambda p: p.update(links=None)), "is damaged", id="null"),
     ],
