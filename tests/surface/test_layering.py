@@ -6,7 +6,7 @@ L3  adapter --> vllm
 L2  report
 L1  kv weights ffn l2 planner probe accelerator (each alone, but for the files in `SHARED_LAYOUTS`)
 L0  devices energy kernels, above storage (shares `devices/pages.py`), above
-    config errors strict_json units
+    config errors untrusted units
 """
 
 import ast
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_tiered"
 
-BASE = {"config", "errors", "strict_json", "units"}
+BASE = {"config", "errors", "untrusted", "units"}
 L0 = BASE | {"devices", "storage", "energy", "kernels"}
 L1 = {"kv", "weights", "ffn", "l2", "planner", "probe", "accelerator"}
 EVERYTHING = frozenset({"<any>"})

@@ -24,7 +24,7 @@ from vllm_tiered.adapter.engine_config import merge_sections
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.config.rules import shown
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.strict_json import parse_json
+from vllm_tiered.untrusted import parse_json
 
 PLUGIN_NAMES = (ROOT_KEY,)
 _PLUGIN_DEST = "_tiered_plugin"

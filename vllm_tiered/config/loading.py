@@ -17,8 +17,8 @@ from vllm_tiered.config.rules import join_alternatives
 from vllm_tiered.config.section import ROOT_KEY, Section, check_keys
 from vllm_tiered.config.weights import WeightsConfig
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.strict_json import parse_json
 from vllm_tiered.units import MIB, format_bytes
+from vllm_tiered.untrusted import parse_json
 
 SECTIONS: tuple[type[Section], ...] = (KvConfig, WeightsConfig, FfnConfig, L2Config, ReportConfig)
 """The sections, in the order of the documentation."""

@@ -18,7 +18,7 @@ from typing import Any
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.planner.machine import Figures, Machine, load_profile, profile_names, provenance
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
-from vllm_tiered.strict_json import parse_json
+from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered probe"
 VERSION = 1

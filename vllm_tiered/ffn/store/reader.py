@@ -21,6 +21,7 @@ from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.storage.direct_file import DirectFile
 from vllm_tiered.storage.reader import PendingRead, ScatterReader
 from vllm_tiered.storage.scatter_plan import Section
+from vllm_tiered.untrusted import read_regular_file
 
 KNOB = "ffn.store"
 
@@ -94,7 +95,8 @@ class NeuronStore:
         folder = Path(path)
         header = folder / HEADER
         try:
-            contents = fmt.unseal(header.read_bytes(), header)
+            text = read_regular_file(header, max_bytes=fmt.MAX_HEADER_BYTES)
+            contents = fmt.unseal(text, header)
             neurons_bytes = (folder / NEURONS).stat().st_size
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
@@ -103,9 +105,13 @@ class NeuronStore:
             ) from error
         except OSError as error:
             raise ConfigError(f"{KNOB}: {folder} cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise IntegrityError(f"{header} {error}: {fmt.ANEW}") from error
         try:
             form = StoreFormat.from_json(contents)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise IntegrityError(f"{header} is damaged ({error!r}): {fmt.ANEW}") from error
         if fingerprint is not None and form.fingerprint != fingerprint:
             raise ConfigError(
@@ -163,7 +169,7 @@ class NeuronStore:
             ConfigError: the store has no file of this name.
             IntegrityError: the file is damaged.
         """
-        if name not in self.contents["files"]:
+        if name not in self.contents.get("files", {}):
             raise ConfigError(
                 f"{self.path} has no {name}: prepare the model with the step that writes it"
             )
@@ -271,10 +277,13 @@ class NeuronStore:
         """Return a file's contents after verifying their checksum."""
         path = self.path / name
         try:
-            expected = self.contents["files"][name]["xxh3"]
-            content = path.read_bytes()
+            entry = self.contents["files"][name]
+            expected, num_bytes = entry["xxh3"], int(entry["bytes"])
+            content = read_regular_file(path, max_bytes=num_bytes)
         except (KeyError, TypeError, FileNotFoundError) as error:
             raise IntegrityError(f"{self.path} has lost its {name}: {fmt.ANEW}") from error
+        except ValueError as error:
+            raise IntegrityError(f"{path} {error}: {fmt.ANEW}") from error
         if f"{checksum(content):016x}" != expected:
             raise IntegrityError(f"{path} is damaged (checksum): {fmt.ANEW}")
         return content

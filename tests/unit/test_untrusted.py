@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tiered.strict_json import MAX_NESTING, parse_json
+from vllm_tiered.untrusted import MAX_NESTING, parse_json
 
 LEAVES = (
     st.none()

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON that has one meaning, from files and command lines that anyone may have written.
+"""Readers of files and JSON that anyone may have written.
 
-Python's parser keeps the last of two equal keys, accepts NaN and infinities, and fails on deep
-nesting with an error of its own. Here all of these are a ValueError that says what is wrong.
+Python's JSON parser keeps the last of two equal keys, accepts NaN and infinities, and fails on deep
+nesting with an error of its own. Here all of these are a ValueError that says what is wrong. And a
+file is read only if it is a regular one, up to a limit.
 """
 
 import json
 import math
+import os
+import stat
+from pathlib import Path
 from typing import Any, NoReturn
+
+from vllm_tiered.units import format_bytes
 
 MAX_NESTING = 64
 """Most tables and lists inside each other; our files have at most 6."""
@@ -39,6 +45,26 @@ def parse_json(text: str | bytes, *, any_number: bool = False) -> Any:
         raise ValueError(_too_deep()) from None  # a thousand lines of traceback say nothing more
     _check_values(value)
     return value
+
+
+def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
+    """Return the contents of a regular file; a link to one is followed.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is a folder, a pipe or a device, or it has more than `max_bytes`.
+    """
+    # O_NONBLOCK: opening a pipe must not wait for somebody who writes to it.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is not a regular file")
+        content = b"" if found.st_size > max_bytes else file.read(max_bytes + 1)
+    num_bytes = max(found.st_size, len(content))
+    if num_bytes > max_bytes:
+        raise ValueError(f"has {format_bytes(num_bytes)}, more than {format_bytes(max_bytes)}")
+    return content
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
