@@ -13,16 +13,18 @@ from vllm_tiered.adapter.checks import check_attention_backends
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
+from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.layer_trace import LayerTrace
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.translation import Translator
-from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.adapter.telemetry.metrics import TieredStats, page_errors_metric
 from vllm_tiered.devices.base import Direction, LinkUse
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError, UnsupportedError
 from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.layout import Level
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
 
@@ -79,6 +81,7 @@ class TieredWorker:
         self._stall_before = 0.0
         self._use_before = {direction: LinkUse() for direction in Direction}
         self._stats = TieredStats()
+        self._total = TieredStats()  # without what is not drained yet
         self._gauges: dict[str, int] = {}
         self._errors_before = self._device.page_errors()
 
@@ -111,8 +114,7 @@ class TieredWorker:
                 "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         # Only now: "auto" takes up to half of the memory that the near pages have left.
-        homes = far_homes(self._plan, self._world_size)
-        announce(self._plan, homes, log=self._is_first)
+        homes = self._homes = far_homes(self._plan, self._world_size)
         far_bytes, storage_bytes = self._plan.bytes_in(homes)
         self._gauges = {
             "kv_far_bytes": far_bytes * self._world_size,
@@ -129,6 +131,9 @@ class TieredWorker:
             orders=self._plan.orders,
             released=self._plan.released_blocks,
         )
+        # Only now: the log must not say that there is a file before there is one.
+        announce(self._plan, homes, log=self._is_first)
+        totals.publish("kv", self.total_stats)
         self._translator = make_translator(
             self.swapper.table.pages, names, geometry.block_tokens, view.device
         )
@@ -181,6 +186,9 @@ class TieredWorker:
         self.swapper.begin_step(plan)
         if self.full_graphs and not self.swapper.is_laid_out_as_vllm:
             self.full_graphs.check_removed()
+        if self.swapper.order.num_far != self._num_far:
+            stated = manifest.KvManifest.of(self._plan, self._homes, self.swapper.order)
+            manifest.publish_kv(stated)
         if (
             self.swapper.order.num_far != self._num_far
             or self.swapper.is_laid_out_as_vllm == self._translates
@@ -245,7 +253,23 @@ class TieredWorker:
     def drain_stats(self) -> TieredStats:
         """Return the metrics since the last call."""
         stats, self._stats = self._stats, TieredStats()
+        self._total.aggregate(stats)
         return stats
+
+    def total_stats(self) -> dict[str, float]:
+        """Return the counters since the start, and the gauges that a worker knows now."""
+        total = TieredStats(data=dict(self._total.data)).aggregate(self._stats)
+        order = self.swapper.order
+        gauges = kv_gauges(
+            self._plan,
+            self._world_size,
+            level=Level(order.num_far),
+            num_reserved=self._plan.num_blocks - 1 - self._plan.released_blocks,
+        ).data
+        if self.swapper.num_steps:  # then only the scheduler knows these
+            for name in ("kv_partial_blocks_far", "kv_blocks_released", "kv_blocks_reserved"):
+                del gauges[name]
+        return total.data | gauges | self._gauges
 
     def take_lost_blocks(self) -> set[int]:
         """Return the blocks that lost a page in the last step."""
@@ -258,6 +282,7 @@ class TieredWorker:
 
     def close(self) -> None:
         """Close the device."""
+        totals.withdraw("kv", self.total_stats)
         self._device.close()
 
     def _wait_before_update(self, impl: Any, layer: int) -> bool:
