@@ -245,6 +245,24 @@ class _Contents:
         return [window]
 
 
+def check_timeline_path(path: Path) -> None:
+    """Check that a timeline can probably be written, before anything else is started.
+
+    Raises:
+        ConfigError: the folder does not exist or is not writable, or a file there would be lost.
+    """
+    path = Path(os.path.realpath(path))
+    where = f"tiered.report.path is {str(path)!r}"
+    if not path.parent.is_dir():
+        raise ConfigError(f"{where}: the folder {path.parent} does not exist: make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{where}: cannot be written: set it to a file in a writable folder")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{where}: not a regular file")
+    if path.exists() and path.stat().st_size:
+        _check_replaceable(path)
+
+
 def _open_new(path: Path, header: Header) -> IO[str]:
     """Open the file, locked, and write its header; an existing timeline is renamed to `.1`."""
     if path.exists() and not path.is_file():
@@ -277,14 +295,23 @@ def _open(path: Path, flags: int) -> IO[str]:
 
 def _move_away(path: Path) -> None:
     """Rename a timeline to `.1`, in place of a timeline or of nothing."""
-    previous = path.with_name(path.name + ".1")
+    _check_replaceable(path)
+    os.replace(path, _previous(path))
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise ConfigError unless `path`, and `.1` if it exists, are timelines."""
+    previous = _previous(path)
     for existing in (path, previous):
         if existing.is_symlink() or (existing.exists() and not _holds_timeline(existing)):
             raise ConfigError(
                 f"tiered.report.path is {str(path)!r}: {existing.name} there is no timeline and "
                 "would be lost; set it to a new file"
             )
-    os.replace(path, previous)
 
 
 def _remove_abandoned(draft: Path) -> None:

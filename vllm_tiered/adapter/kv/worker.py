@@ -5,11 +5,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_tiered.adapter.checks import check_attention_backends
+from vllm_tiered.adapter.checks.folders import MEMORY_FILE_SYSTEMS
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
@@ -27,6 +29,8 @@ from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import Level
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.storage.direct_file import file_system
+from vllm_tiered.units import format_bytes
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -133,6 +137,8 @@ class TieredWorker:
         )
         # Only now: the log must not say that there is a file before there is one.
         announce(self._plan, homes, log=self._is_first)
+        if self._is_first and homes.path is not None:
+            _warn_if_memory(homes.path, storage_bytes * self._world_size)
         totals.publish("kv", self.total_stats)
         self._translator = make_translator(
             self.swapper.table.pages, names, geometry.block_tokens, view.device
@@ -369,3 +375,14 @@ def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
     manifest.publish_kv(stated)
     if log:
         logger.info("%s", stated.describe())
+
+
+def _warn_if_memory(folder: Path, num_bytes: int) -> None:
+    """Warn if the KV file lies in a file system whose files are memory."""
+    if num_bytes and file_system(folder) in MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "tiered kv: kv.path %s is in a file system that is memory itself: its %s of KV take "
+            "RAM, beside kv.far_gib; give a folder on an SSD",
+            folder,
+            format_bytes(num_bytes),
+        )

@@ -93,36 +93,12 @@ class NeuronStore:
             IntegrityError: the store is damaged.
         """
         folder = Path(path)
-        header = folder / HEADER
-        try:
-            text = read_regular_file(header, max_bytes=fmt.MAX_HEADER_BYTES)
-            contents = fmt.unseal(text, header)
-            neurons_bytes = (folder / NEURONS).stat().st_size
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ConfigError(
-                f"{KNOB} is {folder}, which is no neuron store (no {Path(error.filename).name}): "
-                "give the folder that `vllm-tiered prepare MODEL --out FOLDER` made"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"{KNOB}: {folder} cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise IntegrityError(f"{header} {error}: {fmt.ANEW}") from error
-        try:
-            form = StoreFormat.from_json(contents)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise IntegrityError(f"{header} is damaged ({error!r}): {fmt.ANEW}") from error
+        contents, form = _read_header(folder)
         if fingerprint is not None and form.fingerprint != fingerprint:
             raise ConfigError(
                 f"{folder} holds neurons of {form.model} (fingerprint {form.fingerprint[:12]}), and"
                 f" this model's fingerprint is {fingerprint[:12]}: prepare this model, and give its"
                 f" store as {KNOB}"
-            )
-        if neurons_bytes != form.neurons_bytes:
-            raise IntegrityError(
-                f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "
-                f"{fmt.ANEW}"
             )
         all_neurons = form.shape.neurons
         count = all_neurons - first_neuron if num_neurons is None else num_neurons
@@ -287,3 +263,42 @@ class NeuronStore:
         if f"{checksum(content):016x}" != expected:
             raise IntegrityError(f"{path} is damaged (checksum): {fmt.ANEW}")
         return content
+
+
+def check_store(folder: Path) -> None:
+    """Check that a folder is a neuron store that this version reads, by its header and sizes.
+
+    Raises:
+        ConfigError: there is no store, it cannot be read, or it is of another version.
+        IntegrityError: the store is damaged.
+    """
+    _read_header(folder)
+
+
+def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
+    header = folder / HEADER
+    try:
+        text = read_regular_file(header, max_bytes=fmt.MAX_HEADER_BYTES)
+        contents = fmt.unseal(text, header)
+        neurons_bytes = (folder / NEURONS).stat().st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{KNOB} is {folder}, which is no neuron store (no {Path(error.filename).name}): "
+            "give the folder that `vllm-tiered prepare MODEL --out FOLDER` made"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{KNOB}: {folder} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise IntegrityError(f"{header} {error}: {fmt.ANEW}") from error
+    try:
+        form = StoreFormat.from_json(contents)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"{header} is damaged ({error!r}): {fmt.ANEW}") from error
+    if neurons_bytes != form.neurons_bytes:
+        raise IntegrityError(
+            f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "
+            f"{fmt.ANEW}"
+        )
+    return contents, form
