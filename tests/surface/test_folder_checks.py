@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder can be asked at once is refused while the engine is configured, not after a load."""
+"""What a folder can be asked is refused while the engine is configured, not after a load."""
 
 import logging
 import os
@@ -93,7 +93,7 @@ def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib):
     region_bytes = (geometry.block_limit(0) + 1) * page_bytes
     real = (num_far - min(num_far, int(far_gib * GIB) // region_bytes)) * region_bytes
     estimate = least_file_bytes(kv, NUM_LAYERS, near_pages * page_bytes, 1)
-    assert 0.7 * real <= estimate <= real
+    assert 0.85 * real - 2 * region_bytes <= estimate <= real
 
 
 @pytest.mark.skipif(not TMPFS.is_dir(), reason="no tmpfs")

@@ -5,6 +5,7 @@ Loading takes minutes, and what a folder can be asked at once must not fail afte
 left behind. Sizes that depend on the model's load are checked again when they are known.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 """File systems whose files are memory."""
 
 _CERTAIN_SHARE = 0.9
-"""Share of the estimated file that is surely needed: block counts are rounded down."""
+"""Share of an estimated region that is surely needed: block counts are rounded down."""
 
 
 def check_folders(config: TieredConfig, vllm_config: "VllmConfig") -> None:
@@ -103,5 +104,6 @@ def least_file_bytes(kv: KvConfig, num_layers: int, near_bytes: int, world_size:
         return 0
     # The near pages hold the resident layers' blocks and the staging buffers' of one layer each.
     region_bytes = near_bytes / (num_layers - num_far + STAGING_BUFFERS)
-    in_memory = far_budget_bytes(kv, world_size) // region_bytes
-    return int(_CERTAIN_SHARE * max(0, num_far - in_memory) * region_bytes)
+    least_bytes = _CERTAIN_SHARE * region_bytes
+    in_memory = math.ceil(far_budget_bytes(kv, world_size) / least_bytes) if least_bytes else 0
+    return int(max(0, num_far - in_memory) * least_bytes)
