@@ -105,7 +105,7 @@ def test_a_kv_file_in_memory_is_warned_of_with_its_size(caplog, tmp_path):
         worker._warn_if_memory(TMPFS, 0)
     finally:
         logger.removeHandler(caplog.handler)
-    (message,) = caplog.messages
+    (message,) = set(caplog.messages)
     assert "kv.path /dev/shm" in message and "its 3.00 GiB of KV take RAM" in message
 
 

@@ -203,7 +203,7 @@ class WeightStore:
         except IntegrityError as error:
             if not _set_aside(self.path):
                 raise
-            logger.warning("tiered weights: %s: it is filled anew", error)
+            logger.warning("tiered weights: the file is filled anew: %s", error)
             return
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read ({error.strerror})") from error
