@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's answer to GET /tiered: each part on, off or stepped aside, with its reason."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_tiered.adapter.kv.plan import KvPlan
+from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry.manifest import KvManifest, L2Manifest
+from vllm_tiered.adapter.telemetry.state import worker_state
+from vllm_tiered.config import KvConfig
+from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.layout import KvGeometry
+from vllm_tiered.kv.policy import interleave
+from vllm_tiered.l2.trial import Measured
+
+NUM_LAYERS = 12
+
+
+@pytest.fixture(autouse=True)
+def nothing_published(monkeypatch):
+    for name in ("_kv", "_weights", "_ffn", "_l2"):
+        monkeypatch.setattr(manifest, name, None)
+    monkeypatch.setattr(totals, "_reads", {})
+
+
+def state(config=None, *, rank=0):
+    additional = {} if config is None else {"tiered": config}
+    worker = SimpleNamespace(rank=rank, vllm_config=SimpleNamespace(additional_config=additional))
+    found = worker_state(worker)
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def plan(num_far, **config):
+    geometry = KvGeometry(
+        num_layers=NUM_LAYERS,
+        num_resident=NUM_LAYERS - num_far,
+        num_staging_buffers=2 if num_far else 0,
+        page_bytes=4096,
+        block_tokens=16,
+        near_pages=240,
+    )
+    return KvPlan(
+        geometry=geometry,
+        order=interleave(NUM_LAYERS, num_far),
+        near_pages=240,
+        num_blocks=geometry.block_limit(0) + 1,
+        config=KvConfig(**config),
+    )
+
+
+def test_a_worker_without_the_plugin_has_no_state():
+    assert state() is None
+
+
+def test_parts_that_are_off_say_by_which_key():
+    found = state({"kv": {"enabled": False}, "l2": {"prefetch": "off"}}, rank=2)
+    assert (found["rank"], found["pid"]) == (2, os.getpid())
+    words = {
+        part: (found[part]["state"], found[part]["reason"])
+        for part in ("kv", "weights", "ffn", "l2")
+    }
+    assert words == {
+        "kv": ("off", "kv.enabled is false"),
+        "weights": ("off", 'weights.placement is "off"'),
+        "ffn": ("off", "ffn.store is not set"),
+        "l2": ("off", 'l2.prefetch is "off"'),
+    }
+
+
+def test_before_the_model_is_there_parts_are_starting():
+    found = state({"weights": {"placement": "helm"}, "ffn": {"store": "/s"}})
+    for part in ("kv", "weights", "ffn", "l2"):
+        assert (found[part]["state"], found[part]["reason"]) == ("starting", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"expansion": 1}, "kv.expansion is 1, which needs no far layer"),
+        ({"far_gib": 0.5}, "of kv.max_expansion 4 and of the far memory, kv.far_gib 0.5"),
+    ],
+)
+def test_a_cache_that_steps_aside_says_why(config, reason):
+    manifest.publish_kv(KvManifest.of(plan(0, **config), FarHomes()))
+    kv = state({"kv": config})["kv"]
+    assert (kv["state"], kv["active"], kv["far_layers"]) == ("stepped aside", False, 0)
+    assert kv["reason"] == kv["why_not"] and reason in kv["reason"]
+
+
+def test_a_cache_at_another_level_than_at_start_shows_the_level_now():
+    swapping = plan(2, expansion=1.1)
+    manifest.publish_kv(KvManifest.of(swapping, FarHomes()))
+    before = state({})["kv"]
+    assert (before["state"], before["reason"], before["far_layers"]) == ("on", None, 2)
+    manifest.publish_kv(KvManifest.of(swapping, FarHomes(), interleave(NUM_LAYERS, 6)))
+    now = state({})["kv"]
+    assert now["far_layers"] == 6 and now["offloaded_layers"] == list(
+        interleave(NUM_LAYERS, 6).offloaded
+    )
+    assert now["expansion"] == pytest.approx(NUM_LAYERS / (NUM_LAYERS - 6 + 2))
+    assert now["expansion"] > before["expansion"]
+
+
+def test_prefetching_that_was_measured_slower_has_stepped_aside():
+    def measured(batch_size, on):
+        return Measured(batch_size=batch_size, off_before=1.0, on=on, off_after=1.0)
+
+    manifest.publish_l2(L2Manifest(prefetch="auto", verdicts=(measured(4, 1.2),)))
+    l2 = state({})["l2"]
+    assert l2["state"] == "stepped aside"
+    assert "1.200 at 4 requests" in l2["reason"]
+    manifest.publish_l2(L2Manifest(prefetch="auto", verdicts=(measured(4, 1.2), measured(8, 0.5))))
+    assert state({})["l2"]["state"] == "on"
+    manifest.publish_l2(L2Manifest(prefetch="auto", why_not="one rank"))
+    l2 = state({})["l2"]
+    assert (l2["state"], l2["reason"]) == ("stepped aside", "one rank")
+
+
+def test_counters_are_those_since_the_start_and_reading_them_changes_nothing():
+    read = {"kv_steps": 7, "kv_expansion": 2.5}
+    totals.publish("kv", lambda: read)
+    for _ in range(2):
+        found = state({})
+        assert found["kv"]["counters"] == {"kv_steps": 7}
+        assert found["gauges"] == {"kv_expansion": 2.5}
+    assert found["weights"]["counters"] == {}
+
+
+def test_an_engine_that_ends_takes_its_own_figures_along():
+    def first():
+        return {"kv_steps": 1}
+
+    def second():
+        return {"kv_steps": 2}
+
+    totals.publish("kv", first)
+    totals.publish("kv", second)
+    totals.withdraw("kv", first)  # it ends after a later engine has begun
+    assert totals.current("kv") == {"kv_steps": 2}
+    totals.withdraw("kv", second)
+    totals.withdraw("kv", second)
+    assert totals.current("kv") == {}
