@@ -140,7 +140,12 @@ def _outcome(
 
 
 def by_base4(_: int, copies: Copies) -> tuple[Scores, float | None]:
-    """Rank like :class:`~vllm_tiered.ffn.predictor.base4.Base4`, but with dequantised weights."""
+    """Rank as the engine does with a 4-bit base (ours, from no paper), from dequantised weights.
+
+        a = act(gate4 x) * (up4 x)         score = |a| * norm of the neuron's down column
+
+    Nothing is trained. In a ReLU model neurons whose ``a`` is 0 in 4 bit are left out.
+    """
     norms = copies.weights.down_norms_N
     threshold = torch.finfo(torch.float32).tiny if copies.weights.is_relu else None
     return lambda x: copies.activations(x, Precision.INT4).abs() * norms, threshold

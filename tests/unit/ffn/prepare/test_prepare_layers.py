@@ -7,7 +7,8 @@ import torch
 from tests.fixtures.tiny_models import KINDS, LAYERS, NEURONS, tiny_model, tiny_texts
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.prepare.ffn_modules import ffn_weights, replace_ffn
+from vllm_tiered.ffn.prepare.evaluate import by_base4
+from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
 from vllm_tiered.ffn.prepare.mixed_ffn import Copies, MixedFfn
 from vllm_tiered.ffn.prepare.record import (
@@ -16,7 +17,7 @@ from vllm_tiered.ffn.prepare.record import (
     record,
     recorded_inputs,
 )
-from vllm_tiered.ffn.selection import ALL, Mix
+from vllm_tiered.ffn.selection import ALL, Mix, select
 
 GROUPS = {Precision.INT8: None, Precision.INT4: 16}
 TEXTS = tiny_texts(3, 17)
@@ -112,6 +113,43 @@ def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
     assert sum(cached.num_computed) == sum(plain.num_computed) == 41 * NEURONS
     assert full >= 41 * 16 and full + int8 == 41 * 32
     torch.testing.assert_close(found, other, rtol=0.3, atol=0.3)
+
+
+def output_error(scores_BN, copies, x_BH):
+    """Return the mean absolute error of a layer's output if scores choose the precisions."""
+    mixed = MixedFfn(copies, Mix(full=0.25, int8=0.25, int4=0.5), lambda _: scores_BN)
+    return (mixed(x_BH) - MixedFfn(copies, ALL)(x_BH)).abs().mean().item()
+
+
+def test_base4_ranks_better_than_chance_and_reversal():
+    """Compares errors of the FFN's output, summed over 20 single tokens."""
+    torch.manual_seed(0)
+    rows = torch.randn(96, 3, 128) / 128**0.5
+    groups = {Precision.INT8: None, Precision.INT4: 32}
+    copies = Copies.of(FfnWeights(rows, None, None, "silu"), groups)
+    score, threshold = by_base4(0, copies)
+    assert threshold is None
+    with_base4 = with_chance = with_reversal = 0.0
+    for _ in range(20):
+        x = torch.randn(1, 128)
+        scores = score(x)
+        with_base4 += output_error(scores, copies, x)
+        with_chance += output_error(torch.rand_like(scores), copies, x)
+        with_reversal += output_error(-scores, copies, x)
+    print(f"errors {with_base4=} {with_chance=} {with_reversal=}")
+    assert with_base4 < 0.7 * with_chance
+    assert with_chance < with_reversal
+
+
+def test_base4_leaves_out_neurons_that_are_inactive_in_4_bit():
+    torch.manual_seed(0)
+    copies = Copies.of(FfnWeights(torch.randn(64, 2, 32), None, None, "relu"), GROUPS)
+    x = torch.randn(1, 32)
+    score, threshold = by_base4(0, copies)
+    chosen = select(score(x), ALL, threshold).full
+    active_N = copies.activations(x, Precision.INT4)[0] > 0
+    assert 0 < len(chosen) < 64
+    assert chosen.tolist() == active_N.nonzero().flatten().tolist()
 
 
 def test_recorded_inputs_give_what_the_ffn_gave(tmp_path):
