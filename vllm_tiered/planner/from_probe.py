@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,26 +120,6 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         curves=curves,
     )
     return machine, figures.found
-
-
-def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several probes of the same scope into one that has their medians.
-
-    Medians are less sensitive to other programs, and to a machine that is slow for a while.
-    """
-
-    def median(values: Sequence[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, Mapping):
-            return {key: median([value[key] for value in values]) for key in first}
-        if isinstance(first, list):
-            return [median(list(entries)) for entries in zip(*values, strict=True)]
-        if isinstance(first, float):
-            return statistics.median(values)
-        return first
-
-    merged: dict[str, Any] = median(list(probes))
-    return merged
 
 
 class _Figures:

@@ -67,16 +67,6 @@ class Scope:
     point_seconds: float = 0.15
     contention_seconds: float = 3.0
 
-    @property
-    def planned_seconds(self) -> float:
-        """Duration of all points except the model's, doubled for their preparation."""
-        points = (
-            len(Direction) * len(self.transfer_bytes)
-            + len(GEMMS) * len(self.rows) * len(self.gemm_shapes)
-            + 2 * len(self.request_bytes) * len(self.readers)
-        )
-        return 2 * (points * self.point_seconds + self.contention_seconds)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrices:

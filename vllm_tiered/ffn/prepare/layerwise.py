@@ -34,21 +34,23 @@ class LayerwiseModel:
 
     Args:
         folder: a folder with config.json and safetensors.
-        dtype: dtype to compute in; the weights are converted from the checkpoint's dtype.
+
+    Attributes:
+        dtype: dtype to compute in, float32; the weights are converted from the checkpoint's dtype.
 
     Raises:
         ConfigError: the folder has no checkpoint, or the checkpoint lacks tensors.
         UnsupportedError: the model's structure in transformers is not known.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self.dtype = dtype
+        self.dtype = torch.float32
         self._files = TensorFiles(folder)
         with _parameters_on_meta():
-            self._model = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
+            self._model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype).eval()
         self._prefix: str = self._model.base_model_prefix
         base = self._model.base_model
         for path in _PATHS_OF_LAYERS:

@@ -8,7 +8,7 @@ T tokens, H features of the hidden state.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+
+_HELD_OUT = 0.25
+"""Share of the tokens that training does not use."""
 
 
 def inputs_path(folder: Path, layer: int) -> Path:
@@ -28,13 +31,11 @@ def record(
     model: LayerwiseModel,
     texts: Sequence[Sequence[int]],
     folder: Path,
-    advance: Callable[[int], None] | None = None,
 ) -> None:
     """Run the texts through the model and record each FFN's inputs; resume an earlier call.
 
     Args:
         folder: folder for these texts and this model only; created if missing.
-        advance: called with the layer's index after each layer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     hidden = model.embed(texts)
@@ -57,8 +58,6 @@ def record(
         if layer + 1 < model.num_layers:
             _save({str(text): x for text, x in enumerate(hidden)}, _hidden_path(folder, layer + 1))
         _hidden_path(folder, layer).unlink(missing_ok=True)
-        if advance:
-            advance(layer)
 
 
 def num_recorded(folder: Path, num_layers: int) -> int:
@@ -75,18 +74,18 @@ def recorded_inputs(folder: Path, layer: int) -> tuple[torch.Tensor, list[int]]:
         return file.get_tensor("x"), file.get_tensor("lengths").tolist()
 
 
-def num_training_tokens(lengths: Sequence[int], held_out: float = 0.25) -> int:
+def num_training_tokens(lengths: Sequence[int]) -> int:
     """Return the number of tokens in the training texts.
 
-    The last texts are held out, at least one. A single text is cut instead.
+    The last texts are held out: at least one, and about a quarter of the tokens. Of a single text
+    the end is held out.
     """
     total, taken = sum(lengths), 0
     for length in lengths[:-1]:
-        if taken + length > (1 - held_out) * total and taken:
+        if taken + length > (1 - _HELD_OUT) * total and taken:
             break
         taken += length
-    # With a single text, hold out its end.
-    return taken or max(1, int((1 - held_out) * total))
+    return taken or max(1, int((1 - _HELD_OUT) * total))
 
 
 def _first_linear(layer: nn.Module) -> nn.Module:

@@ -176,17 +176,26 @@ def test_an_interrupted_recording_goes_on(tmp_path):
     class Killed(Exception):
         pass
 
-    def kill(layer):
-        if layer == 1:
-            raise Killed
+    class Model(LayerwiseModel):
+        """Model that records which layers are loaded, and can be killed before one."""
 
-    record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "whole")
+        def __init__(self, killed_at=None):
+            super().__init__(tmp_path / "model")
+            self.loaded, self.killed_at = [], killed_at
+
+        def layer(self, layer):
+            if layer == self.killed_at:
+                raise Killed
+            self.loaded.append(layer)
+            return super().layer(layer)
+
+    record(Model(), TEXTS, tmp_path / "whole")
     with pytest.raises(Killed):
-        record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "run", kill)
+        record(Model(killed_at=2), TEXTS, tmp_path / "run")
     assert num_recorded(tmp_path / "run", LAYERS) == 2
-    done: list[int] = []
-    record(LayerwiseModel(tmp_path / "model"), TEXTS, tmp_path / "run", done.append)
-    assert done == [2]
+    resumed = Model()
+    record(resumed, TEXTS, tmp_path / "run")
+    assert resumed.loaded == [2]
     assert num_recorded(tmp_path / "run", LAYERS) == LAYERS
     for layer in range(LAYERS):
         found, wanted = (recorded_inputs(tmp_path / d, layer)[0] for d in ("run", "whole"))
