@@ -145,7 +145,7 @@ def test_the_stored_neurons_compute_what_the_model_does(family, models, tmp_path
 @pytest.mark.parametrize("family", ["opt", "llama", "falcon"])
 def test_a_checkpoint_without_a_head_has_shorter_names(family, tmp_path):
     write_model(tmp_path / "model", family, headless=True)
-    assert Checkpoint(tmp_path / "model").layer(1).weights_NMH.shape[0] == NEURONS
+    assert Checkpoint(tmp_path / "model").layer(1).rows_NMH.shape[0] == NEURONS
 
 
 def test_the_dtype_is_the_checkpoints_or_as_given(llama, tmp_path, capsys):

@@ -23,7 +23,7 @@ from vllm_tiered.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-    from vllm_tiered.ffn.prepare.calibrated import Calibration
+    from vllm_tiered.ffn.prepare.calibration import Calibration
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PREDICTORS = ("base4", "low_rank", "none")
@@ -118,7 +118,7 @@ def _dtype(name: str | None) -> "torch.dtype | None":
 
 
 def _calibration(args: argparse.Namespace) -> "Calibration | None":
-    from vllm_tiered.ffn.prepare.calibrated import Calibration
+    from vllm_tiered.ffn.prepare.calibration import Calibration
 
     if args.calibration is None and args.predictor != "low_rank":
         return None

@@ -24,11 +24,12 @@ from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.model import demo_model_dir
+from benchmarks.suites.ffn.cached_ffn import CachedMixedFfn
 from benchmarks.suites.ffn.quality_variants import GROUP, HELD_OUT, PAPERS
-from vllm_tiered.ffn.prepare.calibration import calibration_texts
 from vllm_tiered.ffn.prepare.evaluate import Variant, by_base4, evaluate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
 from vllm_tiered.ffn.prepare.pipeline import prepare
+from vllm_tiered.ffn.prepare.texts import calibration_texts
 from vllm_tiered.ffn.selection import ALL
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
@@ -230,7 +231,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _perplexity(model: Path, num_tokens: int) -> dict[str, float]:
     texts = calibration_texts(model, num_tokens, skip=HELD_OUT)
-    mixed = Variant(mix=PAPERS, group=GROUP, ranking=by_base4, has_cache=True)
+    mixed = Variant(mix=PAPERS, group=GROUP, ranking=by_base4, ffn=CachedMixedFfn)
     variants = {"full": Variant(mix=ALL, group=GROUP), "mixed": mixed}
     outcomes = evaluate(LayerwiseModel(model), texts, variants)
     return {name: outcome.perplexity for name, outcome in outcomes.items()}

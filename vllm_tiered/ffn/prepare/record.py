@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, first_linear
 
 _HELD_OUT = 0.25
 """Share of the tokens that training does not use."""
@@ -46,7 +45,7 @@ def record(
     for layer in range(first, model.num_layers):
         inputs: list[torch.Tensor] = []
         with model.layer(layer) as module:
-            hook = _first_linear(module).register_forward_pre_hook(
+            hook = first_linear(module).register_forward_pre_hook(
                 lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, -2))
             )
             hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
@@ -86,13 +85,6 @@ def num_training_tokens(lengths: Sequence[int]) -> int:
             break
         taken += length
     return taken or max(1, int((1 - _HELD_OUT) * total))
-
-
-def _first_linear(layer: nn.Module) -> nn.Module:
-    """Return the first module of a layer's FFN; its input is the FFN's input."""
-    ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
-    names = ("fc1", "gate_proj", "gate_up_proj", "dense_h_to_4h")
-    return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))
 
 
 def _hidden_path(folder: Path, layer: int) -> Path:

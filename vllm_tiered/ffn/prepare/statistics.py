@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.train import importance
 
 TOP_SHARE = 0.25

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.statistics import layer_statistics
 
 
