@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from vllm_tiered.devices.cpu import copy_pages
+from vllm_tiered.devices.copy_thread import copy_pages
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.devices.throttle import Throttle
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from tests.fakes.gate import Gate
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
 from vllm_tiered.devices.base import Direction, LinkUse
-from vllm_tiered.devices.cpu import CpuDevice, CpuEvent, copy_pages
+from vllm_tiered.devices.copy_thread import CpuEvent, copy_pages
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError
 
 READ, WRITE = Direction.READ, Direction.WRITE

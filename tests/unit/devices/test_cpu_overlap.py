@@ -9,7 +9,8 @@ import torch
 
 from tests.fixtures.page_buffers import contents, copy, make_buffer
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cpu import CopyThread, CpuDevice
+from vllm_tiered.devices.copy_thread import CopyThread
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import Pages
 
 

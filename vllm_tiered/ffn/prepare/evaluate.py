@@ -35,12 +35,10 @@ class Copies:
 
     Attributes:
         rows_NMH: weights by precision, in the dtype to compute in.
-        int4: the 4-bit codes (uint8 bundles) and scales.
     """
 
     weights: FfnWeights
     rows_NMH: Mapping[Precision, torch.Tensor]
-    int4: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
     def of(cls, weights: FfnWeights, groups: Mapping[Precision, int | None]) -> "Copies":
@@ -51,7 +49,7 @@ class Copies:
         for precision in (Precision.INT8, Precision.INT4):
             codes, scales = quantise(rows, precision, groups[precision])
             copies[precision] = expand(codes, scales, shape, precision, rows.dtype)
-        return cls(weights, copies, (codes, scales))
+        return cls(weights, copies)
 
     def activations(self, x_TH: torch.Tensor, precision: Precision) -> torch.Tensor:
         """Compute the activations, [T, N]: act(gate x) * (up x), or act(fc1 x + bias)."""
