@@ -102,7 +102,7 @@ def count_choices(problem: CountProblem, gap: float) -> list[list[int]] | None:
     cost[:num_choices] += [choice.extent * _MIB * 1e-6 for _, choice in flat]
     most = [problem.sizes[group] for group, _ in flat]
     upper = np.concatenate([most, np.ones(num_choices), np.full(num_others, np.inf)])
-    is_integer = [np.ones(2 * num_choices), np.zeros(len(Kind)), [problem.is_even]]
+    is_integer = np.concatenate([np.ones(2 * num_choices), np.zeros(len(Kind)), [problem.is_even]])
     with suppress_solver_output():
         solution = milp(
             cost,
@@ -112,7 +112,7 @@ def count_choices(problem: CountProblem, gap: float) -> list[list[int]] | None:
                 [row.high for row in rows],
             ),
             bounds=Bounds(0, upper),
-            integrality=np.concatenate(is_integer),
+            integrality=is_integer,
             options={"time_limit": _MOST_SECONDS, "mip_rel_gap": gap},
         )
     if solution.x is None:

@@ -118,7 +118,6 @@ def test_kv_of_which_no_page_fits_is_skipped_and_a_dummy_step_has_none(runtime, 
     runtime.prefetch_kv(2, 1000)
     runtime.join()
     assert cuda.take() == []
-    assert runtime.num_kv_skipped == 1
 
 
 def test_prefetched_bytes_are_counted(runtime):
