@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithm 1 on small graphs: what is prefetched where, and that results do not change."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -223,10 +224,11 @@ def test_nothing_happens_without_a_runtime() -> None:
 
 
 def test_the_compile_cache_tells_passes_apart() -> None:
+    renamed = dataclasses.replace(NAMES, attentions=NAMES.attentions | {"other.attention"})
     made = [
         PrefetchPass(NAMES, AMPLE),
         PrefetchPass(NAMES, AMPLE - 1),
-        PrefetchPass(NAMES, AMPLE, "no"),
+        PrefetchPass(renamed, AMPLE),
     ]
     assert made[0].uuid() == PrefetchPass(NAMES, AMPLE).uuid()
     for one, other in itertools.combinations(made, 2):
