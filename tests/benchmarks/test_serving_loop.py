@@ -187,22 +187,24 @@ def test_a_request_that_ends_before_its_client_leaves_is_not_aborted(usage):
 
 def test_changes_of_the_expansion_are_noted_with_their_step(usage):
     gauge = Gauge("vllm:tiered_kv_expansion", "made up")
-    tails = Gauge("vllm:tiered_kv_partial_blocks_far", "made up")
+    partial_blocks = Gauge("vllm:tiered_kv_partial_blocks_far", "made up")
 
     class Adapting(FakeLLM):
         def step(self):
             outputs = super().step()
             left = self._left.get("a", 0)
             gauge.set({5: 1.0, 4: 1.5, 3: 1.5, 2: 2.0, 1: 2.0, 0: 1.0}[left])
-            tails.set(left == 1)
+            partial_blocks.set(left == 1)
             return outputs
 
     try:
         result = engine.run_round(Adapting(usage), make_spec(), [make_request("a", 4, 6)])
     finally:
         REGISTRY.unregister(gauge)
-        REGISTRY.unregister(tails)
-    levels = [(level.step, level.expansion, level.tails_far) for level in result.expansions]
+        REGISTRY.unregister(partial_blocks)
+    levels = [
+        (level.step, level.expansion, level.partial_blocks_far) for level in result.expansions
+    ]
     assert levels == [
         (1, 1.0, False),
         (2, 1.5, False),

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import peers
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.disk import sequential_read_gb_per_s
 from benchmarks.harness.memory_capped_peers import PeerRuns
 from benchmarks.harness.runner import MeasurementError
@@ -60,7 +60,7 @@ def world(monkeypatch, tmp_path):
     runs = Runs()
     monkeypatch.setattr(weights_storage, "opt_dir", lambda shape, folder: model)
     monkeypatch.setattr(peers, "available", lambda python: lacking)
-    monkeypatch.setattr(limited, "measure", runs)
+    monkeypatch.setattr(memory_capped, "measure", runs)
     monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)
     monkeypatch.setattr(weights_storage, "can_limit", lambda: True)
     monkeypatch.setattr(weights_storage, "sequential_read_gb_per_s", lambda paths: 2.5)

@@ -58,8 +58,8 @@ def test_no_vllm_is_refused(monkeypatch):
 def test_a_missing_extension_point_stops_a_start_by_name(
     make_engine_args, monkeypatch, owner, attribute, problem
 ):
-    planted = (owner, (attribute,), "testing")
-    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, planted))
+    missing = (owner, (attribute,), "testing")
+    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, missing))
     engine_args = make_engine_args(additional_config={"tiered": {}})
     with pytest.raises(VersionError) as refused:
         engine_args.create_engine_config()

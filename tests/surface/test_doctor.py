@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered doctor`: exit status, JSON, and what each check says about a planted fault."""
+"""`vllm-tiered doctor`: exit status, JSON, and what each check says about a fault."""
 
 import importlib.metadata
 import json
@@ -54,9 +54,9 @@ def test_lines_say_the_same_as_json(capsys):
             assert check["advice"] in lines
 
 
-def test_a_planted_missing_extension_point_fails_by_name(capsys, monkeypatch):
-    planted = ("vllm.v1.engine.core", ("no_such_function",), "testing")
-    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, planted))
+def test_a_missing_extension_point_fails_by_name(capsys, monkeypatch):
+    missing = ("vllm.v1.engine.core", ("no_such_function",), "testing")
+    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, missing))
     status, found = report(capsys)
     assert status == 1
     assert found["ok"] is False

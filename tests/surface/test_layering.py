@@ -236,7 +236,7 @@ def test_all_sources_are_read():
         pytest.param("vllm_tiered.nowhere.x", "import os", id="unknown-unit"),
     ],
 )
-def test_a_planted_violation_is_caught(module, source):
+def test_a_violation_is_caught(module, source):
     assert len(violations(module, source)) == 1
 
 

@@ -178,7 +178,7 @@ def test_what_is_prepared_is_not_prepared_again(llama, tmp_path, capsys):
     assert "of neurons in full,int8,int4" in capsys.readouterr().out
     before = (store / "store.json").stat().st_mtime_ns
     assert prepare(llama, store) == 0
-    assert "is of this model and these settings already" in capsys.readouterr().out
+    assert "already has this model with these settings" in capsys.readouterr().out
     assert prepare(llama, store, "--group", "32") == 1
     assert "exists already: remove it" in capsys.readouterr().err
     assert (store / "store.json").stat().st_mtime_ns == before

@@ -38,7 +38,7 @@ def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
     probe = run_probe(device, CPU, TINY, folder=tmp_path, sublayers=[ffn], step=told.append)
     probe = json.loads(json.dumps(probe, allow_nan=False))
     assert [entry["num_bytes"] for entry in probe["links"]["read"]] == list(TINY.transfer_bytes)
-    assert len(probe["products"]["far"]) == len(TINY.rows) * len(TINY.gemm_shapes)
+    assert len(probe["gemms"]["far"]) == len(TINY.rows) * len(TINY.gemm_shapes)
     assert len(probe["storage"]["reads"]) == 2 * 2 * 2
     assert [entry["rows"] for entry in probe["sublayers"]] == [1, 4]
     assert len(told) == 7
