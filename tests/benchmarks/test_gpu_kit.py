@@ -121,7 +121,7 @@ def damage(path: Path) -> None:
 def test_damaged_and_missing_parts_are_named(kit, tmp_path):
     damage(kit / "part-001")
     (kit / "part-003").unlink()
-    with pytest.raises(KitError, match=r"2 of \d+ parts .*: bring part-001, part-003$"):
+    with pytest.raises(KitError, match=r"2 of \d+ parts .*: copy part-001, part-003$"):
         parts.join(read_kit(kit), kit, tmp_path)
     assert not list(tmp_path.glob("*.whl"))
 
@@ -132,10 +132,10 @@ def test_parts_are_received_as_they_arrive_and_not_twice(kit, tmp_path, capsys):
     names = [part.name for part in read_kit(kit).parts]
     assert len(names) > 2
 
-    def receive(*brought):
+    def receive(*part_names):
         for old in batch.iterdir():
             old.unlink()
-        for name in brought:
+        for name in part_names:
             (batch / name).write_bytes((kit / name).read_bytes())
         status = command.main(["receive", str(batch), "--into", str(here)])
         return status, capsys.readouterr()
@@ -146,7 +146,7 @@ def test_parts_are_received_as_they_arrive_and_not_twice(kit, tmp_path, capsys):
     written = (here / names[1]).stat().st_mtime_ns
     (kit / names[0]).write_bytes((kit / names[0]).read_bytes()[:-1])
     status, printed = receive(names[0], names[1])
-    assert status == 1 and f"{names[0]} is damaged: bring {names[0]} again" in printed.err
+    assert status == 1 and f"{names[0]} is damaged: copy {names[0]} again" in printed.err
     assert not (here / names[0]).exists()
     assert (here / names[1]).stat().st_mtime_ns == written
 
@@ -273,7 +273,7 @@ def test_a_kit_installs_without_network(wheels, tmp_path, capsys):
     damage(folder / "part-000")
     (folder / "wheels" / "one-1.0-py3-none-any.whl").unlink()
     assert command.main(["install", str(folder), str(environment)]) == 1
-    assert "bring part-000" in capsys.readouterr().err
+    assert "copy part-000" in capsys.readouterr().err
 
 
 def test_the_hosts_own_packages_are_behind_the_environment(index, tmp_path, capsys):

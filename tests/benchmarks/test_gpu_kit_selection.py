@@ -40,7 +40,7 @@ def names(selection) -> list[str]:
     return [distribution.name for distribution in selection.chosen]
 
 
-def test_without_a_host_everything_is_brought():
+def test_without_a_host_everything_is_included():
     found = select(RESOLUTION, "root", host={}, dropped={})
     assert names(found) == sorted(RESOLUTION.distributions)
     assert not found.left_out
@@ -59,7 +59,7 @@ def test_what_the_host_has_in_a_version_that_fits_is_left_to_it():
     }
 
 
-def test_a_version_that_one_of_those_who_ask_refuses_is_brought():
+def test_a_version_that_one_of_those_who_ask_refuses_is_included():
     found = select(RESOLUTION, "root", host={"numpy": "2.5.2"}, dropped={})
     assert "numpy" in names(found), "torch wants one below 2.4"
     accepted = select(
@@ -69,7 +69,7 @@ def test_a_version_that_one_of_those_who_ask_refuses_is_brought():
         accepted=["torch"],
         dropped={},
     )
-    assert "numpy" not in names(accepted), "nobody refuses it when that torch is not brought"
+    assert "numpy" not in names(accepted), "nobody refuses it when that torch is not included"
     (torch,) = [entry for entry in accepted.left_out if entry.name == "torch"]
     assert torch.why == "the host's, although root 1.0 asks for torch==2.13.0"
     with pytest.raises(KitError, match="the host has no torch"):

@@ -203,7 +203,7 @@ def test_shared_and_stored(plain, tmp_path) -> None:
     assert first.manifest["weights"]["storage_bytes"] > 0
 
 
-def test_late_and_poisoned_copies(plain, monkeypatch) -> None:
+def test_delayed_and_poisoned_copies(plain, monkeypatch) -> None:
     monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.004))
     expected = vllm_tokens(plain("llama3"), PROMPTS)
     with engine("llama3", KV_OFF, weights=ALL_FAR) as llm:

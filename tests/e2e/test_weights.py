@@ -119,7 +119,7 @@ def test_too_little_for_layers_and_one_request() -> None:
         pass
 
 
-# Late copies ----------------------------------------------------------------------------
+# Delayed copies -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def delayed(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "prefetch_depth"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
 )
-def test_late_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -> None:
+def test_delayed_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
     monkeypatch.setattr(
         offloader, "place", lambda *args: replace(place(*args), prefetch_depth=prefetch_depth)

@@ -152,7 +152,7 @@ def small(monkeypatch):
     matrices = {"up": (70, 128), "down": (128, 192)}
     monkeypatch.setattr(kernel_dequant_linear, "_MATRICES", matrices)
     # The interpreter's time is per call: few programs, each with much work.
-    own = {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
+    own = {"num_programs": 2, "tile_neurons": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
     parameters = {
         **tuned.parameters("neuron_ffn"),
         **own,

@@ -179,8 +179,8 @@ def select_calls() -> Iterator[Callable[[], object]]:
 def books_calls() -> Iterator[Callable[[], object]]:
     reached_N = torch.empty(13824, dtype=torch.uint8)
     for window in (1, 4):
-        books = empty_index(13824, (512, 1024, 2048), window, reached_N.device)
-        yield partial(neuron_cache.plan, books, reached_N)
+        index = empty_index(13824, (512, 1024, 2048), window, reached_N.device)
+        yield partial(neuron_cache.plan, index, reached_N)
 
 
 def page_calls() -> Iterator[Callable[[], object]]:

@@ -51,7 +51,7 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--group",
         type=int,
         help="number of weights that share a 4-bit scale, a divisor of the hidden size; 0 for a "
-        "whole row (default: the divisor that is nearest to 64)",
+        "whole row (default: the least divisor from 64 on)",
     )
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="data type of full precision (default: the checkpoint's)"

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.kv.deferred_setups import SETUPS as DEFERRED_SETUPS
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
-from tests.fakes.kv.late_setups import SETUPS as LATE_SETUPS
 from tests.fakes.kv.mutations import Mutation, mutation_id
 from tests.fakes.kv.worker_model import WorkerModel, WrongKv
 from vllm_tiered.devices.cuda import bounce_copy
@@ -24,7 +24,7 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner, PagePool
 
 SETUPS = (
-    *LATE_SETUPS,
+    *DEFERRED_SETUPS,
     Setup(num_layers=9, num_far=8, block_tokens=4, sure_blocks=3, spare_pages=8),
     Setup(num_layers=7, num_far=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
 )

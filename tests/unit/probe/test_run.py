@@ -33,15 +33,15 @@ def device():
 
 
 def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
-    told: list[str] = []
+    steps: list[str] = []
     ffn = Matrices(name="ffn", shapes=[(128, 64), (64, 128)])
-    probe = run_probe(device, CPU, TINY, folder=tmp_path, sublayers=[ffn], step=told.append)
+    probe = run_probe(device, CPU, TINY, folder=tmp_path, sublayers=[ffn], step=steps.append)
     probe = json.loads(json.dumps(probe, allow_nan=False))
     assert [entry["num_bytes"] for entry in probe["links"]["read"]] == list(TINY.transfer_bytes)
     assert len(probe["gemms"]["far"]) == len(TINY.rows) * len(TINY.gemm_shapes)
     assert len(probe["storage"]["reads"]) == 2 * 2 * 2
     assert [entry["rows"] for entry in probe["sublayers"]] == [1, 4]
-    assert len(told) == 7
+    assert len(steps) == 7
     machine, figures = machine_from_probe(probe)
     assert machine.curves is not None
     assert all(math.isfinite(float(str(figure["value"]))) for figure in figures.values())

@@ -42,10 +42,10 @@ def timeline_of(steps, *, events=(), layers=(), is_closed=True, **changes):
 @pytest.fixture(scope="module")
 def run():
     """Two minutes of an adaptive engine, with a step in detail."""
-    told = list(adaptive_run(120.0))
+    records = list(adaptive_run(120.0))
     return timeline_of(
-        [each for each in told if isinstance(each, StepSample)],
-        events=[each for each in told if isinstance(each, Event)],
+        [each for each in records if isinstance(each, StepSample)],
+        events=[each for each in records if isinstance(each, Event)],
         layers=[pipeline_step()],
         model="<b>Llama & friends</b>",
     )

@@ -73,7 +73,7 @@ def one_after_another(steps, *, pause=0.0):
         yield each._replace(time=end)
 
 
-# What is told is what is read ---------------------------------------------------------------
+# What is written is what is read --------------------------------------------------------------
 
 
 def test_a_run_comes_back(path):

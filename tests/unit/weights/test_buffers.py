@@ -29,10 +29,10 @@ class Model:
     """
 
     def __init__(
-        self, num_pages, *, prefetch_depth=1, seed=0, haste=0.5, late_compute=True, device=None
+        self, num_pages, *, prefetch_depth=1, seed=0, haste=0.5, defers_compute=True, device=None
     ):
         self.device = device or SimulatedDevice(
-            random.Random(seed), haste=haste, late_compute=late_compute
+            random.Random(seed), haste=haste, defers_compute=defers_compute
         )
         pairs = [(count, 0) if isinstance(count, int) else count for count in num_pages]
         sizes = [(far * BUFFER_ALIGNMENT, stored * BUFFER_ALIGNMENT) for far, stored in pairs]
@@ -90,13 +90,17 @@ PAGES = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any)
     prefetch_depth=st.integers(1, 4),
     seed=st.integers(0, 10**6),
     haste=st.sampled_from([0.0, 0.3, 0.9]),
-    late_compute=st.booleans(),
+    defers_compute=st.booleans(),
 )
 def test_each_sublayer_computes_with_its_own_weights(
-    num_pages, prefetch_depth, seed, haste, late_compute
+    num_pages, prefetch_depth, seed, haste, defers_compute
 ):
     model = Model(
-        num_pages, prefetch_depth=prefetch_depth, seed=seed, haste=haste, late_compute=late_compute
+        num_pages,
+        prefetch_depth=prefetch_depth,
+        seed=seed,
+        haste=haste,
+        defers_compute=defers_compute,
     )
     model.buffer_pool.start()
     for _ in range(3):
@@ -195,7 +199,11 @@ def test_a_slot_in_use_is_not_filled_however_a_compiler_orders_modules():
     """The FFN's first module may begin before attention's last module ends."""
     for seed in range(30):
         model = Model(
-            [2] * 12, prefetch_depth=1 + seed % 3, seed=seed, haste=0.9, late_compute=bool(seed % 2)
+            [2] * 12,
+            prefetch_depth=1 + seed % 3,
+            seed=seed,
+            haste=0.9,
+            defers_compute=bool(seed % 2),
         )
         model.buffer_pool.start()
         for _ in range(3):

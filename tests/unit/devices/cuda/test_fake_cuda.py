@@ -52,7 +52,7 @@ def test_a_second_recording_counts_for_those_who_wait_later():
     assert log == ["early", "late"] and cuda.is_done(raw_event)
 
 
-def test_streams_run_late_in_their_own_order():
+def test_streams_are_delayed_and_keep_their_own_order():
     orders = set()
     for seed in range(20):
         cuda = SimulatedCuda(random.Random(seed), haste=0.5)
