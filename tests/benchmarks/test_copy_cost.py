@@ -38,7 +38,7 @@ def test_a_copier_that_is_not_held_back_really_copies():
             time.sleep(0.01)
     pages = copier._near.words[:, 0]
     assert (copier._near.words == pages[:, None]).all()
-    assert (np.diff(pages.reshape(2, -1), axis=1) == 1).all()  # two whole far regions
+    assert (np.diff(pages.reshape(2, -1), axis=1) == 1).all()  # two whole chunks of far memory
 
 
 def rounds(label, *, seconds, copied_gb=None):

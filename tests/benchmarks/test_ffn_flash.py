@@ -79,7 +79,7 @@ def test_a_token_brings_its_rows_and_columns(model, folder, layers, tokens):
     for layer_idx, layer in enumerate(layers):
         resident = technique.caches[layer_idx].resident()
         assert set(tokens[-1][layer_idx]) <= set(resident)
-        rows, columns = (region[: len(resident)].numpy() for region in technique.regions[layer_idx])
+        rows, columns = (buffer[: len(resident)].numpy() for buffer in technique.buffers[layer_idx])
         np.testing.assert_array_equal(rows, as_bytes(layer.fc1)[resident])
         np.testing.assert_array_equal(columns, as_bytes(layer.fc2.T)[resident])
     technique.close()
@@ -93,8 +93,8 @@ def test_a_token_brings_its_bundles(store, layers, tokens):
         resident = technique.caches[layer_idx].resident()
         assert set(tokens[-1][layer_idx]) <= set(resident)
         bundles = np.concatenate([as_bytes(layer.fc1), as_bytes(layer.fc2.T)], axis=1)
-        region = technique.regions[layer_idx][: len(resident)].numpy()
-        np.testing.assert_array_equal(region[:, : bundles.shape[1]], bundles[resident])
+        buffer = technique.buffers[layer_idx][: len(resident)].numpy()
+        np.testing.assert_array_equal(buffer[:, : bundles.shape[1]], bundles[resident])
 
 
 def test_a_window_reads_nothing_twice(model, folder, store, tokens):

@@ -184,7 +184,7 @@ def test_near_memory_shared_with_the_kv_cache(
     assert num_blocks == (int(near_gib * 2**30) - placed.near_bytes) // block_bytes
     uncompressed = place("all_far", model_shape(config, dtype="float32").sublayers)
     needed = uncompressed.near_bytes + 17 * block_bytes
-    assert needed > near_gib * 2**30, "not enough for slots and a request in 32 bit"
+    assert needed > near_gib * 2**30, "not enough for weight buffers and a request in 32 bit"
 
 
 def test_shared_and_stored(plain, tmp_path) -> None:

@@ -63,7 +63,7 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 
-def test_a_later_start_has_as_many_slots(tmp_path, monkeypatch) -> None:
+def test_a_later_start_has_as_many_buffers(tmp_path, monkeypatch) -> None:
     weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
     monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), prefetch_depth=2))
     first = run("opt", PROMPTS, KV_OFF, weights=weights)
@@ -301,7 +301,7 @@ def test_what_is_stored_takes_no_memory(tmp_path) -> None:
             tiered = get_offloader()
             assert tiered.placement.far_bytes == 0
             held = {p.untyped_storage().data_ptr() for *_, p in tiered._far}
-            assert len(held) == 1, "all share the slots"
+            assert len(held) == 1, "all share the weight buffers"
             assert resident_pages(the_file(tmp_path)) <= 1  # at most the header
 
 

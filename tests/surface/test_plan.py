@@ -9,7 +9,7 @@ import scipy.optimize
 
 from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.cli.main import main
-from vllm_tiered.planner import placement_milp as near_program
+from vllm_tiered.planner import placement_milp
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_nothing_but_json_is_printed(model, capfd, monkeypatch):
         os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution\n")
         return scipy.optimize.milp(*args, **kwargs)
 
-    monkeypatch.setattr(near_program, "milp", noisy)
+    monkeypatch.setattr(placement_milp, "milp", noisy)
     assert plan(model, "--json") == 0 and calls
     captured = capfd.readouterr()
     json.loads(captured.out)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.fakes.cuda import SimulatedCudaDevice
-from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.kernels.dequant_linear import reference
@@ -183,7 +183,7 @@ def test_what_was_moved_while_it_was_loaded_is_taken_from_there():
 
 @pytest.mark.parametrize("haste", HASTES)
 def test_stored_weights_with_the_first_start_and_the_second(haste, tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 3 << 16)  # several pieces per sublayer
+    monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 3 << 16)  # several pieces per sublayer
     about = {"name": "model", "fingerprint": "0", "changed": "0"}
     for is_filled in (False, True):
         store = WeightStore(tmp_path, rank=0, num_ranks=1, model=about, settings={})
@@ -206,7 +206,7 @@ def long_over(device):
         return event
 
 
-@pytest.mark.parametrize("broken", ["does not wait", "fills a slot in use"])
+@pytest.mark.parametrize("broken", ["does not wait", "fills a buffer in use"])
 def test_a_ring_that_does_not_keep_the_order_is_found(broken, monkeypatch):
     """The fake model detects a wrong order, on which the other tests rely."""
     if broken == "does not wait":
@@ -221,7 +221,7 @@ def test_a_ring_that_does_not_keep_the_order_is_found(broken, monkeypatch):
     assert wrong
 
 
-def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
+def test_a_buffer_waits_for_modules_that_compute_in_streams_of_their_own():
     """A module's last kernel may run after another module's, in another stream."""
     for seed in range(4):
         model = Model(seed, 0.6)
