@@ -104,12 +104,12 @@ def on_host(one: index.CachePlan | index.CacheIndex):
 
 def residents(one: index.CacheIndex) -> dict[Precision, set[int]]:
     return {
-        precision: set(slot[slot >= 0].tolist())
-        for precision, capacity, slots in zip(
+        precision: set(neurons[neurons >= 0].tolist())
+        for precision, capacity, neuron_in_slot in zip(
             Precision, one.capacities, one.neuron_in_slot_PC, strict=True
         )
         if capacity
-        for slot in [slots[:capacity]]
+        for neurons in [neuron_in_slot[:capacity]]
     }
 
 
@@ -119,7 +119,7 @@ def residents(one: index.CacheIndex) -> dict[Precision, set[int]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(schedule=schedules())
-def test_the_kernels_books_are_the_references(schedule, device):
+def test_the_kernels_index_is_the_references(schedule, device):
     capacities, window, steps = schedule
     mine = index.empty_index(len(steps[0]), capacities, window, device)
     other = index.empty_index(len(steps[0]), capacities, window, torch.device("cpu"))

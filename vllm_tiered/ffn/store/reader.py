@@ -263,7 +263,8 @@ class NeuronStore:
                     is_whole &= scales is not None and scales.shape == (shape.neurons, *groups)
                 if not is_whole:
                     raise IntegrityError(
-                        f"{path} lacks tables of layer {layer}, {precision.value}: {store_format.ANEW}"
+                        f"{path} lacks tables of layer {layer}, {precision.value}: "
+                        f"{store_format.ANEW}"
                     )
         return tables
 
