@@ -65,7 +65,7 @@ def test_what_is_read_off_the_rounds():
     assert result["by_rate"]["2"]["seconds_per_gb"] == pytest.approx(0.2)
 
 
-def test_engines_differ_in_the_copies_beside_them(monkeypatch, fake_model):
+def test_engines_differ_in_their_background_copies(monkeypatch, fake_model):
     def answer(spec, requests):
         result = answer_in(lambda spec: 2.0 + min(1.0, spec.copies_gb_per_s))(spec, requests)
         return with_copies(result, 1.0) if spec.copies_gb_per_s else result

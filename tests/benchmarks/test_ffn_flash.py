@@ -72,7 +72,7 @@ def as_bytes(tensor):
     return tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1).numpy()
 
 
-def test_a_token_brings_its_rows_and_columns(model, folder, layers, tokens):
+def test_a_token_loads_its_rows_and_columns(model, folder, layers, tokens):
     technique = Apart(matrices(model, folder), capacity_for(tokens, WINDOW), WINDOW)
     for token in tokens:
         technique.token(token)
@@ -85,7 +85,7 @@ def test_a_token_brings_its_rows_and_columns(model, folder, layers, tokens):
     technique.close()
 
 
-def test_a_token_brings_its_bundles(store, layers, tokens):
+def test_a_token_loads_its_bundles(store, layers, tokens):
     technique = Bundled(store, capacity_for(tokens, WINDOW), WINDOW)
     for token in tokens:
         technique.token(token)

@@ -48,7 +48,7 @@ def test_the_command_is_refused_without_a_gpu_and_knows_its_parts(tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
     asked = []
     run = subprocess.run
 

@@ -117,7 +117,7 @@ def test_every_request_runs_greedily_to_its_length(usage):
     assert result.counters == {summary.PREEMPTIONS: 0.0}
 
 
-def test_peak_counts_blocks_given_back_in_the_same_step(usage):
+def test_peak_counts_blocks_freed_in_the_same_step(usage):
     # b ends in the second step: the gauge then shows 1 block, b held ceil((3 + 2 - 1) / 4) = 1.
     llm = FakeLLM(usage)
     result = engine.run_round(llm, make_spec(), [make_request("a", 6, 5), make_request("b", 3, 2)])

@@ -379,7 +379,7 @@ def test_auto_gives_way_to_contention_and_returns():
     assert sum(stalls) / len(stalls) < 0.02
 
 
-def test_auto_steps_aside_after_a_peak():
+def test_auto_backs_off_after_a_peak():
     case = SCENARIOS["gh200-step"].case(seconds=300, noise=0.05, seed=2)
     run = simulate(case)
     assert max(change.level_idx for change in run.changes) > 10

@@ -74,7 +74,7 @@ def test_a_missing_metric_is_never_read_as_zero(metric):
         summary.summarise_round(RoundResult.from_json(data))
 
 
-def test_a_plugin_that_stepped_aside_has_zero_shares():
+def test_a_plugin_that_is_off_has_zero_shares():
     data = make_round(tiered=True).to_json()
     data["counters"] = dict.fromkeys(data["counters"], 0.0)
     figures = summary.summarise_round(RoundResult.from_json(data))

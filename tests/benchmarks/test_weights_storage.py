@@ -122,7 +122,7 @@ def test_a_peer_keeps_as_much_in_memory_as_the_limit_allows(world, tmp_path):
     assert shares == pytest.approx([0.5, 0.46, 0.42, 0.42, 0.42])
 
 
-def test_a_peer_that_no_share_lets_run_is_skipped_and_its_end_is_told(world, tmp_path):
+def test_a_peer_that_no_share_lets_run_is_skipped_and_its_end_is_reported(world, tmp_path):
     world.largest_share = -1.0
     steps: list[str] = []
     _, result = measured(tmp_path, steps)

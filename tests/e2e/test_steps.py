@@ -143,7 +143,7 @@ def test_who_waits_for_a_seat_does_not_ask_for_blocks(
         (8, 5, 99, 5 + (2 + 1 + 4) + 1 + 1 + 4),  # 5 are in use: they share blocks
     ],
 )
-def test_what_sessions_hold_is_needed_beside_the_longest_request(
+def test_blocks_of_sessions_add_to_those_of_the_longest_request(
     signals_of, longest, beside, session_blocks, needed
 ):
     signals = signals_of(
@@ -152,7 +152,7 @@ def test_what_sessions_hold_is_needed_beside_the_longest_request(
     assert signals.needed_blocks == needed
 
 
-def test_each_session_has_a_tail_that_takes_room_for_blocks(signals_of):
+def test_each_session_has_a_partial_block_that_takes_pages(signals_of):
     """With 3 of 6 layers far a partial block costs at most 3 / (3 + 1) of a block."""
     alone = signals_of(longest=8, session_blocks=6).needed_blocks
     assert signals_of(longest=8, session_blocks=6, num_sessions=3).needed_blocks == alone + 3

@@ -187,7 +187,7 @@ def test_a_later_release_that_divides_layers_otherwise(tmp_path, monkeypatch) ->
     assert result.tokens == vllm_tokens("opt", PROMPTS)
 
 
-def test_an_engine_that_fails_later_leaves_room_for_the_next(tmp_path) -> None:
+def test_an_engine_that_fails_later_leaves_memory_for_the_next(tmp_path) -> None:
     with (
         pytest.raises(Exception, match="No available memory for the cache blocks"),
         engine("opt", KV_OFF, weights=stored(tmp_path), kv_cache_memory_bytes=1 << 16),

@@ -174,7 +174,7 @@ def test_compiled(tmp_path) -> None:
         assert buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
-def test_compiled_beside_an_engine_that_places_nothing() -> None:
+def test_compiled_next_to_an_engine_that_places_nothing() -> None:
     """Two compiled engines of one model share neither compiled code nor offloader."""
     expected = vllm_tokens("falcon", PROMPTS)
     far = {"placement": "all_far"}
@@ -198,7 +198,7 @@ def test_the_next_engine_has_its_weights_near() -> None:
         assert generate(llm, PROMPTS) == expected
 
 
-def test_far_memory_is_given_back_with_the_engine() -> None:
+def test_far_memory_is_released_with_the_engine() -> None:
     run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
     gc.collect()
     assert not [held for held in gc.get_objects() if type(held) is WeightBufferPool]

@@ -191,7 +191,7 @@ def test_selection_is_measured_with_and_without_a_threshold(device, small):
     assert not result["targets"]
 
 
-def test_books_are_measured_beside_the_hosts(device, small):
+def test_the_index_is_measured_against_the_hosts(device, small):
     result = checked(kernels, kernels.Settings(kernels=("neuron_cache",), repeats=1))
     found = result["by_kernel"]["neuron_cache"]
     assert [case["torch_us"].keys() for case in found] == [{"the host's"}] * 4

@@ -135,7 +135,7 @@ def test_the_kernels_index_is_the_references(schedule, device):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(schedule=schedules())
-def test_what_is_near_is_what_the_hosts_books_keep_near(schedule, device):
+def test_cached_neurons_are_those_of_the_hosts_index(schedule, device):
     capacities, window, steps = schedule
     num_neurons = len(steps[0])
 
@@ -211,7 +211,7 @@ def test_a_large_layer(device):
         check_index(on_host(mine), other)
 
 
-def test_cleared_books_bring_everything_anew(device):
+def test_a_cleared_index_loads_everything_again(device):
     mine = index.empty_index(50, (20, 0, 0), 1, device)
     reached_N = torch.zeros(50, dtype=torch.uint8, device=device)
     reached_N[::5] = 7

@@ -160,7 +160,7 @@ def test_a_single_cpu_is_warned_about(monkeypatch):
     assert "4 of" in check.found and "(0-2,8)" in check.found
 
 
-def test_cuda_builds_beside_a_cpu_torch_are_warned_about(monkeypatch):
+def test_cuda_builds_with_a_cpu_torch_give_a_warning(monkeypatch):
     versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0"}
     monkeypatch.setattr(doctor, "_distribution_version", versions.get)
     check = doctor.check_torch()

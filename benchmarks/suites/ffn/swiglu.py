@@ -53,7 +53,7 @@ DEFINITIONS = {
     " layers' weights read from the disk for each token; median of rounds' ratios",
     "ratio_to_dense": "the same over vLLM with all weights in memory",
     "perplexity": "of ShareGPT text in full precision, and with all tokens mixed, where near memory"
-    " has room for twice what a token wants (the engine here has less, and computes in full"
+    " holds twice the neurons that a token wants (the engine here has less, and computes in full"
     " precision where it prefers dense steps: sparse_share)",
     "perplexity_ratio": "the second over the first",
     "sparse_share": "of layers' decode steps, those computed from chosen neurons",

@@ -118,7 +118,7 @@ def test_the_fit_is_one():
             assert squares(changed) > least, (name, factor)
 
 
-def test_other_readings_are_told(answer):
+def test_other_readings_are_reported(answer):
     by_name = {each["reading"]: each for each in answer["readings"]}
     assert by_name["as read here"]["best_l2_mib"] == answer["with_prefetch"]["best_l2_mib"]
     assert by_name["context lengths 2k, 4k, 8k and 16k only"]["best_l2_mib"] == 80

@@ -69,7 +69,7 @@ def test_compute_is_over_when_it_returns(device):
 # Threads and errors ----------------------------------------------------------------------
 
 
-def test_copying_threads_may_run_where_they_are_told():
+def test_copying_threads_run_on_the_given_cpus():
     where: list[set[int]] = []
 
     class Look(Gate):

@@ -37,7 +37,7 @@ def test_discarded_pages_take_no_memory():
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 3), (1, 2), (3, 1), (2, 0)])
-def test_pages_beside_the_range_stay(first, count):
+def test_pages_outside_the_range_stay(first, count):
     """Pages of 10 KiB share their first and last system pages with their neighbours."""
     buffer = touched(6, 10 * KIB)
     given = buffer.discard(first, count)

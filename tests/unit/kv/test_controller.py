@@ -139,7 +139,7 @@ def test_a_request_that_does_not_fit_is_served_at_once():
     assert engine.reasons == ["a request needs 150 blocks"]
 
 
-def test_the_level_is_kept_while_the_request_lives_and_given_back_after():
+def test_the_level_is_kept_while_the_request_lives_and_lowered_after():
     engine = ControlledEngine(demand=50, needed_blocks=150).run(5000)
     assert min(engine.path) == engine.level > 0
     engine.needed_blocks = 10
@@ -232,7 +232,7 @@ def test_no_growth_while_compute_waits_whatever_for():
 # Releasing unused -----------------------------------------------------------------------
 
 
-def test_steps_aside_when_nothing_is_blocked_and_returns_in_one_jump():
+def test_backs_off_when_nothing_is_blocked_and_returns_in_one_jump():
     engine = ControlledEngine(unit_link=1e-7).run(1000)
     top = engine.level
     assert top == LEVELS.max_num_far
@@ -246,7 +246,7 @@ def test_steps_aside_when_nothing_is_blocked_and_returns_in_one_jump():
     assert set(engine.path[seen:]) == {0, top}
 
 
-def test_never_steps_aside_below_the_blocks_in_use():
+def test_never_backs_off_below_the_blocks_in_use():
     engine = ControlledEngine(unit_link=1e-7).run(1000)
     engine.demand = 150
     engine.run(5000)
@@ -425,7 +425,7 @@ def test_the_public_names_are_those_of_the_contract():
     assert initial_state(LEVELS, Tuning()).decision.level_idx == 0
 
 
-def test_a_large_request_beside_many_small_ones_keeps_a_level():
+def test_a_large_request_among_many_small_ones_keeps_a_level():
     """With these partial blocks no level above 0 holds more blocks in all.
 
     But level 0 does not hold the large request.

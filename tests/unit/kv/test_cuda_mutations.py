@@ -198,7 +198,7 @@ def run_bounced(num_seeds: int) -> None:
             device.close()
 
 
-def test_unbroken_passes_when_threads_carry_pages(monkeypatch):
+def test_unbroken_passes_when_threads_copy_pages(monkeypatch):
     monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 64)
     run_bounced(2 * len(SETUPS))
 
@@ -208,7 +208,7 @@ def test_unbroken_passes_when_threads_carry_pages(monkeypatch):
     [Mutation(BounceCopyWorker, "_run", bounce_without_waiting, AssertionError)],
     ids=mutation_id,
 )
-def test_broken_fails_when_threads_carry_pages(mutation, monkeypatch):
+def test_broken_fails_when_threads_copy_pages(mutation, monkeypatch):
     mutation.apply(monkeypatch)
     with pytest.raises(mutation.kind):
         run_bounced(20)

@@ -42,7 +42,7 @@ def test_reads_into_an_buffer_still_computed_on_are_found(monkeypatch):
         run_deferred(SETUPS[0])
 
 
-def test_the_far_tier_is_not_given_back_while_it_is_read():
+def test_far_memory_is_not_released_while_it_is_read():
     """Layers that return are still being read when the next step has no offloaded layer."""
     for seed in range(60):
         rng = random.Random(seed)

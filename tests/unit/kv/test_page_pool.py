@@ -49,7 +49,7 @@ def test_allocate_more_than_there_are_changes_nothing(pool):
 
 
 @pytest.mark.parametrize("leave", ["free", "drain"])
-def test_pages_of_another_owner_cannot_be_given_back(pool, leave):
+def test_pages_of_another_owner_cannot_be_freed(pool, leave):
     pages = take(pool, 2, Owner.RESIDENT)
     with pytest.raises(IntegrityError, match="not all PARTIAL's"):
         if leave == "free":

@@ -66,7 +66,7 @@ def test_a_point_takes_its_time_and_no_more(monkeypatch):
     assert 0.04 < clock.now < 6 * 0.05
 
 
-def test_a_link_that_compute_does_not_hold_up_is_as_fast_beside_it():
+def test_a_link_without_contention_is_as_fast_during_compute():
     device = CpuDevice(throttles={Direction.READ: Throttle(100e6)})
     try:
         # Other processes can only make it slower, so take the best of a few.

@@ -228,7 +228,7 @@ def test_a_buffer_waits_for_modules_that_compute_in_streams_of_their_own():
         model.load()
         cuda, device = model.device.cuda, model.device
         buffer_pool = model.far.start_streaming()
-        main, aside = cuda.compute_stream(), cuda.new_stream()
+        main, second_stream = cuda.compute_stream(), cuda.new_stream()
         seen: list[bool] = []
 
         def look(layer, name, seen=seen, model=model):
@@ -236,7 +236,7 @@ def test_a_buffer_waits_for_modules_that_compute_in_streams_of_their_own():
 
         for position, (layer, names) in enumerate(model.sublayers * 2):
             position %= len(model.sublayers)
-            for stream, name in ((aside, names[0]), (main, names[-1])):
+            for stream, name in ((second_stream, names[0]), (main, names[-1])):
                 cuda._compute = stream
                 buffer_pool.acquire(position)
                 for _ in range(12 if stream is main else 0):  # other work keeps the stream busy

@@ -118,7 +118,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_parameters_are_told_by_their_names(name):
+def test_parameters_are_distinguished_by_their_names(name):
     found = {
         parameter.name: (sublayer.kind, parameter.role)
         for sublayer in sublayers_of(0, {name: 2 for name, _, _ in LAYERS[name]})

@@ -185,7 +185,7 @@ def test_a_neuron_is_in_one_buffer_of_its_layer(name, schedule):
         assert layer.num_resident == {p: cache.num_resident for p, cache in layer.caches.items()}
 
 
-def test_a_better_precision_will_do_while_there_is_room():
+def test_a_better_precision_is_kept_while_slots_are_free():
     """Its bytes are there; a neuron that needs more bits than before is loaded."""
     full, int8 = Precision.FULL, Precision.INT8
     layer = LayerCache({full: AdjacentTokenCache(4, 20), int8: AdjacentTokenCache(4, 20)})
