@@ -50,7 +50,7 @@ def with_copies(result, copied_gb):
     return replace(result, counters={**result.counters, COPIED_BYTES: copied_gb * 1e9})
 
 
-def test_what_is_read_off_the_rounds():
+def test_figures_from_the_rounds():
     measured = {
         "no copies": rounds("no copies", seconds=4.0),
         "copies, 1 GB/s": rounds("copies, 1 GB/s", seconds=4.4, copied_gb=4.0),

@@ -55,11 +55,11 @@ def test_a_wrong_choice_shows():
     assert not result["choice_is_within_5_percent"]
 
 
-def test_where_sparse_always_pays_there_is_no_switch_over():
+def test_no_crossover_if_sparse_is_always_faster():
     assert summarise(runs_of({1: SECONDS[1], 8: SECONDS[8]}))["switch_over_batch"] is None
 
 
-def test_one_batch_that_dense_wins_by_chance_is_no_switch_over():
+def test_one_dense_win_by_chance_is_no_crossover():
     odd = {1: SECONDS[1], 4: SECONDS[32], 8: SECONDS[8], 32: SECONDS[32]}
     assert summarise(runs_of(odd))["switch_over_batch"] == 32
 
@@ -85,7 +85,7 @@ def test_a_run_reports_its_steps(tmp_path, monkeypatch):
     TieredConfig.from_dict(json.loads(command[command.index("--tiered") + 1])).check()
 
 
-def test_dense_is_forced_and_the_rest_left_alone(monkeypatch):
+def test_dense_is_forced_and_nothing_else_changes(monkeypatch):
     seen = []
     monkeypatch.setattr(
         FfnLayer, "compute", lambda layer, x_BH, only_decodes: seen.append(only_decodes)

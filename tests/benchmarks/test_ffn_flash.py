@@ -212,7 +212,7 @@ def test_figures_follow_from_the_replays_and_the_runs(settings, monkeypatch):
     assert "synthetic" in ffn_flash.table(result)
 
 
-def test_the_engines_differ_in_their_settings_alone(settings, model, folder):
+def test_the_engines_differ_only_in_their_settings(settings, model, folder):
     load = memory_capped.Load(prompt_tokens=12, new_tokens=16)
     settings = replace(settings, shape="opt-1.3b")
     sparse = ffn_flash.sparse_command(load, settings, model, folder / "store")

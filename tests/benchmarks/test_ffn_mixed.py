@@ -138,7 +138,7 @@ def test_an_unknown_peer_is_refused_before_anything_is_written(runs, settings, t
     assert not list(tmp_path.iterdir()) and not runs.seen
 
 
-def test_what_cannot_run_is_skipped_and_named(runs, settings):
+def test_contenders_that_cannot_run_are_skipped_and_named(runs, settings):
     result = ffn_mixed.run(settings, lambda text: None)
     assert result["skipped"]["airllm_disk"] == "package airllm: pip install airllm"
     assert not {name for name, *_ in runs.seen} & result["skipped"].keys()

@@ -86,7 +86,7 @@ def kit(wheels, tmp_path):
 
 
 @pytest.mark.parametrize("part_bytes", [1, 999, 10**6])
-def test_what_is_cut_is_joined_to_the_same_wheels(wheels, tmp_path, part_bytes):
+def test_parts_join_to_the_same_wheels(wheels, tmp_path, part_bytes):
     if part_bytes == 1:
         wheels = wheels[1:]  # one part for each byte
     folder, joined = tmp_path / "kit", tmp_path / "joined"
@@ -178,7 +178,7 @@ def record_of(wheel: Path) -> dict[str, list[str]]:
         return {row[0]: row[1:] for row in csv.reader(opened.read(name).decode().splitlines())}
 
 
-def test_a_repacked_wheel_is_a_wheel_without_what_was_dropped(tmp_path):
+def test_a_repacked_wheel_lacks_the_dropped_files(tmp_path):
     files = {"vllm/__init__.py": b"", "vllm/_C.so": b"kept", "vllm/_flashmla_C.so": b"big" * 99}
     wheel = make_wheel(tmp_path, "vllm", files)
     out = tmp_path / "out"
@@ -234,7 +234,7 @@ def order(tmp_path, **options) -> Order:
     return Order(**{**arguments, **options})
 
 
-def test_collecting_again_fetches_and_cuts_only_what_is_missing(index, tmp_path):
+def test_collecting_again_fetches_and_cuts_only_missing_parts(index, tmp_path):
     first = collect(order(tmp_path), print)
     assert [wheel.name[:3] for wheel in first.wheels] == ["one", "two"]
     assert index == ["install", "download"]
@@ -250,7 +250,7 @@ def test_collecting_again_fetches_and_cuts_only_what_is_missing(index, tmp_path)
     assert all(is_there(part, folder / "kit") for part in first.parts)
 
 
-def test_accepting_what_no_host_was_named_for_is_refused(tmp_path):
+def test_accept_host_without_host_packages_is_refused(tmp_path):
     with pytest.raises(KitError, match="give --host-packages too"):
         collect(order(tmp_path, accepted=("two",)), print)
 
@@ -294,7 +294,7 @@ def test_the_hosts_own_packages_are_behind_the_environment(index, tmp_path, caps
     assert done.stdout.strip() == "1"
 
 
-def test_what_cannot_be_imported_is_named():
+def test_failed_imports_are_named():
     found = installing.probe(Path(sys.executable), ["json", "no.such.module", "os"])
     assert found == {"no.such.module": "ModuleNotFoundError: No module named 'no'"}
 
@@ -307,7 +307,7 @@ def test_a_kit_of_another_python_is_refused(kit, tmp_path):
         installing.install(target, print)
 
 
-def test_complaints_about_what_was_left_out_are_expected(kit):
+def test_complaints_about_left_out_packages_are_expected(kit):
     made = read_kit(kit)
     data = [LeftOut(name="torch", version="2", host_version="1", why="the host's")]
     short = Kit(**{**{f: getattr(made, f) for f in made.__slots__}, "left_out": tuple(data)})

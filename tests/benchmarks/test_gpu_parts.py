@@ -40,7 +40,7 @@ def test_each_part_is_refused_without_a_gpu(name, capsys):
 
 
 @without_gpu
-def test_the_command_is_refused_without_a_gpu_and_knows_its_parts(tmp_path, capsys):
+def test_the_command_is_refused_without_a_gpu_and_lists_its_parts(tmp_path, capsys):
     assert command.main(["--out", str(tmp_path / "out")]) == 1
     assert "needs a GPU" in capsys.readouterr().err
     assert command.main(["links", "--out", str(tmp_path / "out")]) == 1
@@ -182,7 +182,7 @@ def test_every_kernel_is_measured():
         assert callable(__import__(module, fromlist=["cases"]).cases), name
 
 
-def test_what_a_prefetch_gave_of_what_it_could():
+def test_the_share_of_the_possible_gain():
     times = {"cold": (50e-6, 30e-6), "warm": (40e-6, 20e-6), "hot": (45e-6, 10e-6)}
     case = l2.summarise_case(times)
     assert case["speedup"] == pytest.approx(1.25) and case["matmul_speedup"] == pytest.approx(1.5)

@@ -163,7 +163,7 @@ def test_prefixes_may_live_on_from_round_to_round(usage):
     assert llm.resets == 0
 
 
-def test_a_client_goes_away_after_the_tokens_it_wanted(usage):
+def test_a_client_leaves_after_its_tokens(usage):
     llm = FakeLLM(usage)
     requests = [
         make_request("stays", 4, 6),
@@ -232,5 +232,5 @@ def test_counters_of_seconds_keep_their_fractions(usage):
 @pytest.mark.parametrize(
     ("machine_s", "own_s", "expected"), [(10.0, 8.0, 0.1), (8.0, 8.5, 0.0), (50.0, 0.0, 1.0)]
 )
-def test_foreign_cpu_share_is_what_others_took_of_all_cores(machine_s, own_s, expected):
+def test_foreign_cpu_share_is_the_share_of_other_processes(machine_s, own_s, expected):
     assert engine.foreign_cpu_share(machine_s, own_s, 20.0) == pytest.approx(expected)

@@ -50,7 +50,7 @@ def test_a_request_of_one_token_has_no_time_per_token():
     assert summary.time_per_output_token_s(make_round(tpot_s=0.25)) == [pytest.approx(0.25)]
 
 
-def test_vllm_alone_has_no_figures_of_the_plugin():
+def test_vllm_has_no_figures_of_the_plugin():
     assert "stall_fraction" not in summary.summarise_round(make_round())
 
 

@@ -63,7 +63,7 @@ def test_every_neuron_has_its_time(model, prompts):
         assert (layer.active.any(axis=0)).mean() > 0.6
 
 
-def test_the_record_is_what_transformers_computes(model, prompts):
+def test_the_record_matches_transformers(model, prompts):
     loaded = whole_model(model)
     seen: list[torch.Tensor] = []
     for layer in loaded.model.decoder.layers:
@@ -148,7 +148,7 @@ def test_the_latent_turns_as_the_overlap_asks_for():
     assert np.abs(far).mean() < 0.3
 
 
-def test_without_a_tokenizer_the_demo_model_is_not_asked_for(tmp_path, monkeypatch):
+def test_without_a_tokenizer_the_demo_model_is_not_needed(tmp_path, monkeypatch):
     def lacking():
         raise FileNotFoundError
 

@@ -180,7 +180,7 @@ def test_so_does_the_machine_that_it_plans_from(monkeypatch):
     assert (held.curves.compute_slowdown, held.curves.link_slowdown) == (1.0, 1.0)
 
 
-def test_a_round_has_what_clock_and_link_say(monkeypatch):
+def test_a_round_has_the_figures_of_clock_and_link(monkeypatch):
     slow = ThrottledEngine(SPEC)
     uses = iter([{}, {"weights_read_bytes": 7.0, "weights_read_seconds": 0.5}])
     monkeypatch.setattr(throttled_engine, "_drain_metrics", lambda: next(uses))

@@ -91,7 +91,7 @@ def test_figures_follow_from_the_runs(world, tmp_path):
     assert "airllm" in weights_storage.table(result)
 
 
-def test_all_have_the_same_limit_but_for_what_measures_it(world, tmp_path):
+def test_all_runs_have_the_same_limit_except_the_measuring_one(world, tmp_path):
     _, result = measured(tmp_path)
     limit = WEIGHTS // 2 + RESIDENT
     assert result["limit_bytes"] == limit
@@ -104,7 +104,7 @@ def test_all_have_the_same_limit_but_for_what_measures_it(world, tmp_path):
     }
 
 
-def test_what_is_not_installed_is_skipped_and_named(world, tmp_path):
+def test_missing_packages_are_skipped_and_named(world, tmp_path):
     steps: list[str] = []
     _, result = measured(tmp_path, steps)
     assert result["skipped_peers"] == {"airllm_disk": "package airllm: pip install airllm"}

@@ -62,7 +62,7 @@ def test_a_throttled_engine_is_watched_timed_and_changes_its_link(monkeypatch):
     assert throttled.calls == [("watch", "llm"), ("link", 5.0), ("begin",)]
 
 
-def test_an_engine_that_is_not_timed_is_left_alone(monkeypatch):
+def test_an_engine_without_timing_is_unchanged(monkeypatch):
     _, result = serve(monkeypatch, replace(SPEC, is_timed=False), [ROUND])
     assert RoundResult.from_json(result).label == "plain"
 

@@ -47,7 +47,7 @@ def test_tokens_equal(model, weights) -> None:
 
 
 @pytest.mark.parametrize("model", ["demo", "opt", "qwen2", "phi3", "falcon"])
-def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
+def test_a_plan_from_the_config_equals_the_engines(model) -> None:
     config = json.loads((Path(model_path(model)) / "config.json").read_text())
     planned = place("helm", model_shape(config, dtype="float32").sublayers)
     with engine(model, KV_OFF, weights={"placement": "helm"}):
@@ -230,7 +230,7 @@ def test_weights_are_not_written_after_they_are_staged() -> None:
 
 
 @pytest.mark.parametrize("placement", ["all_far", "off"])
-def test_a_second_engine_beside_it_is_refused(placement) -> None:
+def test_a_second_engine_in_the_process_is_refused(placement) -> None:
     """The first engine's compiled code would call the offloader of the second engine.
 
     So an engine that places nothing is refused too.
@@ -273,7 +273,7 @@ def test_layers_that_share_parameters_are_refused() -> None:
         tiered.wrap_modules(given(first, second))
 
 
-def test_what_others_read_stays_near() -> None:
+def test_weights_that_other_modules_read_stay_near() -> None:
     """Returned biases stay near, and so do parameters that are no matrix of a linear layer."""
     (layer,) = layers(1)
     layer.fc1.skip_bias_add = True

@@ -87,7 +87,7 @@ def test_stored_weights_with_the_first_start_and_the_second(on_fake, tmp_path) -
         assert result.manifest["weights"]["storage_bytes"]
 
 
-def test_four_bit_as_the_kernel_wants_it(on_fake, monkeypatch) -> None:
+def test_four_bit_in_the_kernels_layout(on_fake, monkeypatch) -> None:
     """The reference of the GPU kernel gives the same tokens as the CPU's order of the codes."""
     weights = {"placement": "helm", "compress": "int4"}
     expected = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS).tokens

@@ -279,7 +279,7 @@ def test_a_copy_from_device_to_device_gives_the_bandwidth():
     assert gpu_device.copy_peak(torch, clock, 1 << 16) > 0
 
 
-def test_the_prefetch_is_asked_for_in_warm_cases_alone(monkeypatch):
+def test_only_warm_cases_prefetch(monkeypatch):
     asked = []
     monkeypatch.setattr(
         l2_api, "prefetch", lambda weight, switch, **options: asked.append(weight.nbytes)

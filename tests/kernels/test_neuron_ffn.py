@@ -191,7 +191,7 @@ def test_neurons_without_activation_add_nothing_whatever_they_hold(codec, num_to
 
 
 @pytest.mark.usefixtures("few_programs")
-def test_what_is_no_number_stays_none(device):
+def test_nan_stays_nan(device):
     bundles = bundles_of(96, 40, 3, gated=False, codec="int8", device=device)
     for num_tokens in (1, 17):
         x_BH = torch.full((num_tokens, 96), torch.nan, device=device)
@@ -305,7 +305,7 @@ def test_slots_beyond_what_32_bits_count(codec, num_tokens, device):
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if "few_tokens" in v.name], ids=lambda v: v.name
 )
-def test_variants_are_what_is_launched(variant, device):
+def test_variants_match_the_launches(variant, device):
     wanted = variant.constants
     codec, gated, fills = wanted["CODEC"], wanted["GATED"], wanted["FILLS"]
     bundles = bundles_of(4096, 1, wanted["NUM_GROUPS"], gated=gated, codec=codec, device=device)

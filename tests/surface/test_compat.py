@@ -102,7 +102,7 @@ def test_wrapping_a_method_passes_the_instance():
     assert Owner().times(10) == 31
 
 
-def test_wrapping_what_is_not_there_is_an_error():
+def test_wrapping_a_missing_attribute_is_an_error():
     with pytest.raises(VersionError, match=r"module\.gone"):
         compat.wrap_once(types.ModuleType("module"), "gone", add)
 

@@ -57,7 +57,7 @@ def test_served_once_when_vllm_loads_it_by_name_too(load_names, monkeypatch):
     assert load_names() == ["tiered"]
 
 
-def test_vllm_plugins_is_left_alone(make_engine_args, monkeypatch):
+def test_vllm_plugins_is_unchanged(make_engine_args, monkeypatch):
     make_engine_args(additional_config={"tiered": {}}).create_engine_config()
     assert "VLLM_PLUGINS" not in os.environ
 

@@ -142,7 +142,7 @@ def test_every_claim_says_how_it_came_about(answer):
     json.dumps(answer)
 
 
-def test_a_sweep_is_what_single_steps_give():
+def test_a_sweep_equals_single_steps():
     """The sweep reuses times of sizes that prefetch the same: against each on its own."""
     decoder = DECODERS["Mixtral-8x22B"]
     space = Space(decoders=(decoder,), batches=(8, 24), contexts=(4096, 16384))

@@ -58,7 +58,7 @@ def test_a_part_discards_its_own_pages():
     assert not (buffer.data[[3, 4]] == 7).all()
 
 
-def test_where_it_is_impossible_nothing_happens():
+def test_nothing_happens_where_it_is_not_supported():
     assert PageBuffer(torch.empty((4, 4096), dtype=torch.uint8, device="meta")).discard(0, 4) == 0
     assert touched(1, 8).discard(0, 1) == 0
 

@@ -81,7 +81,7 @@ def run_deferred(setup):
             run_schedule(driver, random.Random(seed), num_steps=40)
 
 
-def test_what_layers_write_on_their_way_out_is_written_once():
+def test_blocks_of_layers_that_become_far_are_stored_once():
     """This also holds if no layer was far before, and the write ends before the layers are far."""
     setup = Setup(num_layers=5, num_far=3, block_tokens=2, spare_pages=40, adaptive=True)
     driver = Driver(setup, SimulatedDevice(random.Random(0), haste=1.0))

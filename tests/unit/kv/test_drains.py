@@ -132,7 +132,7 @@ DEVICES = pytest.mark.parametrize("device_class", [Cuda, Deferred])
 
 @DEVICES
 @pytest.mark.parametrize("case", PLANS)
-def test_what_was_computed_is_what_was_written_out(case, device_class, monkeypatch):
+def test_stored_blocks_equal_the_computed_ones(case, device_class, monkeypatch):
     plan, owner = PLANS[case]
     taken = []
     allocate = PagePool.allocate

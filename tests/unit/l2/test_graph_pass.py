@@ -64,7 +64,7 @@ def planned(budget_bytes, **options):
     return [([inputs.index(w) for w in group.weights], group.attention) for group in groups]
 
 
-def test_each_all_reduce_gets_what_is_used_up_to_the_next() -> None:
+def test_each_all_reduce_prefetches_the_weights_used_before_the_next() -> None:
     """The residual connection leads around it: its consumers behind are not taken."""
     assert planned(AMPLE) == [
         ([3, 4], None),  # after attention 0: FFN 0

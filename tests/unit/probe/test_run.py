@@ -102,18 +102,18 @@ def test_storage_reads_all_ways_and_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_is_said_with_its_numbers(device, tmp_path):
+def test_the_error_of_a_full_disk_has_its_numbers(device, tmp_path):
     scope = dataclasses.replace(TINY, file_bytes=1 << 60)
     with pytest.raises(BudgetError, match=r"file takes 1048576.00 TiB in .* are free.*--path"):
         run_probe(device, CPU, scope, folder=tmp_path)
 
 
-def test_a_folder_that_is_none_is_said(device, tmp_path):
+def test_a_path_that_is_no_folder_is_reported(device, tmp_path):
     with pytest.raises(ConfigError, match=r"no file can be made in .*--path"):
         run_probe(device, CPU, TINY, folder=tmp_path / "absent")
 
 
-def test_an_error_of_the_disk_is_said(monkeypatch, tmp_path):
+def test_an_error_of_the_disk_is_reported(monkeypatch, tmp_path):
     def fail(*_):
         raise OSError(5, "Input/output error")
 

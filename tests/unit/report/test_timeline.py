@@ -76,7 +76,7 @@ def one_after_another(steps, *, pause=0.0):
 # What is written is what is read --------------------------------------------------------------
 
 
-def test_a_run_comes_back(path):
+def test_a_run_is_read_back(path):
     timeline = TimelineWriter(path, header())
     for k in range(5):
         timeline.add_step(step(0.1 * k + 0.05, used_blocks=10 * k, far_layers=k // 4))
@@ -228,7 +228,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_engine_leaves_what_it_added(path):
+def test_a_killed_engine_leaves_its_records(path):
     with subprocess.Popen([sys.executable, "-c", DYING_ENGINE, path], cwd=ROOT) as engine:
         try:
             # It is idle: nothing but the writer's own clock brings its last steps to the file.
@@ -327,7 +327,7 @@ def test_a_path_that_cannot_be_written_is_refused_with_the_reason(tmp_path):
     assert "Not a directory" in refused(tmp_path / "file" / "t.jsonl")
 
 
-def test_a_file_that_is_no_timeline_is_left_alone(path):
+def test_a_file_that_is_no_timeline_is_not_touched(path):
     path.write_text("my thesis\n")
     assert "would be lost" in refused(path)
     assert path.read_text() == "my thesis\n"

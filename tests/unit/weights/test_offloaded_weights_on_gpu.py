@@ -170,7 +170,7 @@ def test_outputs_are_equal_in_four_bit(haste, kernels):
         assert not wrong_steps(model), seed
 
 
-def test_what_was_moved_while_it_was_loaded_is_taken_from_there():
+def test_parameters_moved_during_loading_are_read_from_their_new_place():
     """vLLM moves weights that it processes to the GPU, and back to other memory."""
     model = Model(0, 0.3)
     model.load()
@@ -249,7 +249,7 @@ def test_a_buffer_waits_for_modules_that_compute_in_streams_of_their_own():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_matrices_are_packed_as_the_kernel_wants_them(dtype, monkeypatch):
+def test_matrices_are_packed_for_the_kernel(dtype, monkeypatch):
     monkeypatch.setattr(packing, "_CHUNK_WEIGHTS", 5 * 128)  # chunks of five rows, and a rest
     weight = torch.randn((64, 128)).to(dtype)
     assert torch.equal(packing.compress_for_kernels(weight), reference.pack(weight))

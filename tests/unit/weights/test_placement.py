@@ -52,7 +52,7 @@ def test_flexgens_share_of_storage_as_in_the_paper():
     assert placement.resident_bytes / total == pytest.approx(0.083, abs=0.002)
 
 
-def test_helm_halves_what_the_ffn_moves():
+def test_helm_halves_the_transfer_of_the_ffn():
     """FFN transfers are 49.33 % shorter, attention's 32.55 % longer; a third is near (V-B)."""
     flexgen = place("flexgen", model(opt_layer()), [20, 80, 0])
     helm = place("helm", model(opt_layer()))
@@ -141,7 +141,7 @@ def test_attention_comes_first():
     share=st.floats(0, 1.2),
     num_layers=st.integers(1, 12),
 )
-def test_what_far_memory_does_not_hold_is_stored(policy, share, num_layers):
+def test_weights_beyond_far_memory_are_stored(policy, share, num_layers):
     whole = place(policy, model(opt_layer(), num_layers=num_layers))
     placement = spill_to_storage(whole, int(share * whole.far_bytes))
     assert placement.far_bytes <= share * whole.far_bytes

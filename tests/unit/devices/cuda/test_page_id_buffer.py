@@ -32,7 +32,7 @@ steps = st.lists(st.one_of(st.integers(1, 7), st.just("done")), max_size=40)
 
 
 @given(steps=steps, num_ids=st.integers(1, 24))
-def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
+def test_ids_of_copies_in_flight_are_not_overwritten(steps, num_ids):
     buffer = PageIdBuffer(allocate, num_ids)
     under_way: deque[tuple[Copy, tuple[torch.Tensor, torch.Tensor], list[int]]] = deque()
     next_id = 0

@@ -80,7 +80,7 @@ def test_every_slot_holds_its_neuron(name, capacity, schedule):
 
 @given(capacity=st.integers(12, NUM_NEURONS), schedule=st.lists(wants, max_size=20))
 @settings(deadline=None)
-def test_atu_keeps_what_the_token_wants_and_no_more(capacity, schedule):
+def test_atu_keeps_only_the_tokens_neurons(capacity, schedule):
     cache = AdjacentTokenCache(capacity, NUM_NEURONS)
     for wanted in schedule:
         before = cache.num_resident
@@ -132,7 +132,7 @@ def test_more_wanted_than_there_are_slots(name):
     assert cache.resident().tolist() == [1, 2]
 
 
-def test_what_makes_no_cache():
+def test_bad_cache_settings_are_refused():
     with pytest.raises(BudgetError, match="holds none"):
         AdjacentTokenCache(0, NUM_NEURONS)
     with pytest.raises(ConfigError, match="window of 0"):
@@ -233,7 +233,7 @@ def test_none_of_the_upper_half_stays_worse():
     scores=st.permutations(range(NUM_NEURONS)),
 )
 @settings(deadline=None)
-def test_precisions_with_better_ones_have_what_was_asked_for(name, schedule, scores):
+def test_precisions_and_better_ones_have_the_requested_counts(name, schedule, scores):
     """Neurons change places; no more of them are read, and none is missing or there twice."""
     scores_N = np.array(scores, dtype=np.float32)
     layer = LayerCache({p: CACHES[name](14, NUM_NEURONS) for p in Precision})

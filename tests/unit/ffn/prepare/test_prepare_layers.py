@@ -114,7 +114,7 @@ def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
     torch.testing.assert_close(found, other, rtol=0.3, atol=0.3)
 
 
-def test_recorded_inputs_give_what_the_ffn_gave(tmp_path):
+def test_recorded_inputs_reproduce_the_ffns_outputs(tmp_path):
     tiny_model("opt", tmp_path / "model")
     model = LayerwiseModel(tmp_path / "model")
     record(model, TEXTS, tmp_path / "run")

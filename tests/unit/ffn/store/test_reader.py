@@ -94,7 +94,7 @@ def test_one_neuron_may_go_to_two_rows(stores, name, precision):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_a_store_says_of_itself(stores, name):
+def test_a_stores_description(stores, name):
     store, shape = stores[name], SHAPES[name]
     assert (store.shape, store.activation, store.precisions) == (shape, "relu", tuple(Precision))
     assert store.group == GROUPS and store.contents["model"]["name"] == "model-0"
@@ -220,7 +220,7 @@ def test_nothing_to_read(stores):
     read.wait()
 
 
-def test_at_most_as_many_readers_as_said(folders, monkeypatch):
+def test_no_more_readers_than_configured(folders, monkeypatch):
     real, lock = os.preadv, threading.Lock()
     inside, most, is_crowded = 0, 0, threading.Event()
 

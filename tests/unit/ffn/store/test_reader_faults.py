@@ -218,7 +218,7 @@ def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
             assert torch.equal(into, bundles(LARGE, 0, Precision.FULL)[0][::2])
 
 
-def test_after_an_error_a_store_goes_on(case, monkeypatch):
+def test_a_store_works_after_an_error(case, monkeypatch):
     """Tasks of a failed read do not run during the next read."""
     store, shape = case
     with monkeypatch.context() as patch:
@@ -229,7 +229,7 @@ def test_after_an_error_a_store_goes_on(case, monkeypatch):
         assert torch.equal(read_all(store, 1, Precision.FULL), bundles(shape, 1, Precision.FULL)[0])
 
 
-def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
+def test_a_silent_disk_is_waited_for_and_logged(case, monkeypatch, caplog):
     store, shape = case
     released, real = threading.Event(), os.preadv
 
@@ -323,7 +323,7 @@ def test_there_is_no_store(tmp_path, name):
         NeuronStore.open(tmp_path / name)
 
 
-def test_a_damaged_file_beside_is_named(tmp_path):
+def test_another_damaged_file_of_the_store_is_named(tmp_path):
     from tests.fixtures.neuron_stores import add, writer
 
     filling = writer(tmp_path / "store", SMALL)
