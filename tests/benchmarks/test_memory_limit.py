@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program under a memory limit: the limit holds, and outcomes can be told apart."""
+"""A program under a memory limit: the limit holds, and outcomes can be distinguished."""
 
 import subprocess
 import sys

@@ -36,8 +36,8 @@ def test_a_report_of_an_engine_that_grows(tmp_path: Path) -> None:
     # This process's memory, at 26 W for 256 GB; more where the host has power counters.
     assert joules > 0.5 * seconds * 26 / 256 * 0.3 and 0 < assumed <= joules
     assert grams == pytest.approx(joules / 3.6e6 * 400)
-    told_joules = sum(window.joules for window in timeline.windows)
-    assert 0.5 * joules < told_joules <= joules + 1e-6 * len(timeline.windows)  # rounded
+    reported_joules = sum(window.joules for window in timeline.windows)
+    assert 0.5 * joules < reported_joules <= joules + 1e-6 * len(timeline.windows)  # rounded
     assert set(timeline.header.manifest["energy"]) == {"cpu", "dram", "gpu", "ssd"}
     assert 0 < timeline.layers[-1].time < timeline.windows[-1].end
     spans = timeline.layers[-1].layers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /tiered: when it is served, and what it answers."""
+"""GET /tiered: when it is served, and its answer."""
 
 import asyncio
 import logging

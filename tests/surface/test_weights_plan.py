@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near memory that layers and KV cache share: what goes with it, and what it is planned from."""
+"""Near memory that layers and KV cache share: its combinations, and the inputs of its plan."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -43,7 +43,7 @@ DEFINITIONS = {
 _POWER = Power(
     near_idle_watts=0.0, near_active_watts=0.0, far_watts_per_gb=26 / 256, storage_watts=2.0
 )
-"""M2Cache, 6.1, without the GPU: the host's processor computes, and nobody counts its energy."""
+"""M2Cache, 6.1, without the GPU: the host's processor computes, and its energy is not counted."""
 
 
 def summarise(

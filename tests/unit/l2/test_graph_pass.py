@@ -195,7 +195,7 @@ def test_results_stay_the_same_through_the_compiler(recorder) -> None:
 
 
 def test_a_second_start_finds_the_compiled_graph(recorder) -> None:
-    """In inductor's cache, prefetches and all; with another budget it is compiled anew."""
+    """In inductor's cache, prefetches and all; with another budget it is compiled again."""
     arguments = inputs()
 
     def start(budget_bytes: int) -> tuple[PrefetchPass, int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline file: what is added is read back; it stays small and survives its engine."""
+"""The timeline file: added records are read back; it stays small and survives its engine."""
 
 import json
 import os
@@ -231,7 +231,7 @@ time.sleep(60)
 def test_a_killed_engine_leaves_its_records(path):
     with subprocess.Popen([sys.executable, "-c", DYING_ENGINE, path], cwd=ROOT) as engine:
         try:
-            # It is idle: nothing but the writer's own clock brings its last steps to the file.
+            # It is idle: only the writer's own clock writes its last steps to the file.
             wait_for(lambda: path.exists() and path.read_text().count('"window"') == 2)
         finally:
             engine.send_signal(signal.SIGKILL)
@@ -347,7 +347,7 @@ def test_a_second_engine_is_refused_while_the_first_writes(path):
     assert "another engine writes it" in refused(path)
     for end in (1.0, 2.0, 3.0):
         timeline.add_step(step(end))
-    wait_for(lambda: path.read_text().count('"window"') == 1)  # the file was written anew
+    wait_for(lambda: path.read_text().count('"window"') == 1)  # the file was written again
     assert "another engine writes it" in refused(path)
     timeline.close()
     assert merge_windows(read_timeline(path).windows).num_steps == 3

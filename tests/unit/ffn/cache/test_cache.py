@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neuron caches: whatever is wanted when, each used slot holds its neuron's bytes."""
+"""Neuron caches: for all sequences of tokens, each used slot holds its neuron's bytes."""
 
 import numpy as np
 import pytest
@@ -191,7 +191,7 @@ def test_a_better_precision_is_kept_while_slots_are_free():
     layer = LayerCache({full: AdjacentTokenCache(4, 20), int8: AdjacentTokenCache(4, 20)})
     layer.commit(layer.plan({full: ids(1, 2, 3), int8: ids(4, 5)}))
     plan = layer.plan({full: ids(4, 7), int8: ids(1, 2, 3)})
-    assert plan.hits == 2 and plan.num_loads == 3  # 1 and 2 stay; 3 has no room beside 4 and 7
+    assert plan.hits == 2 and plan.num_loads == 3  # 1 and 2 stay; 3 does not fit with 4 and 7
     layer.commit(plan)
     assert set(layer.caches[full].resident()) == {1, 2, 4, 7}
     assert set(layer.caches[int8].resident()) == {3}
@@ -214,7 +214,7 @@ def test_for_each_that_stays_better_one_may_stay_worse():
 
 
 def test_none_of_the_upper_half_stays_worse():
-    """Wanted for long, it would never come in the precision that its rank asks for."""
+    """A neuron that is wanted for long would never be loaded in the precision of its rank."""
     full, int8 = Precision.FULL, Precision.INT8
     layer = LayerCache({full: AdjacentTokenCache(6, 20), int8: AdjacentTokenCache(6, 20)})
     layer.commit(layer.plan({full: ids(1, 2, 4, 5), int8: ids(3, 7)}))
