@@ -157,7 +157,7 @@ def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
 
 def test_several_probes_are_as_good_as_their_median():
     slow = copy.deepcopy(sample_probe())
-    for entry in slow["products"]["near"]:
+    for entry in slow["gemms"]["near"]:
         entry["seconds"] *= 10
     assert machine_from_probe(
         planner_accuracy.median_probe([sample_probe(), slow, sample_probe()])

@@ -80,7 +80,7 @@ def second_turns(monkeypatch) -> tuple[Tokens, Tokens]:
     return again, vllm_tokens("deep", longer, max_tokens=8)
 
 
-def test_what_was_computed_from_a_lost_page_is_not_hit(monkeypatch) -> None:
+def test_blocks_computed_from_a_lost_page_are_not_hit(monkeypatch) -> None:
     again, expected = second_turns(monkeypatch)
     assert again == expected
 
@@ -113,7 +113,7 @@ def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion, monkeypatch) ->
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_is_not_needed_is_said(tmp_path: Path, caplog_vllm) -> None:
+def test_an_unneeded_file_is_reported(tmp_path: Path, caplog_vllm) -> None:
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 1.0, "expansion": 2.0}
     result = run("deep", PROMPTS[:2], config, max_tokens=2, **TIGHT)
     assert result.manifest["kv"]["storage_bytes"] == 0 < result.manifest["kv"]["far_bytes"]
@@ -202,7 +202,7 @@ def test_a_disk_that_is_silent(monkeypatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_what_goes_wrong_in_the_model_is_what_is_raised(monkeypatch, error) -> None:
+def test_an_error_of_the_model_is_raised_unchanged(monkeypatch, error) -> None:
     """vLLM still ends the step, and the next step must not use its incomplete state."""
     layer_done = worker.TieredWorker.layer_done
     calls = iter(range(1 << 30))

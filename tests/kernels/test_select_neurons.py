@@ -116,7 +116,7 @@ def test_two_runs_are_equal(device):
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("threshold", [None, 0.2])
-def test_a_layer_hears_a_byte_a_neuron(num_tokens, threshold, device):
+def test_a_layer_sends_one_byte_per_neuron(num_tokens, threshold, device):
     """ffn/selector.py decodes the bytes to the same selection as the CPU's."""
     torch.manual_seed(num_tokens)
     mix = Mix.from_shares([0.2, 0.3, 0.1])

@@ -30,7 +30,7 @@ def test_it_prints_a_line_per_placement(model, capsys):
     for placement in ("flexgen", "helm", "all_far", "latency"):
         assert f"\n{placement}" in out
     assert "all near does not fit: 13.00 GiB of layers" in out
-    assert "Predicted for rtx4090-pcie4, of whose figures are" in out
+    assert "Predicted for rtx4090-pcie4; its figures:" in out
 
 
 def test_json_has_every_figure_with_its_kind(model, capsys):
@@ -94,7 +94,7 @@ def test_without_power_figures_there_is_no_energy(model, capsys):
     plan(model, "--machine", "gh200")
     out = capsys.readouterr().out
     assert "J/token" not in out
-    assert "No energy: it is not known what gh200 draws." in out
+    assert "No energy figures: the power of gh200 is not known." in out
 
 
 def test_nothing_but_json_is_printed(model, capfd, monkeypatch):

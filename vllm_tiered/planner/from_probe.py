@@ -20,7 +20,7 @@ from vllm_tiered.planner.machine import Figures, Machine, load_profile, profile_
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 
 FORMAT = "vllm-tiered probe"
-VERSION = 1
+VERSION = 2
 
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
@@ -73,7 +73,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     Raises:
         KeyError, TypeError, ValueError, IndexError: a value is missing or not a number above 0.
     """
-    near, far = (_gemm_curve(probe["products"][where]) for where in ("near", "far"))
+    near, far = (_gemm_curve(probe["gemms"][where]) for where in ("near", "far"))
     call_us = 1e6 * _positive(probe["call_seconds"], "call_seconds")
     links = {name: _samples(probe["links"][name]) for name in ("read", "write")}
     largest, one_row = near.by_rows[0][-1]
@@ -81,7 +81,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     width = {"float32": 4, "bfloat16": 2, "float16": 2}[probe["dtype"]]
     read_gb_per_s, write_gb_per_s = (_gb_per_s(links[name][-1]) for name in ("read", "write"))
     near_gb_per_s = largest / one_row / 1e9
-    slower = probe["beside"]
+    slower = probe["contention"]
     compute_slowdown = _positive(slower["compute_slowdown"], "compute_slowdown")
     link_slowdown = _positive(slower["link_slowdown"], "link_slowdown")
     latency_s = links["read"][0][1]

@@ -24,7 +24,7 @@ from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_second
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
-VERSION = 1
+VERSION = 2
 """Version of the probe file; a reader refuses other versions."""
 
 GEMMS: Mapping[str, Callable[[torch.Tensor], Gemm]] = {
@@ -140,8 +140,8 @@ def run_probe(
         "machine": describe(near_device),
         "dtype": str(scope.dtype).removeprefix("torch."),
         "links": links,
-        "products": gemms,
-        "beside": contention._asdict(),
+        "gemms": gemms,
+        "contention": contention._asdict(),
         "call_seconds": _call_seconds(near_device),
         "storage": storage,
         "sublayers": at_model,

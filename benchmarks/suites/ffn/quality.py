@@ -55,7 +55,7 @@ RESULT_KEYS = (
 
 DEFINITIONS = {
     "perplexity": "by text and variant: exp of the mean negative log-probability of a token given"
-    " those before it in its text; products in float32",
+    " those before it in its text; matmuls in float32",
     "perplexity_full": "on ShareGPT, all neurons in 16 bit",
     "perplexity_searched": "on ShareGPT, with the searched mix, ranked by base4, groups of 64",
     "ratio_searched": "perplexity_searched over perplexity_full",

@@ -37,7 +37,7 @@ def allocate(pool, count):
     return lambda num_reserved: pool.take(count) if count + num_reserved <= pool.num_free else None
 
 
-def test_a_request_is_admitted_if_its_partial_blocks_fit_beside_its_blocks(fixed, pool):
+def test_a_request_is_admitted_if_its_blocks_and_its_partial_blocks_fit(fixed, pool):
     reserved = fixed.elastic.blocks_to_reserve("a")
     assert reserved == 2
     assert fixed.admit("a", 4, allocate(pool, 3)) == [1, 2, 3]
@@ -55,7 +55,7 @@ def test_a_refused_request_changes_nothing(fixed, pool):
     assert not fixed.elastic.is_admitted("a") and not fixed.has_changes
 
 
-def test_workers_are_told_each_change_once(fixed, pool):
+def test_workers_get_each_change_once(fixed, pool):
     assert fixed.take_changes() == ([], [])
     fixed.admit("a", 4, allocate(pool, 1))
     reserved = sorted(fixed.elastic.reserved)

@@ -93,7 +93,7 @@ def test_one_fork_and_one_join_around_all_that_an_all_reduce_hides(runtime, cuda
     assert cuda.take() == [], "nothing was forked since"
 
 
-def test_off_launches_nothing_but_counts_what_a_step_has(runtime, cuda):
+def test_off_launches_nothing_but_counts_the_bytes_of_a_step(runtime, cuda):
     step(runtime)
     step(runtime)
     assert cuda.take() == []

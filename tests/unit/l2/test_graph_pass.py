@@ -65,7 +65,7 @@ def planned(budget_bytes, **options):
     return [([inputs.index(w) for w in group.weights], group.attention) for group in groups]
 
 
-def test_each_all_reduce_gets_what_is_used_up_to_the_next() -> None:
+def test_each_all_reduce_prefetches_the_weights_used_before_the_next() -> None:
     """The residual connection leads around it: its consumers behind are not taken."""
     assert planned(AMPLE) == [
         ([3, 4], None),  # after attention 0: FFN 0
@@ -191,7 +191,7 @@ def test_results_stay_the_same_through_the_compiler(recorder) -> None:
 
 
 def test_a_second_start_finds_the_compiled_graph(recorder) -> None:
-    """In inductor's cache, prefetches and all; with another budget it is compiled anew."""
+    """In inductor's cache, prefetches and all; with another budget it is compiled again."""
     arguments = inputs()
 
     def start(budget_bytes: int) -> tuple[PrefetchPass, int, int]:

@@ -54,7 +54,7 @@ def test_cancelled_bytes_are_dropped(prefetcher) -> None:
     assert dropped > 0
 
 
-def test_after_a_cancel_it_goes_on(prefetcher) -> None:
+def test_it_works_after_a_cancel(prefetcher) -> None:
     for _ in range(50):
         prefetcher.begin(spans(1 << 16))
         prefetcher.cancel()

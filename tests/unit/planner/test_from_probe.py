@@ -70,7 +70,7 @@ def broken(change):
         pytest.param("[]", "is not a probe's result", id="list"),
         pytest.param('{"format": "x"}', "is not a probe's result", id="other"),
         pytest.param(
-            broken(lambda p: p.update(version=0)), "version 0, and this reads 1", id="old"
+            broken(lambda p: p.update(version=0)), "version 0, and this reads 2", id="old"
         ),
         pytest.param(broken(lambda p: p.pop("links")), "damaged: no 'links'", id="key"),
         pytest.param(
@@ -79,11 +79,11 @@ def broken(change):
             id="negative",
         ),
         pytest.param(
-            broken(lambda p: p["beside"].update(link_slowdown="much")),
+            broken(lambda p: p["contention"].update(link_slowdown="much")),
             "link_slowdown is 'much'",
             id="text",
         ),
-        pytest.param(broken(lambda p: p["products"].update(far=[])), "no GEMMs", id="empty"),
+        pytest.param(broken(lambda p: p["gemms"].update(far=[])), "no GEMMs", id="empty"),
         pytest.param(broken(lambda p: p["links"].update(read=[])), "is damaged", id="no link"),
         pytest.param(broken(lambda p: p.update(links=None)), "is damaged", id="null"),
     ],
@@ -153,7 +153,7 @@ def test_far_weights_take_the_other_product():
 def test_a_link_bound_step_takes_its_transfers_and_their_slowdown():
     """Transfers at 5 GB/s take 1.5 times as long while compute, which is shorter, runs."""
     probe = sample_probe()
-    for entry in probe["products"]["far"]:
+    for entry in probe["gemms"]["far"]:
         entry["seconds"] /= 20
     machine, _ = machine_from_probe(probe)
     placement = place("all_far", LLAMA.sublayers)

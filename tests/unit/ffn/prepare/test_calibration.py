@@ -116,7 +116,7 @@ def test_goes_on_where_it_was_killed(model, text, tmp_path, step):
     NeuronStore.open(out).close()
 
 
-def test_other_text_is_recorded_anew(model, text, tmp_path):
+def test_other_text_is_recorded_again(model, text, tmp_path):
     out = tmp_path / "store"
     with pytest.raises(Killed):
         prepare(model, out, progress=KilledAfter("recording", 1), calibration=calibration(text))

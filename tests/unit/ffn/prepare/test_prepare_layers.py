@@ -131,7 +131,7 @@ def test_base4_leaves_out_neurons_that_are_inactive_in_4_bit():
     assert chosen.tolist() == active_N.nonzero().flatten().tolist()
 
 
-def test_recorded_inputs_give_what_the_ffn_gave(tmp_path):
+def test_recorded_inputs_reproduce_the_ffns_outputs(tmp_path):
     tiny_model("opt", tmp_path / "model")
     model = LayerwiseModel(tmp_path / "model")
     record(model, TEXTS, tmp_path / "run")

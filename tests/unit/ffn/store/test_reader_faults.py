@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fixtures.neuron_stores import LARGE, MIDDLE, SMALL, bundles, flip, ids, region, written
+from tests.fixtures.neuron_stores import (
+    LARGE,
+    MIDDLE,
+    SMALL,
+    bundles,
+    cache_memory,
+    flip,
+    ids,
+    written,
+)
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.store import format as store_format
@@ -56,7 +65,7 @@ def offset_of(store, layer, precision, neuron):
 
 def read_all(store, layer, precision):
     count = store.shape.neurons
-    into = region(store.shape, precision, count)
+    into = cache_memory(store.shape, precision, count)
     store.read(layer, precision, np.arange(count), into, np.arange(count))
     return into
 
@@ -78,7 +87,7 @@ def test_a_flipped_bit_is_found_and_named(case, precision, seed, caplog):
         read_all(store, layer, precision)
     assert caplog.text.count("reading it again") == 1
     others = np.delete(np.arange(shape.neurons), neuron)
-    into = region(shape, precision, len(others))
+    into = cache_memory(shape, precision, len(others))
     store.read(layer, precision, others, into, np.arange(len(others)))
     assert torch.equal(into, bundles(shape, layer, precision)[0][torch.from_numpy(others)])
     flip(store.path / "neurons.bin", at, mask)
@@ -204,12 +213,12 @@ def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
     far = np.arange(0, 70, 2)
     with NeuronStore.open(written(tmp_path / "store", LARGE)) as store:
         for _ in range(2):
-            into = region(LARGE, Precision.FULL, 35)
+            into = cache_memory(LARGE, Precision.FULL, 35)
             store.read(0, Precision.FULL, far, into, np.arange(35))
             assert torch.equal(into, bundles(LARGE, 0, Precision.FULL)[0][::2])
 
 
-def test_after_an_error_a_store_goes_on(case, monkeypatch):
+def test_a_store_works_after_an_error(case, monkeypatch):
     """Tasks of a failed read do not run during the next read."""
     store, shape = case
     with monkeypatch.context() as patch:
@@ -220,7 +229,7 @@ def test_after_an_error_a_store_goes_on(case, monkeypatch):
         assert torch.equal(read_all(store, 1, Precision.FULL), bundles(shape, 1, Precision.FULL)[0])
 
 
-def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
+def test_a_silent_disk_is_waited_for_and_logged(case, monkeypatch, caplog):
     store, shape = case
     released, real = threading.Event(), os.preadv
 
@@ -230,7 +239,7 @@ def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
 
     patch_reads(monkeypatch, hang)
     monkeypatch.setattr(scatter_reader, "SILENCE_SECONDS", 0.05)
-    into = region(shape, Precision.INT8, 1)
+    into = cache_memory(shape, Precision.INT8, 1)
     read = store.submit(0, Precision.INT8, ids(5), into, ids(0))
     threading.Timer(0.3, released.set).start()
     begin = time.monotonic()
@@ -314,7 +323,7 @@ def test_there_is_no_store(tmp_path, name):
         NeuronStore.open(tmp_path / name)
 
 
-def test_a_damaged_file_beside_is_named(tmp_path):
+def test_another_damaged_file_of_the_store_is_named(tmp_path):
     from tests.fixtures.neuron_stores import add, writer
 
     filling = writer(tmp_path / "store", SMALL)
