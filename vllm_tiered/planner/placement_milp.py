@@ -11,8 +11,8 @@ so the variables are not the tiers of parameters, but counts:
                          far bytes <= the far budget
 
 A class is a set of sublayers of one kind, with equal parameters, that follow compute of equal
-length. A buffer fits the largest sublayer that it receives, which takes one constraint for each
-choice in use. Offloaded sublayers take turns in the buffers. If the number of buffers is even, and
+length. A buffer fits the largest sublayer that it receives, which takes a flag for each size that
+it may have. Offloaded sublayers take turns in the buffers. If the number of buffers is even, and
 only whole layers may stay near, attention and FFN alternate: each kind has half of the buffers.
 Otherwise every buffer must fit both kinds.
 """
@@ -127,11 +127,11 @@ def solve_placement(
         for positions in members
     ]
     kinds = [sublayers[positions[0]].kind for positions in members]
-    is_any, num_buffers = _buffers_by_kind(problem)
+    num_buffers = _num_buffers(problem)
     counts = _counts(
         choices=choices,
         sizes=[len(positions) for positions in members],
-        buffers=[[0, 1] if is_any else [list(Kind).index(kind)] for kind in kinds],
+        buffers=[list(Kind).index(kind) if len(num_buffers) > 1 else 0 for kind in kinds],
         kinds=kinds if problem.stay is NearScope.LAYERS else (),
         num_buffers=num_buffers,
         near_bytes=near_bytes,
@@ -169,24 +169,25 @@ def solve_placement(
     )
 
 
-def _buffers_by_kind(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
-    """Return whether a buffer may receive both kinds, and the number of buffers of each kind.
+def _num_buffers(problem: PlacementProblem) -> tuple[float, ...]:
+    """Return the number of buffers of each kind, or of all if a buffer may receive both kinds.
 
     If no sublayer may stay near as a whole, the buffer of each sublayer is known. Otherwise the
     last round may be longer and have more buffers, which this function does not count.
     """
     if problem.stay is not NearScope.NONE:
-        each = (problem.prefetch_depth + 1) / 2
-        return problem.stay is NearScope.ANY or problem.prefetch_depth % 2 == 0, (each, each)
+        number = problem.prefetch_depth + 1
+        is_shared = problem.stay is NearScope.ANY or number % 2
+        return (number,) if is_shared else (number / 2, number / 2)
     order = list(Kind)
     holds: dict[int, set[int]] = {}
     for position, sublayer in enumerate(problem.sublayers):
         buffer = buffer_of(position, len(problem.sublayers), problem.prefetch_depth)
         holds.setdefault(buffer, set()).add(order.index(sublayer.kind))
     if any(len(kinds) > 1 for kinds in holds.values()):
-        return True, (len(holds) / 2, len(holds) / 2)
+        return (len(holds),)
     num_attention = sum(kinds == {0} for kinds in holds.values())
-    return False, (num_attention, len(holds) - num_attention)
+    return num_attention, len(holds) - num_attention
 
 
 def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[int]]:
@@ -251,9 +252,9 @@ def _counts(
     *,
     choices: Sequence[Sequence[_Choice]],
     sizes: Sequence[int],
-    buffers: Sequence[Sequence[int]],
+    buffers: Sequence[int],
     kinds: Sequence[Kind],
-    num_buffers: tuple[float, float],
+    num_buffers: Sequence[float],
     near_bytes: int,
     far_bytes: int | None,
     gap: float,
@@ -261,16 +262,16 @@ def _counts(
 ) -> list[list[int]] | None:
     """Return how often each choice is taken; None if nothing fits.
 
-    The variables are the counts, then a flag for each count > 0, then the two buffer sizes in MiB,
-    then the number of sublayers that each buffer receives.
+    The variables are the counts, then a flag for each size that buffers may have, then the number
+    of sublayers that each buffer receives. A flag means that the buffers have at least that size.
 
     Args:
         choices: for each class, the ways to place one of its sublayers.
         sizes: for each class, the number of its sublayers.
-        buffers: for each class, which of the two buffer sizes must fit its sublayers.
+        buffers: for each class, which of the buffer sizes must fit its sublayers.
         kinds: kind of each class, if equally many attention and FFN sublayers must stay near as a
             whole; otherwise empty.
-        num_buffers: number of buffers of each of the two sizes.
+        num_buffers: number of buffers of each size.
         near_bytes: budget of near memory.
         far_bytes: budget of far memory; None for no limit.
         gap: relative distance to the optimum at which the solver may stop.
@@ -278,60 +279,52 @@ def _counts(
     """
     flat = [(group, choice) for group, options in enumerate(choices) for choice in options]
     num_choices = len(flat)
-    num_sizes = len(Kind)
-    num_variables = 2 * num_choices + num_sizes + 1
+    flags = _size_flags(choices, buffers, num_buffers)
+    num_variables = num_choices + len(flags) + 1
     # In MiB and milliseconds, because the solver's tolerances are absolute.
     unit = 1 / (1 << 20)
     rows: list[npt.NDArray[np.float64]] = []
     low: list[float] = []
     high: list[float] = []
 
-    def add(row: npt.NDArray[np.float64], at_least: float, at_most: float) -> None:
+    def add(at_counts: Sequence[float], at_least: float, at_most: float) -> npt.NDArray[np.float64]:
+        """Add a constraint on the counts; the caller sets the coefficients of the rest."""
+        row = np.zeros(num_variables)
+        row[:num_choices] = at_counts
         rows.append(row)
         low.append(at_least)
         high.append(at_most)
+        return row
 
     for group, size in enumerate(sizes):
-        row = np.zeros(num_variables)
-        for index, (at, _) in enumerate(flat):
-            row[index] = at == group
-        add(row, size, size)
-    budget = np.zeros(num_variables)
-    for index, (group, choice) in enumerate(flat):
-        budget[index] = choice.near_bytes * unit
-        used = np.zeros(num_variables)
-        used[index], used[num_choices + index] = 1, -sizes[group]
-        add(used, -np.inf, 0)
-        for buffer in buffers[group]:
-            holds = np.zeros(num_variables)
-            holds[num_choices + index] = choice.extent * unit
-            holds[2 * num_choices + buffer] = -1
-            add(holds, -np.inf, 0)
-    budget[2 * num_choices : -1] = num_buffers
-    add(budget, -np.inf, near_bytes * unit)
+        add([at == group for at, _ in flat], size, size)
+        for flag, (buffer, extent, _) in enumerate(flags, start=num_choices):
+            # One constraint for all of a class's choices of this size or more. With one for each
+            # choice, and the size as a variable, the relaxation is weak: the 400 programs of four
+            # plans took 29 s instead of 10 s (a Xeon core, 2026-11-25).
+            if buffer == buffers[group]:
+                used = add([at == group and c.extent >= extent for at, c in flat], -np.inf, 0)
+                used[flag] = -size
+    budget = add([choice.near_bytes * unit for _, choice in flat], -np.inf, near_bytes * unit)
+    budget[num_choices:-1] = [added * unit for _, _, added in flags]
+    for flag in range(num_choices + 1, num_choices + len(flags)):
+        if flags[flag - num_choices].buffer == flags[flag - num_choices - 1].buffer:
+            larger = add([0] * num_choices, -np.inf, 0)
+            larger[flag - 1], larger[flag] = -1, 1
     if is_even:
-        half = np.zeros(num_variables)
-        half[:num_choices] = [choice.extent > 0 for _, choice in flat]
+        half = add([choice.extent > 0 for _, choice in flat], 0, 0)
         half[-1] = -sum(num_buffers)
-        add(half, 0, 0)
     if kinds:
-        pairs = np.zeros(num_variables)
-        pairs[:num_choices] = [
-            (not choice.extent) * (1 if kinds[group] is Kind.FFN else -1) for group, choice in flat
-        ]
-        add(pairs, 0, 0)
+        signs = [1 if kinds[group] is Kind.FFN else -1 for group, _ in flat]
+        add([(not c.extent) * sign for (_, c), sign in zip(flat, signs, strict=True)], 0, 0)
     if far_bytes is not None:
-        far = np.zeros(num_variables)
-        far[:num_choices] = [choice.far_extent * unit for _, choice in flat]
-        add(far, -np.inf, far_bytes * unit)
+        add([choice.far_extent * unit for _, choice in flat], -np.inf, far_bytes * unit)
     cost = np.zeros(num_variables)
-    cost[:num_choices] = [choice.seconds * 1e3 for _, choice in flat]
     # Among equally fast placements, prefer the one that moves the fewest bytes.
-    cost[:num_choices] += [choice.extent * unit * 1e-6 for _, choice in flat]
-    upper = np.concatenate(
-        [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_sizes + 1, np.inf)]
-    )
-    integrality = np.concatenate([np.ones(2 * num_choices), np.zeros(num_sizes), [is_even]])
+    cost[:num_choices] = [c.seconds * 1e3 + c.extent * unit * 1e-6 for _, c in flat]
+    upper = np.array([*(sizes[group] for group, _ in flat), *(1 for _ in flags), np.inf])
+    integrality = np.ones(num_variables)
+    integrality[-1] = is_even
     with suppress_solver_output():
         solution = milp(
             cost,
@@ -344,6 +337,36 @@ def _counts(
         return None
     numbers = iter(np.rint(solution.x[:num_choices]).astype(int).tolist())
     return [[next(numbers) for _ in options] for options in choices]
+
+
+class _SizeFlag(NamedTuple):
+    """Flag for buffers of at least ``extent`` bytes, with the bytes that it adds to all of them."""
+
+    buffer: int
+    extent: int
+    added_bytes: float
+
+
+def _size_flags(
+    choices: Sequence[Sequence[_Choice]],
+    buffers: Sequence[int],
+    num_buffers: Sequence[float],
+) -> list[_SizeFlag]:
+    """Return the flags of each buffer size by ascending extents; see :func:`_counts`."""
+    flags = []
+    for buffer, number in enumerate(num_buffers):
+        received = {
+            choice.extent
+            for options, into in zip(choices, buffers, strict=True)
+            for choice in options
+            if buffer == into
+        }
+        ascending = sorted(received | {0})
+        flags += [
+            _SizeFlag(buffer, extent, number * (extent - smaller))
+            for smaller, extent in itertools.pairwise(ascending)
+        ]
+    return flags
 
 
 def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choice]:
