@@ -353,7 +353,7 @@ def _size_flags(
     num_buffers: Sequence[float],
 ) -> list[_SizeFlag]:
     """Return the flags of each buffer size by ascending extents; see :func:`_counts`."""
-    flags = []
+    flags: list[_SizeFlag] = []
     for buffer, number in enumerate(num_buffers):
         received = {
             choice.extent
