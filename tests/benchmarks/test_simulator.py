@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+from functools import cache
 from importlib.util import find_spec
 
 import hypothesis.strategies as st
@@ -322,6 +323,7 @@ SLOWER_WITH_PARTIAL_BLOCKS_OFFLOADED = {
 }
 
 
+@cache
 def steady_figures(name):
     """Return the figures of a minute or two of load, ramp included."""
     scenario = SCENARIOS[name]

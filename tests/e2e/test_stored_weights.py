@@ -38,6 +38,12 @@ PLACEMENTS = (
     {"placement": "latency", "near_gib": 0.004, "far_gib": 0.001},
     {"placement": "flexgen", "percents": [20, 40, 40]},
 )
+# Every model with all of it stored; every placement with opt and one other model.
+CASES = [
+    *((model, ALL_STORED) for model in ("opt", "qwen2", "llama3", "phi3", "falcon")),
+    *(("opt", weights) for weights in PLACEMENTS[1:]),
+    *zip(("phi3", "llama3", "falcon"), PLACEMENTS[1:], strict=True),
+]
 
 
 def stored(folder, weights=ALL_STORED):
@@ -49,8 +55,9 @@ def the_file(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
-@pytest.mark.parametrize("model", ["opt", "qwen2", "llama3", "phi3", "falcon"])
+@pytest.mark.parametrize(
+    ("model", "weights"), CASES, ids=lambda one: one if isinstance(one, str) else one["placement"]
+)
 def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_path) -> None:
     first = run(model, PROMPTS, KV_OFF, weights=stored(tmp_path, weights))
     written = the_file(tmp_path).stat()

@@ -8,12 +8,25 @@ import pytest
 import scipy.optimize
 
 from tests.fixtures.model_configs import LLAMA_3_8B
+from vllm_tiered.cli import plan as plan_command
 from vllm_tiered.cli.main import main
 from vllm_tiered.planner import choice_counts
+from vllm_tiered.planner.fit import evaluate_placements
+
+RESULTS: dict[str, list[object]] = {}
+
+
+def results(*args, **options):
+    """Return the results, evaluated once: many tests differ only in what they print."""
+    key = repr((args, options))
+    if key not in RESULTS:
+        RESULTS[key] = list(evaluate_placements(*args, **options))
+    return RESULTS[key]
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "evaluate_placements", results)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     return str(tmp_path)
 
@@ -107,6 +120,7 @@ def test_nothing_but_json_is_printed(model, capfd, monkeypatch):
         return scipy.optimize.milp(*args, **kwargs)
 
     monkeypatch.setattr(choice_counts, "milp", noisy)
+    RESULTS.clear()
     assert plan(model, "--json") == 0 and calls
     captured = capfd.readouterr()
     json.loads(captured.out)

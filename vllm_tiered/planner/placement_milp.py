@@ -11,8 +11,8 @@ so the variables are not the tiers of parameters, but counts:
                          far bytes <= the far budget
 
 A class is a set of sublayers of one kind, with equal parameters, that follow compute of equal
-length. A buffer fits the largest sublayer that it receives, which takes one constraint for each
-choice in use. Offloaded sublayers take turns in the buffers. If the number of buffers is even, and
+length. A buffer fits the largest sublayer that it receives, which takes a flag for each size that
+it may have. Offloaded sublayers take turns in the buffers. If the number of buffers is even, and
 only whole layers may stay near, attention and FFN alternate: each kind has half of the buffers.
 Otherwise every buffer must fit both kinds.
 
@@ -111,12 +111,12 @@ def solve_placement(
         for positions in members
     ]
     kinds = [sublayers[positions[0]].kind for positions in members]
-    is_any, num_buffers = _buffers_by_kind(problem)
+    num_buffers = _num_buffers(problem)
     counts = count_choices(
         CountProblem(
             choices=choices,
             sizes=[len(positions) for positions in members],
-            buffers=[[0, 1] if is_any else [list(Kind).index(kind)] for kind in kinds],
+            buffers=[list(Kind).index(kind) if len(num_buffers) > 1 else 0 for kind in kinds],
             kinds=kinds if problem.stay is NearScope.LAYERS else (),
             num_buffers=num_buffers,
             near_bytes=near_bytes,
@@ -155,24 +155,25 @@ def solve_placement(
     )
 
 
-def _buffers_by_kind(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
-    """Return whether a buffer may receive both kinds, and the number of buffers of each kind.
+def _num_buffers(problem: PlacementProblem) -> tuple[float, ...]:
+    """Return the number of buffers of each kind, or of all if a buffer may receive both kinds.
 
     If no sublayer may stay near as a whole, the buffer of each sublayer is known. Otherwise the
     last round may be longer and have more buffers, which this function does not count.
     """
     if problem.stay is not NearScope.NONE:
-        each = (problem.prefetch_depth + 1) / 2
-        return problem.stay is NearScope.ANY or problem.prefetch_depth % 2 == 0, (each, each)
+        number = problem.prefetch_depth + 1
+        is_shared = problem.stay is NearScope.ANY or number % 2
+        return (number,) if is_shared else (number / 2, number / 2)
     order = list(Kind)
     holds: dict[int, set[int]] = {}
     for position, sublayer in enumerate(problem.sublayers):
         buffer = buffer_of(position, len(problem.sublayers), problem.prefetch_depth)
         holds.setdefault(buffer, set()).add(order.index(sublayer.kind))
     if any(len(kinds) > 1 for kinds in holds.values()):
-        return True, (len(holds) / 2, len(holds) / 2)
+        return (len(holds),)
     num_attention = sum(kinds == {0} for kinds in holds.values())
-    return False, (num_attention, len(holds) - num_attention)
+    return num_attention, len(holds) - num_attention
 
 
 def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[int]]:

@@ -6,8 +6,10 @@ import errno
 import logging
 import os
 import random
+import shutil
 import threading
 import time
+from functools import cache
 
 import numpy as np
 import pytest
@@ -31,11 +33,22 @@ from vllm_tiered.storage import reader as scatter_reader
 from vllm_tiered.storage.aio import AioQueue
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """Return a function that copies a store, which is written once: quantising takes most time."""
+
+    @cache
+    def source(shape):
+        return written(tmp_path_factory.mktemp("source") / "store", shape)
+
+    return lambda folder, shape: shutil.copytree(source(shape), folder)
+
+
 @pytest.fixture(params=["large-queued", "large-threads", "small-queued", "small-threads"])
-def case(request, tmp_path, monkeypatch):
+def case(request, tmp_path, monkeypatch, copied):
     """Open a store with large or small bundles, read by asynchronous I/O or by threads."""
     shape = SMALL if request.param.startswith("small") else LARGE
-    store = NeuronStore.open(written(tmp_path / "store", shape))
+    store = NeuronStore.open(copied(tmp_path / "store", shape))
     store._file.use_aio &= request.param.endswith("queued")
     monkeypatch.setattr(scatter_reader, "MIN_AIO_EXTENTS", 1)
     yield store, shape
@@ -254,8 +267,8 @@ def test_a_silent_disk_is_waited_for_and_logged(case, monkeypatch, caplog):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return written(tmp_path / "store", MIDDLE)
+def folder(tmp_path, copied):
+    return copied(tmp_path / "store", MIDDLE)
 
 
 def rewrite(folder, **changes):
