@@ -308,6 +308,9 @@ class CpuDevice(Device):
     def page_errors(self) -> dict[PageError, int]:
         return {kind: sum(store.errors[kind] for store in self._stores) for kind in PageError}
 
+    def storage_failure(self) -> str | None:
+        return next((store.failure for store in self._stores if store.failure), None)
+
     def compute_event(self) -> Event:
         return _NOW
 

@@ -38,12 +38,20 @@ class AdaptiveExpansion:
         uses_storage: bool = False,
     ) -> None:
         self.expansion = Expansion(levels, elastic, levels.ladder[0])
-        self._levels = levels
         self._elastic = elastic
         self._max_model_blocks = max_model_blocks
         self._max_num_seqs = max_num_seqs
         self._on_change = on_change
         self._tuning = STORAGE_TUNING if uses_storage else DEFAULT_TUNING
+        self._state = controller.initial_state(levels, self._tuning)
+
+    @property
+    def _levels(self) -> KvLevels:
+        return self.expansion.levels
+
+    def restrict(self, levels: KvLevels) -> None:
+        """Start anew with fewer levels."""
+        self.expansion.restrict(levels, levels.ladder[0])
         self._state = controller.initial_state(levels, self._tuning)
 
     def decide(self, step: Step) -> None:

@@ -151,6 +151,9 @@ class CudaDevice(Device):
     def page_errors(self) -> dict[PageError, int]:
         return {kind: sum(store.errors[kind] for store in self._stores) for kind in PageError}
 
+    def storage_failure(self) -> str | None:
+        return next((store.failure for store in self._stores if store.failure), None)
+
     def compute_event(self) -> Event:
         with self._changed:
             event = self._new_event()
