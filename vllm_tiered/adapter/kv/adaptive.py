@@ -56,6 +56,8 @@ class AdaptiveExpansion:
 
     def decide(self, step: Step) -> None:
         """Pass a finished step to the controller, and make its decision the target level."""
+        if self.expansion.level not in self._levels.ladder:
+            return  # the level was withdrawn, and some blocks are still in use
         signals = controller.Signals(
             level_idx=self._levels.ladder.index(self.expansion.level),
             is_settled=self.expansion.is_settled,
