@@ -32,6 +32,9 @@ class StorageDevice(Device):
     def page_errors(self) -> dict[PageError, int]:
         return {kind: sum(store.errors[kind] for store in self._stores) for kind in PageError}
 
+    def storage_failure(self) -> str | None:
+        return next((store.failure for store in self._stores if store.failure), None)
+
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
         return self.submit_together(((copy, after),))[0]
 

@@ -67,9 +67,17 @@ class DeadlinePool(IoPool):
         super().__init__(name, size)
         self.deadline_seconds = deadline_seconds
         self.probe_seconds = min(PROBE_SECONDS, deadline_seconds)
+        self._silent_since: float | None = None
         # The tasks that the pool had finished when a copy last gave up, and the time until which
         # copies use the short deadline.
         self._num_finished_then, self._probing_until = -1, 0.0
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds of the present outage, in which no thread has finished a task; 0 without one."""
+        if self._silent_since is None or self._num_finished_then != self.num_finished:
+            return 0.0
+        return time.monotonic() - self._silent_since
 
     def run(
         self,
@@ -109,9 +117,11 @@ class DeadlinePool(IoPool):
                 end(extent)
                 bounce.give(extent.buffer)
         except Empty:
+            now = time.monotonic()
             if deadline == self.deadline_seconds:
-                self._probing_until = time.monotonic() + PROBING_SECONDS
-            self._num_finished_then = self.num_finished
+                self._probing_until = now + PROBING_SECONDS
+            if self._num_finished_then != self.num_finished:
+                self._num_finished_then, self._silent_since = self.num_finished, now - deadline
         finally:
             for extent in (*under_way, *waiting):
                 extent.plan.is_given_up = True

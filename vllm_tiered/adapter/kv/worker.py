@@ -60,6 +60,7 @@ class TieredWorker:
         self._trace_every = trace_every
         self._trace: LayerTrace | None = None
         self._layers = layers
+        self._memory_layers = 0  # whose far regions are in memory
         self._device = make_device()
         self.swapper: Swapper
         self.full_graphs: FullGraphs | None = None
@@ -112,6 +113,7 @@ class TieredWorker:
             )
         # Only now: "auto" takes up to half of the memory that the near pages have left.
         homes = far_homes(self._plan, self._world_size)
+        self._memory_layers = homes.memory_layers or 0
         announce(self._plan, homes, log=self._is_first)
         far_bytes, storage_bytes = self._plan.bytes_in(homes)
         self._gauges = {
@@ -318,6 +320,8 @@ class TieredWorker:
             self._errors_before = errors
         self._stall_before = self.swapper.stall_seconds
         report = self._report = StepReport(stall_seconds=stall_seconds)
+        if failure := self._device.storage_failure():
+            report.storage_failure, report.memory_layers = failure, self._memory_layers
         for direction, before in self._use_before.items():
             use = self._device.use(direction)
             if use == before:
