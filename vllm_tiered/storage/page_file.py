@@ -35,13 +35,12 @@ from vllm_tiered.devices.pages import (
     copy_words,
 )
 from vllm_tiered.storage.checksums import UNWRITTEN, Checksums, checksums_of, new_checksums
-from vllm_tiered.storage.deadline import DeadlinePool, Extent
-from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile, transfer
-from vllm_tiered.storage.io_pool import BouncePool
+from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile, transfer
+from vllm_tiered.storage.io_pool import BouncePool, DeadlinePool
 from vllm_tiered.storage.scatter_plan import ScatterPlan, Section
 from vllm_tiered.storage.slot_map import SlotMap
 from vllm_tiered.storage.tmpfile import open_tmpfile
-from vllm_tiered.storage.verified_read import RecordLoss, read_extent
+from vllm_tiered.storage.verified_read import Problem, read_extent
 from vllm_tiered.units import KIB, MIB
 
 logger = logging.getLogger("vllm.tiered")
@@ -129,7 +128,6 @@ class PageFile(PageStore):
         self._readers = DeadlinePool("tiered-disk-read", num_readers, deadline_seconds)
         self._writers = DeadlinePool("tiered-disk-write", num_writers, deadline_seconds)
         self._file = DirectFile(open_tmpfile(self.folder, self.num_bytes), self.folder)
-        self._policy = RecordLoss()
         self.is_direct = self._file.is_direct
 
     def buffer(self) -> PageBuffer:
@@ -147,11 +145,11 @@ class PageFile(PageStore):
         self._count(PageError.UNWRITTEN, len(lost[0]))
         plan = self._plan(slots[is_written], near_pages.ids[is_written], HOLE_BYTES)
         deliver = partial(self._deliver, near.words, lost)
-        extents = [Extent(plan, index) for index in range(plan.num_extents)]
-        late = self._readers.run(extents, self._bounce, move=self._read_extent, end=deliver)
-        lost += [plan.slots[extent.first : extent.end] for extent in late]
+        late = self._readers.run(plan, self._bounce, move=self._read_extent, end=deliver)
         if late:
-            self._count(PageError.LATE, sum(extent.end - extent.first for extent in late))
+            late_slots = [plan.slots[plan.part(extent)] for extent in late]
+            lost += late_slots
+            self._count(PageError.LATE, sum(map(len, late_slots)))
             self._check_silence(self._readers)
         return self.slots.pages_in(np.concatenate(lost))
 
@@ -163,16 +161,15 @@ class PageFile(PageStore):
             return
         plan = self._plan(slots, near_ids)
         checksums = new_checksums(len(page_ids))
-        extents = [Extent(plan, index) for index in range(plan.num_extents)]
         late = self._writers.run(
-            extents,
+            plan,
             self._bounce,
             begin=partial(self._gather, near.words, checksums),
             move=self._write_extent,
             end=partial(self._publish, checksums),
         )
         if late:
-            num_late = sum(extent.end - extent.first for extent in late)
+            num_late = sum(len(plan.slots[plan.part(extent)]) for extent in late)
             self._count(PageError.WRITE, num_late, "the disk does not answer")
             self._check_silence(self._writers)
 
@@ -200,41 +197,46 @@ class PageFile(PageStore):
             self._section, slots, near_ids, extent_bytes=EXTENT_BYTES, hole_bytes=hole_bytes
         )
 
-    def _deliver(self, near: Words, lost: list[PageIds], extent: Extent) -> None:
+    def _deliver(
+        self, near: Words, lost: list[PageIds], plan: ScatterPlan, extent: int, buffer: Bytes
+    ) -> None:
         """Copy an extent to its near pages, and list the slots of its lost pages.
 
         Lost pages are copied too: their near pages may hold anything.
         """
-        slots, rows = _slots_and_rows(extent)
-        copy_words(self._words(extent), slots - slots[0], near, Pages(rows))
-        lost.append(slots[self._retire_bad_slots(extent)])
+        slots, rows = plan.slots[plan.part(extent)], plan.rows[plan.part(extent)]
+        copy_words(self._words(plan, extent, buffer), slots - slots[0], near, Pages(rows))
+        lost.append(slots[self._retire_bad_slots(plan, extent)])
 
-    def _gather(self, near: Words, checksums: Checksums, extent: Extent) -> None:
+    def _gather(
+        self, near: Words, checksums: Checksums, plan: ScatterPlan, extent: int, buffer: Bytes
+    ) -> None:
         """Copy near pages to the bounce buffer, and compute their checksums."""
-        _, rows = _slots_and_rows(extent)
-        words = self._words(extent)
+        rows = plan.rows[plan.part(extent)]
+        words = self._words(plan, extent, buffer)
         for start, count, first in Pages(rows).runs:
             words[start : start + count] = near[first : first + count]
-        checksums[extent.first : extent.end] = checksums_of(near, rows)
+        checksums[plan.part(extent)] = checksums_of(near, rows)
 
-    def _publish(self, checksums: Checksums, extent: Extent) -> None:
+    def _publish(self, checksums: Checksums, plan: ScatterPlan, extent: int, buffer: Bytes) -> None:
         """Set the checksums of written pages, so that later reads find them."""
-        slots, _ = _slots_and_rows(extent)
-        self._checksums[slots] = checksums[extent.first : extent.end]
-        self._checksums[slots[self._retire_bad_slots(extent)]] = UNWRITTEN
+        part = plan.part(extent)
+        slots = plan.slots[part]
+        self._checksums[slots] = checksums[part]
+        self._checksums[slots[self._retire_bad_slots(plan, extent)]] = UNWRITTEN
 
-    def _retire_bad_slots(self, extent: Extent) -> list[int]:
+    def _retire_bad_slots(self, plan: ScatterPlan, extent: int) -> list[int]:
         """Count the extent's lost pages, retire their slots, and return their positions in it."""
-        errors = extent.plan.errors
-        if not errors:
+        if not plan.errors:
             return []
-        lost = [index for index in range(extent.first, extent.end) if index in errors]
+        first, end = plan.cuts[extent : extent + 2]
+        lost = [index for index in range(first, end) if index in plan.errors]
         for index in lost:
-            self._count(errors[index], 1, extent.plan.reason)
-        if not self.slots.retire(extent.plan.slots[lost]):
-            what = extent.plan.reason or errors[lost[-1]].value
+            self._count(plan.errors[index], 1, plan.reason)
+        if not self.slots.retire(plan.slots[lost]):
+            what = plan.reason or plan.errors[lost[-1]].value
             self._fail(f"{self.slots.num_retired} pages were lost, the last one by: {what}")
-        return [index - extent.first for index in lost]
+        return [index - first for index in lost]
 
     def _check_silence(self, pool: DeadlinePool) -> None:
         if pool.silent_seconds > MAX_SILENT_SECONDS:
@@ -259,34 +261,40 @@ class PageFile(PageStore):
 
     # Reader and writer threads ----------------------------------------------------------
 
-    def _read_extent(self, extent: Extent) -> None:
-        plan = extent.plan
+    def _read_extent(self, plan: ScatterPlan, extent: int, buffer: Bytes) -> None:
         try:
             with self._file as fd:
-                read_extent(fd, plan, extent.index, extent.buffer.data, self._policy)
+                read_extent(fd, plan, extent, buffer.data, _record)
         except OSError as error:  # the file is closed
             plan.reason = str(error)
-            plan.errors.update(dict.fromkeys(range(extent.first, extent.end), PageError.IO))
+            first, end = plan.cuts[extent : extent + 2]
+            plan.errors.update(dict.fromkeys(range(first, end), PageError.IO))
 
-    def _write_extent(self, extent: Extent) -> None:
+    def _write_extent(self, plan: ScatterPlan, extent: int, buffer: Bytes) -> None:
         """Write an extent; after an error page by page, so that a bad block loses only its page."""
-        plan = extent.plan
-        if self._write_pages(extent, extent.first, extent.end):
+        first, end = plan.cuts[extent : extent + 2]
+        data, origin = buffer.data, plan.origins[extent]
+        if self._write_pages(plan, first, end, data, origin):
             return
-        for page in range(extent.first, extent.end):
+        for page in range(first, end):
             if plan.is_given_up:  # a failing disk takes long for each page
                 return
-            if not self._write_pages(extent, page, page + 1):
+            if not self._write_pages(plan, page, page + 1, data, origin):
                 plan.errors[page] = PageError.WRITE
 
-    def _write_pages(self, extent: Extent, first: int, end: int) -> bool:
-        """Write pages of an extent; return whether all of them were written."""
-        plan = extent.plan
+    def _write_pages(
+        self, plan: ScatterPlan, first: int, end: int, data: memoryview, origin: int
+    ) -> bool:
+        """Write pages of an extent; return whether all of them were written.
+
+        Args:
+            data: the file's future bytes from ``origin`` on.
+        """
         offset, num_bytes, _ = plan.span(first, end)
-        begin = offset - int(plan.offsets[extent.index])
+        begin = offset - origin
         try:
             with self._file as fd:
-                blocks = extent.buffer.data[begin : begin + num_bytes]
+                blocks = data[begin : begin + num_bytes]
                 return transfer(os.pwritev, fd, blocks, offset) == num_bytes
         except OSError as error:
             plan.reason = str(error)
@@ -300,14 +308,15 @@ class PageFile(PageStore):
         except OSError as error:
             logger.warning("tiered: %s did not keep what was written: %s", self.folder, error)
 
-    def _words(self, extent: Extent) -> Words:
+    def _words(self, plan: ScatterPlan, extent: int, buffer: Bytes) -> Words:
         """Return the slots in the extent's bounce buffer, int64 [num_slots, page_bytes / 8]."""
-        num_slots = int(extent.plan.sizes[extent.index]) // self.slot_bytes
-        slots = extent.buffer[: num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
+        num_slots = int(plan.sizes[extent]) // self.slot_bytes
+        slots = buffer[: num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
         return slots[:, : self.page_bytes].view(np.int64)
 
 
-def _slots_and_rows(extent: Extent) -> tuple[PageIds, PageIds]:
-    """Return an extent's slots of the file, and the ids of its near pages."""
-    part = slice(extent.first, extent.end)
-    return extent.plan.slots[part], extent.plan.rows[part]
+def _record(plan: ScatterPlan, problem: Problem, is_lost: bool) -> None:
+    """Record the page as lost, and the system's message."""
+    plan.reason = problem.reason or plan.reason
+    if is_lost:
+        plan.errors[problem.indexes[0]] = problem.error

@@ -16,7 +16,7 @@ from tests.fixtures.page_buffers import copy, make_buffer, pages_of
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageError, Pages
-from vllm_tiered.storage import deadline, page_file
+from vllm_tiered.storage import io_pool, page_file
 from vllm_tiered.storage.page_file import MIN_SPARES, PageFile
 
 PAGE_BYTES = 24 * 1024
@@ -291,8 +291,8 @@ def test_late_pages_are_lost_and_what_comes_then_touches_nothing(impatient, monk
     released, returned = threading.Event(), threading.Semaphore(0)
     read_extent = impatient._read_extent
 
-    def noted_read_extent(extent):
-        read_extent(extent)
+    def noted_read_extent(*args):
+        read_extent(*args)
         returned.release()
 
     impatient._read_extent = noted_read_extent
@@ -382,7 +382,7 @@ def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
     Each give-up makes requests recompute pages, and too many of those stop the engine.
     """
     released = threading.Event()
-    monkeypatch.setattr(deadline, "PROBING_SECONDS", 0.3)
+    monkeypatch.setattr(io_pool, "PROBING_SECONDS", 0.3)
     impatient._readers.probe_seconds = 0.05
     impatient._readers.size = 2
     inject(monkeypatch, impatient, "preadv", before=lambda: released.wait(timeout=60))
@@ -395,7 +395,7 @@ def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
 
 def test_a_long_outage_is_a_failure(impatient, monkeypatch):
     """A short one is not, and the next outage is counted from its own beginning."""
-    monkeypatch.setattr(deadline, "PROBING_SECONDS", 0.1)
+    monkeypatch.setattr(io_pool, "PROBING_SECONDS", 0.1)
     monkeypatch.setattr(page_file, "MAX_SILENT_SECONDS", 2.5 * DEADLINE_SECONDS)
     impatient._readers.probe_seconds = 0.05
     impatient._readers.size = 2
