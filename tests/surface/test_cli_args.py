@@ -123,7 +123,7 @@ def test_the_choice_reaches_engine_args_on_both_ways_vllm_takes(parse, model_dir
     ("flags", "message"),
     [
         pytest.param(["--plugin", "teired"], "choose from 'tiered'", id="unknown_plugin"),
-        pytest.param(["--tiered-config", "{"], "is not JSON", id="no_json"),
+        pytest.param(["--tiered-config", "{"], "is not valid JSON", id="no_json"),
         pytest.param(["--tiered-config", "[1]"], "must be a table", id="no_table"),
         pytest.param(
             ["--tiered-config.kv.far_gb", "8"], "did you mean tiered.kv.far_gib?", id="unknown_key"

@@ -5,7 +5,8 @@ L4  cli
 L3  adapter --> vllm
 L2  report
 L1  kv weights ffn l2 planner probe accelerator (each alone, but for the files in `SHARED_LAYOUTS`)
-L0  devices energy kernels, above storage (shares `devices/pages.py`), above config errors units
+L0  devices energy kernels, above storage (shares `devices/pages.py`), above
+    config errors untrusted units
 """
 
 import ast
@@ -20,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_tiered"
 
-BASE = {"config", "errors", "units"}
+BASE = {"config", "errors", "untrusted", "units"}
 L0 = BASE | {"devices", "storage", "energy", "kernels"}
 L1 = {"kv", "weights", "ffn", "l2", "planner", "probe", "accelerator"}
 EVERYTHING = frozenset({"<any>"})

@@ -17,13 +17,14 @@ user's own script that calls `EngineArgs.add_cli_args` has the flags once plugin
 
 import argparse
 import functools
-import json
 from typing import Any
 
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.engine_config import merge_sections
 from vllm_tiered.config import ROOT_KEY, TieredConfig
+from vllm_tiered.config.rules import shown
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.untrusted import parse_json
 
 PLUGIN_NAMES = (ROOT_KEY,)
 _PLUGIN_DEST = "_tiered_plugin"
@@ -115,9 +116,9 @@ class _MergeSections(argparse.Action):
 
 def _json_table(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+        value = parse_json(text, any_number=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not valid JSON: {error}") from error
     try:
         TieredConfig.from_dict(value)
     except ConfigError as error:

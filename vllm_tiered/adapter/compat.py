@@ -91,6 +91,11 @@ _POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "the vllm:tiered_* metrics",
     ),
     (
+        "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware",
+        ("verify_token",),
+        "keeping GET /tiered behind --api-key",
+    ),
+    (
         "vllm.forward_context",
         ("get_forward_context", "is_forward_context_available"),
         "translating block tables",

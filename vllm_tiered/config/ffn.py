@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from vllm_tiered.config.rules import Bool, Count, Number, OneOf, PathTo, PrecisionShares
+from vllm_tiered.config.rules import MAX_GIB, Bool, Count, Number, OneOf, PathTo, PrecisionShares
 from vllm_tiered.config.section import Section, option
 from vllm_tiered.errors import ConfigError
 
@@ -29,7 +29,7 @@ class FfnConfig(Section):
     )
     window: int = option(
         4,
-        Count(),
+        Count(at_most=1 << 20),
         'Number of tokens whose neurons stay near with `cache` `"window"`.',
     )
     exact: bool = option(
@@ -52,12 +52,12 @@ class FfnConfig(Section):
     )
     near_gib: float | Literal["auto"] = option(
         "auto",
-        Number(above=0, auto=True),
+        Number(above=0, at_most=MAX_GIB, auto=True),
         'Cap on the near memory, in GiB, of a rank\'s neurons. `"auto"` is what the mix needs.',
     )
     far_gib: float | Literal["auto"] = option(
         "auto",
-        Number(at_least=0, auto=True),
+        Number(at_least=0, at_most=MAX_GIB, auto=True),
         "Far memory, in GiB, that holds a rank's neurons, from the first layer on; the neurons of "
         'the other layers are read from the store when they are needed. `"auto"` holds all, '
         "or as many as half of the available host memory does.",

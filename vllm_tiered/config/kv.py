@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from vllm_tiered.config.rules import Bool, Number, OneOf, PathTo
+from vllm_tiered.config.rules import MAX_GIB, Bool, Number, OneOf, PathTo
 from vllm_tiered.config.section import Section, option
 from vllm_tiered.errors import ConfigError
 
@@ -22,19 +22,19 @@ class KvConfig(Section):
     )
     far_gib: float | Literal["auto"] = option(
         "auto",
-        Number(at_least=0, auto=True),
+        Number(at_least=0, at_most=MAX_GIB, auto=True),
         'Hard cap on the far memory of the KV cache, in GiB. `"auto"` derives it from the free '
         'host memory. It may be 0 with `tier` `"storage"`.',
     )
     expansion: float | Literal["auto"] = option(
         "auto",
-        Number(at_least=1, auto=True),
+        Number(at_least=1, at_most=1e6, auto=True),
         "Logical KV capacity divided by what the same near memory holds without the plugin. A "
         'number fixes it; `"auto"` adapts it to the load, up to `max_expansion`.',
     )
     max_expansion: float = option(
         4.0,
-        Number(at_least=1),
+        Number(at_least=1, at_most=1e6),
         'Upper limit of `expansion` `"auto"`.',
     )
     policy: Literal["interleave", "on_demand"] = option(

@@ -25,7 +25,7 @@ class L2Config(Section):
     )
     budget_mib: float | Literal["auto"] = option(
         "auto",
-        Number(above=0, auto=True),
+        Number(above=0, at_most=float(1 << 20), auto=True),
         'MiB that a rank may prefetch behind one all-reduce. `"auto"` is half of the cache, '
         "divided by the ranks that share it.",
     )

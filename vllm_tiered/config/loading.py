@@ -2,10 +2,10 @@
 """The whole configuration, and how it is read from a mapping or a file."""
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,9 +17,13 @@ from vllm_tiered.config.rules import join_alternatives
 from vllm_tiered.config.section import ROOT_KEY, Section, check_keys
 from vllm_tiered.config.weights import WeightsConfig
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.units import MIB, format_bytes
+from vllm_tiered.untrusted import parse_json
 
 SECTIONS: tuple[type[Section], ...] = (KvConfig, WeightsConfig, FfnConfig, L2Config, ReportConfig)
 """The sections, in the order of the documentation."""
+
+_MAX_FILE_BYTES = MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +82,30 @@ class TieredConfig:
 
 
 def _read_file(path: Path) -> Any:
-    parsers = {".json": json.loads, ".toml": tomllib.loads}
+    # The rules refuse NaN and infinities, and name the key.
+    parsers = {".json": partial(parse_json, any_number=True), ".toml": tomllib.loads}
     parser = parsers.get(path.suffix.lower())
     if parser is None:
         raise ConfigError(f"{path}: give the configuration as {join_alternatives(tuple(parsers))}")
+    form = path.suffix[1:].upper()
     try:
-        return parser(path.read_text(encoding="utf-8"))
+        return parser(_read_text(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # JSON, TOML and UTF-8 errors are all ValueErrors
-        raise ConfigError(f"{path}: is not valid {path.suffix[1:].upper()}: {error}") from error
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: is not valid {form}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: is not valid {form}: too many levels of nesting") from None
+
+
+def _read_text(path: Path) -> str:
+    """Read a small file whole; it may be a pipe, whose length is not known."""
+    with path.open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{path}: has more than {format_bytes(_MAX_FILE_BYTES)}, too much for a configuration"
+        )
+    return content.decode()

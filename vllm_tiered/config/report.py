@@ -22,7 +22,7 @@ class ReportConfig(Section):
     )
     carbon_intensity: float = option(
         820.0,
-        Number(at_least=0),
+        Number(at_least=0, at_most=100_000),
         "Carbon intensity of the grid in gCO2e per kWh, for the emissions in the report and in "
         "the metrics.",
     )

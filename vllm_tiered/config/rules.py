@@ -5,10 +5,17 @@ A command line and a file give numbers and lists as text, so every rule takes te
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_tiered.errors import ConfigError
+
+MAX_GIB = float(1 << 20)
+"""Largest size of a key in GiB, 1 PiB: more is a slip, and far from it sums overflow."""
+
+_MAX_SHOWN = 80
+"""Most characters of a wrong value in a message."""
 
 
 class Rule(Protocol):
@@ -54,7 +61,7 @@ class PathTo:
         return f"the path of a {self.what}"
 
     def parse(self, key: str, value: object) -> str | None:
-        if value is None or (isinstance(value, str) and value):
+        if value is None or (isinstance(value, str) and _is_path(value)):
             return value
         raise _rejection(self, key, value)
 
@@ -99,15 +106,18 @@ class PrecisionShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """A whole number of at least 1."""
+    """A whole number from 1 to a limit."""
+
+    at_most: int
 
     @property
     def values(self) -> str:
-        return "a whole number >= 1"
+        return f"a whole number >= 1 and <= {self.at_most}"
 
     def parse(self, key: str, value: object) -> int:
         number = _parse_float(value)
-        if number is None or number != int(number) or number < 1:
+        # The comparison comes first: infinities and NaN have no whole part.
+        if number is None or not 1 <= number <= self.at_most or number != int(number):
             raise _rejection(self, key, value)
         return int(number)
 
@@ -130,8 +140,9 @@ class OneOf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Number:
-    """A finite number within a bound, or, with `auto`, the word "auto"."""
+    """A number within bounds, or, with `auto`, the word "auto"."""
 
+    at_most: float
     at_least: float | None = None
     above: float | None = None
     auto: bool = False
@@ -143,6 +154,7 @@ class Number:
             bound += f" >= {self.at_least:g}"
         if self.above is not None:
             bound += f" > {self.above:g}"
+        bound += f" and <= {self.at_most:.12g}"
         return f'{bound}, or "auto"' if self.auto else bound
 
     def parse(self, key: str, value: object) -> float | str:
@@ -155,7 +167,7 @@ class Number:
 
     def _is_in_range(self, number: float) -> bool:
         return (
-            math.isfinite(number)
+            number <= self.at_most  # false for NaN
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
         )
@@ -166,8 +178,25 @@ def join_alternatives(words: tuple[str, ...]) -> str:
     return " or ".join(f'"{word}"' for word in words)
 
 
+def shown(value: object) -> str:
+    """Return `value` as a message shows it: its `repr`, cut off if it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+
+
 def _rejection(rule: Rule, key: str, value: object) -> ConfigError:
-    return ConfigError(f"{key} is {value!r}: set it to {rule.values}")
+    return ConfigError(f"{key} is {shown(value)}: set it to {rule.values}")
+
+
+def _is_path(text: str) -> bool:
+    """Return whether the system takes `text` as a path: it has no NUL and can be encoded."""
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _parse_numbers(value: object) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from vllm_tiered.config.rules import Rule
+from vllm_tiered.config.rules import PathTo, Rule, shown
 from vllm_tiered.errors import ConfigError
 
 ROOT_KEY = "tiered"
@@ -73,6 +73,12 @@ class Section:
         return [spec.name for spec in dataclasses.fields(cls)]
 
     @classmethod
+    def path_names(cls) -> list[str]:
+        """Return those of the section's keys whose values are paths."""
+        specs = dataclasses.fields(cls)
+        return [spec.name for spec in specs if isinstance(spec.metadata[_RULE], PathTo)]
+
+    @classmethod
     def reference(cls) -> list[OptionReference]:
         """Return the description of every key, in the order of the documentation."""
         return [
@@ -119,13 +125,20 @@ def check_keys(
     """
     if not isinstance(values, Mapping):
         keys = ", ".join(known)
-        raise ConfigError(f"{where} is {values!r}: it must be a table with any of the keys {keys}")
+        raise ConfigError(
+            f"{where} is {shown(values)}: it must be a table with any of the keys {keys}"
+        )
     for key in values:
         if key not in known:
             # cutoff 0: always name the nearest key, however far, since the user meant one of them.
             candidates = [*known, *also_suggest]
-            nearest = difflib.get_close_matches(str(key), candidates, n=1, cutoff=0.0)[0]
+            nearest = difflib.get_close_matches(_name(key), candidates, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"unknown key {where}.{key}: did you mean {where}.{nearest}? "
+                f"unknown key {where}.{_name(key)}: did you mean {where}.{nearest}? "
                 f"(known: {', '.join(known)})"
             )
+
+
+def _name(key: object) -> str:
+    """Return a key as messages name it; a key that is no word, or a long one, as a value."""
+    return key if isinstance(key, str) and key.isidentifier() and len(key) < 80 else shown(key)

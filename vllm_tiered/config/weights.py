@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from vllm_tiered.config.rules import Number, Numbers, OneOf, PathTo
+from vllm_tiered.config.rules import MAX_GIB, Number, Numbers, OneOf, PathTo
 from vllm_tiered.config.section import Section, option
 from vllm_tiered.errors import ConfigError
 
@@ -31,14 +31,14 @@ class WeightsConfig(Section):
     )
     near_gib: float | Literal["auto"] = option(
         "auto",
-        Number(at_least=0, auto=True),
+        Number(at_least=0, at_most=MAX_GIB, auto=True),
         "Cap on the near memory, in GiB, that a rank's weights take, weight buffers included. "
         '`"auto"` gives the placement what it needs. With `placement` `"throughput"` and '
         '`"auto"` it is required, and covers the layers and the KV cache of a rank together.',
     )
     far_gib: float | Literal["auto"] = option(
         "auto",
-        Number(at_least=0, auto=True),
+        Number(at_least=0, at_most=MAX_GIB, auto=True),
         "Cap on the far memory, in GiB, that a rank's weights take. What exceeds it is kept in "
         'the folder `storage_path`. `"auto"` gives the placement what it needs, or, with a '
         "`storage_path`, half of the available host memory.",

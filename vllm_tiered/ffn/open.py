@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a neuron store: make the runtime of an FFN from its configuration."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +9,17 @@ import torch
 from vllm_tiered.config import FfnConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
-from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
+from vllm_tiered.ffn.store.format import ANEW, MIX_FILE, statistics_name
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.units import GIB
+from vllm_tiered.untrusted import parse_json
 
 _INDEX_BYTES = 20
 """Bytes of a neuron in a cache index on a GPU: location, last use, and a slot in three buffers."""
@@ -131,9 +131,18 @@ def load_predictors(store: NeuronStore) -> list[Predictor]:
 
 
 def searched_mix(store: NeuronStore) -> Mix:
-    """Return the mix that `prepare` found best, or ``DEFAULT_MIX``."""
+    """Return the mix that `prepare` found best, or ``DEFAULT_MIX``.
+
+    Raises:
+        IntegrityError: the file of the mix is damaged.
+    """
     found = _read_json(store, MIX_FILE)
-    return DEFAULT_MIX if found is None else Mix.from_shares(found["mix"])
+    try:
+        return DEFAULT_MIX if found is None else Mix.from_shares(found["mix"])
+    except (KeyError, TypeError, ConfigError) as error:
+        raise IntegrityError(
+            f"{store.path / MIX_FILE} has no mix that can be used ({error}): {ANEW}"
+        ) from error
 
 
 def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
@@ -172,7 +181,13 @@ def _read_json(store: NeuronStore, name: str) -> dict[str, Any] | None:
     """Return a JSON file that `prepare` may have put in the store; None if it did not."""
     if name not in store.contents["files"]:
         return None
-    found: dict[str, Any] = json.loads(store.file(name).read_text())
+    path = store.file(name)
+    try:
+        found = parse_json(path.read_bytes(), any_number=True)  # a loss may be NaN
+        if not isinstance(found, dict):
+            raise ValueError("no table")
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged ({error}): {ANEW}") from error
     return found
 
 

@@ -9,7 +9,6 @@ are estimates too (docs/notes/weights.md), and the provenance of such a figure i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.planner.machine import Figures, Machine, load_profile, profile_names, provenance
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
+from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered probe"
 VERSION = 2
@@ -49,7 +49,7 @@ def read_probe_file(path: Path) -> tuple[Machine, Figures]:
             version.
     """
     try:
-        probe = json.loads(path.read_text(encoding="utf-8"))
+        probe = parse_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -17,8 +17,13 @@ from vllm_tiered.report.records import (
     Machine,
     Window,
 )
+from vllm_tiered.units import MIB
+from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered timeline"
+MAX_LINE_BYTES = MIB
+"""Most bytes of a line. A step in detail of 128 layers has 30 KB."""
+
 _DECIMALS = 6  # microseconds
 
 
@@ -58,8 +63,10 @@ def decode(line: str | bytes) -> Record:
         ValueError: the line is no JSON or no record of a timeline, is of another version or an
             unknown type, or has a field that is missing, unknown or of another type.
     """
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"has {len(line)} bytes, more than {MAX_LINE_BYTES}")
     try:
-        values = json.loads(line)
+        values = parse_json(line)
     except ValueError as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(values, dict) or (cls := _class_of(values.pop("type", None))) is None:
@@ -71,9 +78,14 @@ def decode(line: str | bytes) -> Record:
 
 
 def is_timeline(line: bytes) -> bool:
-    """Return whether a file's first line is the header of a timeline of any version."""
+    """Return whether a file's first line is the header of a timeline of any version.
+
+    Only the first ``MAX_LINE_BYTES`` of the line need to be given.
+    """
+    if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
+        return False
     try:
-        values = json.loads(line)
+        values = parse_json(line)
     except ValueError:
         return False
     return isinstance(values, dict) and values.get("format") == FORMAT
@@ -88,9 +100,10 @@ def _check_format(values: dict[str, Any]) -> None:
         raise ValueError("not the header of a vllm-tiered timeline")
     version = values.pop("version", None)
     if version != FORMAT_VERSION:
+        writer = str(values.get("vllm_tiered", "unknown"))[:40]
         raise ValueError(
-            f"a timeline of format version {version}, this vllm-tiered reads {FORMAT_VERSION}: "
-            f"use the vllm-tiered that wrote it ({values.get('vllm_tiered', 'unknown')})"
+            f"a timeline of format version {str(version)[:20]}, this vllm-tiered reads "
+            f"{FORMAT_VERSION}: use the vllm-tiered that wrote it ({writer})"
         )
 
 
@@ -112,13 +125,13 @@ def _plain(record: Any) -> dict[str, Any]:
 
 def _build(cls: type[Any], values: object) -> Any:
     if not isinstance(values, dict):
-        raise ValueError(f"{cls.__name__} is {values!r}, not a table")
+        raise ValueError(f"{cls.__name__} is {repr(values)[:80]}, not a table")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     if missing := required - values.keys():
         raise ValueError(f"{cls.__name__} without {', '.join(sorted(missing))}")
     if unknown := values.keys() - fields.keys():
-        raise ValueError(f"{cls.__name__} with unknown {', '.join(sorted(unknown))}")
+        raise ValueError(f"{cls.__name__} with unknown {', '.join(sorted(unknown))[:80]}")
     return cls(**{name: _value(fields[name], value) for name, value in values.items()})
 
 
@@ -130,7 +143,7 @@ def _value(field: Any, value: Any) -> Any:
         return tuple(_build(LayerSpan, item) for item in value)
     accepted = _ACCEPTED.get(field.type)
     if accepted is None or not accepted(value):
-        raise ValueError(f"{field.name} is {value!r}")
+        raise ValueError(f"{field.name} is {repr(value)[:80]}")
     return value
 
 

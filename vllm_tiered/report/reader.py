@@ -7,6 +7,11 @@ from pathlib import Path
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.report.codec import End, Record, decode
 from vllm_tiered.report.records import Event, Header, LayerTimeline, Window
+from vllm_tiered.units import MIB
+from vllm_tiered.untrusted import read_regular_file
+
+MAX_FILE_BYTES = 64 * MIB
+"""Most bytes that are read; a writer keeps its file below 4 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +39,11 @@ def read_timeline(path: str | Path) -> Timeline:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_regular_file(path, max_bytes=MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}: not a timeline") from error
     if not content:
         raise ConfigError(f"{path}: is empty; an engine writes its first line when it starts")
     *lines, cut_off = content.split(b"\n")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.report.codec import End, Record, encode, is_timeline
+from vllm_tiered.report.codec import MAX_LINE_BYTES, End, Record, encode, is_timeline
 from vllm_tiered.report.records import (
     Event,
     Header,
@@ -55,6 +55,9 @@ Added = StepSample | LayerTimeline | Event
 class TimelineWriter:
     """Writer of the timeline at `path`; an existing timeline is renamed to `path.1`.
 
+    It never writes to, follows or replaces a file that is no timeline: not at `path`, not at
+    `path.1`, and not at `path.tmp`, where it prepares a file to rename over `path`.
+
     Args:
         path: the file; its directory exists.
         header: the first line, with the configuration.
@@ -62,7 +65,8 @@ class TimelineWriter:
         max_windows: number of windows at which old ones are merged; at least 2.
 
     Raises:
-        ConfigError: the file cannot be written, is not a timeline, or another engine writes it.
+        ConfigError: the file cannot be written, it or `path.1` is not a timeline, or another engine
+            writes it.
     """
 
     def __init__(
@@ -142,9 +146,11 @@ class TimelineWriter:
 
     def _rewrite(self, records: list[Record]) -> None:
         draft = self._path.with_name(self._path.name + ".tmp")
-        file = draft.open("w", encoding="utf-8")
+        _remove_abandoned(draft)
+        # O_EXCL: whatever somebody puts there, it is neither followed nor overwritten.
+        file = _open(draft, os.O_EXCL)
         try:
-            _lock(file)
+            _lock(file, draft)
             _write_lines(file, records)
             os.replace(draft, self._path)
         except OSError:
@@ -239,18 +245,36 @@ class _Contents:
         return [window]
 
 
+def check_timeline_path(path: Path) -> None:
+    """Check that a timeline can probably be written, before anything else is started.
+
+    Raises:
+        ConfigError: the folder does not exist or is not writable, or a file there would be lost.
+    """
+    path = Path(os.path.realpath(path))
+    where = f"tiered.report.path is {str(path)!r}"
+    if not path.parent.is_dir():
+        raise ConfigError(f"{where}: the folder {path.parent} does not exist: make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{where}: cannot be written: set it to a file in a writable folder")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{where}: not a regular file")
+    if path.exists() and path.stat().st_size:
+        _check_replaceable(path)
+
+
 def _open_new(path: Path, header: Header) -> IO[str]:
     """Open the file, locked, and write its header; an existing timeline is renamed to `.1`."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"tiered.report.path is {str(path)!r}: not a regular file")
-    file = path.open("a", encoding="utf-8")
+    file = _open(path, os.O_APPEND)
     try:
-        _lock(file)
+        _lock(file, path)
         if os.fstat(file.fileno()).st_size:
             _move_away(path)
             file.close()
-            file = path.open("a", encoding="utf-8")
-            _lock(file)
+            file = _open(path, os.O_APPEND | os.O_EXCL)
+            _lock(file, path)
         _write_lines(file, [header])
     except (OSError, ConfigError):
         with contextlib.suppress(OSError):
@@ -259,15 +283,53 @@ def _open_new(path: Path, header: Header) -> IO[str]:
     return file
 
 
+def _open(path: Path, flags: int) -> IO[str]:
+    """Open a file for writing, and create it if needed; a link is not followed.
+
+    Raises:
+        OSError: the file cannot be opened; with O_EXCL, also if it exists.
+    """
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags | os.O_NONBLOCK, 0o666), "w", encoding="utf-8")
+
+
 def _move_away(path: Path) -> None:
-    with path.open("rb") as existing:
-        first_line = existing.readline()
-    if not is_timeline(first_line):
-        raise ConfigError(
-            f"tiered.report.path is {str(path)!r}: that file is no timeline and would be lost; "
-            "set it to a new file"
-        )
-    os.replace(path, path.with_name(path.name + ".1"))
+    """Rename a timeline to `.1`, in place of a timeline or of nothing."""
+    _check_replaceable(path)
+    os.replace(path, _previous(path))
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise ConfigError unless `path`, and `.1` if it exists, are timelines."""
+    previous = _previous(path)
+    for existing in (path, previous):
+        if existing.is_symlink() or (existing.exists() and not _holds_timeline(existing)):
+            raise ConfigError(
+                f"tiered.report.path is {str(path)!r}: {existing.name} there is no timeline and "
+                "would be lost; set it to a new file"
+            )
+
+
+def _remove_abandoned(draft: Path) -> None:
+    """Remove the draft of a killed engine; raise ConfigError if the file is something else."""
+    if not os.path.lexists(draft):
+        return
+    is_ours = not draft.is_symlink() and draft.is_file()
+    if not is_ours or (draft.stat().st_size and not _holds_timeline(draft)):
+        raise ConfigError(f"{draft.name} is there, and is no timeline: remove it")
+    draft.unlink()
+
+
+def _holds_timeline(path: Path) -> bool:
+    """Return whether a file's first line is a timeline's header, without reading much more."""
+    if not path.is_file():  # opening a pipe would wait
+        return False
+    with path.open("rb") as file:
+        return is_timeline(file.readline(MAX_LINE_BYTES + 1))
 
 
 def _write_lines(file: IO[str], records: Iterable[Record]) -> None:
@@ -275,7 +337,7 @@ def _write_lines(file: IO[str], records: Iterable[Record]) -> None:
     file.flush()
 
 
-def _lock(file: IO[str]) -> None:
+def _lock(file: IO[str], path: Path) -> None:
     """Lock the file: two engines would overwrite each other's rewritten files.
 
     Raises:
@@ -285,7 +347,7 @@ def _lock(file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            f"tiered.report.path is {file.name!r}: another engine writes it; give each engine a "
+            f"tiered.report.path is {str(path)!r}: another engine writes it; give each engine a "
             "path of its own"
         ) from error
     except OSError:

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """File of a rank's stored weights, which the first start fills and all later starts read.
 
+A damaged file must not stop one start after the other until somebody removes it. It is renamed to
+`rankNofM.weights.damaged`, and the next start fills a new one. That start removes the damaged file
+first, as a disk rarely holds the weights twice.
+
 The file holds the weights in the order of computation. Its header names the model, the settings and
 the placement. The placement is recorded because it may depend on measured times, which differ from
 start to start.
 """
 
+import contextlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_tiered.devices.pages import PageBuffer
-from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, Sublayer, extent_bytes_of
@@ -23,6 +29,26 @@ from vllm_tiered.weights.placement import Placement
 logger = logging.getLogger("vllm.tiered")
 
 KNOB = "weights.storage_path"
+
+
+class _StoredPages(ImmutableFile):
+    """File of weights that is set aside when a page of it is lost."""
+
+    is_cancelled = False
+
+    def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
+        try:
+            return super().read(page_ids, near, near_pages)
+        except IntegrityError as error:
+            if self.is_cancelled or not _set_aside(self.path):
+                raise
+            raise IntegrityError(
+                f"{error}. It is now {_aside(self.path).name}: start the engine again"
+            ) from error
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        super().cancel()
 
 
 class WeightStore:
@@ -40,7 +66,6 @@ class WeightStore:
 
     Raises:
         ConfigError: the file holds another model's weights, has another version, or is unreadable.
-        IntegrityError: the file is damaged.
     """
 
     def __init__(
@@ -57,7 +82,7 @@ class WeightStore:
         self._about = {"model": dict(model), "settings": dict(settings)}
         self._tiers: dict[str, Any] = {}
         self._draft: Draft | None = None
-        self._pages: ImmutableFile | None = None
+        self._pages: _StoredPages | None = None
         self._reason = ""
         self._open()
 
@@ -131,6 +156,8 @@ class WeightStore:
         """
         if self._pages is not None:
             return None
+        with contextlib.suppress(OSError):
+            _aside(self.path).unlink(missing_ok=True)
         try:
             self._draft = Draft(self._folder, num_pages, BUFFER_ALIGNMENT, knob=KNOB)
         except BudgetError as error:
@@ -153,7 +180,7 @@ class WeightStore:
             self._draft.publish(self.path, {**self._about, "placement": self._tiers})
             self._draft.close()
             self._draft = None
-            self._pages = ImmutableFile(self.path, self._where)
+            self._pages = _StoredPages(self.path, self._where)
         return self._pages.buffer()
 
     def cancel(self) -> None:
@@ -170,8 +197,13 @@ class WeightStore:
 
     def _open(self) -> None:
         try:
-            pages = ImmutableFile(self.path, self._where)
+            pages = _StoredPages(self.path, self._where)
         except (FileNotFoundError, NotADirectoryError):
+            return
+        except IntegrityError as error:
+            if not _set_aside(self.path):
+                raise
+            logger.warning("tiered weights: %s: it is filled anew", error)
             return
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read ({error.strerror})") from error
@@ -193,6 +225,22 @@ class WeightStore:
         """Describe a page and its sublayer, for messages."""
         owners = [owner for owner, count in self._tiers["pages"] for _ in range(count)]
         return f"page {page} ({owners[page]})"
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.damaged")
+
+
+def _set_aside(path: Path) -> bool:
+    """Rename a damaged file, so that the next start does not read it; return whether it worked."""
+    try:
+        os.replace(path, _aside(path))
+    except FileNotFoundError:
+        return _aside(path).exists()  # another read of the same file was first
+    except OSError:
+        return False
+    logger.error("tiered weights: %s is damaged and was renamed to %s", path, _aside(path).name)
+    return True
 
 
 def _tiers(placement: Placement) -> dict[str, Any]:

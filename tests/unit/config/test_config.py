@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 import json
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tiered.config import SECTIONS, KvConfig, ReportConfig, TieredConfig, WeightsConfig
+from vllm_tiered.config.rules import MAX_GIB
 from vllm_tiered.errors import ConfigError
 
-FACTORS = st.floats(min_value=1, allow_nan=False, allow_infinity=False)
-SIZES = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
+FACTORS = st.floats(min_value=1, max_value=1e6)
+SIZES = st.floats(min_value=0, exclude_min=True, max_value=MAX_GIB)
+PATHS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 CONFIGS = st.builds(
     TieredConfig,
     kv=st.builds(
@@ -21,12 +24,10 @@ CONFIGS = st.builds(
         max_expansion=FACTORS,
         policy=st.sampled_from(["interleave", "on_demand"]),
         tier=st.sampled_from(["far", "storage"]),
-        path=st.none() | st.text(min_size=1),
+        path=st.none() | PATHS,
         verify=st.sampled_from(["off", "sample", "full"]),
     ),
-    report=st.builds(
-        ReportConfig, path=st.none() | st.text(min_size=1), carbon_intensity=st.floats(0, 2000)
-    ),
+    report=st.builds(ReportConfig, path=st.none() | PATHS, carbon_intensity=st.floats(0, 2000)),
 )
 
 
@@ -91,7 +92,7 @@ def test_unknown_key_names_the_nearest(values, named):
         ("far_gib", -1.5),
         ("far_gib", float("nan")),
         ("far_gib", float("inf")),
-        ("far_gib", 10**400),
+        ("far_gib", 10**30),
         ("far_gib", True),
         ("far_gib", None),
         ("far_gib", "8 GiB"),
@@ -194,7 +195,7 @@ def test_every_key_is_described(section):
 
 def test_the_description_of_a_key():
     described = {key.name: key for key in KvConfig.reference()}["tiered.kv.far_gib"]
-    assert described.values == 'a number >= 0, or "auto"'
+    assert described.values == 'a number >= 0 and <= 1048576, or "auto"'
     assert described.default == "auto"
     assert described.meaning.startswith("Hard cap on the far memory")
 
@@ -268,3 +269,121 @@ def test_an_unreadable_file_is_named(tmp_path, name):
     (tmp_path / "directory.toml").mkdir()
     with pytest.raises(ConfigError, match=rf"{name}: cannot be read: "):
         TieredConfig.from_file(tmp_path / name)
+
+
+# Values that no user means ------------------------------------------------------------------
+
+GIB_KEYS = ("kv.far_gib", "weights.near_gib", "weights.far_gib", "ffn.near_gib", "ffn.far_gib")
+NUMBER_KEYS = (
+    *GIB_KEYS,
+    "kv.expansion",
+    "kv.max_expansion",
+    "ffn.window",
+    "l2.budget_mib",
+    "report.carbon_intensity",
+)
+PATH_KEYS = ("kv.path", "weights.storage_path", "ffn.store", "report.path")
+
+
+def from_key(key, value):
+    section, name = key.split(".")
+    return TieredConfig.from_dict({section: {name: value}})
+
+
+@pytest.mark.parametrize("key", NUMBER_KEYS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(math.nan, id="nan"),
+        pytest.param("nan", id="nan_text"),
+        pytest.param(math.inf, id="inf"),
+        pytest.param(-math.inf, id="minus_inf"),
+        pytest.param(1e300, id="1e300"),
+        pytest.param("1e300", id="1e300_text"),
+        pytest.param(10**400, id="beyond_float"),
+        pytest.param(-(16**5000), id="beyond_repr"),
+    ],
+)
+def test_a_number_that_nothing_has_is_refused_with_its_key_and_its_range(key, value):
+    with pytest.raises(ConfigError, match=rf"^tiered\.{key} is .*: set it to .*<= \d") as caught:
+        from_key(key, value)
+    assert len(str(caught.value)) < 300
+
+
+def test_the_largest_size_is_a_pebibyte():
+    assert from_key("kv.far_gib", 2**20).kv.far_gib == 2**20
+    with pytest.raises(ConfigError, match="<= 1048576"):
+        from_key("kv.far_gib", 2**20 + 1)
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "\0", "/tmp/\ud800"], ids=["nul", "only", "half"])
+def test_a_path_that_no_system_call_takes_is_refused(key, path):
+    with pytest.raises(ConfigError, match=rf"^tiered\.{key} is '.*: set it to the path of a"):
+        from_key(key, path)
+
+
+def test_the_keys_that_are_paths_are_known():
+    found = {f"{section.NAME}.{name}" for section in SECTIONS for name in section.path_names()}
+    assert found == set(PATH_KEYS)
+
+
+def nested(depth):
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"kv": value}
+    return value
+
+
+def test_a_table_nested_thousands_deep_is_refused():
+    with pytest.raises(ConfigError, match=r"tiered\.kv\.kv|tiered\.kv is"):
+        TieredConfig.from_dict(nested(5000))
+    with pytest.raises(ConfigError, match=r"tiered\.kv\.far_gib is a dict too large to show"):
+        from_key("kv.far_gib", nested(5000))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        pytest.param("a.json", '{"kv": {"far_gib": NaN}}', "far_gib is nan: set it to", id="nan"),
+        pytest.param(
+            "a.json", '{"kv": {"far_gib": 1e999}}', "far_gib is inf: set it to", id="1e999"
+        ),
+        pytest.param(
+            "a.json", '{"kv": {"far_gib": ' + "9" * 5000 + "}}", "far_gib is inf: set", id="int"
+        ),
+        pytest.param("a.json", '{"kv": {}, "kv": {}}', "'kv' occurs 2 times", id="twice"),
+        pytest.param(
+            "a.json",
+            '{"kv": {"far_gib": 1, "far_gib": 2}}',
+            "'far_gib' occurs 2",
+            id="twice_inside",
+        ),
+        pytest.param("a.json", '{"kv":' * 99_999, "64 tables and lists", id="nested"),
+        pytest.param(
+            "a.json", '{"kv":' * 100 + "1" + "}" * 100, "64 tables and lists", id="nested_little"
+        ),
+        pytest.param("a.json", "[" * 99_999, "64 tables and lists", id="lists"),
+        pytest.param("a.json", '{"kv": {"path": "\\ud800"}}', "surrogate", id="surrogate"),
+        pytest.param("a.json", " " * (1 << 20) + "{}", "more than 1.00 MiB", id="long"),
+        pytest.param("a.toml", "[kv]\nfar_gib = inf", "far_gib is inf: set it to", id="toml_inf"),
+        pytest.param("a.toml", "[kv]\nfar_gib = nan", "far_gib is nan: set it to", id="toml_nan"),
+        pytest.param("a.toml", "[ffn]\nwindow = inf", "window is inf: set it", id="toml_window"),
+        pytest.param("a.toml", "[kv]\nfar_gib = 1\nfar_gib = 2", "not valid TOML", id="toml_twice"),
+        pytest.param("a.toml", "a = " + "[" * 99_999, "levels of nesting", id="toml_nested"),
+        pytest.param("a.toml", "[kv]\nfar_gib = 0x" + "f" * 9999, "too large to show", id="hex"),
+        pytest.param("a.toml", '[kv]\npath = "a\\u0000b"', r"path is 'a\\x00b'", id="toml_nul"),
+    ],
+)
+def test_a_file_that_plays_tricks_is_refused_by_name(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=says) as caught:
+        TieredConfig.from_file(path)
+    assert str(path) in str(caught.value)
+
+
+def test_an_endless_file_is_not_read_to_its_end(tmp_path):
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"more than 1\.00 MiB"):
+        TieredConfig.from_file(tmp_path / "zero.json")

@@ -298,7 +298,7 @@ WINDOW = encode(Window.from_step(step(0.1), level_changed=False))
         pytest.param(WINDOW.replace('"end"', '"x":1,"end"'), "unknown x", id="unknown_field"),
         pytest.param(WINDOW.replace(":16,", ':"16",', 1), "tokens is '16'", id="text"),
         pytest.param(WINDOW.replace(":16,", ":1.5,", 1), "tokens is 1.5", id="fraction"),
-        pytest.param(WINDOW.replace(":16,", ":NaN,", 1), "tokens is nan", id="nan"),
+        pytest.param(WINDOW.replace(":16,", ":NaN,", 1), "NaN is not a finite number", id="nan"),
         pytest.param('{"type":"layers","step":1,"time":0,"layers":3}\n', "layers is 3", id="spans"),
     ],
 )
@@ -488,3 +488,111 @@ def step_as_an_engine_makes_it(end):
 def test_made_up_runs_hold_steps_and_events():
     added = list(adaptive_run(60.0))
     assert {type(each) for each in added} == {StepSample, Event}
+
+
+# Planted files ------------------------------------------------------------------------------
+
+
+def ended_by(path, monkeypatch):
+    """Write until the file is rewritten through PATH.tmp; return the warnings."""
+    warnings = []
+    monkeypatch.setattr(writer.logger, "warning", lambda text, *args: warnings.append(text % args))
+    timeline = TimelineWriter(path, header(), max_windows=2)
+    for end in (1.0, 2.0, 3.0):
+        timeline.add_step(step(end))
+        wait_for(lambda: not timeline._queue)
+    timeline.close()
+    return warnings
+
+
+def test_a_planted_link_is_not_written_through(path, tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("my thesis\n")
+    (tmp_path / "timeline.jsonl.tmp").symlink_to(victim)
+    (warning,) = ended_by(path, monkeypatch)
+    assert "timeline.jsonl.tmp is there, and is no timeline: remove it" in warning
+    assert victim.read_text() == "my thesis\n"
+    assert read_timeline(path).windows  # what was written before is still there
+
+
+def test_a_link_planted_at_the_last_moment_is_not_written_through(path, tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("my thesis\n")
+    monkeypatch.setattr(writer, "_remove_abandoned", lambda draft: draft.symlink_to(victim))
+    (warning,) = ended_by(path, monkeypatch)
+    assert "File exists" in warning
+    assert victim.read_text() == "my thesis\n"
+
+
+def test_a_foreign_draft_is_left_alone(path, tmp_path, monkeypatch):
+    (tmp_path / "timeline.jsonl.tmp").write_text("my thesis\n")
+    (warning,) = ended_by(path, monkeypatch)
+    assert "is no timeline" in warning
+    assert (tmp_path / "timeline.jsonl.tmp").read_text() == "my thesis\n"
+
+
+@pytest.mark.parametrize("content", ["", encode(header())], ids=["empty", "header"])
+def test_the_draft_of_a_killed_engine_does_not_end_the_next_timeline(
+    path, tmp_path, monkeypatch, content
+):
+    (tmp_path / "timeline.jsonl.tmp").write_text(content)
+    assert ended_by(path, monkeypatch) == []
+    assert merge_windows(read_timeline(path).windows).num_steps == 3
+    assert not (tmp_path / "timeline.jsonl.tmp").exists()
+
+
+def plant_text(path):
+    path.write_text("my thesis\n")
+
+
+def plant_link(path):
+    path.symlink_to("somewhere")
+
+
+@pytest.mark.parametrize("plant", [plant_text, plant_link, Path.mkdir, os.mkfifo])
+def test_what_lies_where_the_previous_timeline_goes_is_kept(path, plant):
+    TimelineWriter(path, header(model="first")).close()
+    previous = path.with_name("timeline.jsonl.1")
+    plant(previous)
+    before = os.lstat(previous)
+    assert "timeline.jsonl.1 there is no timeline and would be lost" in refused(path)
+    assert os.lstat(previous).st_ino == before.st_ino
+    assert read_timeline(path).header.model == "first"
+
+
+def test_a_huge_file_without_a_newline_is_not_read(path):
+    path.touch()
+    os.truncate(path, 3 << 30)  # a hole, which takes no disk
+    begin = time.monotonic()
+    assert "would be lost" in refused(path)
+    with pytest.raises(ConfigError, match=r"has 3\.00 GiB, more than 64\.00 MiB: not a timeline"):
+        read_timeline(path)
+    assert time.monotonic() - begin < 2
+
+
+def test_a_pipe_is_not_waited_for(path):
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read_timeline(path)
+    assert "not a regular file" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        pytest.param("[" * 10**5 + "\n", "64 tables and lists", id="nested"),
+        pytest.param('{"a":' * 10**5 + "\n", "64 tables and lists", id="nested_tables"),
+        pytest.param(WINDOW.replace(":16,", ":1e999,", 1), "1e999 is not a finite", id="inf"),
+        pytest.param(WINDOW.replace(":16,", f":{'9' * 400},", 1), "400 digits", id="digits"),
+        pytest.param(WINDOW.replace('"end"', '"end":1,"end"'), "'end' occurs 2", id="twice"),
+        pytest.param(
+            '{"type":"event","text":"' + "x" * (1 << 20) + '"}\n', "bytes, more", id="long"
+        ),
+    ],
+)
+def test_a_line_that_plays_tricks_is_named(path, line, says):
+    assert line != WINDOW
+    path.write_text(encode(header()) + WINDOW + line + WINDOW)
+    with pytest.raises(ConfigError, match=rf"line 3: .*{says}") as caught:
+        read_timeline(path)
+    assert len(str(caught.value)) < 300

@@ -4,6 +4,7 @@
 There is a table per moment: the engine arguments, before vLLM does anything with them, and the
 finished VllmConfig, which knows the model. Device and attention backend are checked as soon as
 they are known. The connector checks the actual KV cache groups once more when it has them.
+Paths are checked by `folders`, which imports torch.
 """
 
 from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part

@@ -24,7 +24,7 @@ from vllm_tiered.adapter.ffn.modules import (
     register_op,
     replace_ffn,
 )
-from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import FfnConfig
 from vllm_tiered.devices.base import Device
 from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
@@ -127,15 +127,22 @@ class FfnEngine:
             self._modules[0][0].rehearse = self._rehearse
         stated = manifest.FfnManifest.of(self.runtime, self._config)
         manifest.publish_ffn(stated)
+        totals.publish("ffn", self.total_use)
         if rank == 0:
             logger.info("%s", stated.describe())
 
     def take_use(self) -> dict[str, float]:
         """Return the increase of each metric since the last call; empty before :meth:`start`."""
+        stats = self.total_use()
+        before, self._before = self._before, stats
+        return {name: value - before.get(name, 0.0) for name, value in stats.items()}
+
+    def total_use(self) -> dict[str, float]:
+        """Return each metric since the start; empty before :meth:`start`."""
         if self.runtime is None:
             return {}
         backend, layers = self.runtime.backend.stats, self.runtime.stats
-        stats = {
+        return {
             "ffn_far_bytes": float(backend.far_bytes),
             "ffn_storage_bytes": float(backend.storage_bytes),
             "ffn_wait_seconds": backend.wait_seconds,
@@ -144,8 +151,6 @@ class FfnEngine:
             "ffn_sparse_steps": float(layers.sparse_steps),
             "ffn_dense_steps": float(layers.dense_steps),
         }
-        before, self._before = self._before, stats
-        return {name: value - before.get(name, 0.0) for name, value in stats.items()}
 
     def close(self) -> None:
         """Free memory and close files. Idempotent."""
@@ -158,6 +163,7 @@ class FfnEngine:
             self.runtime.close()
         self.runtime = None
         manifest.publish_ffn(None)
+        totals.withdraw("ffn", self.total_use)
 
     def _rehearse(self, x_BH: torch.Tensor) -> None:
         """Compute one layer in a dummy step that is larger than the dummy steps before it.

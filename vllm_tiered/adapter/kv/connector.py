@@ -31,6 +31,7 @@ from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.worker import TieredWorker, announce
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
+from vllm_tiered.adapter.telemetry import totals
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.telemetry.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.telemetry.timeline import open_timeline
@@ -80,6 +81,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._energy = open_energy(config.report.carbon_intensity)
             if not plan.swaps:
                 announce(plan, FarHomes(), log=is_first)
+                totals.publish("kv", lambda: kv_gauges(plan, parallel.world_size).data)
             else:
                 layers = vllm_config.compilation_config.static_forward_context
                 traces = report_path is not None and is_first

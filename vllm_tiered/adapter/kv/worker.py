@@ -5,26 +5,32 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_tiered.adapter.checks import check_attention_backends
+from vllm_tiered.adapter.checks.folders import MEMORY_FILE_SYSTEMS
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
+from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.layer_trace import LayerTrace
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.translation import Translator
-from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.adapter.telemetry.metrics import TieredStats, page_errors_metric
 from vllm_tiered.devices.base import Direction, LinkUse
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError, UnsupportedError
 from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.layout import Level
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
+from vllm_tiered.storage.direct_file import file_system
+from vllm_tiered.units import format_bytes
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -60,7 +66,6 @@ class TieredWorker:
         self._trace_every = trace_every
         self._trace: LayerTrace | None = None
         self._layers = layers
-        self._memory_layers = 0  # whose far regions are in memory
         self._device = make_device()
         self.swapper: Swapper
         self.full_graphs: FullGraphs | None = None
@@ -80,6 +85,7 @@ class TieredWorker:
         self._stall_before = 0.0
         self._use_before = {direction: LinkUse() for direction in Direction}
         self._stats = TieredStats()
+        self._total = TieredStats()  # without what is not drained yet
         self._gauges: dict[str, int] = {}
         self._errors_before = self._device.page_errors()
 
@@ -112,9 +118,7 @@ class TieredWorker:
                 "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         # Only now: "auto" takes up to half of the memory that the near pages have left.
-        homes = far_homes(self._plan, self._world_size)
-        self._memory_layers = homes.memory_layers or 0
-        announce(self._plan, homes, log=self._is_first)
+        homes = self._homes = far_homes(self._plan, self._world_size)
         far_bytes, storage_bytes = self._plan.bytes_in(homes)
         self._gauges = {
             "kv_far_bytes": far_bytes * self._world_size,
@@ -131,6 +135,11 @@ class TieredWorker:
             orders=self._plan.orders,
             released=self._plan.released_blocks,
         )
+        # Only now: the log must not say that there is a file before there is one.
+        announce(self._plan, homes, log=self._is_first)
+        if self._is_first and homes.path is not None:
+            _warn_if_memory(homes.path, storage_bytes * self._world_size)
+        totals.publish("kv", self.total_stats)
         self._translator = make_translator(
             self.swapper.table.pages, names, geometry.block_tokens, view.device
         )
@@ -183,6 +192,9 @@ class TieredWorker:
         self.swapper.begin_step(plan)
         if self.full_graphs and not self.swapper.is_laid_out_as_vllm:
             self.full_graphs.check_removed()
+        if self.swapper.order.num_far != self._num_far:
+            stated = manifest.KvManifest.of(self._plan, self._homes, self.swapper.order)
+            manifest.publish_kv(stated)
         if (
             self.swapper.order.num_far != self._num_far
             or self.swapper.is_laid_out_as_vllm == self._translates
@@ -247,7 +259,23 @@ class TieredWorker:
     def drain_stats(self) -> TieredStats:
         """Return the metrics since the last call."""
         stats, self._stats = self._stats, TieredStats()
+        self._total.aggregate(stats)
         return stats
+
+    def total_stats(self) -> dict[str, float]:
+        """Return the counters since the start, and the gauges that a worker knows now."""
+        total = TieredStats(data=dict(self._total.data)).aggregate(self._stats)
+        order = self.swapper.order
+        gauges = kv_gauges(
+            self._plan,
+            self._world_size,
+            level=Level(order.num_far),
+            num_reserved=self._plan.num_blocks - 1 - self._plan.released_blocks,
+        ).data
+        if self.swapper.num_steps:  # then only the scheduler knows these
+            for name in ("kv_partial_blocks_far", "kv_blocks_released", "kv_blocks_reserved"):
+                del gauges[name]
+        return total.data | gauges | self._gauges
 
     def take_lost_blocks(self) -> set[int]:
         """Return the blocks that lost a page in the last step."""
@@ -260,6 +288,7 @@ class TieredWorker:
 
     def close(self) -> None:
         """Close the device."""
+        totals.withdraw("kv", self.total_stats)
         self._device.close()
 
     def _wait_before_update(self, impl: Any, layer: int) -> bool:
@@ -321,7 +350,8 @@ class TieredWorker:
         self._stall_before = self.swapper.stall_seconds
         report = self._report = StepReport(stall_seconds=stall_seconds)
         if failure := self._device.storage_failure():
-            report.storage_failure, report.memory_layers = failure, self._memory_layers
+            report.storage_failure = failure
+            report.memory_layers = self._homes.memory_layers or 0
         for direction, before in self._use_before.items():
             use = self._device.use(direction)
             if use == before:
@@ -348,3 +378,14 @@ def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:
     manifest.publish_kv(stated)
     if log:
         logger.info("%s", stated.describe())
+
+
+def _warn_if_memory(folder: Path, num_bytes: int) -> None:
+    """Warn if the KV file lies in a file system whose files are memory."""
+    if num_bytes and file_system(folder) in MEMORY_FILE_SYSTEMS:
+        logger.warning(
+            "tiered kv: kv.path %s is in a file system that is memory itself: its %s of KV take "
+            "RAM, beside kv.far_gib; give a folder on an SSD",
+            folder,
+            format_bytes(num_bytes),
+        )

@@ -18,7 +18,7 @@ from vllm_tiered.adapter.compat import device_type
 from vllm_tiered.adapter.l2.device import open_device
 from vllm_tiered.adapter.l2.kv import StepKv
 from vllm_tiered.adapter.l2.names import VLLM_OPS
-from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import L2Config
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.l2 import ops, trial
@@ -62,7 +62,8 @@ class L2Engine:
         self.runtime, self.budget_bytes = self._device.runtime, self._device.budget_bytes
         self.graph_pass = PrefetchPass(VLLM_OPS, self.budget_bytes)
         self._trial: Trial | None = Trial() if config.prefetch == "auto" else None
-        self._before = (0, 0)
+        self._before: dict[str, float] = {}
+        totals.publish("l2", self.total_metrics)
         ops.register_ops()  # a graph from the compile cache needs them before any pass runs
         ops.set_runtime(self.runtime)
 
@@ -137,16 +138,19 @@ class L2Engine:
 
     def drain_metrics(self) -> dict[str, float]:
         """Return what was prefetched since the last call, by metric."""
+        now, before = self.total_metrics(), self._before
+        self._before = now
+        return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+    def total_metrics(self) -> dict[str, float]:
+        """Return what was prefetched since the start, by metric."""
         fetched, dropped = self.runtime.counts()
-        before, self._before = self._before, (fetched, dropped)
-        return {
-            "l2_prefetched_bytes": float(fetched - before[0]),
-            "l2_dropped_bytes": float(dropped - before[1]),
-        }
+        return {"l2_prefetched_bytes": float(fetched), "l2_dropped_bytes": float(dropped)}
 
     def close(self) -> None:
         """Close the runtime. Idempotent."""
         ops.set_runtime(None)
+        totals.withdraw("l2", self.total_metrics)
         self.runtime.close()
         manifest.publish_l2(None)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route GET /tiered on vLLM's API server, which returns the manifest of every rank.
+"""The route GET /tiered on vLLM's API server: the state of every rank now, as JSON.
 
-The manifest is made in the worker processes. The server asks them with `collective_rpc`, as vLLM's
-own handlers do, for a method that `install` adds to the worker class. A method name can be sent
-between processes; a function would need vLLM's insecure serialization.
+Who may read it: with `--api-key` (or VLLM_API_KEY) the route wants the key as vLLM's guarded routes
+do, which are those below /v1. Without a key it answers everybody, as those do, but paths of the
+configuration are left out: vLLM itself shows its configuration (/server_info) only with
+VLLM_SERVER_DEV_MODE=1, and so are they.
 
 vLLM serves an endpoint plugin only if VLLM_PLUGINS names it. `--plugin tiered` names it just as
 plainly, so then the route is added as well. VLLM_PLUGINS itself is left unchanged: it is one list
@@ -14,24 +15,31 @@ this route is the only one.
 
 import importlib.metadata
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered import __version__
 from vllm_tiered.adapter.compat import wrap_once
-from vllm_tiered.config import ROOT_KEY
+from vllm_tiered.adapter.telemetry import metrics
+from vllm_tiered.adapter.telemetry.monitor import WORKER_METHOD, Answer, EngineMonitor
+from vllm_tiered.adapter.telemetry.state import GAUGES_KEY
+from vllm_tiered.config import ROOT_KEY, SECTIONS
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from fastapi import FastAPI
-    from starlette.datastructures import State
+    from starlette.datastructures import Headers, State
     from vllm.engine.protocol import EngineClient
 
 logger = logging.getLogger("vllm.tiered")  # inside the hierarchy that vLLM configures
 
 PATH = "/tiered"
-WORKER_METHOD = "tiered_manifest"
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
+"""Longest wait for the workers: they answer between two steps, and a step may be a long prompt."""
+
+HIDDEN = "(set; shown with the server's --api-key)"
+"""What is shown instead of a path to whom it is not shown."""
 
 _announced = False
 
@@ -47,15 +55,62 @@ class TieredEndpoint:
         from fastapi.responses import JSONResponse
 
         async def tiered(request: Request) -> JSONResponse:
-            """Return what vllm-tiered took over, per worker, and the bytes per tier."""
-            return JSONResponse(await _manifests(request.app.state.tiered_engine_client))
+            """Return what vllm-tiered does now, per worker: parts, bytes per tier, counters.
+
+            503 if the workers do not answer in time; the body has what is known of them.
+            """
+            state = request.app.state
+            if not state.tiered_guard.admits(request.headers):
+                return JSONResponse({"error": "Unauthorized"}, status_code=401)  # as vLLM's
+            answer = await state.tiered_monitor.ask(TIMEOUT_S)
+            content = _content(state.tiered_monitor, answer, state.tiered_guard.shows_paths)
+            status = 503 if answer.problem else 200
+            return JSONResponse(content, status_code=status, headers={"Cache-Control": "no-store"})
 
         app.add_api_route(PATH, tiered, methods=["GET"])
 
     async def init_state(
         self, engine_client: "EngineClient | None", state: "State", args: "Namespace"
     ) -> None:
-        state.tiered_engine_client = engine_client
+        """Prepare the route, and set the gauges of /metrics that no step has set yet."""
+        state.tiered_guard = Guard.of_server(args)
+        state.tiered_monitor = monitor = EngineMonitor(engine_client)
+        answer = await monitor.ask(TIMEOUT_S)
+        if answer.problem:
+            logger.warning("tiered: no state at start: %s", answer.problem)
+        for worker in answer.workers[:1]:
+            metrics.fill_gauges(worker[GAUGES_KEY])
+
+
+class Guard:
+    """Check of a request's API key, by vLLM's own rule.
+
+    Args:
+        tokens: the server's keys; none if anybody may ask.
+        is_developer: whether the server shows its configuration to anybody.
+    """
+
+    def __init__(self, tokens: list[str], *, is_developer: bool = False) -> None:
+        from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+        async def nothing(*_: Any) -> None:
+            return
+
+        self._middleware = AuthenticationMiddleware(nothing, tokens) if tokens else None
+        self.shows_paths = bool(tokens) or is_developer
+
+    @classmethod
+    def of_server(cls, args: "Namespace") -> "Guard":
+        """Return the guard with the keys of the command line, else of the environment."""
+        from vllm import envs
+
+        given = getattr(args, "api_key", None) or [envs.VLLM_API_KEY]
+        tokens = [key for key in given if key]
+        return cls(tokens, is_developer=envs.VLLM_SERVER_DEV_MODE)
+
+    def admits(self, headers: "Headers") -> bool:
+        """Return whether a request with these headers may be answered."""
+        return self._middleware is None or self._middleware.verify_token(headers)
 
 
 def make_endpoint_plugin() -> TieredEndpoint:
@@ -69,7 +124,7 @@ def install() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     if not hasattr(WorkerBase, WORKER_METHOD):
-        setattr(WorkerBase, WORKER_METHOD, _worker_manifest)
+        setattr(WorkerBase, WORKER_METHOD, _worker_state)
     wrap_once(vllm.plugins, "load_endpoint_plugins", _load_endpoint_plugins)
 
 
@@ -96,18 +151,47 @@ def _would_warn_of_this_route_alone() -> bool:
     return envs.VLLM_PLUGINS is None and found.names == {ROOT_KEY}
 
 
-def _worker_manifest(worker: Any) -> dict[str, Any] | None:
-    """Return the manifest of a worker process, or None if nothing was taken over in it."""
-    from vllm_tiered.adapter.telemetry import manifest
+def _worker_state(worker: Any) -> dict[str, Any] | None:
+    """Return the state of a worker process, or None if the plugin is off in it."""
+    from vllm_tiered.adapter.telemetry.state import worker_state
 
-    return manifest.current()
+    return worker_state(worker)
 
 
-async def _manifests(engine_client: Any) -> dict[str, Any]:
-    """Return our version, the configuration in force, and one manifest per rank."""
-    manifests = await engine_client.collective_rpc(WORKER_METHOD, timeout=_TIMEOUT_S)
-    return {
+def _content(monitor: EngineMonitor, answer: Answer, shows_paths: bool) -> dict[str, Any]:
+    """Return the body: version, configuration, the schedulers' figures, one state per rank."""
+    config = monitor.config
+    workers = [
+        {name: value for name, value in worker.items() if name not in (GAUGES_KEY, "host")}
+        for worker in answer.workers
+    ]
+    if not shows_paths:
+        config = _without_paths(config)
+        workers = [_without_paths(worker) for worker in workers]
+    latest = metrics.latest_of_schedulers()
+    gauges = answer.workers[0][GAUGES_KEY] if answer.workers else {}
+    content = {
         "version": __version__,
-        "config": engine_client.vllm_config.additional_config.get(ROOT_KEY),
-        "workers": [manifest for manifest in manifests if manifest is not None],
+        "config": config,
+        "engines": [{"engine": engine} | gauges | known for engine, known in latest.items()]
+        or [{"engine": 0} | gauges],
+        "workers": workers,
+    }
+    if answer.problem:
+        problem = {"error": answer.problem, "workers_seen_seconds_ago": answer.age_seconds}
+        return problem | {"processes": answer.processes} | content
+    return content
+
+
+def _without_paths(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables by section with the values of all keys that are paths hidden."""
+    names = {section.NAME: section.path_names() for section in SECTIONS}
+    return {
+        section: {
+            key: HIDDEN if value is not None and key in names.get(section, ()) else value
+            for key, value in values.items()
+        }
+        if isinstance(values, Mapping)
+        else values
+        for section, values in sections.items()
     }

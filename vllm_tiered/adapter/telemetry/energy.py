@@ -4,7 +4,7 @@
 import logging
 from typing import Any
 
-from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.energy.carbon import DRAM_WATTS_PER_GB, SSD_WATTS, grams_co2e
 from vllm_tiered.energy.power import Known, PowerMeter, open_meter
 
@@ -26,6 +26,8 @@ class EngineEnergy:
         self._meter = meter
         self._carbon_intensity = carbon_intensity
         self._for_report = (0.0, 0.0)
+        self._total: dict[str, float] = {}
+        totals.publish("energy", self.total_metrics)
         if log:
             parts = ", ".join(f"{part} {how}" for part, how in labels(meter).items())
             logger.info("tiered energy: %s; at %g gCO2e per kWh", parts, carbon_intensity)
@@ -40,11 +42,18 @@ class EngineEnergy:
             return {}
         joules, assumed = self._for_report
         self._for_report = (joules + drawn.total, assumed + drawn.assumed_joules)
-        return {
+        metrics = {
             "energy_joules": drawn.total,
             "energy_assumed_joules": drawn.assumed_joules,
             "co2e_grams": grams_co2e(drawn.total, self._carbon_intensity),
         }
+        for name, value in metrics.items():
+            self._total[name] = self._total.get(name, 0.0) + value
+        return metrics
+
+    def total_metrics(self) -> dict[str, float]:
+        """Return what :meth:`drain_metrics` gave in all, by metric."""
+        return self._total
 
     def drain_for_report(self) -> tuple[float, float]:
         """Return the joules :meth:`drain_metrics` gave since the last call: all, and assumed."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what the plugin took over, stated at start in the log and at ``/tiered``."""
+"""The manifest: what the plugin took over, stated in the log at start and at ``/tiered`` now."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_tiered.adapter.kv.plan import KvPlan
-from vllm_tiered.config import FfnConfig
+from vllm_tiered.config import FfnConfig, KvConfig
 from vllm_tiered.ffn.layout import Precision, bundle_bytes
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import expansion_of
+from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.l2.trial import Measured
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.placement import Placement
@@ -26,11 +27,12 @@ class KvManifest:
 
     Attributes:
         active: False if no layer is ever far, and vLLM keeps its own KV cache.
-        expansion: the expansion at start.
+        why_not: why no layer is ever far; None if some are, or may become so.
+        expansion: the expansion now.
         max_expansion: the expansion that may be reached; the same if it is fixed.
-        far_layers: the number of far layers (the paper's m) at start.
+        far_layers: the number of far layers (the paper's m) now.
         max_far_layers: the number that may be reached.
-        offloaded_layers: the layers that pass through staging buffers at start, ascending.
+        offloaded_layers: the layers that pass through staging buffers now, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
         far_bytes: far memory of far pages.
         storage_bytes: bytes of far pages in a file.
@@ -38,6 +40,7 @@ class KvManifest:
     """
 
     active: bool
+    why_not: str | None
     policy: str
     expansion: float
     max_expansion: float
@@ -55,18 +58,21 @@ class KvManifest:
     tier: str
 
     @classmethod
-    def of(cls, plan: KvPlan, homes: FarHomes) -> "KvManifest":
+    def of(cls, plan: KvPlan, homes: FarHomes, order: SwapOrder | None = None) -> "KvManifest":
+        """Return the manifest of a plan; `order` has the layers' roles now, if not at start."""
         geometry = plan.geometry
+        order = order or plan.order
         far_bytes, storage_bytes = plan.bytes_in(homes)
         return cls(
             active=plan.swaps,
+            why_not=None if plan.swaps else _why_no_layer_is_far(plan.config),
             policy=plan.config.policy,
-            expansion=plan.expansion,
+            expansion=expansion_of(geometry.num_layers, order.num_far),
             max_expansion=expansion_of(geometry.num_layers, plan.max_num_far),
             num_layers=geometry.num_layers,
-            far_layers=plan.order.num_far,
+            far_layers=order.num_far,
             max_far_layers=plan.max_num_far,
-            offloaded_layers=plan.order.offloaded,
+            offloaded_layers=order.offloaded,
             staging_buffers=geometry.num_staging_buffers,
             num_blocks=plan.num_blocks - 1,
             block_tokens=geometry.block_tokens,
@@ -85,7 +91,7 @@ class KvManifest:
         """Return the line for the log."""
         if not self.active:
             return (
-                "tiered kv: steps aside (expansion 1: no far layer); vLLM's own KV cache of "
+                f"tiered kv: steps aside ({self.why_not}); vLLM's own KV cache of "
                 f"{self.num_blocks} blocks, {format_bytes(self.near_bytes)}"
             )
         if self.max_far_layers > self.far_layers:
@@ -291,6 +297,15 @@ class L2Manifest:
             f"{format_bytes(self.budget_bytes)} at a time at most, from {threads}, per rank; "
             f"{decided}"
         )
+
+
+def _why_no_layer_is_far(config: KvConfig) -> str:
+    if config.expansion != "auto":
+        return f"kv.expansion is {config.expansion:g}, which needs no far layer"
+    return (
+        "no expansion above 1 is within reach of the model's layers, of kv.max_expansion "
+        f"{config.max_expansion:g} and of the far memory, kv.far_gib {config.far_gib}"
+    )
 
 
 def publish_l2(manifest: L2Manifest | None) -> None:

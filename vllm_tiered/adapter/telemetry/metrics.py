@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's counters and gauges on vLLM's own ``/metrics``."""
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -77,6 +79,9 @@ GAUGES = {
 """Gauges that the scheduler sets, except for the bytes of far pages."""
 
 
+_SCHEDULER_COUNTERS = ("kv_level_changes", "kv_recomputed_requests")
+
+
 class TieredStats(KVConnectorStats):
     """What happened since the last report: counters add up, gauges keep the later value."""
 
@@ -124,6 +129,10 @@ class TieredPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
+        self._latest: dict[int, dict[str, float]] = {
+            engine: {} for engine in per_engine_labelvalues
+        }
+        _served.append(weakref.ref(self))
         for names, kind in ((COUNTERS, Counter), (GAUGES, Gauge)):
             for name, documentation in names.items():
                 metric = metric_types[kind](
@@ -135,9 +144,44 @@ class TieredPromMetrics(KVConnectorPromMetrics):
                 }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        latest = self._latest[engine_idx]
         for name, value in transfer_stats_data.items():
             metric = self._metrics[name][engine_idx]
             if name in COUNTERS:
                 metric.inc(value)
             else:
                 metric.set(value)
+                latest[name] = value
+            if name in _SCHEDULER_COUNTERS:
+                latest[name] = latest.get(name, 0) + value
+
+    def fill_gauges(self, gauges: Mapping[str, float]) -> None:
+        """Set gauges of every engine that has not reported them yet."""
+        for engine, latest in self._latest.items():
+            new = {name: value for name, value in gauges.items() if name not in latest}
+            self.observe(new, engine)
+
+
+def fill_gauges(gauges: Mapping[str, float]) -> None:
+    """Set gauges that no step has set yet, on this process's ``/metrics``."""
+    for metrics in _live():
+        metrics.fill_gauges(gauges)
+
+
+def latest_of_schedulers() -> dict[int, dict[str, float]]:
+    """Return what this process last heard of each engine's scheduler, by the engine's index.
+
+    It has the gauges, the level changes and the recomputed requests; nothing with
+    ``--disable-log-stats``.
+    """
+    return {
+        engine: dict(latest) for metrics in _live() for engine, latest in metrics._latest.items()
+    }
+
+
+def _live() -> list[TieredPromMetrics]:
+    return [metrics for reference in _served if (metrics := reference()) is not None]
+
+
+_served: list[weakref.ref[TieredPromMetrics]] = []
+"""Metrics on this process's ``/metrics``."""

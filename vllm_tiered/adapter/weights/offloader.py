@@ -27,7 +27,7 @@ from vllm.model_executor.offloader.base import BaseOffloader
 from xxhash import xxh3_64_hexdigest
 
 from vllm_tiered.adapter.device import make_device
-from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.adapter.weights.graphs import check_not_captured, remember_placement
 from vllm_tiered.adapter.weights.hooks import register_hooks
 from vllm_tiered.adapter.weights.int4_layers import CompressedLinear, compressible_weights
@@ -108,6 +108,7 @@ class TieredOffloader(BaseOffloader):
         self._is_on_gpu = False
         self.is_used = False
         self._use_before: dict[str, float] = {}
+        self._use_at_start: dict[str, float] = {}
 
     def wrap_modules(
         self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
@@ -222,6 +223,7 @@ class TieredOffloader(BaseOffloader):
             self._store.close()
         self._weights = self.buffer_pool = self._store = None
         manifest.publish_weights(None)
+        totals.withdraw("weights", self.total_use)
 
     def post_init(self) -> None:
         """Start streaming through the weight buffers, once all weights are loaded. Idempotent.
@@ -247,20 +249,30 @@ class TieredOffloader(BaseOffloader):
             if id(linear.weight) not in far:
                 linear.compress(self._near_device)
         self.buffer_pool = self._weights.start_streaming()
-        self.take_use()  # drop what was counted before the model ran
+        self._use_at_start = self._use()  # what was counted before the model ran
+        self._use_before = self._use_at_start
+        totals.publish("weights", self.total_use)
 
     def take_use(self) -> dict[str, float]:
         """Return the link's bytes and seconds, and the stall of compute, since the last call."""
+        use = self._use()
+        before, self._use_before = self._use_before, use
+        return {name: value - before.get(name, 0.0) for name, value in use.items()}
+
+    def total_use(self) -> dict[str, float]:
+        """Return what :meth:`take_use` gave in all, and what it would give now."""
+        before = self._use_at_start
+        return {name: value - before.get(name, 0.0) for name, value in self._use().items()}
+
+    def _use(self) -> dict[str, float]:
         if self.buffer_pool is None:
             return {}
         link = self._device.use(Direction.READ)
-        use = {
+        return {
             "weights_read_bytes": float(link.num_bytes),
             "weights_read_seconds": link.busy_seconds,
             "weights_stall_seconds": self.buffer_pool.stall_seconds,
         }
-        before, self._use_before = self._use_before, use
-        return {name: value - before.get(name, 0.0) for name, value in use.items()}
 
     # The forward pass calls these two: through the hooks, or through vLLM's custom ops if compiled.
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.predictor.low_rank import LowRank
+from vllm_tiered.untrusted import parse_json
 
 VERSION = 1
 
@@ -95,7 +96,7 @@ def read_header(path: Path, fingerprint: str | None = None) -> dict[str, Any]:
         raise ConfigError(f"no predictor: {path} does not exist; run prepare --predictor low_rank")
     try:
         with safe_open(path, framework="pt") as file:
-            header: dict[str, Any] = json.loads((file.metadata() or {})[_KEY])
+            header: dict[str, Any] = parse_json((file.metadata() or {})[_KEY], any_number=True)
     except (SafetensorError, KeyError, ValueError) as error:
         raise IntegrityError(f"{path} is damaged ({error}): run prepare again") from error
     if header["version"] != VERSION or header["kind"] != LowRank.name:

@@ -21,9 +21,17 @@ from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import BLOCK_BYTES, FfnShape, Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul.quantise import num_groups
 from vllm_tiered.storage.checksums import checksum
+from vllm_tiered.units import MIB
+from vllm_tiered.untrusted import parse_json
 
 VERSION = 1
 HEADER, NEURONS, TABLES = "store.json", "neurons.bin", "tables.safetensors"
+
+MAX_HEADER_BYTES = 16 * MIB
+"""Most bytes of a header. One of 128 layers in three precisions has 60 KB."""
+
+_MAX_SIZE = 1 << 31
+"""Largest number of layers, features or neurons of a shape."""
 
 MIX_FILE = "mix.json"
 """File with the ratio search's best mix and all candidates; absent if the search did not run."""
@@ -130,20 +138,55 @@ class StoreFormat:
         Raises:
             KeyError, TypeError, ValueError: the contents are not such an output.
         """
+        shape = _parse_shape(contents["shape"])
+        groups = {Precision(name): group for name, group in contents["groups"].items()}
+        # Before anything that takes time or memory for each layer.
+        num_sections = len(contents["sections"])
+        if num_sections != shape.num_layers * len(groups):
+            raise ValueError(
+                f"{num_sections} sections, and {shape.num_layers} layers in {len(groups)} "
+                "precisions"
+            )
+        for name, value in _texts(contents).items():
+            if not isinstance(value, str):
+                raise ValueError(f"{name} is no text")
+        for group in groups.values():
+            if group is not None and type(group) is not int:
+                raise ValueError("a group is no whole number")
         dtype = getattr(torch, contents["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype {contents['dtype']}")
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not is_float or dtype.itemsize != shape.dtype_bytes:
+            raise ValueError(f"dtype {contents['dtype']} of {shape.dtype_bytes} bytes")
         found = cls(
             model=contents["model"]["name"],
             fingerprint=contents["model"]["fingerprint"],
-            shape=FfnShape(**contents["shape"]),
+            shape=shape,
             activation=contents["activation"],
             dtype=dtype,
-            groups={Precision(name): group for name, group in contents["groups"].items()},
+            groups=groups,
         )
         if found.to_json()["sections"] != contents["sections"]:
             raise ValueError("sections")
         return found
+
+
+def _parse_shape(values: Mapping[str, Any]) -> FfnShape:
+    shape = FfnShape(**values)
+    for name, value in asdict(shape).items():
+        expected = bool if name == "gated" else int
+        if type(value) is not expected or (expected is int and not 0 < value <= _MAX_SIZE):
+            raise ValueError(f"{name} is {value!r}, not from 1 to {_MAX_SIZE}")
+    return shape
+
+
+def _texts(contents: Mapping[str, Any]) -> dict[str, Any]:
+    model = contents["model"]
+    return {
+        "model": model["name"],
+        "fingerprint": model["fingerprint"],
+        "activation": contents["activation"],
+        "dtype": contents["dtype"],
+    }
 
 
 def seal(contents: Mapping[str, Any]) -> bytes:
@@ -162,14 +205,15 @@ def unseal(text: bytes, path: Path) -> dict[str, Any]:
         IntegrityError: the header is damaged.
     """
     try:
-        contents = dict(json.loads(text))
+        contents = dict(parse_json(text))
         version = contents["version"]
         expected = contents.pop("xxh3")
     except (ValueError, TypeError, KeyError) as error:
-        raise IntegrityError(f"{path} is damaged: {ANEW}") from error
+        raise IntegrityError(f"{path} is damaged ({_reason(error)}): {ANEW}") from error
     if version != VERSION:
         raise ConfigError(
-            f"{path} has version {version}, and this vllm-tiered reads version {VERSION}: {ANEW}"
+            f"{path} has version {str(version)[:20]}, and this vllm-tiered reads version "
+            f"{VERSION}: {ANEW}"
         )
     if _digest(contents) != expected:
         raise IntegrityError(f"{path} is damaged (checksum): {ANEW}")
@@ -208,3 +252,7 @@ def down_norms_name(layer: int) -> str:
 
 def _digest(contents: Mapping[str, Any]) -> str:
     return f"{checksum(json.dumps(contents, sort_keys=True).encode()):016x}"
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)

@@ -21,6 +21,7 @@ from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.storage.direct_file import DirectFile
 from vllm_tiered.storage.reader import PendingRead, ScatterReader
 from vllm_tiered.storage.scatter_plan import Section
+from vllm_tiered.untrusted import read_regular_file
 
 KNOB = "ffn.store"
 
@@ -92,31 +93,12 @@ class NeuronStore:
             IntegrityError: the store is damaged.
         """
         folder = Path(path)
-        header = folder / HEADER
-        try:
-            contents = store_format.unseal(header.read_bytes(), header)
-            neurons_bytes = (folder / NEURONS).stat().st_size
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ConfigError(
-                f"{KNOB} is {folder}, which is no neuron store (no {Path(error.filename).name}): "
-                "give the folder that `vllm-tiered prepare MODEL --out FOLDER` made"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"{KNOB}: {folder} cannot be read ({error.strerror})") from error
-        try:
-            form = StoreFormat.from_json(contents)
-        except (KeyError, TypeError, ValueError) as error:
-            raise IntegrityError(f"{header} is damaged ({error!r}): {store_format.ANEW}") from error
+        contents, form = _read_header(folder)
         if fingerprint is not None and form.fingerprint != fingerprint:
             raise ConfigError(
                 f"{folder} holds neurons of {form.model} (fingerprint {form.fingerprint[:12]}), and"
                 f" this model's fingerprint is {fingerprint[:12]}: prepare this model, and give its"
                 f" store as {KNOB}"
-            )
-        if neurons_bytes != form.neurons_bytes:
-            raise IntegrityError(
-                f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "
-                f"{store_format.ANEW}"
             )
         all_neurons = form.shape.neurons
         count = all_neurons - first_neuron if num_neurons is None else num_neurons
@@ -163,7 +145,7 @@ class NeuronStore:
             ConfigError: the store has no file of this name.
             IntegrityError: the file is damaged.
         """
-        if name not in self.contents["files"]:
+        if name not in self.contents.get("files", {}):
             raise ConfigError(
                 f"{self.path} has no {name}: prepare the model with the step that writes it"
             )
@@ -272,10 +254,52 @@ class NeuronStore:
         """Return a file's contents after verifying their checksum."""
         path = self.path / name
         try:
-            expected = self.contents["files"][name]["xxh3"]
-            content = path.read_bytes()
+            entry = self.contents["files"][name]
+            expected, num_bytes = entry["xxh3"], int(entry["bytes"])
+            content = read_regular_file(path, max_bytes=num_bytes)
         except (KeyError, TypeError, FileNotFoundError) as error:
             raise IntegrityError(f"{self.path} has lost its {name}: {store_format.ANEW}") from error
+        except ValueError as error:
+            raise IntegrityError(f"{path} {error}: {store_format.ANEW}") from error
         if f"{checksum(content):016x}" != expected:
             raise IntegrityError(f"{path} is damaged (checksum): {store_format.ANEW}")
         return content
+
+
+def check_store(folder: Path) -> None:
+    """Check that a folder is a neuron store that this version reads, by its header and sizes.
+
+    Raises:
+        ConfigError: there is no store, it cannot be read, or it is of another version.
+        IntegrityError: the store is damaged.
+    """
+    _read_header(folder)
+
+
+def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
+    header = folder / HEADER
+    try:
+        text = read_regular_file(header, max_bytes=store_format.MAX_HEADER_BYTES)
+        contents = store_format.unseal(text, header)
+        neurons_bytes = (folder / NEURONS).stat().st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{KNOB} is {folder}, which is no neuron store (no {Path(error.filename).name}): "
+            "give the folder that `vllm-tiered prepare MODEL --out FOLDER` made"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{KNOB}: {folder} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise IntegrityError(f"{header} {error}: {store_format.ANEW}") from error
+    try:
+        form = StoreFormat.from_json(contents)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"{header} is damaged ({error!r}): {store_format.ANEW}") from error
+    if neurons_bytes != form.neurons_bytes:
+        raise IntegrityError(
+            f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "
+            f"{store_format.ANEW}"
+        )
+    return contents, form

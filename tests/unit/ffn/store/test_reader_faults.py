@@ -3,6 +3,7 @@
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import random
@@ -31,6 +32,7 @@ from vllm_tiered.ffn.store import format as store_format
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.storage import reader as scatter_reader
 from vllm_tiered.storage.aio import AioQueue
+from vllm_tiered.storage.checksums import checksum
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +310,98 @@ def test_a_store_that_cannot_be_used(folder, spoil, error, message):
     spoil(folder)
     with pytest.raises(error, match=message):
         NeuronStore.open(folder)
+
+
+def planted(name, value):
+    """Return a function that changes one entry of the header's shape and reseals it."""
+
+    def spoil(folder):
+        contents = json.loads((folder / "store.json").read_bytes())
+        rewrite(folder, shape=contents["shape"] | {name: value})
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(planted("num_layers", 10**9), "9 sections, and 1000000000 layers", id="1e9"),
+        pytest.param(planted("num_layers", 10**15), "num_layers is 10{15}, not from", id="1e15"),
+        pytest.param(planted("num_layers", -1), "num_layers is -1", id="negative"),
+        pytest.param(planted("num_layers", True), "num_layers is True", id="bool"),
+        pytest.param(planted("neurons", 2.5), "neurons is 2.5", id="fraction"),
+        pytest.param(planted("hidden", "640"), "hidden is '640'", id="text"),
+        pytest.param(planted("gated", 1), "gated is 1", id="number"),
+        pytest.param(planted("dtype_bytes", 4), "dtype bfloat16 of 4 bytes", id="dtype"),
+        pytest.param(planted("depth", 4), "unexpected keyword", id="unknown"),
+        pytest.param(lambda f: rewrite(f, shape=[1]), "store.json is damaged", id="list"),
+        pytest.param(lambda f: rewrite(f, model="m"), "store.json is damaged", id="no_table"),
+        pytest.param(lambda f: rewrite(f, groups={"int4": "64"}), "is damaged", id="group"),
+        pytest.param(lambda f: rewrite(f, groups=[]), "is damaged", id="groups"),
+        pytest.param(lambda f: rewrite(f, activation=7), "activation is no text", id="activation"),
+        pytest.param(lambda f: rewrite(f, dtype=None), "dtype is no text", id="no_dtype"),
+        pytest.param(lambda f: rewrite(f, sections=3), "is damaged", id="no_sections"),
+        pytest.param(lambda f: rewrite(f, files=[]), "has lost its tables", id="no_files"),
+        pytest.param(
+            lambda f: rewrite(f, files={"tables.safetensors": 1}), "has lost its tables", id="entry"
+        ),
+    ],
+)
+def test_a_resealed_header_is_refused_at_once(folder, spoil, message):
+    spoil(folder)
+    begin = time.monotonic()
+    with pytest.raises(IntegrityError, match=message):
+        NeuronStore.open(folder)
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(b"[" * 10**6, "64 tables and lists", id="lists"),
+        pytest.param(b'{"version":' * 10**5, "64 tables and lists", id="tables"),
+        pytest.param(b'{"version": 1, "version": 1}', "'version' occurs 2 times", id="twice"),
+        pytest.param(b'{"version": NaN}', "NaN is not a finite number", id="nan"),
+        pytest.param(b'{"version": 1e999}', "1e999 is not a finite number", id="1e999"),
+        pytest.param(b'{"version": ' + b"1" * 5000 + b"}", "5000 digits", id="digits"),
+        pytest.param(b'{"xxh3": "\\ud800"}', "surrogate", id="surrogate"),
+        pytest.param(b"\xff\xfe\xfd", "store.json is damaged", id="no_text"),
+        pytest.param(b"{}", "no 'version'", id="empty"),
+    ],
+)
+def test_a_header_that_is_no_plain_json_is_refused(folder, text, message):
+    (folder / "store.json").write_bytes(text)
+    with pytest.raises(IntegrityError, match=message):
+        NeuronStore.open(folder)
+
+
+def test_files_that_have_no_end_are_not_read(folder):
+    header, tables = folder / "store.json", folder / "tables.safetensors"
+    whole = header.read_bytes()
+    os.truncate(header, 3 << 30)  # a hole, which takes no disk
+    with pytest.raises(IntegrityError, match=r"store.json has 3\.00 GiB, more than 16\.00 MiB"):
+        NeuronStore.open(folder)
+    header.unlink()
+    os.mkfifo(header)
+    with pytest.raises(IntegrityError, match=r"store.json is not a regular file"):
+        NeuronStore.open(folder)
+    header.unlink()
+    header.write_bytes(whole)
+    os.truncate(tables, 3 << 30)
+    with pytest.raises(IntegrityError, match=r"tables.safetensors has 3.00 GiB, more than"):
+        NeuronStore.open(folder)
+
+
+def test_a_planted_mix_is_damage(folder):
+    from vllm_tiered.ffn.open import searched_mix
+
+    for content in (b"[" * 10**5, b"[1]", b"{}", b'{"mix": 3}', b'{"mix": [NaN, 0, 0]}'):
+        (folder / "mix.json").write_bytes(content)
+        entry = {"bytes": len(content), "xxh3": f"{checksum(content):016x}"}
+        contents = json.loads((folder / "store.json").read_bytes())
+        rewrite(folder, files=contents["files"] | {"mix.json": entry})
+        with NeuronStore.open(folder) as store, pytest.raises(IntegrityError, match=r"mix\.json"):
+            searched_mix(store)
 
 
 def test_any_bit_of_the_header_and_the_tables_is_covered(folder):

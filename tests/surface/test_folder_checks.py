@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a folder can be asked is refused while the engine is configured, not after a load."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.fixtures.neuron_stores import SMALL, written
+from vllm_tiered.adapter.checks import folders
+from vllm_tiered.adapter.checks.folders import check_folders, least_file_bytes
+from vllm_tiered.adapter.kv import worker
+from vllm_tiered.config import KvConfig, TieredConfig
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
+from vllm_tiered.kv.layout import KvGeometry
+from vllm_tiered.units import GIB, MIB
+
+NUM_LAYERS = 30
+TMPFS = Path("/dev/shm")
+
+
+def engine(near_bytes=64 * MIB, *, executor="mp", world_size=1):
+    """The parts of a VllmConfig that the checks read."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=executor, world_size=world_size, nnodes=1
+        ),
+        model_config=SimpleNamespace(get_num_layers=lambda parallel: NUM_LAYERS),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=near_bytes),
+    )
+
+
+def stored(path, **values):
+    return TieredConfig.from_dict({"kv": {"tier": "storage", "path": str(path)} | values})
+
+
+def test_a_folder_that_can_be_used_is_left_empty(tmp_path):
+    check_folders(stored(tmp_path), engine())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    for path in (tmp_path / "nowhere", __file__):
+        with pytest.raises(ConfigError, match=r"kv\.path is .*: no file can be made there"):
+            check_folders(stored(path), engine())
+
+
+def test_the_workers_of_ray_may_have_folders_that_this_host_has_not(tmp_path):
+    check_folders(stored(tmp_path / "nowhere"), engine(executor="ray"))
+
+
+@pytest.mark.parametrize("near_bytes", [64 * MIB, None])
+def test_an_expansion_out_of_reach_is_refused_before_the_model_is_loaded(tmp_path, near_bytes):
+    with pytest.raises(ConfigError, match=r"kv\.expansion=11 .*30 layers .* at most 10"):
+        check_folders(stored(tmp_path, expansion=11), engine(near_bytes))
+
+
+@pytest.mark.parametrize("values", [{"expansion": 3}, {"max_expansion": 3}], ids=["fixed", "auto"])
+def test_a_full_disk_is_refused_with_the_numbers_and_the_knobs(tmp_path, values):
+    near_bytes = 2 * shutil.disk_usage(tmp_path).free
+    with pytest.raises(BudgetError, match=r"at least .* are free in its file .* raise kv\.far_gib"):
+        check_folders(stored(tmp_path, far_gib=0, **values), engine(near_bytes))
+    check_folders(stored(tmp_path, far_gib=2**20, **values), engine(near_bytes))
+
+
+@pytest.mark.skipif(not TMPFS.is_dir(), reason="no tmpfs")
+def test_a_file_system_that_is_memory_is_measured_as_memory(monkeypatch):
+    monkeypatch.setattr(folders, "read_host_memory", lambda: SimpleNamespace(usable_bytes=10 * MIB))
+    config = stored(TMPFS, far_gib=0, expansion=3)
+    check_folders(config, engine(2 * MIB))
+    with pytest.raises(BudgetError, match=r"10\.00 MiB are free in a file system that is memory"):
+        check_folders(config, engine(64 * MIB))
+
+
+@pytest.mark.parametrize("expansion", [1.5, 2, 3, 6])
+@pytest.mark.parametrize("far_gib", [0, 0.0625])
+def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib):
+    kv = KvConfig(tier="storage", path="/x", far_gib=far_gib, expansion=expansion)
+    page_bytes, near_pages = 24 * 1024, 2730
+    num_far = folders.resolve_num_far(kv, NUM_LAYERS)
+    assert num_far
+    geometry = KvGeometry(
+        num_layers=NUM_LAYERS,
+        num_resident=NUM_LAYERS - num_far,
+        num_staging_buffers=2,
+        page_bytes=page_bytes,
+        block_tokens=32,
+        near_pages=near_pages,
+    )
+    region_bytes = (geometry.block_limit(0) + 1) * page_bytes
+    real = (num_far - min(num_far, int(far_gib * GIB) // region_bytes)) * region_bytes
+    estimate = least_file_bytes(kv, NUM_LAYERS, near_pages * page_bytes, 1)
+    assert 0.85 * real - 2 * region_bytes <= estimate <= real
+
+
+@pytest.mark.skipif(not TMPFS.is_dir(), reason="no tmpfs")
+def test_a_kv_file_in_memory_is_warned_of_with_its_size(caplog, tmp_path):
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        worker._warn_if_memory(TMPFS, 3 * GIB)
+        worker._warn_if_memory(TMPFS, 0)
+    finally:
+        logger.removeHandler(caplog.handler)
+    (message,) = caplog.messages
+    assert "kv.path /dev/shm" in message and "its 3.00 GiB of KV take RAM" in message
+
+
+def test_a_neuron_store_is_looked_at(tmp_path):
+    folder = written(tmp_path / "store", SMALL)
+    config = TieredConfig.from_dict({"ffn": {"store": str(folder)}})
+    check_folders(config, engine())
+    os.truncate(folder / "neurons.bin", 8192)
+    with pytest.raises(IntegrityError, match="has 8192 bytes instead"):
+        check_folders(config, engine())
+    with pytest.raises(ConfigError, match="is no neuron store"):
+        check_folders(TieredConfig.from_dict({"ffn": {"store": "/nowhere"}}), engine())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("absent/t.jsonl", "absent does not exist"),
+        ("thesis", "no timeline and would be lost"),
+        ("folder", "not a regular file"),
+    ],
+)
+def test_the_timeline_is_looked_at(tmp_path, name, says):
+    (tmp_path / "thesis").write_text("my thesis\n")
+    (tmp_path / "folder").mkdir()
+    report = {"path": str(tmp_path / name)}
+    with pytest.raises(ConfigError, match=rf"tiered\.report\.path is .*{says}"):
+        check_folders(TieredConfig.from_dict({"report": report}), engine())
+    # Without KV swapping no timeline is written.
+    check_folders(TieredConfig.from_dict({"kv": {"enabled": False}, "report": report}), engine())
+    good = {"path": str(tmp_path / "t.jsonl")}
+    check_folders(TieredConfig.from_dict({"report": good}), engine())
+    assert not (tmp_path / "t.jsonl").exists()
+
+
+def test_an_engine_is_not_configured_with_such_a_folder(make_engine_args, tmp_path):
+    tiered = {"kv": {"tier": "storage", "path": str(tmp_path / "no")}}
+    with pytest.raises(ConfigError, match=r"kv\.path is .*no file can be made there"):
+        make_engine_args(additional_config={"tiered": tiered}).create_engine_config()

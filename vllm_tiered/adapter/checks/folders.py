@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the configured folders and files before an engine process exists or a weight is loaded.
+
+Loading takes minutes, and what a folder can be asked at once must not fail after it. Nothing is
+left behind. Sizes that depend on the model's load are checked again when they are known.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_tiered.adapter.kv.plan import far_budget_bytes, resolve_num_far
+from vllm_tiered.config import KvConfig, TieredConfig
+from vllm_tiered.devices.available_memory import read_host_memory
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.ffn.store.reader import check_store
+from vllm_tiered.kv.layout import STAGING_BUFFERS, expansion_of, max_num_far
+from vllm_tiered.report.writer import check_timeline_path
+from vllm_tiered.storage.direct_file import file_system
+from vllm_tiered.storage.tmpfile import count_free_bytes, open_tmpfile
+from vllm_tiered.units import format_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+"""File systems whose files are memory."""
+
+_CERTAIN_SHARE = 0.9
+"""Share of an estimated region that is surely needed: block counts are rounded down."""
+
+
+def check_folders(config: TieredConfig, vllm_config: "VllmConfig") -> None:
+    """Check the paths of the configuration, unless the workers may be on other hosts (Ray).
+
+    Raises:
+        ConfigError: a path cannot be used, or there are too few layers for `kv.expansion`.
+        BudgetError: the file system of `kv.path` does not have the space for the KV file.
+        IntegrityError: the header of the neuron store is damaged.
+    """
+    if vllm_config.parallel_config.distributed_executor_backend == "ray":
+        return
+    if config.ffn.store is not None:
+        check_store(Path(config.ffn.store))
+    if not config.kv.enabled:
+        return
+    if config.report.path is not None:
+        check_timeline_path(Path(config.report.path))
+    if config.kv.tier == "storage":
+        _check_kv_folder(config.kv, vllm_config)
+
+
+def _check_kv_folder(kv: KvConfig, vllm_config: "VllmConfig") -> None:
+    assert kv.path is not None, "checked with the configuration"
+    folder = Path(kv.path)
+    fd = open_tmpfile(folder, 0)
+    try:
+        free_bytes = count_free_bytes(fd)
+    finally:
+        os.close(fd)
+    parallel = vllm_config.parallel_config
+    num_layers = vllm_config.model_config.get_num_layers(parallel)
+    near_bytes = vllm_config.cache_config.kv_cache_memory_bytes
+    if near_bytes is None:
+        resolve_num_far(kv, num_layers)
+        return  # vLLM measures it when the model is loaded
+    ranks_here = parallel.world_size // parallel.nnodes
+    num_bytes = ranks_here * least_file_bytes(kv, num_layers, near_bytes, parallel.world_size)
+    is_memory = file_system(folder) in MEMORY_FILE_SYSTEMS
+    if is_memory:
+        free_bytes = min(free_bytes, read_host_memory().usable_bytes)
+    if num_bytes > free_bytes:
+        where = "a file system that is memory itself" if is_memory else "its file system"
+        raise BudgetError(
+            f"kv.path is {kv.path}: the KV file takes at least {format_bytes(num_bytes)}, and "
+            f"{format_bytes(free_bytes)} are free in {where}: raise kv.far_gib, which the file is "
+            "the rest of, lower kv.expansion or kv.max_expansion, or give another kv.path"
+        )
+
+
+def least_file_bytes(kv: KvConfig, num_layers: int, near_bytes: int, world_size: int) -> int:
+    """Return the bytes that a rank's KV file takes at least.
+
+    Args:
+        num_layers: layers with a KV cache.
+        near_bytes: near memory of the rank's KV cache.
+        world_size: ranks that share `kv.far_gib`.
+
+    Raises:
+        ConfigError: there are too few layers for `kv.expansion`.
+    """
+    num_far = resolve_num_far(kv, num_layers)
+    if num_far is None:
+        num_far = max(
+            (
+                m
+                for m in range(max_num_far(num_layers) + 1)
+                if expansion_of(num_layers, m) <= kv.max_expansion
+            ),
+            default=0,
+        )
+    if not num_far:
+        return 0
+    # The near pages hold the resident layers' blocks and the staging buffers' of one layer each.
+    region_bytes = near_bytes / (num_layers - num_far + STAGING_BUFFERS)
+    least_bytes = _CERTAIN_SHARE * region_bytes
+    in_memory = math.ceil(far_budget_bytes(kv, world_size) / least_bytes) if least_bytes else 0
+    return int(max(0, num_far - in_memory) * least_bytes)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of one worker now: each part on, off or stepped aside, with its reason and its figures.
+
+It is the worker's answer to ``GET /tiered``. The names of figures are those of ``/metrics`` without
+``vllm:tiered_``; here they count one rank and one engine, since its start.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry.metrics import COUNTERS, GAUGES
+from vllm_tiered.config import ROOT_KEY, TieredConfig
+
+ON, OFF, ASIDE, STARTING = "on", "off", "stepped aside", "starting"
+
+GAUGES_KEY = "gauges"
+"""Key of the gauges in a worker's answer, with which a server fills those of ``/metrics``."""
+
+
+def worker_state(worker: Any) -> dict[str, Any] | None:
+    """Return the state of a worker process, JSON-safe; None if the plugin is off in it."""
+    additional = getattr(worker.vllm_config, "additional_config", None)
+    if not isinstance(additional, Mapping) or ROOT_KEY not in additional:
+        return None
+    config = TieredConfig.from_dict(additional[ROOT_KEY])
+    stated = manifest.current() or {}
+    parts = {
+        "kv": _kv_state(config, stated.get("kv")),
+        "weights": _weights_state(config, stated.get("weights")),
+        "ffn": _ffn_state(config, stated.get("ffn")),
+        "l2": _l2_state(config, stated.get("l2")),
+    }
+    described = {
+        name: {"state": state, "reason": reason} | stated.get(name, {}) | _counters(name)
+        for name, (state, reason) in parts.items()
+    }
+    where = {"rank": worker.rank, "pid": os.getpid(), "host": socket.gethostname()}
+    gauges = {name: value for name, value in totals.current("kv").items() if name in GAUGES}
+    return where | described | {"energy": _counters("energy"), GAUGES_KEY: gauges}
+
+
+def _counters(part: str) -> dict[str, Any]:
+    figures = totals.current(part)
+    return {"counters": {name: value for name, value in figures.items() if name in COUNTERS}}
+
+
+State = tuple[str, str | None]
+"""The word, and the reason unless the part is on."""
+
+
+def _kv_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
+    if not config.kv.enabled:
+        return OFF, "kv.enabled is false"
+    if stated is None:
+        return STARTING, None
+    return (ON, None) if stated["active"] else (ASIDE, stated["why_not"])
+
+
+def _weights_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
+    if not config.weights.places:
+        return OFF, 'weights.placement is "off"'
+    if stated is None:
+        return STARTING, None
+    return (ON, None) if stated["far_sublayers"] else (ASIDE, "all of the layers fit near")
+
+
+def _ffn_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
+    if not config.ffn.is_used:
+        return OFF, "ffn.store is not set"
+    return (ON, None) if stated is not None else (STARTING, None)
+
+
+def _l2_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
+    if not config.l2.is_wanted:
+        return OFF, 'l2.prefetch is "off"'
+    if stated is None:
+        return STARTING, None
+    if not stated["active"]:
+        return ASIDE, stated["why_not"]
+    verdicts = stated["verdicts"]
+    if verdicts and not any(verdict["kept"] for verdict in verdicts):
+        ratios = ", ".join(f"{v['ratio']:.3f} at {v['batch_size']} requests" for v in verdicts)
+        return ASIDE, f"a step with prefetches took this share of one without: {ratios}"
+    return ON, None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of files and JSON that anyone may have written.
+
+Python's JSON parser keeps the last of two equal keys, accepts NaN and infinities, and fails on deep
+nesting with an error of its own. Here all of these are a ValueError that says what is wrong. And a
+file is read only if it is a regular one, up to a limit.
+"""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_tiered.units import format_bytes
+
+MAX_NESTING = 64
+"""Most tables and lists inside each other; our files have at most 6."""
+
+_MAX_INT_DIGITS = 19
+"""Most digits of a whole number, as many as 64 bits have."""
+
+
+def parse_json(text: str | bytes, *, any_number: bool = False) -> Any:
+    """Parse JSON text.
+
+    Args:
+        any_number: whether NaN, infinities and long whole numbers are floats; for a caller whose
+            own check of ranges gives the better message.
+
+    Raises:
+        ValueError: the text is no JSON, has a key twice, a number that is not finite or that needs
+            more than 64 bits, a character that no file can hold, or too much nesting.
+    """
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_table,
+            parse_constant=float if any_number else _refuse_constant,
+            parse_float=float if any_number else _parse_float,
+            parse_int=_parse_any_int if any_number else _parse_int,
+        )
+    except RecursionError:
+        raise ValueError(_too_deep()) from None  # a thousand lines of traceback say nothing more
+    _check_values(value)
+    return value
+
+
+def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
+    """Return the contents of a regular file; a link to one is followed.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is a folder, a pipe or a device, or it has more than `max_bytes`.
+    """
+    # O_NONBLOCK: opening a pipe must not wait for somebody who writes to it.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is not a regular file")
+        content = b"" if found.st_size > max_bytes else file.read(max_bytes + 1)
+    num_bytes = max(found.st_size, len(content))
+    if num_bytes > max_bytes:
+        raise ValueError(f"has {format_bytes(num_bytes)}, more than {format_bytes(max_bytes)}")
+    return content
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs {names.count(twice)} times in one table")
+    return table
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a finite number")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
+
+
+def _parse_int(text: str) -> int:
+    num_digits = len(text.lstrip("-"))
+    if num_digits > _MAX_INT_DIGITS:
+        raise ValueError(f"a number of {num_digits} digits needs more than 64 bits")
+    return int(text)
+
+
+def _parse_any_int(text: str) -> int | float:
+    return int(text) if len(text) <= _MAX_INT_DIGITS else float(text)
+
+
+def _check_values(value: Any) -> None:
+    """Check nesting and texts, without recursion."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise ValueError(_too_deep())
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, str):
+                _check_text(item)
+        level = below
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{ascii(text)[:80]} has half of a surrogate pair") from None
+
+
+def _too_deep() -> str:
+    return f"more than {MAX_NESTING} tables and lists inside each other"
