@@ -19,6 +19,7 @@ The file holds users' text. It has no name, so it is deleted when the process en
 
 import logging
 import os
+from errno import EBADF
 from functools import partial
 from pathlib import Path
 
@@ -306,7 +307,8 @@ class PageFile(PageStore):
             with self._file as fd:
                 os.fsync(fd)
         except OSError as error:
-            logger.warning("tiered: %s did not keep what was written: %s", self.folder, error)
+            if error.errno != EBADF:  # not closed meanwhile
+                logger.warning("tiered: %s did not keep what was written: %s", self.folder, error)
 
     def _words(self, plan: ScatterPlan, extent: int, buffer: Bytes) -> Words:
         """Return the slots in the extent's bounce buffer, int64 [num_slots, page_bytes / 8]."""

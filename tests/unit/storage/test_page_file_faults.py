@@ -241,7 +241,7 @@ def test_an_error_that_the_file_system_kept_for_later_is_said(written, monkeypat
     monkeypatch.setattr(os, "fsync", fsync)
     with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
         check_all_but(written, [7], PageError.CHECKSUM)
-        written.close()
+        assert written._writers.close(60)
     assert "did not keep what was written: [Errno 28] No space left on device" in caplog.text
 
 
