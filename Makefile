@@ -25,9 +25,11 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo
 
 test: $(STAMP)
+# A file's tests stay in one process: its fixtures and its engines' tokens are then made once. In the
+# order of collection, the long files (engines) come before the many short ones (units).
 # A rank that has to share its core keeps the other one waiting: those tests run one by one, after.
-	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal -m "not ranks" \
-		--ignore=tests/kernels
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile \
+		--no-loadscope-reorder -m "not ranks" --ignore=tests/kernels
 # Triton interprets in a whole process or not at all, and vLLM is not to find it interpreting.
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) tests/kernels
 	$(BIN)/python -m pytest -m ranks tests/e2e

@@ -201,7 +201,7 @@ Start a server with the plugin:
     --tiered-config.report.path timeline.jsonl \\
     --kv-cache-memory-bytes {kv_bytes} --block-size {settings.block_size} \\
     --max-model-len 512 --enforce-eager
-Look at what it does, and at what it did (in timeline-report/):
+Look at the running server, and at the report of the run (in timeline-report/):
   curl -s http://localhost:8000/metrics | grep tiered
   {tiered} report timeline.jsonl
 """

@@ -102,17 +102,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         Benchmark(
             name="ffn_kernels",
-            summary="products over cached neurons in 16, 8 and 4 bit against the rate of memory",
+            summary="matmuls over cached neurons in 16, 8 and 4 bit against the rate of memory",
             module="benchmarks.suites.ffn.kernels",
         ),
         Benchmark(
             name="ffn_flash",
-            summary="what a token's FFN costs to read, by technique, and in vLLM: planted",
+            summary="what a token's FFN costs to read, by technique, and in vLLM: synthetic"
+            " sparsity",
             module="benchmarks.suites.ffn.flash",
         ),
         Benchmark(
             name="ffn_mixed",
-            summary="mixed-precision neurons against streaming layers under one limit: planted",
+            summary="mixed-precision neurons against streaming layers under one limit: synthetic"
+            " sparsity",
             module="benchmarks.suites.ffn.mixed",
         ),
         Benchmark(
@@ -122,7 +124,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         Benchmark(
             name="ffn_batch",
-            summary="where the sparse FFN stops paying as the batch grows: planted",
+            summary="where the sparse FFN stops paying as the batch grows: synthetic sparsity",
             module="benchmarks.suites.ffn.batch",
         ),
         Benchmark(

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from vllm_tiered.devices.cpu import copy_pages
+from vllm_tiered.devices.copy_thread import copy_pages
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.devices.throttle import Throttle
 
@@ -62,11 +62,11 @@ class Copier:
     def _loop(self) -> None:
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
-        areas = [
+        near_chunks = [
             Pages(np.arange(first, first + PAGES_PER_COPY), ascending=True)
             for first in range(0, self._near.num_pages, PAGES_PER_COPY)
         ]
-        slabs = [
+        far_chunks = [
             Pages(np.arange(first, first + PAGES_PER_COPY), ascending=True)
             for first in range(0, self._far.num_pages, PAGES_PER_COPY)
         ]
@@ -75,7 +75,12 @@ class Copier:
             ticket = 0.0
             if self._throttle:
                 ticket = self._throttle.admit(PAGES_PER_COPY * PAGE_BYTES, time.perf_counter())
-            copy_pages(self._far, slabs[turn % len(slabs)], self._near, areas[turn % len(areas)])
+            copy_pages(
+                self._far,
+                far_chunks[turn % len(far_chunks)],
+                self._near,
+                near_chunks[turn % len(near_chunks)],
+            )
             if self._throttle:
                 self._throttle.hold(ticket)
             self.num_bytes += PAGES_PER_COPY * PAGE_BYTES

@@ -21,9 +21,9 @@ With 30 layers at an expansion of 3, it is about the step from one number of far
 
 DEFINITIONS = {
     "steps_to_converge": "engine steps of the warm-up until the expansion was first within 15 % of"
-    " working_expansion, and partly filled blocks were where they are then; null if never",
+    " working_expansion, and partial blocks were where they are then; null if never",
     "working_expansion": "the median expansion over the engine steps of the measured rounds",
-    "working_tails_far": "whether partly filled blocks were far too in most of those steps",
+    "working_partial_blocks_far": "whether partial blocks were far too in most of those steps",
     "level_changes_per_round": "changes of level in a measured round (median). The load of a round"
     " rises and ends, so a controller that steps aside changes it even when it has converged",
 }
@@ -49,11 +49,11 @@ def summarise_convergence(
     warmup: Sequence[RoundResult], measured: Sequence[RoundResult]
 ) -> dict[str, Any]:
     """Return the figures of `DEFINITIONS`, and the warm-up's tokens/s."""
-    working, tails_far = working_expansion(measured), working_tails_far(measured)
+    working, partial_blocks_far = working_expansion(measured), working_partial_blocks_far(measured)
     return {
-        "steps_to_converge": steps_to_reach(warmup, working, tails_far=tails_far),
+        "steps_to_converge": steps_to_reach(warmup, working, partial_blocks_far=partial_blocks_far),
         "working_expansion": working,
-        "working_tails_far": tails_far,
+        "working_partial_blocks_far": partial_blocks_far,
         "level_changes_per_round": statistics.median(
             result.counters[LEVEL_CHANGES] for result in measured
         ),
@@ -79,21 +79,21 @@ def working_expansion(rounds: Sequence[RoundResult]) -> float:
     raise ValueError("no steps, so no expansion")
 
 
-def working_tails_far(rounds: Sequence[RoundResult]) -> bool:
+def working_partial_blocks_far(rounds: Sequence[RoundResult]) -> bool:
     """Return whether partial blocks were far in more than half of all steps."""
-    far = sum(num_steps for r in rounds for _, num_steps, at in _spans(r) if at.tails_far)
+    far = sum(num_steps for r in rounds for _, num_steps, at in _spans(r) if at.partial_blocks_far)
     return 2 * far > sum(r.num_steps for r in rounds)
 
 
 def steps_to_reach(
-    rounds: Sequence[RoundResult], expansion: float, *, tails_far: bool = False
+    rounds: Sequence[RoundResult], expansion: float, *, partial_blocks_far: bool = False
 ) -> int | None:
     """Return the steps until the level first came close to that, or None if it never did."""
     before = 0
     for result in rounds:
         for first_step, _, at in _spans(result):
             is_close = abs(at.expansion - expansion) <= SAME_LEVEL * expansion
-            if is_close and at.tails_far == tails_far:
+            if is_close and at.partial_blocks_far == partial_blocks_far:
                 return before + first_step
         before += result.num_steps
     return None

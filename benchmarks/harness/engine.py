@@ -270,12 +270,18 @@ class _Clock:
         expansion = values.get(_EXPANSION_GAUGE)
         if not expansion:
             return
-        tails_far = values.get(_PARTIAL_BLOCKS_GAUGE, 0.0) > 0
+        partial_blocks_far = values.get(_PARTIAL_BLOCKS_GAUGE, 0.0) > 0
         last = self.expansions[-1] if self.expansions else None
-        if last is None or (last.expansion, last.tails_far) != (expansion, tails_far):
+        if last is None or (last.expansion, last.partial_blocks_far) != (
+            expansion,
+            partial_blocks_far,
+        ):
             self.expansions.append(
                 ExpansionAt(
-                    step=self.num_steps, seconds=now_s, expansion=expansion, tails_far=tails_far
+                    step=self.num_steps,
+                    seconds=now_s,
+                    expansion=expansion,
+                    partial_blocks_far=partial_blocks_far,
                 )
             )
 

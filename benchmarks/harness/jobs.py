@@ -66,13 +66,13 @@ class RequestTimes:
 class ExpansionAt:
     """The level from one engine step of a round on; seconds since the round began.
 
-    With `tails_far` partial blocks are far too.
+    With `partial_blocks_far` partial blocks are far too.
     """
 
     step: int
     seconds: float
     expansion: float
-    tails_far: bool = False
+    partial_blocks_far: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.memory_limit import drop_cached, run_limited
 from benchmarks.harness.progress import Step
@@ -34,7 +34,7 @@ class PeerRuns:
     python: str
     model: Path
     folder: Path
-    load: limited.Load
+    load: memory_capped.Load
     largest_share: float = 0.5
 
     def commands(
@@ -86,7 +86,7 @@ class PeerRuns:
         while True:
             drop_cached([self.folder, self.model])
             try:
-                limited.measure(
+                memory_capped.measure(
                     name, self.command(name, share, new_tokens=2), limit_bytes, self.load.threads
                 )
                 return self.command(name, share)

@@ -29,7 +29,7 @@ FAR_BYTES = "benchmarks:weights_read_bytes"
 LINK_SECONDS = "benchmarks:weights_read_seconds"
 
 
-class Slowed:
+class ThrottledEngine:
     """Throttles the engine that this process starts next, and times its sublayers.
 
     Args:
@@ -56,27 +56,27 @@ class Slowed:
 
         measure, measure_machine = offloader.measure_sublayers, kv_sharing.measure_machine
 
-        def held(device: Any, layers: Any, sublayers: Any, *args: Any, **kwargs: Any) -> Any:
+        def throttled(device: Any, layers: Any, sublayers: Any, *args: Any, **kwargs: Any) -> Any:
             measured = measure(device, layers, sublayers, *args, **kwargs)
             if not self._rate:
                 return measured
-            products = [_products(layer) for layer in layers]
+            sizes = [_linear_sizes(layer) for layer in layers]
             compute = tuple(
-                max(seconds, _num_weights(sublayer, products[sublayer.layer]) / self._rate)
+                max(seconds, _num_weights(sublayer, sizes[sublayer.layer]) / self._rate)
                 for seconds, sublayer in zip(measured.times.compute, sublayers, strict=True)
             )
             return replace(measured, times=replace(measured.times, compute=compute))
 
-        def held_machine(device: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
+        def throttled_machine(device: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
             machine = measure_machine(device, layers, *args, **kwargs)
             if not self._rate or machine.curves is None:
                 return machine
             width = next(layers[0].parameters()).element_size()
-            return replace(machine, curves=held_curves(machine.curves, width * self._rate))
+            return replace(machine, curves=throttled_curves(machine.curves, width * self._rate))
 
         offloader.make_device = make_device
-        offloader.measure_sublayers = held
-        kv_sharing.measure_machine = held_machine
+        offloader.measure_sublayers = throttled
+        kv_sharing.measure_machine = throttled_machine
 
     def watch(self, llm: Any) -> None:
         """Time, and hold, the matmuls of a started engine's layers."""
@@ -89,15 +89,15 @@ class Slowed:
     def begin_round(self) -> None:
         """Discard earlier measurements."""
         self.clock.reset()
-        _take_use()
+        _drain_metrics()
 
     def end_round(self, result: RoundResult) -> RoundResult:
         """Return the round's result with the figures of the clock and the link."""
-        use = _take_use()
+        metrics = _drain_metrics()
         counters = {
             **result.counters,
-            FAR_BYTES: use.get("weights_read_bytes", 0.0),
-            LINK_SECONDS: use.get("weights_read_seconds", 0.0),
+            FAR_BYTES: metrics.get("weights_read_bytes", 0.0),
+            LINK_SECONDS: metrics.get("weights_read_seconds", 0.0),
         }
         for kind, name in COMPUTE_SECONDS.items():
             counters[name] = self.clock.median_seconds(kind)
@@ -133,12 +133,12 @@ class SublayerClock:
     def watch(self, layers: Any, weights_per_s: float) -> None:
         """Time the layers; matmuls last at least as long as the rate says, unless it is 0."""
         for index, layer in enumerate(layers):
-            products = _products(layer)
-            for sublayer in sublayers_of(index, products):
+            sizes = _linear_sizes(layer)
+            for sublayer in sublayers_of(index, sizes):
                 paths = [parameter.name for parameter in sublayer.parameters]
                 is_last = index == len(layers) - 1 and sublayer.kind is Kind.FFN
                 for path in paths:
-                    seconds = products[path] / weights_per_s if weights_per_s else 0.0
+                    seconds = sizes[path] / weights_per_s if weights_per_s else 0.0
                     self._watch_module(
                         layer.get_submodule(path),
                         begins=sublayer.kind if path == paths[0] else None,
@@ -149,12 +149,12 @@ class SublayerClock:
     def _watch_module(
         self, module: Any, *, begins: Kind | None, ends: bool, least_seconds: float
     ) -> None:
-        def comes(*_: Any) -> None:
+        def on_enter(*_: Any) -> None:
             self._arrived = time.perf_counter()
             if begins is not None:
                 self._end_sublayer(self._arrived)
 
-        def computes(*_: Any) -> None:
+        def on_compute(*_: Any) -> None:
             now = time.perf_counter()
             if begins is not None:
                 self._kind, self._began, self._waited = begins, now, 0.0
@@ -162,7 +162,7 @@ class SublayerClock:
                 self._waited += now - self._arrived
             self._arrived = now
 
-        def is_done(*_: Any) -> None:
+        def on_exit(*_: Any) -> None:
             left = self._arrived + least_seconds - time.perf_counter()
             if left > 0:
                 time.sleep(left)
@@ -171,9 +171,9 @@ class SublayerClock:
 
         # The plugin's own hooks wait for weights before the module and free the weight buffer after
         # it: ours run after the former and before the latter.
-        module.register_forward_pre_hook(comes, prepend=True)
-        module.register_forward_pre_hook(computes)
-        module.register_forward_hook(is_done, prepend=True)
+        module.register_forward_pre_hook(on_enter, prepend=True)
+        module.register_forward_pre_hook(on_compute)
+        module.register_forward_hook(on_exit, prepend=True)
 
     def _end_sublayer(self, now: float) -> None:
         if self._kind is not None:
@@ -181,13 +181,13 @@ class SublayerClock:
         self._kind = None
 
 
-def held_curves(curves: MeasuredCurves, bytes_per_s: float) -> MeasuredCurves:
+def throttled_curves(curves: MeasuredCurves, bytes_per_s: float) -> MeasuredCurves:
     """Return the curves of matmuls that last at least as long as their weights take at this rate.
 
     The copies' memory traffic fits into that time, so neither slows the other down.
     """
 
-    def held(curve: GemmCurve) -> GemmCurve:
+    def throttled(curve: GemmCurve) -> GemmCurve:
         return GemmCurve.of(
             {
                 (rows, size): max(seconds, size / bytes_per_s)
@@ -197,9 +197,9 @@ def held_curves(curves: MeasuredCurves, bytes_per_s: float) -> MeasuredCurves:
 
     return replace(
         curves,
-        near=held(curves.near),
-        far=held(curves.far),
-        compressed=held(curves.compressed) if curves.compressed else None,
+        near=throttled(curves.near),
+        far=throttled(curves.far),
+        compressed=throttled(curves.compressed) if curves.compressed else None,
         compute_slowdown=1.0,
         link_slowdown=1.0,
     )
@@ -216,7 +216,7 @@ def decoder_layers(model: Any) -> Any:
     return found[0]
 
 
-def _products(layer: Any) -> dict[str, int]:
+def _linear_sizes(layer: Any) -> dict[str, int]:
     """Return the linear modules of a layer by path, with their numbers of weights.
 
     The numbers come from the modules' sizes: vLLM packs weights that stay near, and drops the
@@ -231,13 +231,13 @@ def _products(layer: Any) -> dict[str, int]:
     }
 
 
-def _num_weights(sublayer: Sublayer, products: Mapping[str, int]) -> int:
+def _num_weights(sublayer: Sublayer, sizes: Mapping[str, int]) -> int:
     return sum(
-        products.get(parameter.name.removesuffix(".weight"), 0) for parameter in sublayer.parameters
+        sizes.get(parameter.name.removesuffix(".weight"), 0) for parameter in sublayer.parameters
     )
 
 
-def _take_use() -> dict[str, float]:
+def _drain_metrics() -> dict[str, float]:
     from vllm_tiered.adapter.worker_hooks import drain_metrics
 
     return drain_metrics()

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 from benchmarks.harness.jobs import EngineSpec, request_from_json
 
 if TYPE_CHECKING:
-    from benchmarks.harness.throttled_engine import Slowed
+    from benchmarks.harness.throttled_engine import ThrottledEngine
 
 
 def main(read_fd: int, write_fd: int) -> int:
@@ -42,34 +42,34 @@ def _serve(jobs: IO[str], answers: IO[str]) -> None:
     spec = EngineSpec(**json.loads(jobs.readline()))
     if spec.checks_integrity:
         integrity.install()
-    slowed = _slowed(spec)
+    throttled = _throttled_engine(spec)
     start = time.perf_counter()
     llm = start_engine(spec)
-    if slowed:
-        slowed.watch(llm)
+    if throttled:
+        throttled.watch(llm)
     _answer(answers, {"start_seconds": time.perf_counter() - start})
     for line in jobs:
         job = json.loads(line)
-        if slowed and isinstance(job, dict):
-            slowed.set_link(job["link_bytes_per_s"])
+        if throttled and isinstance(job, dict):
+            throttled.set_link(job["link_bytes_per_s"])
             _answer(answers, job)
             continue
-        if slowed:
-            slowed.begin_round()
+        if throttled:
+            throttled.begin_round()
         result = run_round(llm, spec, [request_from_json(data) for data in job])
-        _answer(answers, (slowed.end_round(result) if slowed else result).to_json())
+        _answer(answers, (throttled.end_round(result) if throttled else result).to_json())
         sys.stdout.flush()
 
 
-def _slowed(spec: EngineSpec) -> Slowed | None:
+def _throttled_engine(spec: EngineSpec) -> ThrottledEngine | None:
     if not spec.is_timed:
         return None
-    from benchmarks.harness.throttled_engine import Slowed
+    from benchmarks.harness.throttled_engine import ThrottledEngine
 
-    slowed = Slowed(spec)
+    throttled = ThrottledEngine(spec)
     if spec.tiered is not None:
-        slowed.prepare()
-    return slowed
+        throttled.prepare()
+    return throttled
 
 
 def _answer(answers: IO[str], data: dict[str, Any]) -> None:

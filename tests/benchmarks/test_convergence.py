@@ -9,7 +9,7 @@ from benchmarks.harness.convergence import (
     summarise_convergence,
     warm_up,
     working_expansion,
-    working_tails_far,
+    working_partial_blocks_far,
 )
 from benchmarks.inputs.workload import Request
 from tests.fakes.benchmark_engines import FakeEngines
@@ -61,14 +61,14 @@ def test_steps_until_the_level_is_first_close(levels, expected):
     assert steps_to_reach(rounds(*levels), 2.0) == expected
 
 
-def test_where_tails_are_is_part_of_the_level():
+def test_where_partial_blocks_are_is_part_of_the_level():
     warmup = rounds([(1, 1.0), (11, 3.0), (41, 3.0, "far")], [(1, 3.0)])
     assert steps_to_reach(warmup, 3.0) == 10
-    assert steps_to_reach(warmup, 3.0, tails_far=True) == 40
+    assert steps_to_reach(warmup, 3.0, partial_blocks_far=True) == 40
     measured = rounds([(1, 3.0), (31, 3.0, "far")])
     figures = summarise_convergence(warmup, measured)
-    assert figures["working_tails_far"] and figures["steps_to_converge"] == 40
-    assert not working_tails_far(rounds([(1, 3.0, "far"), (41, 3.0)]))
+    assert figures["working_partial_blocks_far"] and figures["steps_to_converge"] == 40
+    assert not working_partial_blocks_far(rounds([(1, 3.0, "far"), (41, 3.0)]))
 
 
 def test_summary_of_a_warm_up():

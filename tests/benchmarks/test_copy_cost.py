@@ -38,7 +38,7 @@ def test_a_copier_that_is_not_held_back_really_copies():
             time.sleep(0.01)
     pages = copier._near.words[:, 0]
     assert (copier._near.words == pages[:, None]).all()
-    assert (np.diff(pages.reshape(2, -1), axis=1) == 1).all()  # two whole far regions
+    assert (np.diff(pages.reshape(2, -1), axis=1) == 1).all()  # two whole chunks of far memory
 
 
 def rounds(label, *, seconds, copied_gb=None):
@@ -50,7 +50,7 @@ def with_copies(result, copied_gb):
     return replace(result, counters={**result.counters, COPIED_BYTES: copied_gb * 1e9})
 
 
-def test_what_is_read_off_the_rounds():
+def test_figures_from_the_rounds():
     measured = {
         "no copies": rounds("no copies", seconds=4.0),
         "copies, 1 GB/s": rounds("copies, 1 GB/s", seconds=4.4, copied_gb=4.0),
@@ -65,7 +65,7 @@ def test_what_is_read_off_the_rounds():
     assert result["by_rate"]["2"]["seconds_per_gb"] == pytest.approx(0.2)
 
 
-def test_engines_differ_in_the_copies_beside_them(monkeypatch, fake_model):
+def test_engines_differ_in_their_background_copies(monkeypatch, fake_model):
     def answer(spec, requests):
         result = answer_in(lambda spec: 2.0 + min(1.0, spec.copies_gb_per_s))(spec, requests)
         return with_copies(result, 1.0) if spec.copies_gb_per_s else result

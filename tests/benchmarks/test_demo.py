@@ -64,7 +64,7 @@ def test_table_and_next_steps_are_printed(made_up, capsys):
     assert "curl -s http://localhost:8000/metrics | grep tiered" in printed
 
 
-def test_a_disturbed_machine_is_said_to_be(made_up, capsys):
+def test_a_disturbed_machine_is_reported(made_up, capsys):
     made_up(40, foreign=0.32)
     demo.run_demo(demo.DEFAULT)
     assert "Other processes took 32% of the CPU" in capsys.readouterr().out

@@ -17,7 +17,7 @@ def test_the_paper_is_met(result):
     assert result["table_1_error"] < 0.15
 
 
-def test_the_table_tells_what_is_fitted(result):
+def test_the_table_marks_fitted_figures(result):
     text = dse.table(result)
     assert "| figure 6 | density without prefetch | 11.8 tokens/s/mm2 |" in text
     assert "| fitted |" in text

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.harness import batch_decode
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import batch_decode, memory_capped
 from benchmarks.harness.batch_decode import PATHS
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED, planted_dir
-from benchmarks.inputs.synthetic_sparsity.store import planted_store
+from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES, synthetic_model_dir
+from benchmarks.inputs.synthetic_sparsity.store import synthetic_store
 from benchmarks.suites.ffn import batch as ffn_batch
 from benchmarks.suites.ffn.batch import PROFILES, summarise
 from vllm_tiered.config import TieredConfig
@@ -56,11 +55,11 @@ def test_a_wrong_choice_shows():
     assert not result["choice_is_within_5_percent"]
 
 
-def test_where_sparse_always_pays_there_is_no_switch_over():
+def test_no_crossover_if_sparse_is_always_faster():
     assert summarise(runs_of({1: SECONDS[1], 8: SECONDS[8]}))["switch_over_batch"] is None
 
 
-def test_one_batch_that_dense_wins_by_chance_is_no_switch_over():
+def test_one_dense_win_by_chance_is_no_crossover():
     odd = {1: SECONDS[1], 4: SECONDS[32], 8: SECONDS[8], 32: SECONDS[32]}
     assert summarise(runs_of(odd))["switch_over_batch"] == 32
 
@@ -73,7 +72,7 @@ def test_a_run_reports_its_steps(tmp_path, monkeypatch):
         assert limit_bytes is None
         return {"runs": runs_of(SECONDS), "manifest": {}}
 
-    monkeypatch.setattr(limited, "measure", measure)
+    monkeypatch.setattr(memory_capped, "measure", measure)
     settings = replace(
         PROFILES["quick"], shape="opt-tiny", batches=(1, 8, 32), folder=str(tmp_path)
     )
@@ -86,7 +85,7 @@ def test_a_run_reports_its_steps(tmp_path, monkeypatch):
     TieredConfig.from_dict(json.loads(command[command.index("--tiered") + 1])).check()
 
 
-def test_dense_is_forced_and_the_rest_left_alone(monkeypatch):
+def test_dense_is_forced_and_nothing_else_changes(monkeypatch):
     seen = []
     monkeypatch.setattr(
         FfnLayer, "compute", lambda layer, x_BH, only_decodes: seen.append(only_decodes)
@@ -101,11 +100,11 @@ def test_dense_is_forced_and_the_rest_left_alone(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
+def synthetic(tmp_path_factory):
     """Return the folder of a tiny model with synthetic sparsity, and its store."""
-    folder = tmp_path_factory.mktemp("planted")
-    model = planted_dir("opt-tiny", folder)
-    return model, planted_store(model, folder)
+    folder = tmp_path_factory.mktemp("synthetic")
+    model = synthetic_model_dir("opt-tiny", folder)
+    return model, synthetic_store(model, folder)
 
 
 def tiered(store):
@@ -121,33 +120,33 @@ def tiered(store):
     }
 
 
-def test_a_batch_is_decoded_in_each_way(planted):
-    model, store = planted
+def test_a_batch_is_decoded_in_each_way(synthetic):
+    model, store = synthetic
     settings = replace(
         PROFILES["quick"], shape="opt-tiny", batches=(1, 3), rounds=1, near_share=1.4, new_tokens=6
     )
     command = ffn_batch.batch_command(settings, model, store)
-    runs = limited.measure("batches", command, None, 1)["runs"]
+    runs = memory_capped.measure("batches", command, None, 1)["runs"]
     assert [(run["batch"], run["path"]) for run in runs] == [(b, p) for b in (1, 3) for p in PATHS]
     for run in runs:
         # The prompt's step gives the first token.
         assert len(run["seconds_per_step"]) == settings.new_tokens - 1
-        steps = (settings.new_tokens - 1) * PLANTED["opt-tiny"].sizes.num_layers
+        steps = (settings.new_tokens - 1) * SYNTHETIC_SHAPES["opt-tiny"].sizes.num_layers
         kind = {"sparse": "ffn_sparse_steps", "dense": "ffn_dense_steps"}
         assert run["path"] == "chosen" or run["use"][kind[run["path"]]] == steps
 
 
-def test_a_contender_decodes_with_chosen_neurons(planted):
-    model, store = planted
-    load = limited.Load(prompt_tokens=12, new_tokens=12, batch=2, prompt_step=7)
-    kv_bytes = load.kv_bytes(PLANTED["opt-tiny"].sizes)
-    command = limited.decode_command(load, model, kv_bytes, tiered(store))
-    measured = limited.measure("sparse", command, None, 1)
+def test_a_contender_decodes_with_chosen_neurons(synthetic):
+    model, store = synthetic
+    load = memory_capped.Load(prompt_tokens=12, new_tokens=12, batch=2, prompt_step=7)
+    kv_bytes = load.kv_bytes(SYNTHETIC_SHAPES["opt-tiny"].sizes)
+    command = memory_capped.decode_command(load, model, kv_bytes, tiered(store))
+    measured = memory_capped.measure("sparse", command, None, 1)
     assert len(measured["seconds_per_token"]) == load.new_tokens - 1
     assert [len(ids) for ids in measured["tokens"]] == [load.new_tokens] * 2
     use = measured["use"]
     # Such a small model may turn out to be faster densely after a while.
-    steps = 11 * PLANTED["opt-tiny"].sizes.num_layers
+    steps = 11 * SYNTHETIC_SHAPES["opt-tiny"].sizes.num_layers
     assert 0 < use["ffn_sparse_steps"] <= steps
     # Four of five neurons were needed for the token before.
     assert use["ffn_hits"] > 2 * use["ffn_misses"] > 0

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness import memory_capped as limited
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED, planted_dir
+from benchmarks.harness import memory_capped
+from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES, synthetic_model_dir
 from benchmarks.inputs.synthetic_sparsity.store import (
     ffn_tensors,
-    planted_predictors,
-    planted_store,
     predicted_share,
+    synthetic_predictors,
+    synthetic_store,
 )
 from benchmarks.suites.ffn import flash as ffn_flash
 from benchmarks.suites.ffn.flash import PROFILES
@@ -35,7 +35,7 @@ from benchmarks.suites.ffn.flash_summary import (
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.store.reader import NeuronStore
 
-SIZES = PLANTED["opt-tiny"].sizes
+SIZES = SYNTHETIC_SHAPES["opt-tiny"].sizes
 WINDOW = 3
 
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return planted_dir("opt-tiny", folder)
+    return synthetic_model_dir("opt-tiny", folder)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def layers(model):
 
 @pytest.fixture
 def store(model, folder):
-    opened = NeuronStore.open(planted_store(model, folder))
+    opened = NeuronStore.open(synthetic_store(model, folder))
     yield opened
     opened.close()
 
@@ -72,20 +72,20 @@ def as_bytes(tensor):
     return tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1).numpy()
 
 
-def test_a_token_brings_its_rows_and_columns(model, folder, layers, tokens):
+def test_a_token_loads_its_rows_and_columns(model, folder, layers, tokens):
     technique = Apart(matrices(model, folder), capacity_for(tokens, WINDOW), WINDOW)
     for token in tokens:
         technique.token(token)
     for layer_idx, layer in enumerate(layers):
         resident = technique.caches[layer_idx].resident()
         assert set(tokens[-1][layer_idx]) <= set(resident)
-        rows, columns = (region[: len(resident)].numpy() for region in technique.regions[layer_idx])
+        rows, columns = (buffer[: len(resident)].numpy() for buffer in technique.buffers[layer_idx])
         np.testing.assert_array_equal(rows, as_bytes(layer.fc1)[resident])
         np.testing.assert_array_equal(columns, as_bytes(layer.fc2.T)[resident])
     technique.close()
 
 
-def test_a_token_brings_its_bundles(store, layers, tokens):
+def test_a_token_loads_its_bundles(store, layers, tokens):
     technique = Bundled(store, capacity_for(tokens, WINDOW), WINDOW)
     for token in tokens:
         technique.token(token)
@@ -93,8 +93,8 @@ def test_a_token_brings_its_bundles(store, layers, tokens):
         resident = technique.caches[layer_idx].resident()
         assert set(tokens[-1][layer_idx]) <= set(resident)
         bundles = np.concatenate([as_bytes(layer.fc1), as_bytes(layer.fc2.T)], axis=1)
-        region = technique.regions[layer_idx][: len(resident)].numpy()
-        np.testing.assert_array_equal(region[:, : bundles.shape[1]], bundles[resident])
+        buffer = technique.buffers[layer_idx][: len(resident)].numpy()
+        np.testing.assert_array_equal(buffer[:, : bundles.shape[1]], bundles[resident])
 
 
 def test_a_window_reads_nothing_twice(model, folder, store, tokens):
@@ -148,16 +148,16 @@ def test_capacity_holds_any_window(tokens):
     assert capacity_for(tokens, 1) == max(len(neurons) for token in tokens for neurons in token)
 
 
-def test_the_store_has_the_planted_predictors(store, model):
+def test_the_store_has_the_synthetic_predictors(store, model):
     from vllm_tiered.ffn.open import active_share, load_predictors, searched_mix
 
     predictors = load_predictors(store)
     x_BH = torch.randn(3, SIZES.hidden_size).bfloat16()
-    for loaded, planted in zip(predictors, planted_predictors(model), strict=True):
-        assert torch.equal(loaded.scores(x_BH), planted.scores(x_BH))
-        assert loaded.threshold == planted.threshold == -0.1
+    for loaded, synthetic in zip(predictors, synthetic_predictors(model), strict=True):
+        assert torch.equal(loaded.scores(x_BH), synthetic.scores(x_BH))
+        assert loaded.threshold == synthetic.threshold == -0.1
     assert searched_mix(store).shares == (1.0, 0.0, 0.0)
-    share = predicted_share(PLANTED["opt-tiny"].sparsity)
+    share = predicted_share(SYNTHETIC_SHAPES["opt-tiny"].sparsity)
     assert active_share(store, predictors) == share == pytest.approx(0.037, abs=0.001)
     assert store.precisions == (Precision.FULL,)
 
@@ -184,7 +184,7 @@ def fake_measure(name, command, limit_bytes, threads):
 
 
 def test_figures_follow_from_the_replays_and_the_runs(settings, monkeypatch):
-    monkeypatch.setattr(limited, "measure", fake_measure)
+    monkeypatch.setattr(memory_capped, "measure", fake_measure)
     monkeypatch.setattr(ffn_flash, "can_limit", lambda: True)
     steps: list[str] = []
     result = ffn_flash.run(settings, steps.append)
@@ -207,13 +207,13 @@ def test_figures_follow_from_the_replays_and_the_runs(settings, monkeypatch):
     order = [techniques[name]["num_bytes"] for name in (HALF, PREDICTOR, WINDOWING, BUNDLING)]
     assert order == sorted(order, reverse=True)
     assert result["read_share"] == techniques[BUNDLING]["num_bytes"] / ffn_bytes
-    assert result["planted"] is True
+    assert result["synthetic_sparsity"] is True
     json.dumps(result)
-    assert "planted" in ffn_flash.table(result)
+    assert "synthetic" in ffn_flash.table(result)
 
 
-def test_the_engines_differ_in_their_settings_alone(settings, model, folder):
-    load = limited.Load(prompt_tokens=12, new_tokens=16)
+def test_the_engines_differ_only_in_their_settings(settings, model, folder):
+    load = memory_capped.Load(prompt_tokens=12, new_tokens=16)
     settings = replace(settings, shape="opt-1.3b")
     sparse = ffn_flash.sparse_command(load, settings, model, folder / "store")
     streamed = ffn_flash.streamed_command(load, settings, model, folder / "streamed")
@@ -221,7 +221,7 @@ def test_the_engines_differ_in_their_settings_alone(settings, model, folder):
     assert len(differing) == 1
     ours, theirs = (json.loads(text) for text in differing[0])
     assert ours["ffn"]["far_gib"] == theirs["weights"]["far_gib"] == 0
-    half = PLANTED["opt-1.3b"].sizes.num_bytes // 2
+    half = SYNTHETIC_SHAPES["opt-1.3b"].sizes.num_bytes // 2
     assert 0 < ours["ffn"]["near_gib"] * 2**30 < theirs["weights"]["near_gib"] * 2**30 < half
 
 
@@ -233,4 +233,4 @@ def test_a_contender_that_fails_says_why(tmp_path):
     from benchmarks.harness.runner import MeasurementError
 
     with pytest.raises(MeasurementError, match=r"nobody failed:\nno such luck"):
-        limited.measure("nobody", ["sh", "-c", "echo no such luck; exit 3"], None, 1)
+        memory_capped.measure("nobody", ["sh", "-c", "echo no such luck; exit 3"], None, 1)

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import peers
-from benchmarks.harness import memory_capped as limited
-from benchmarks.harness import memory_capped_peers as limited_peers
+from benchmarks.harness import memory_capped, memory_capped_peers
 from benchmarks.harness.memory_capped_peers import PeerRuns
 from benchmarks.harness.runner import MeasurementError
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED
+from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES
 from benchmarks.peers import PEERS
 from benchmarks.suites.ffn import mixed as ffn_mixed
 from benchmarks.suites.ffn.mixed import PROFILES
@@ -59,7 +58,7 @@ def runs(monkeypatch):
     lacked = dict.fromkeys(PEERS) | {"airllm_disk": "package airllm: pip install airllm"}
     runs = Runs()
     monkeypatch.setattr(peers, "available", lambda python: lacked)
-    monkeypatch.setattr(limited, "measure", runs)
+    monkeypatch.setattr(memory_capped, "measure", runs)
     monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)
     monkeypatch.setattr(ffn_mixed, "can_limit", lambda: True)
     return runs
@@ -101,7 +100,7 @@ def test_figures_follow_from_the_runs(runs, settings):
 
 def test_all_have_the_same_limit_but_for_two(runs, settings):
     result = ffn_mixed.run(settings, lambda text: None)
-    limit = PLANTED["opt-tiny"].sizes.num_bytes // 2 + RESIDENT
+    limit = SYNTHETIC_SHAPES["opt-tiny"].sizes.num_bytes // 2 + RESIDENT
     assert result["limit_bytes"] == limit
     unlimited = {name for name, given, _ in runs.seen if given is None}
     assert unlimited == {"vLLM alone", DENSE}
@@ -139,7 +138,7 @@ def test_an_unknown_peer_is_refused_before_anything_is_written(runs, settings, t
     assert not list(tmp_path.iterdir()) and not runs.seen
 
 
-def test_what_cannot_run_is_skipped_and_named(runs, settings):
+def test_contenders_that_cannot_run_are_skipped_and_named(runs, settings):
     result = ffn_mixed.run(settings, lambda text: None)
     assert result["skipped"]["airllm_disk"] == "package airllm: pip install airllm"
     assert not {name for name, *_ in runs.seen} & result["skipped"].keys()
@@ -158,21 +157,23 @@ def test_a_peer_keeps_as_much_in_memory_as_the_limit_allows(runs, settings):
 
 def test_a_peer_that_cannot_run_at_all_is_an_error(runs, tmp_path):
     runs.largest_share = -1.0
-    load = limited.Load(prompt_tokens=12, new_tokens=4)
+    load = memory_capped.Load(prompt_tokens=12, new_tokens=4)
     peer_runs = PeerRuns(python="python", model=tmp_path, folder=tmp_path, load=load)
     with pytest.raises(MeasurementError, match="flexgen was killed"):
         peer_runs.fitting_command("flexgen", 10)
-    assert limited_peers.lacking(["airllm_disk", "llama_cpp"], "python").keys() == {"airllm_disk"}
+    assert memory_capped_peers.lacking(["airllm_disk", "llama_cpp"], "python").keys() == {
+        "airllm_disk"
+    }
 
 
 def test_a_peer_that_takes_too_long_is_skipped_and_named(tmp_path, monkeypatch):
     def hangs(command, limit_bytes, *, timeout_s, **_):
         raise subprocess.TimeoutExpired(command, timeout_s)
 
-    monkeypatch.setattr(limited, "run_limited", hangs)
-    monkeypatch.setattr(limited_peers, "run_limited", hangs)
+    monkeypatch.setattr(memory_capped, "run_limited", hangs)
+    monkeypatch.setattr(memory_capped_peers, "run_limited", hangs)
     monkeypatch.setattr(peers, "available", lambda python: dict.fromkeys(PEERS))
-    load = limited.Load(prompt_tokens=12, new_tokens=4)
+    load = memory_capped.Load(prompt_tokens=12, new_tokens=4)
     peer_runs = PeerRuns(python="python", model=tmp_path, folder=tmp_path, load=load)
     _, skipped = peer_runs.commands(["llama_cpp"], 10, lambda text: None)
     assert skipped == {"llama_cpp": "llama_cpp took more than 1800 s to prepare"}
@@ -182,9 +183,9 @@ def test_a_peer_that_takes_too_long_is_skipped_and_named(tmp_path, monkeypatch):
 
 
 def test_the_kv_cache_is_that_of_the_load():
-    sizes = PLANTED["opt-tiny"].sizes
+    sizes = SYNTHETIC_SHAPES["opt-tiny"].sizes
     block = 32 * 2 * sizes.num_layers * sizes.hidden_size * 2
-    one = limited.Load(prompt_tokens=12, new_tokens=8)
+    one = memory_capped.Load(prompt_tokens=12, new_tokens=8)
     assert one.kv_bytes(sizes) == 2 * block
-    many = limited.Load(prompt_tokens=12, new_tokens=8, batch=3, prompt_step=20)
+    many = memory_capped.Load(prompt_tokens=12, new_tokens=8, batch=3, prompt_step=20)
     assert many.kv_bytes(sizes) == (1 + 1 + 2 + 2) * block

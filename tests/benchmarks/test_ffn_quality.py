@@ -9,14 +9,16 @@ import torch
 
 from benchmarks.inputs import relu_model
 from benchmarks.suites.ffn import quality as ffn_quality
+from benchmarks.suites.ffn.cached_ffn import CachedMixedFfn
 from benchmarks.suites.ffn.quality import PROFILES, RESULT_KEYS, humaneval_texts, summarise, table
 from benchmarks.suites.ffn.quality_variants import PAPERS, SEARCHED, by_low_rank, variants_of
 from benchmarks.suites.ffn.rankings import at_random, by_oracle
 from benchmarks.suites.ffn.relu import summarise as summarise_relu
+from tests.fixtures.tiny_models import NEURONS, tiny_model
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.prepare.evaluate import Outcome, by_base4
-from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
-from vllm_tiered.ffn.prepare.mixed_ffn import Copies
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
+from vllm_tiered.ffn.prepare.evaluate import Copies, MixedFfn, Outcome, by_base4
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights
 from vllm_tiered.ffn.prepare.ratio_search import Candidate, SearchResult, Uncertainty
 from vllm_tiered.ffn.selection import Mix
 
@@ -104,6 +106,27 @@ def test_rankings():
     random = at_random(0, copies)[0]
     assert not torch.equal(random(x), random(x))
     assert by_oracle(0, a_layer("relu"))[1] is not None
+
+
+def test_with_a_cache_neurons_change_places_not_numbers(tmp_path):
+    """Ranks change a little, and some neurons keep the precision in which they are cached."""
+    tiny_model("llama", tmp_path)
+    model = LayerwiseModel(tmp_path)
+    groups = {Precision.INT8: None, Precision.INT4: 16}
+    mix = Mix(full=0.25, int8=0.25, int4=0.5)
+    x = torch.randn(40, 32)
+    order = torch.rand(1, NEURONS) + 0.1 * torch.randn(40, NEURONS)
+    with model.layer(1) as module, torch.inference_mode():
+        copies = Copies.of(ffn_weights(module, model.activation), groups)
+        plain = MixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)])
+        cached = CachedMixedFfn(copies, mix, lambda x_TH: order[: len(x_TH)])
+        torch.testing.assert_close(cached(x[:1]), plain(x[:1]))  # the cache was empty
+        found, other = cached(x), plain(x)
+    assert not torch.allclose(found, other)
+    full, int8, _ = cached.num_computed
+    assert sum(cached.num_computed) == sum(plain.num_computed) == 41 * NEURONS
+    assert full >= 41 * 16 and full + int8 == 41 * 32
+    torch.testing.assert_close(found, other, rtol=0.3, atol=0.3)
 
 
 def test_humaneval_is_prompts_and_solutions(tmp_path, monkeypatch):

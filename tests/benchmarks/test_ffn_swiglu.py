@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.suites.ffn import swiglu as ffn_swiglu
 from benchmarks.suites.ffn.swiglu import CONTENDERS, DENSE, FROM_DISK, LAYERS, MIXED, PROFILES
 from vllm_tiered.config import TieredConfig
@@ -34,7 +34,7 @@ def seen(monkeypatch, tmp_path):
         seen.append((name, list(command)))
         return run_of(name)
 
-    monkeypatch.setattr(limited, "measure", measure)
+    monkeypatch.setattr(memory_capped, "measure", measure)
     monkeypatch.setattr(ffn_swiglu, "prepare", lambda model, store: True)
     monkeypatch.setattr(ffn_swiglu, "_perplexity", lambda model, tokens: PERPLEXITY)
     return seen

@@ -86,7 +86,7 @@ def kit(wheels, tmp_path):
 
 
 @pytest.mark.parametrize("part_bytes", [1, 999, 10**6])
-def test_what_is_cut_is_joined_to_the_same_wheels(wheels, tmp_path, part_bytes):
+def test_parts_join_to_the_same_wheels(wheels, tmp_path, part_bytes):
     if part_bytes == 1:
         wheels = wheels[1:]  # one part for each byte
     folder, joined = tmp_path / "kit", tmp_path / "joined"
@@ -121,7 +121,7 @@ def damage(path: Path) -> None:
 def test_damaged_and_missing_parts_are_named(kit, tmp_path):
     damage(kit / "part-001")
     (kit / "part-003").unlink()
-    with pytest.raises(KitError, match=r"2 of \d+ parts .*: bring part-001, part-003$"):
+    with pytest.raises(KitError, match=r"2 of \d+ parts .*: copy part-001, part-003$"):
         parts.join(read_kit(kit), kit, tmp_path)
     assert not list(tmp_path.glob("*.whl"))
 
@@ -132,10 +132,10 @@ def test_parts_are_received_as_they_arrive_and_not_twice(kit, tmp_path, capsys):
     names = [part.name for part in read_kit(kit).parts]
     assert len(names) > 2
 
-    def receive(*brought):
+    def receive(*part_names):
         for old in batch.iterdir():
             old.unlink()
-        for name in brought:
+        for name in part_names:
             (batch / name).write_bytes((kit / name).read_bytes())
         status = command.main(["receive", str(batch), "--into", str(here)])
         return status, capsys.readouterr()
@@ -146,7 +146,7 @@ def test_parts_are_received_as_they_arrive_and_not_twice(kit, tmp_path, capsys):
     written = (here / names[1]).stat().st_mtime_ns
     (kit / names[0]).write_bytes((kit / names[0]).read_bytes()[:-1])
     status, printed = receive(names[0], names[1])
-    assert status == 1 and f"{names[0]} is damaged: bring {names[0]} again" in printed.err
+    assert status == 1 and f"{names[0]} is damaged: copy {names[0]} again" in printed.err
     assert not (here / names[0]).exists()
     assert (here / names[1]).stat().st_mtime_ns == written
 
@@ -178,7 +178,7 @@ def record_of(wheel: Path) -> dict[str, list[str]]:
         return {row[0]: row[1:] for row in csv.reader(opened.read(name).decode().splitlines())}
 
 
-def test_a_repacked_wheel_is_a_wheel_without_what_was_dropped(tmp_path):
+def test_a_repacked_wheel_lacks_the_dropped_files(tmp_path):
     files = {"vllm/__init__.py": b"", "vllm/_C.so": b"kept", "vllm/_flashmla_C.so": b"big" * 99}
     wheel = make_wheel(tmp_path, "vllm", files)
     out = tmp_path / "out"
@@ -234,7 +234,7 @@ def order(tmp_path, **options) -> Order:
     return Order(**{**arguments, **options})
 
 
-def test_collecting_again_fetches_and_cuts_only_what_is_missing(index, tmp_path):
+def test_collecting_again_fetches_and_cuts_only_missing_parts(index, tmp_path):
     first = collect(order(tmp_path), print)
     assert [wheel.name[:3] for wheel in first.wheels] == ["one", "two"]
     assert index == ["install", "download"]
@@ -250,7 +250,7 @@ def test_collecting_again_fetches_and_cuts_only_what_is_missing(index, tmp_path)
     assert all(is_there(part, folder / "kit") for part in first.parts)
 
 
-def test_accepting_what_no_host_was_named_for_is_refused(tmp_path):
+def test_accept_host_without_host_packages_is_refused(tmp_path):
     with pytest.raises(KitError, match="give --host-packages too"):
         collect(order(tmp_path, accepted=("two",)), print)
 
@@ -273,7 +273,7 @@ def test_a_kit_installs_without_network(wheels, tmp_path, capsys):
     damage(folder / "part-000")
     (folder / "wheels" / "one-1.0-py3-none-any.whl").unlink()
     assert command.main(["install", str(folder), str(environment)]) == 1
-    assert "bring part-000" in capsys.readouterr().err
+    assert "copy part-000" in capsys.readouterr().err
 
 
 def test_the_hosts_own_packages_are_behind_the_environment(index, tmp_path, capsys):
@@ -294,7 +294,7 @@ def test_the_hosts_own_packages_are_behind_the_environment(index, tmp_path, caps
     assert done.stdout.strip() == "1"
 
 
-def test_what_cannot_be_imported_is_named():
+def test_failed_imports_are_named():
     found = installing.probe(Path(sys.executable), ["json", "no.such.module", "os"])
     assert found == {"no.such.module": "ModuleNotFoundError: No module named 'no'"}
 
@@ -307,7 +307,7 @@ def test_a_kit_of_another_python_is_refused(kit, tmp_path):
         installing.install(target, print)
 
 
-def test_complaints_about_what_was_left_out_are_expected(kit):
+def test_complaints_about_left_out_packages_are_expected(kit):
     made = read_kit(kit)
     data = [LeftOut(name="torch", version="2", host_version="1", why="the host's")]
     short = Kit(**{**{f: getattr(made, f) for f in made.__slots__}, "left_out": tuple(data)})

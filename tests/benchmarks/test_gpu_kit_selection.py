@@ -40,13 +40,13 @@ def names(selection) -> list[str]:
     return [distribution.name for distribution in selection.chosen]
 
 
-def test_without_a_host_everything_is_brought():
+def test_without_a_host_everything_is_included():
     found = select(RESOLUTION, "root", host={}, dropped={})
     assert names(found) == sorted(RESOLUTION.distributions)
     assert not found.left_out
 
 
-def test_what_the_host_has_in_a_version_that_fits_is_left_to_it():
+def test_packages_of_the_host_with_a_fitting_version_are_left_out():
     host = {"numpy": "2.3.9", "torch": "2.11.0", "six": "1.16.0", "kernels": "1.0"}
     found = select(RESOLUTION, "root", host=host, dropped={})
     # numpy fits, torch does not; the host may lack the extra of kernels.
@@ -59,7 +59,7 @@ def test_what_the_host_has_in_a_version_that_fits_is_left_to_it():
     }
 
 
-def test_a_version_that_one_of_those_who_ask_refuses_is_brought():
+def test_a_package_is_included_if_one_dependent_refuses_the_hosts_version():
     found = select(RESOLUTION, "root", host={"numpy": "2.5.2"}, dropped={})
     assert "numpy" in names(found), "torch wants one below 2.4"
     accepted = select(
@@ -69,14 +69,14 @@ def test_a_version_that_one_of_those_who_ask_refuses_is_brought():
         accepted=["torch"],
         dropped={},
     )
-    assert "numpy" not in names(accepted), "nobody refuses it when that torch is not brought"
+    assert "numpy" not in names(accepted), "nobody refuses it when that torch is not included"
     (torch,) = [entry for entry in accepted.left_out if entry.name == "torch"]
     assert torch.why == "the host's, although root 1.0 asks for torch==2.13.0"
     with pytest.raises(KitError, match="the host has no torch"):
         select(RESOLUTION, "root", host={}, accepted=["torch"], dropped={})
 
 
-def test_what_is_dropped_goes_with_all_that_only_it_asks_for():
+def test_a_dropped_package_takes_its_own_dependencies_along():
     found = select(RESOLUTION, "root", host={}, dropped={"Kernels": "not needed"})
     assert names(found) == ["cuda-libs", "numpy", "root", "six", "torch"]
     assert {entry.name: entry.why for entry in found.left_out} == {

@@ -15,7 +15,7 @@ from benchmarks import __main__ as benchmarks_command
 from benchmarks import registry
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.inputs.shapes import PLANNED_SHAPES
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED
+from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES
 from benchmarks.suites.gpu import __main__ as command
 from benchmarks.suites.gpu import ffn, kernels, kv, l2, link, load, weights
 from benchmarks.suites.gpu.parts import PARTS
@@ -40,7 +40,7 @@ def test_each_part_is_refused_without_a_gpu(name, capsys):
 
 
 @without_gpu
-def test_the_command_is_refused_without_a_gpu_and_knows_its_parts(tmp_path, capsys):
+def test_the_command_is_refused_without_a_gpu_and_lists_its_parts(tmp_path, capsys):
     assert command.main(["--out", str(tmp_path / "out")]) == 1
     assert "needs a GPU" in capsys.readouterr().err
     assert command.main(["links", "--out", str(tmp_path / "out")]) == 1
@@ -48,7 +48,7 @@ def test_the_command_is_refused_without_a_gpu_and_knows_its_parts(tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
     asked = []
     run = subprocess.run
 
@@ -182,11 +182,11 @@ def test_every_kernel_is_measured():
         assert callable(__import__(module, fromlist=["cases"]).cases), name
 
 
-def test_what_a_prefetch_gave_of_what_it_could():
+def test_the_share_of_the_possible_gain():
     times = {"cold": (50e-6, 30e-6), "warm": (40e-6, 20e-6), "hot": (45e-6, 10e-6)}
     case = l2.summarise_case(times)
-    assert case["speedup"] == pytest.approx(1.25) and case["product_speedup"] == pytest.approx(1.5)
-    assert case["of_the_possible"] == pytest.approx(0.5)
+    assert case["speedup"] == pytest.approx(1.25) and case["matmul_speedup"] == pytest.approx(1.5)
+    assert case["share_of_possible"] == pytest.approx(0.5)
     result = l2.summarise({"8 MiB, latency, 10 us": case})
     assert result["best_speedup"] == case["speedup"] and result["emulated"]
     assert len(l2.table(result).splitlines()) == 3
@@ -314,13 +314,13 @@ def test_weights_are_compared_with_the_better_of_vllms_offloaders(monkeypatch, c
 def test_the_sparse_ffn_and_streamed_layers_have_the_same_near_bytes(monkeypatch, tmp_path):
     config = {
         **PLANNED_SHAPES["opt-tiny"],
-        "ffn_dim": PLANTED["opt-tiny"].sizes.ffn_dim,
-        "hidden_size": PLANTED["opt-tiny"].sizes.hidden_size,
-        "num_hidden_layers": PLANTED["opt-tiny"].sizes.num_layers,
+        "ffn_dim": SYNTHETIC_SHAPES["opt-tiny"].sizes.ffn_dim,
+        "hidden_size": SYNTHETIC_SHAPES["opt-tiny"].sizes.hidden_size,
+        "num_hidden_layers": SYNTHETIC_SHAPES["opt-tiny"].sizes.num_layers,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(ffn, "planted_dir", lambda shape, folder, **options: tmp_path)
-    monkeypatch.setattr(ffn, "planted_store", lambda *arguments, **options: tmp_path / "store")
+    monkeypatch.setattr(ffn, "synthetic_model_dir", lambda shape, folder, **options: tmp_path)
+    monkeypatch.setattr(ffn, "synthetic_store", lambda *arguments, **options: tmp_path / "store")
     seconds = {ffn.SPARSE: 2.0, ffn.STREAMED: 3.0, ffn.DENSE: 1.0}
     fakes = FakeEngines(without_kv_counters(seconds))
     monkeypatch.setattr(ffn, "engines", fakes)

@@ -29,7 +29,7 @@ def test_decoding_is_nearer_than_prefill(result):
 
 
 @pytest.mark.parametrize("index", range(len(helm_figures.CLAIMS)))
-def test_what_the_text_states_is_within_8_percent(result, index):
+def test_statements_of_the_text_are_within_8_percent(result, index):
     claim = result["claims"][index]
     assert claim["ours"] == pytest.approx(claim["paper"], rel=0.08), claim["claim"]
 

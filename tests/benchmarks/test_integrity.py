@@ -46,14 +46,14 @@ def test_a_check_follows_each_call_and_is_counted(owner):
     assert integrity.num_checks() == before + 2
 
 
-def test_what_a_check_finds_ends_the_step_and_does_not_count(owner):
+def test_a_failed_check_ends_the_step_and_is_not_counted(owner):
     before = integrity.num_checks()
     with pytest.raises(ValueError, match="value 10"):
         owner.step(10)
     assert integrity.num_checks() == before
 
 
-def test_what_is_checked_is_there(monkeypatch):
+def test_the_checked_methods_exist(monkeypatch):
     targets = []
     monkeypatch.setattr(integrity, "check_after", lambda *target: targets.append(target))
     integrity.install()

@@ -63,7 +63,7 @@ def test_only_the_fastest_of_the_sweep_run_in_the_finals(fakes):
     assert num_rounds == {"auto": 2 + 3, 1.0: 1, 2.0: 1 + 3, 3.0: 1 + 3}
 
 
-def test_finals_are_repeated_with_engines_started_anew(fakes):
+def test_finals_are_repeated_with_new_engines(fakes):
     """The second order is reversed; all rounds of the same two engines count."""
     settings = dataclasses.replace(
         SETTINGS, workloads=("sharegpt",), budgets=(0.25,), finalists=1, starts=3
@@ -82,7 +82,7 @@ def test_finals_are_repeated_with_engines_started_anew(fakes):
     assert [len(engine.rounds) for engine in fakes.started[-4:]] == [3, 2 + 3, 2 + 3, 3]
 
 
-def test_systems_differ_in_their_expansion_alone_and_run_few_requests_at_once(fakes):
+def test_systems_differ_only_in_their_expansion_and_run_few_requests_at_once(fakes):
     kv_adaptive.run(SETTINGS, lambda _: None)
     specs = [spec for spec in fakes.specs if spec.tiered]
     assert {spec.max_num_seqs for spec in specs} == {2}

@@ -48,7 +48,7 @@ def test_ratios_are_over_the_same_expansion(ran):
     assert len(kv_policy.table(result).splitlines()) == 2 + 1 + 2 * len(kv_policy.POLICIES)
 
 
-def test_engines_of_an_expansion_differ_in_the_policy_alone(ran):
+def test_engines_of_an_expansion_differ_only_in_the_policy(ran):
     _, _, specs = ran
     ours = [spec for spec in specs if spec.tiered and spec.tiered["kv"]["expansion"] == 2.0]
     assert [spec.tiered["kv"]["policy"] for spec in ours] == list(kv_policy.POLICIES)

@@ -77,7 +77,7 @@ def test_unfavourable_loads_do_not_hide_and_the_best_is_named():
     assert result["mean_token_latency_ratio"] == pytest.approx((0.45 / 3 + 1) / (0.65 / 3 + 1))
 
 
-def test_profiles_reach_the_rate_that_vllm_alone_cannot_serve():
+def test_profiles_reach_a_rate_that_vllm_cannot_serve():
     for settings in kv_rate.PROFILES.values():
         assert max(settings.loads) > 1.0
         assert settings.rounds >= 3

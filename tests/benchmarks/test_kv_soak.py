@@ -64,7 +64,7 @@ def test_a_token_that_differs_is_named():
         )
 
 
-def test_of_an_aborted_request_what_it_gave_has_to_be_equal():
+def test_the_tokens_of_an_aborted_request_must_be_equal():
     kv_soak.require_same_tokens([request("a")], [[1, 2]], [[1, 2, 3, 4]])
 
 

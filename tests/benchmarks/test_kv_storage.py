@@ -76,7 +76,7 @@ def test_nothing_is_reported_if_a_float32_output_differs(monkeypatch, fake_model
         run_with_fakes(monkeypatch, fake_model, tokens_of)
 
 
-def test_disk_probe_moves_what_it_says_and_leaves_nothing(tmp_path):
+def test_the_disk_probe_moves_the_reported_bytes_and_leaves_no_file(tmp_path):
     result = disk.probe_disk(tmp_path, 2 << 20)
     assert result["num_bytes"] == 2 << 20
     assert result["read_gb_per_s"] > 0

@@ -185,7 +185,7 @@ def test_bytes_for_a_rate_on_a_curve_with_a_dip_are_the_first_that_reach_it():
     assert bytes_for_rate([(10, 100), (20, 90), (30, 190)], 140) == 25
 
 
-def test_memory_ratio_is_what_vllm_alone_needs_over_what_the_plugin_has():
+def test_memory_ratio_is_vllms_need_over_the_plugins_memory():
     # vLLM: 100 tokens/s at 10 bytes, 200 at 20. The plugin reaches 150 at 10, 210 at 20.
     by_budget = {
         "0.5": {"near_bytes": 10, **summarise_budget(measured({2.0: 400 / 150}), [2.0])},
@@ -198,7 +198,7 @@ def test_memory_ratio_is_what_vllm_alone_needs_over_what_the_plugin_has():
     assert summarise(by_budget)["memory_ratio_for_equal_throughput"] == pytest.approx(1.5)
 
 
-def test_one_budget_makes_no_memory_ratio():
+def test_one_budget_gives_no_memory_ratio():
     entry = {"near_bytes": 10, **summarise_budget(measured({2.0: 2.0}), [2.0])}
     assert summarise({"0.25": entry})["memory_ratio_for_equal_throughput"] is None
 
@@ -237,7 +237,7 @@ def test_result_has_its_keys_and_every_step_is_reported(monkeypatch, plan):
     assert table[2] == "| 0.25 | 100 | 200 (2.00) | 200 (2.00) | 200 (2.00) | 100 | 3.81 |"
 
 
-def test_without_auto_nothing_is_said_of_it(monkeypatch, plan):
+def test_without_auto_there_are_no_figures_of_it(monkeypatch, plan):
     settings = dataclasses.replace(SETTINGS, auto=False)
     result, steps, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS, settings)
     assert len(steps) == kv_swap.num_steps(settings)
@@ -256,7 +256,7 @@ def test_nothing_is_reported_if_one_float32_output_differs(monkeypatch, plan, wr
         run_with_fakes(monkeypatch, plan, tokens_of)
 
 
-def test_profiles_ask_for_what_the_report_states():
+def test_profiles_measure_what_the_report_states():
     for settings in kv_swap.PROFILES.values():
         assert settings.rounds >= 3
         assert 1.0 in settings.expansions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program under a memory limit: the limit holds, and outcomes can be told apart."""
+"""A program under a memory limit: the limit holds, and outcomes can be distinguished."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_within_the_limit_the_peak_is_seen():
 
 
 @needs_groups
-def test_beyond_the_limit_it_is_killed_and_said():
+def test_a_program_beyond_the_limit_is_killed_and_reported():
     outcome = run_limited(hold(400), 100 << 20, timeout_s=60)
     assert outcome.returncode != 0 and outcome.was_killed
     assert outcome.peak_bytes is not None and outcome.peak_bytes <= 100 << 20
@@ -54,7 +54,7 @@ def test_without_a_limit_it_just_runs():
     assert (outcome.returncode, outcome.was_killed) == (3, False)
 
 
-def test_a_long_line_comes_whole():
+def test_a_long_line_is_read_whole():
     print_it = [sys.executable, "-c", "print('RESULT', 'x' * 300_000)"]
     line = run_limited(print_it, None, timeout_s=60).output.splitlines()[-1]
     assert line == "RESULT " + "x" * 300_000

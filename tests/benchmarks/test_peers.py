@@ -50,7 +50,7 @@ def test_a_complete_environment_lacks_nothing(peer, environment):
     [(peer, package) for peer in peers.PEERS.values() for package in peer.packages],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_an_absent_package_is_named_with_the_command_that_brings_it(peer, package, environment):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(peer, package, environment):
     lacking = peers.missing(peer, environment, installed_for(peer, without=[package]))
     install = f"{environment} -m pip install {peer.packages[package]}"
     assert lacking == f"package {package}: {install}"

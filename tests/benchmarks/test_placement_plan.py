@@ -118,7 +118,7 @@ def test_the_budget_holds_as_many_as_it_was_made_for(requests):
     assert plan.largest_batch(SHAPE, FLEXGEN, budget - 1, 32) == requests - 1
 
 
-def test_what_all_weights_far_leave_for_kv():
+def test_the_kv_cache_left_by_all_weights_far():
     """30 blocks of 32 tokens fit, where FlexGen has its near attention output matrices."""
     budget = plan.near_budget(SHAPE, FLEXGEN, 7, 32)
     assert plan.largest_batch(SHAPE, ALL_FAR, budget, 32) == 37
@@ -135,7 +135,7 @@ def test_in_flexgens_memory_all_cpu_is_the_most_that_can_be_served():
         assert ours == pytest.approx(plan.expected_seconds(SHAPE, ALL_FAR, compute(), speed), 0.01)
 
 
-def test_in_helms_memory_what_the_load_leaves_keeps_weights_near():
+def test_in_helms_memory_unused_kv_space_holds_near_weights():
     near_bytes = plan.near_budget(SHAPE, HELM, 8, 32)
     for speed in plan.scaled_links(SHAPE, compute()).values():
         split = plan.planned_split(SHAPE, compute(), speed, near_bytes, 37, 32)

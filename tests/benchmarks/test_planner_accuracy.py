@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted against measured times: the configurations, the errors, and a real engine."""
 
+import copy
 import dataclasses
 import json
 
@@ -152,3 +153,12 @@ def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
     for row in result["by_configuration"]:
         assert 0.1 < row["measured_ms"] < 1000
         assert 0.1 < row["predicted_ms"] < 1000
+
+
+def test_several_probes_are_as_good_as_their_median():
+    slow = copy.deepcopy(sample_probe())
+    for entry in slow["gemms"]["near"]:
+        entry["seconds"] *= 10
+    assert machine_from_probe(
+        planner_accuracy.median_probe([sample_probe(), slow, sample_probe()])
+    ) == machine_from_probe(sample_probe())

@@ -99,7 +99,7 @@ def test_bars_show_the_figures_of_the_result():
     assert [text.get_text() for text in axes.get_xticklabels()] == ["NVDRAM", "DRAM"]
 
 
-def test_what_is_not_measured_says_so(tmp_path):
+def test_unmeasured_cases_are_marked(tmp_path):
     assert plots._subtitle(result("helm_paper")).endswith("cost model, nothing is measured")
 
 
@@ -111,7 +111,7 @@ def test_a_written_result_can_be_plotted_later(tmp_path, capsys):
     assert capsys.readouterr().err.strip() == f"plot: {tmp_path / 'kv_soak-memory.png'}"
 
 
-def test_a_benchmark_without_plots_names_those_with(tmp_path, monkeypatch):
+def test_a_benchmark_without_plots_names_the_benchmarks_with_plots(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "require_matplotlib", lambda: None)
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match=r"demo has no plots; these have: kv_swap, kv_rate"):

@@ -44,7 +44,7 @@ def spec(label, tiered=None):
     )
 
 
-def test_rounds_alternate_and_every_second_goes_backwards():
+def test_rounds_alternate_and_every_second_one_is_reversed():
     order: list[str] = []
     lines: list[str] = []
     results = interleave([Recorder(name, order) for name in "ABC"], [], 3, lines.append)
@@ -65,14 +65,14 @@ def test_a_disturbed_round_is_repeated_and_the_least_disturbed_attempt_counts():
     assert lines[0] == "round 1/2 A: 200 tokens/s, attempts 4"
 
 
-def test_a_round_that_stays_disturbed_is_kept_and_said_to_be():
+def test_a_round_that_stays_disturbed_is_kept_and_marked():
     lines: list[str] = []
     results = interleave([Recorder("A", [], [0.3, 0.2])], [], 1, lines.append, max_repeats=1)
     assert [result.foreign_cpu_share for result in results["A"]] == [0.2]
     assert lines == ["round 1/1 A: 200 tokens/s, attempts 2, disturbed: others took 20% of the CPU"]
 
 
-def test_vllm_alone_runs_without_any_plugin_and_nothing_configures_the_plugin_from_outside():
+def test_vllm_alone_runs_without_plugins_and_the_environment_does_not_configure_it():
     outer = {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": "x.json", "PATH": "/bin"}
     alone = engine_environment(outer, tiered=False)
     tiered = engine_environment(outer, tiered=True)

@@ -117,7 +117,7 @@ def test_every_request_runs_greedily_to_its_length(usage):
     assert result.counters == {summary.PREEMPTIONS: 0.0}
 
 
-def test_peak_counts_blocks_given_back_in_the_same_step(usage):
+def test_peak_counts_blocks_freed_in_the_same_step(usage):
     # b ends in the second step: the gauge then shows 1 block, b held ceil((3 + 2 - 1) / 4) = 1.
     llm = FakeLLM(usage)
     result = engine.run_round(llm, make_spec(), [make_request("a", 6, 5), make_request("b", 3, 2)])
@@ -163,7 +163,7 @@ def test_prefixes_may_live_on_from_round_to_round(usage):
     assert llm.resets == 0
 
 
-def test_a_client_goes_away_after_the_tokens_it_wanted(usage):
+def test_a_client_leaves_after_its_tokens(usage):
     llm = FakeLLM(usage)
     requests = [
         make_request("stays", 4, 6),
@@ -187,22 +187,24 @@ def test_a_request_that_ends_before_its_client_leaves_is_not_aborted(usage):
 
 def test_changes_of_the_expansion_are_noted_with_their_step(usage):
     gauge = Gauge("vllm:tiered_kv_expansion", "made up")
-    tails = Gauge("vllm:tiered_kv_partial_blocks_far", "made up")
+    partial_blocks = Gauge("vllm:tiered_kv_partial_blocks_far", "made up")
 
     class Adapting(FakeLLM):
         def step(self):
             outputs = super().step()
             left = self._left.get("a", 0)
             gauge.set({5: 1.0, 4: 1.5, 3: 1.5, 2: 2.0, 1: 2.0, 0: 1.0}[left])
-            tails.set(left == 1)
+            partial_blocks.set(left == 1)
             return outputs
 
     try:
         result = engine.run_round(Adapting(usage), make_spec(), [make_request("a", 4, 6)])
     finally:
         REGISTRY.unregister(gauge)
-        REGISTRY.unregister(tails)
-    levels = [(level.step, level.expansion, level.tails_far) for level in result.expansions]
+        REGISTRY.unregister(partial_blocks)
+    levels = [
+        (level.step, level.expansion, level.partial_blocks_far) for level in result.expansions
+    ]
     assert levels == [
         (1, 1.0, False),
         (2, 1.5, False),
@@ -230,5 +232,5 @@ def test_counters_of_seconds_keep_their_fractions(usage):
 @pytest.mark.parametrize(
     ("machine_s", "own_s", "expected"), [(10.0, 8.0, 0.1), (8.0, 8.5, 0.0), (50.0, 0.0, 1.0)]
 )
-def test_foreign_cpu_share_is_what_others_took_of_all_cores(machine_s, own_s, expected):
+def test_foreign_cpu_share_is_the_share_of_other_processes(machine_s, own_s, expected):
     assert engine.foreign_cpu_share(machine_s, own_s, 20.0) == pytest.approx(expected)

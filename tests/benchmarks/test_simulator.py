@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+from functools import cache
 from importlib.util import find_spec
 
 import hypothesis.strategies as st
@@ -79,7 +80,7 @@ def run_to_the_end(scheduler, each_step=lambda work: None, max_steps=20_000):
 @pytest.mark.parametrize(
     ("prompt", "output", "steps"), [(1, 1, 1), (64, 1, 1), (65, 1, 2), (20, 30, 30), (200, 5, 8)]
 )
-def test_a_request_alone_takes_its_chunks_and_then_a_step_a_token(prompt, output, steps):
+def test_a_single_request_runs_its_chunks_and_then_one_step_per_token(prompt, output, steps):
     assert run_to_the_end(scheduler_of([(prompt, output)])) == (output, steps)
 
 
@@ -230,7 +231,7 @@ def test_less_link_and_fewer_buffers_never_stall_less(num_far, read_bytes, link_
 # Models and loads -----------------------------------------------------------------------
 
 
-def test_kv_of_a_token_is_what_pie_says_of_opt_13b():
+def test_kv_of_a_token_is_pies_figure_for_opt_13b():
     model = MODELS["opt-13b"]
     assert page_bytes(model, 1) * model.num_layers == 819_200  # 800 KB, section 2.2
 
@@ -271,7 +272,7 @@ def test_the_model_of_this_machine_is_within_6_percent_of_the_measured_table():
 @pytest.mark.parametrize(
     ("near_blocks", "preemptions"), [(25, (47, 18)), (49, (40, 13)), (97, (23, 0))]
 )
-def test_preemptions_are_those_that_were_measured(near_blocks, preemptions):
+def test_preemptions_match_the_measured_ones(near_blocks, preemptions):
     """Preemptions of vLLM alone and at the best expansion match the README's."""
     case = calibration_case(near_blocks)
     best_level = 22 if near_blocks == 25 else 20
@@ -322,6 +323,7 @@ SLOWER_WITH_PARTIAL_BLOCKS_OFFLOADED = {
 }
 
 
+@cache
 def steady_figures(name):
     """Return the figures of a minute or two of load, ramp included."""
     scenario = SCENARIOS[name]
@@ -348,7 +350,7 @@ def test_auto_is_as_good_as_the_best_transparent_level(name):
 
 
 @pytest.mark.parametrize("name", SLOWER_WITH_PARTIAL_BLOCKS_OFFLOADED)
-def test_where_partial_blocks_are_dear_auto_loses_no_more(name):
+def test_auto_loses_no_more_if_partial_blocks_are_costly(name):
     figures = steady_figures(name)
     assert figures["fraction_of_best_transparent"] > 0.94
     assert figures["stall_fraction"] < 0.02
@@ -379,7 +381,7 @@ def test_auto_gives_way_to_contention_and_returns():
     assert sum(stalls) / len(stalls) < 0.02
 
 
-def test_auto_steps_aside_after_a_peak():
+def test_auto_backs_off_after_a_peak():
     case = SCENARIOS["gh200-step"].case(seconds=300, noise=0.05, seed=2)
     run = simulate(case)
     assert max(change.level_idx for change in run.changes) > 10

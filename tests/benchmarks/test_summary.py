@@ -50,7 +50,7 @@ def test_a_request_of_one_token_has_no_time_per_token():
     assert summary.time_per_output_token_s(make_round(tpot_s=0.25)) == [pytest.approx(0.25)]
 
 
-def test_vllm_alone_has_no_figures_of_the_plugin():
+def test_vllm_has_no_figures_of_the_plugin():
     assert "stall_fraction" not in summary.summarise_round(make_round())
 
 
@@ -74,7 +74,7 @@ def test_a_missing_metric_is_never_read_as_zero(metric):
         summary.summarise_round(RoundResult.from_json(data))
 
 
-def test_a_plugin_that_stepped_aside_has_zero_shares():
+def test_a_plugin_that_is_off_has_zero_shares():
     data = make_round(tiered=True).to_json()
     data["counters"] = dict.fromkeys(data["counters"], 0.0)
     figures = summary.summarise_round(RoundResult.from_json(data))

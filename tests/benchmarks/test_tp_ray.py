@@ -40,5 +40,5 @@ def test_figures():
 def test_what_is_not_reported():
     with pytest.raises(MeasurementError, match="ffn, 1 rank: tokens differ"):
         summarise(answers(ffn={"tokens": [[1, 2], [3, 5]]}), requests=2)
-    with pytest.raises(MeasurementError, match="weights, 1 rank: nothing was brought"):
+    with pytest.raises(MeasurementError, match="weights, 1 rank: nothing was loaded"):
         summarise(answers(weights={"moved_bytes": 0}), requests=2)

@@ -186,7 +186,7 @@ def test_throughput_that_is_slower_anywhere_is_missed(monkeypatch):
     assert "throughput_better_share" in result["missed"]
 
 
-def test_what_is_missed_is_said(monkeypatch):
+def test_missed_targets_are_reported(monkeypatch):
     slow = {
         **STEPS,
         "helm": 0.38,
@@ -257,7 +257,7 @@ def test_a_placed_contender_has_the_memory_of_the_other_or_the_cards(monkeypatch
     assert result["card_near_bytes"] > result["near_bytes"]["helm"]
 
 
-def test_one_that_shares_its_memory_has_what_layers_and_kv_of_the_other_take(monkeypatch):
+def test_a_shared_budget_equals_the_layers_and_kv_of_the_other(monkeypatch):
     """It also gets a block that no request uses; its KV cache has no given size."""
     result, fakes, _ = measured(monkeypatch)
     for contender in SHARING:

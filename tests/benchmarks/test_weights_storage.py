@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import peers
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.disk import sequential_read_gb_per_s
 from benchmarks.harness.memory_capped_peers import PeerRuns
 from benchmarks.harness.runner import MeasurementError
@@ -60,7 +60,7 @@ def world(monkeypatch, tmp_path):
     runs = Runs()
     monkeypatch.setattr(weights_storage, "opt_dir", lambda shape, folder: model)
     monkeypatch.setattr(peers, "available", lambda python: lacking)
-    monkeypatch.setattr(limited, "measure", runs)
+    monkeypatch.setattr(memory_capped, "measure", runs)
     monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)
     monkeypatch.setattr(weights_storage, "can_limit", lambda: True)
     monkeypatch.setattr(weights_storage, "sequential_read_gb_per_s", lambda paths: 2.5)
@@ -91,7 +91,7 @@ def test_figures_follow_from_the_runs(world, tmp_path):
     assert "airllm" in weights_storage.table(result)
 
 
-def test_all_have_the_same_limit_but_for_what_measures_it(world, tmp_path):
+def test_all_runs_have_the_same_limit_except_the_measuring_one(world, tmp_path):
     _, result = measured(tmp_path)
     limit = WEIGHTS // 2 + RESIDENT
     assert result["limit_bytes"] == limit
@@ -104,7 +104,7 @@ def test_all_have_the_same_limit_but_for_what_measures_it(world, tmp_path):
     }
 
 
-def test_what_is_not_installed_is_skipped_and_named(world, tmp_path):
+def test_missing_packages_are_skipped_and_named(world, tmp_path):
     steps: list[str] = []
     _, result = measured(tmp_path, steps)
     assert result["skipped_peers"] == {"airllm_disk": "package airllm: pip install airllm"}
@@ -122,7 +122,7 @@ def test_a_peer_keeps_as_much_in_memory_as_the_limit_allows(world, tmp_path):
     assert shares == pytest.approx([0.5, 0.46, 0.42, 0.42, 0.42])
 
 
-def test_a_peer_that_no_share_lets_run_is_skipped_and_its_end_is_told(world, tmp_path):
+def test_a_peer_that_no_share_lets_run_is_skipped_and_its_end_is_reported(world, tmp_path):
     world.largest_share = -1.0
     steps: list[str] = []
     _, result = measured(tmp_path, steps)

@@ -26,7 +26,7 @@ SPEC = EngineSpec(
 ROUND = [request_to_json(Request(request_id="a", prompt_token_ids=(1,), num_output_tokens=1))]
 
 
-class FakeSlowed:
+class FakeThrottledEngine:
     def __init__(self):
         self.calls = []
 
@@ -43,35 +43,35 @@ class FakeSlowed:
         return replace(result, label="timed")
 
 
-def serve(monkeypatch, spec, jobs, slowed=None):
+def serve(monkeypatch, spec, jobs, throttled=None):
     monkeypatch.setattr(engine, "start_engine", lambda spec: "llm")
     monkeypatch.setattr(engine, "run_round", lambda *_: make_round("plain"))
-    if slowed is not None:
-        monkeypatch.setattr(worker, "_slowed", lambda spec: slowed)
+    if throttled is not None:
+        monkeypatch.setattr(worker, "_throttled_engine", lambda spec: throttled)
     lines = "".join(json.dumps(job) + "\n" for job in [spec.to_json(), *jobs])
     answers = io.StringIO()
     worker._serve(io.StringIO(lines), answers)
     return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
-def test_a_slowed_engine_is_watched_timed_and_changes_its_link(monkeypatch):
-    slowed = FakeSlowed()
-    up, link, result = serve(monkeypatch, SPEC, [{"link_bytes_per_s": 5.0}, ROUND], slowed)
+def test_a_throttled_engine_is_watched_timed_and_changes_its_link(monkeypatch):
+    throttled = FakeThrottledEngine()
+    up, link, result = serve(monkeypatch, SPEC, [{"link_bytes_per_s": 5.0}, ROUND], throttled)
     assert up["start_seconds"] >= 0 and link == {"link_bytes_per_s": 5.0}
     assert RoundResult.from_json(result).label == "timed"
-    assert slowed.calls == [("watch", "llm"), ("link", 5.0), ("begin",)]
+    assert throttled.calls == [("watch", "llm"), ("link", 5.0), ("begin",)]
 
 
-def test_an_engine_that_is_not_timed_is_left_alone(monkeypatch):
+def test_an_engine_without_timing_is_unchanged(monkeypatch):
     _, result = serve(monkeypatch, replace(SPEC, is_timed=False), [ROUND])
     assert RoundResult.from_json(result).label == "plain"
 
 
 @pytest.mark.parametrize("tiered", [None, {"weights": {"placement": "helm"}}])
-def test_the_link_is_slowed_where_there_is_one(monkeypatch, tiered):
-    from benchmarks.harness.throttled_engine import Slowed
+def test_the_link_is_throttled_where_there_is_one(monkeypatch, tiered):
+    from benchmarks.harness.throttled_engine import ThrottledEngine
 
     prepared = []
-    monkeypatch.setattr(Slowed, "prepare", lambda self: prepared.append(self))
-    assert isinstance(worker._slowed(replace(SPEC, tiered=tiered)), Slowed)
+    monkeypatch.setattr(ThrottledEngine, "prepare", lambda self: prepared.append(self))
+    assert isinstance(worker._throttled_engine(replace(SPEC, tiered=tiered)), ThrottledEngine)
     assert len(prepared) == (tiered is not None)

@@ -8,7 +8,8 @@ import pytest
 
 from vllm_tiered.adapter.kv import adaptive
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cpu import CopyJob, CopyThread, CpuDevice
+from vllm_tiered.devices.copy_thread import CopyJob, CopyThread
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.kv.controller import Decision
 
 

@@ -48,12 +48,12 @@ def main() -> None:
         translator: Any = as_on_a_gpu if name == "swapping" else on_host
         worker.make_translator = translator
         with pytest.MonkeyPatch.context() as patched:
-            late = defer_compute(patched, haste=0.6) if name == "ffn on a fake" else None
+            deferred = defer_compute(patched, haste=0.6) if name == "ffn on a fake" else None
             whole = WholeSteps(patched) if name == "whole steps" else None
             if whole:
                 rise_after(patched, num_steps=6)
             found = harness.run(model, [], tiered, drive=drive, **arguments)
-        assert late is None or late.num_deferred > 50
+        assert deferred is None or deferred.num_deferred > 50
         steps = whole.steps if whole else []
         print(json.dumps({"name": name, "steps": steps, **asdict(found)}), flush=True)
 

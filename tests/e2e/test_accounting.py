@@ -73,7 +73,7 @@ def test_shared_prefix_is_staged_once() -> None:
         assert read_blocks == 2 * full  # two steps read each once
 
 
-def test_stepping_aside_is_said_and_does_nothing() -> None:
+def test_switching_itself_off_is_logged_and_does_nothing() -> None:
     with engine("deep", {"expansion": 1.0}, kv_cache_memory_bytes=40 * 30 * PAGE_BYTES) as llm:
         generate(llm, random_prompts(2), 24)
         current = manifest.current()

@@ -41,7 +41,7 @@ class Load:
         raise AssertionError(f"level {self.expansion.level.num_far} after {max_steps} steps")
 
 
-def test_gives_way_and_comes_back(monkeypatch) -> None:
+def test_the_level_falls_under_contention_and_rises_again(monkeypatch) -> None:
     link = Throttle(math.inf)
     monkeypatch.setattr(worker, "make_device", lambda: CpuDevice(throttles={Direction.READ: link}))
     with engine("demo", {}, kv_cache_memory_bytes=28 << 20, max_model_len=256) as llm:

@@ -65,7 +65,7 @@ def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None
     assert tokens == vllm_tokens("deep", PROMPTS)
 
 
-def test_steps_aside_when_nothing_waits() -> None:
+def test_backs_off_when_nothing_waits() -> None:
     with engine("deep", {}) as llm:
         tokens, num_changes = drive(llm)
         assert num_changes == 0 and metric("tiered_kv_expansion") == 1.0

@@ -245,7 +245,7 @@ def test_memory_is_freed_with_the_engine() -> None:
     assert not [alive for alive in attention if alive() is not None]
 
 
-def test_an_engine_without_neurons_beside_it() -> None:
+def test_an_engine_without_neurons_in_the_same_process() -> None:
     """It is not taken for one with neurons, which would be opened again and closed at its end."""
     ffn = {"store": store_of("opt"), "exact": True, "far_gib": 0}
     expected = vllm_tokens("opt", PROMPTS)

@@ -149,7 +149,7 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: f
 
 
 @on_a_gpu
-def test_what_cache_buffers_take_is_not_given_to_the_kv_cache() -> None:
+def test_memory_of_cache_buffers_is_not_given_to_the_kv_cache() -> None:
     """vLLM's profile run counts them, and the memory of a prompt's matmul."""
     ffn = {"store": store_of("opt"), "exact": True, "near_gib": 0.01}
     sized: dict[str, Any] = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3}

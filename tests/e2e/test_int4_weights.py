@@ -109,7 +109,7 @@ def test_stored_with_the_first_start_and_the_second(model, placement, plain, tmp
     assert file.stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 
-def test_a_file_of_16_bit_weights_is_filled_anew(plain, tmp_path) -> None:
+def test_a_file_of_16_bit_weights_is_filled_again(plain, tmp_path) -> None:
     weights = {**STORED["all_far"], "storage_path": str(tmp_path)}
     run("opt", PROMPTS[:1], KV_OFF, weights=weights)
     (file,) = tmp_path.iterdir()
@@ -128,7 +128,7 @@ def uneven(monkeypatch):
 
 
 @pytest.mark.parametrize("placement", ["all_far", "near"])
-def test_what_has_no_whole_groups_stays_as_it_is(placement, uneven, plain) -> None:
+def test_matrices_without_whole_groups_stay_unchanged(placement, uneven, plain) -> None:
     weights = {**PLACEMENTS[placement], "compress": "int4"}
     with engine(uneven, KV_OFF, weights=weights) as llm:
         tokens = generate(llm, PROMPTS)
@@ -143,7 +143,7 @@ def test_what_has_no_whole_groups_stays_as_it_is(placement, uneven, plain) -> No
 
 
 @pytest.mark.parametrize("model", ["demo", "opt", "falcon"])
-def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
+def test_a_plan_from_the_config_equals_the_engines(model) -> None:
     config = json.loads((Path(model_path(model)) / "config.json").read_text())
     planned = place("helm", model_shape(config, dtype="float32", compress="int4").sublayers)
     with engine(model, KV_OFF, weights={"placement": "helm", "compress": "int4"}):
@@ -151,7 +151,7 @@ def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
 
 
 @pytest.mark.parametrize("placement", ["helm", "near"])
-def test_near_memory_has_what_the_manifest_says(placement) -> None:
+def test_near_memory_matches_the_manifest(placement) -> None:
     """The memory that weights were loaded to is freed, so near memory has only the stated bytes."""
     weights = {**PLACEMENTS[placement], "compress": "int4"}
     with engine("opt", KV_OFF, weights=weights) as llm:
@@ -184,7 +184,7 @@ def test_near_memory_shared_with_the_kv_cache(
     assert num_blocks == (int(near_gib * 2**30) - placed.near_bytes) // block_bytes
     uncompressed = place("all_far", model_shape(config, dtype="float32").sublayers)
     needed = uncompressed.near_bytes + 17 * block_bytes
-    assert needed > near_gib * 2**30, "not enough for slots and a request in 32 bit"
+    assert needed > near_gib * 2**30, "not enough for weight buffers and a request in 32 bit"
 
 
 def test_shared_and_stored(plain, tmp_path) -> None:
@@ -203,7 +203,7 @@ def test_shared_and_stored(plain, tmp_path) -> None:
     assert first.manifest["weights"]["storage_bytes"] > 0
 
 
-def test_late_and_poisoned_copies(plain, monkeypatch) -> None:
+def test_delayed_and_poisoned_copies(plain, monkeypatch) -> None:
     monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.004))
     expected = vllm_tokens(plain("llama3"), PROMPTS)
     with engine("llama3", KV_OFF, weights=ALL_FAR) as llm:

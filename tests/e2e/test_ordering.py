@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Late, slow and poisoned copies: the engine waits for exactly the pages it needs."""
+"""Delayed, slow and poisoned copies: the engine waits for exactly the pages it needs."""
 
 import pytest
 

@@ -30,16 +30,15 @@ def test_bfloat16_within_vllms_own_spread() -> None:
 
     Chunks of 64 tokens make later chunks read what earlier ones put into the KV cache.
     """
-    texts = random_prompts(5, seed=31, longest=200)
+    texts = random_prompts(3, seed=31, longest=200)  # of 7, 141 and 38 tokens
     reference = logprobs_of(None, texts, max_num_batched_tokens=64)
     spread = (logprobs_of(None, texts, max_num_batched_tokens=2048) - reference).abs()
-    spread_other = (logprobs_of(None, texts, max_num_batched_tokens=96) - reference).abs()
     ours = logprobs_of(
         {"expansion": 2.0}, texts, max_num_batched_tokens=64, kv_cache_memory_bytes=48 << 20
     )
     difference = (ours - reference).abs()
-    assert difference.mean() <= max(spread.mean(), spread_other.mean())
-    assert difference.max() <= 1.5 * max(spread.max(), spread_other.max())
+    assert difference.mean() <= spread.mean()
+    assert difference.max() <= 1.5 * spread.max()
     assert not math.isnan(float(ours.sum()))
 
 

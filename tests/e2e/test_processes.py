@@ -25,7 +25,7 @@ def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
     assert metrics["vllm:tiered_ffn_far_bytes"] > 0
 
 
-def test_installed_but_not_asked_for_changes_no_output() -> None:
+def test_an_installed_plugin_that_is_off_changes_no_output() -> None:
     """Outputs equal, byte for byte, those of a process that does not even load the plugin.
 
     The engine runs in the script's own process. An engine elsewhere starts while requests still

@@ -30,14 +30,14 @@ def test_a_report_of_an_engine_that_grows(tmp_path: Path) -> None:
     assert timeline.header.model == model_path("deep")
     last = timeline.windows[-1]
     assert last.expansion == pytest.approx(expansion, rel=1e-6)  # rounded
-    told = sum(window.read_bytes for window in timeline.windows)
-    assert 0.9 * read_bytes < told <= read_bytes  # no later step reports the last one
+    reported = sum(window.read_bytes for window in timeline.windows)
+    assert 0.9 * read_bytes < reported <= read_bytes  # no later step reports the last one
     assert any(event.kind == "grow" for event in timeline.events)
     # This process's memory, at 26 W for 256 GB; more where the host has power counters.
     assert joules > 0.5 * seconds * 26 / 256 * 0.3 and 0 < assumed <= joules
     assert grams == pytest.approx(joules / 3.6e6 * 400)
-    told_joules = sum(window.joules for window in timeline.windows)
-    assert 0.5 * joules < told_joules <= joules + 1e-6 * len(timeline.windows)  # rounded
+    reported_joules = sum(window.joules for window in timeline.windows)
+    assert 0.5 * joules < reported_joules <= joules + 1e-6 * len(timeline.windows)  # rounded
     assert set(timeline.header.manifest["energy"]) == {"cpu", "dram", "gpu", "ssd"}
     assert 0 < timeline.layers[-1].time < timeline.windows[-1].end
     spans = timeline.layers[-1].layers

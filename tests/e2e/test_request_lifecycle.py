@@ -110,7 +110,7 @@ def test_all_blocks_return_when_idle() -> None:
     with engine(
         "deep", {"expansion": 3.0}, kv_cache_memory_bytes=40 << 20, max_model_len=128
     ) as llm:
-        withheld: list[float] = []
+        num_reserved: list[float] = []
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         for prompt in prompts:
             generate_async(llm, prompt)
@@ -118,9 +118,9 @@ def test_all_blocks_return_when_idle() -> None:
             llm.llm_engine.step()
             elastic = scheduler.connector._scheduler.elastic
             elastic.check_integrity()
-            withheld.append(len(elastic.reserved))
-        assert max(withheld) > 0
-        assert withheld[-1] == 0
+            num_reserved.append(len(elastic.reserved))
+        assert max(num_reserved) > 0
+        assert num_reserved[-1] == 0
         assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == (
             llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
         )

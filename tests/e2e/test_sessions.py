@@ -49,7 +49,7 @@ class Turns:
         pytest.fail(f"no end in sight: {tokens}")
 
 
-def session_beside_another(turns: Turns, before: Callable[[], None]) -> Iterator[Tokens]:
+def session_with_another(turns: Turns, before: Callable[[], None]) -> Iterator[Tokens]:
     """Yield a session's turn; after ``before`` a request with its prefix; its next turn."""
     prompt, more, rest = random_prompts(3, seed=21)
     prompt = (prompt * 40)[:140]
@@ -65,7 +65,7 @@ def session_beside_another(turns: Turns, before: Callable[[], None]) -> Iterator
 def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
     """It reads the page later, or finds it lost when its layer is near again."""
     with engine("deep", **SESSIONS) as llm:
-        expected = list(session_beside_another(Turns(llm), lambda: None))
+        expected = list(session_with_another(Turns(llm), lambda: None))
     device = flipping_device(set())
     thread: Any = device.thread_class
     monkeypatch.setattr(worker, "make_device", lambda: device)
@@ -78,7 +78,7 @@ def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
     ) as llm:
         turns = Turns(llm)
         recomputes = turns.scheduler.connector.recomputes
-        story = session_beside_another(turns, damage_a_shared_page)
+        story = session_with_another(turns, damage_a_shared_page)
         assert [next(story), next(story)] == expected[:2]
         assert recomputes.postponed == {"session"}
         assert recomputes.num_recomputed == 2
@@ -88,12 +88,12 @@ def test_a_session_that_waits_for_input_starts_over(monkeypatch) -> None:
         turns.scheduler.connector._scheduler.elastic.check_integrity()
 
 
-def test_sessions_where_the_plugin_stepped_aside() -> None:
+def test_sessions_where_the_plugin_is_off() -> None:
     """No layer is far, so no page can be lost, and no recompute state is kept."""
     stories = []
     for kv in (None, {"expansion": 1.0}):
         with engine("llama3", kv, **SESSIONS) as llm:
-            stories.append(list(session_beside_another(Turns(llm), lambda: None)))
+            stories.append(list(session_with_another(Turns(llm), lambda: None)))
     assert stories[0] == stories[1]
 
 

@@ -61,7 +61,7 @@ def test_it_ends(changes):
     assert not streak.continues(output(**({"computed": NEXT} | changes)))
 
 
-def test_it_begins_again_behind_what_ended_it():
+def test_it_begins_again_after_the_step_that_ended_it():
     streak = DecodeStreak()
     streak.continues(output())
     assert not streak.continues(output(computed=NEXT, new=["d"], total=9))
@@ -70,7 +70,7 @@ def test_it_begins_again_behind_what_ended_it():
 
 
 @pytest.mark.parametrize("began", [{"resumed_req_ids": {"a"}}, {"new": ["a"]}], ids=str)
-def test_an_empty_step_goes_on_behind_nothing(began):
+def test_an_empty_step_depends_on_nothing(began):
     """The next step may compute nothing after a request came back with all but one token.
 
     The request may not run again before it is known whether that token was its last.
@@ -126,7 +126,7 @@ def signals_of(monkeypatch):
 @pytest.mark.parametrize(
     ("num_running", "num_waiting", "counted"), [(4, 30, 0), (3, 30, 1), (1, 2, 2)]
 )
-def test_who_waits_for_a_seat_does_not_ask_for_blocks(
+def test_requests_beyond_max_num_seqs_do_not_ask_for_blocks(
     signals_of, num_running, num_waiting, counted
 ):
     assert signals_of(num_running=num_running, num_waiting=num_waiting).num_waiting == counted
@@ -143,7 +143,7 @@ def test_who_waits_for_a_seat_does_not_ask_for_blocks(
         (8, 5, 99, 5 + (2 + 1 + 4) + 1 + 1 + 4),  # 5 are in use: they share blocks
     ],
 )
-def test_what_sessions_hold_is_needed_beside_the_longest_request(
+def test_blocks_of_sessions_add_to_those_of_the_longest_request(
     signals_of, longest, beside, session_blocks, needed
 ):
     signals = signals_of(
@@ -152,7 +152,7 @@ def test_what_sessions_hold_is_needed_beside_the_longest_request(
     assert signals.needed_blocks == needed
 
 
-def test_each_session_has_a_tail_that_takes_room_for_blocks(signals_of):
+def test_each_session_has_a_partial_block_that_takes_pages(signals_of):
     """With 3 of 6 layers far a partial block costs at most 3 / (3 + 1) of a block."""
     alone = signals_of(longest=8, session_blocks=6).needed_blocks
     assert signals_of(longest=8, session_blocks=6, num_sessions=3).needed_blocks == alone + 3
@@ -182,7 +182,7 @@ def test_a_long_prompt_is_not_forgotten_while_parts_of_it_are_computed(watch):
     assert take(watch).longest == 101, "vLLM made it end: it is not there any more"
 
 
-def test_who_asks_in_vain_says_how_long_it_is_now(watch):
+def test_a_refused_request_reports_its_present_length(watch):
     watch.record_blocked("a", 140)
     step = take(watch)
     assert step.is_blocked and step.longest == 140

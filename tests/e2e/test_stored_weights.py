@@ -38,6 +38,12 @@ PLACEMENTS = (
     {"placement": "latency", "near_gib": 0.004, "far_gib": 0.001},
     {"placement": "flexgen", "percents": [20, 40, 40]},
 )
+# Every model with all of it stored; every placement with opt and one other model.
+CASES = [
+    *((model, ALL_STORED) for model in ("opt", "qwen2", "llama3", "phi3", "falcon")),
+    *(("opt", weights) for weights in PLACEMENTS[1:]),
+    *zip(("phi3", "llama3", "falcon"), PLACEMENTS[1:], strict=True),
+]
 
 
 def stored(folder, weights=ALL_STORED):
@@ -49,8 +55,9 @@ def the_file(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
-@pytest.mark.parametrize("model", ["opt", "qwen2", "llama3", "phi3", "falcon"])
+@pytest.mark.parametrize(
+    ("model", "weights"), CASES, ids=lambda one: one if isinstance(one, str) else one["placement"]
+)
 def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_path) -> None:
     first = run(model, PROMPTS, KV_OFF, weights=stored(tmp_path, weights))
     written = the_file(tmp_path).stat()
@@ -63,7 +70,7 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 
-def test_a_later_start_has_as_many_slots(tmp_path, monkeypatch) -> None:
+def test_a_later_start_has_as_many_buffers(tmp_path, monkeypatch) -> None:
     weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
     monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), prefetch_depth=2))
     first = run("opt", PROMPTS, KV_OFF, weights=weights)
@@ -87,7 +94,7 @@ SHARED = {"placement": "throughput", "near_gib": 0.008, "far_gib": 0.002}
     ("placement", "max_num_seqs", "planned"),
     [("throughput", 16, "throughput"), ("auto", 16, "throughput"), ("auto", 1, "latency")],
 )
-def test_what_is_planned_with_the_kv_cache_is_stored_too(
+def test_weights_planned_with_the_kv_cache_are_stored_too(
     placement, max_num_seqs, planned, tmp_path
 ) -> None:
     weights = stored(tmp_path, {**SHARED, "placement": placement})
@@ -104,7 +111,7 @@ def test_what_is_planned_with_the_kv_cache_is_stored_too(
     assert the_file(tmp_path).stat().st_mtime_ns == written.st_mtime_ns, "it was read only"
 
 
-def test_another_load_is_planned_anew(tmp_path) -> None:
+def test_another_load_is_planned_again(tmp_path) -> None:
     args = {"weights": stored(tmp_path, SHARED), "kv_cache_memory_bytes": None}
     run("opt", PROMPTS, KV_OFF, **args)
     before = the_file(tmp_path).stat().st_mtime_ns
@@ -149,7 +156,7 @@ def test_a_later_start_does_not_need_the_stored_part_of_the_checkpoint(
     assert run("copied", PROMPTS).tokens != expected, "without the file the poison is noticed"
 
 
-def test_a_checkpoint_that_was_touched_fills_the_file_anew(copied_model, tmp_path) -> None:
+def test_a_changed_checkpoint_fills_the_file_again(copied_model, tmp_path) -> None:
     store = tmp_path / "store"
     run("copied", PROMPTS, KV_OFF, weights=stored(store))
     before = the_file(store).stat().st_mtime_ns
@@ -187,7 +194,7 @@ def test_a_later_release_that_divides_layers_otherwise(tmp_path, monkeypatch) ->
     assert result.tokens == vllm_tokens("opt", PROMPTS)
 
 
-def test_an_engine_that_fails_later_leaves_room_for_the_next(tmp_path) -> None:
+def test_an_engine_that_fails_later_leaves_memory_for_the_next(tmp_path) -> None:
     with (
         pytest.raises(Exception, match="No available memory for the cache blocks"),
         engine("opt", KV_OFF, weights=stored(tmp_path), kv_cache_memory_bytes=1 << 16),
@@ -198,7 +205,7 @@ def test_an_engine_that_fails_later_leaves_room_for_the_next(tmp_path) -> None:
     )
 
 
-def test_other_settings_fill_the_file_anew(tmp_path) -> None:
+def test_other_settings_fill_the_file_again(tmp_path) -> None:
     run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
     before = the_file(tmp_path).stat()
     result = run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path, PLACEMENTS[1]))
@@ -295,13 +302,13 @@ def test_filling_takes_no_name_before_it_is_whole(tmp_path, monkeypatch) -> None
     assert seen == [[]]
 
 
-def test_what_is_stored_takes_no_memory(tmp_path) -> None:
+def test_stored_weights_take_no_memory(tmp_path) -> None:
     for _ in range(2):
         with engine("opt", KV_OFF, weights=stored(tmp_path)):
             tiered = get_offloader()
             assert tiered.placement.far_bytes == 0
             held = {p.untyped_storage().data_ptr() for *_, p in tiered._far}
-            assert len(held) == 1, "all share the slots"
+            assert len(held) == 1, "all share the weight buffers"
             assert resident_pages(the_file(tmp_path)) <= 1  # at most the header
 
 

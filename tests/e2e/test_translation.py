@@ -115,7 +115,7 @@ def test_kept_is_as_good_as_fresh(seed, make):
     assert num_kept > 5
 
 
-def test_addresses_stay_while_there_is_room():
+def test_addresses_stay_while_the_buffer_is_large_enough():
     """A captured CUDA graph may hold the addresses."""
     rng = random.Random(0)
     pages = np.arange(3 * NUM_BLOCKS, dtype=np.int32).reshape(3, -1)
@@ -164,7 +164,7 @@ class LateDevice:
         return SimpleNamespace(record=record, synchronize=lambda: self.deliver(recorded))
 
 
-def test_a_late_table_arrives_as_it_was_when_it_was_sent(monkeypatch):
+def test_a_delayed_table_arrives_as_it_was_when_it_was_sent(monkeypatch):
     source, late = np.zeros(4, dtype=np.int32), LateDevice()
     table = DeviceTable(source, torch.device("cpu"), late.make_event)
     monkeypatch.setattr(table, "on_device", late)

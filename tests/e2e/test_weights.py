@@ -31,10 +31,20 @@ PLACEMENTS = (
     {"placement": "flexgen", "percents": [60, 40, 0]},
 )
 KV_OFF = {"enabled": False}
+# Every model with all that may be far and with a part of it; every placement with opt and llama3.
+CASES = [
+    *(
+        (model, weights)
+        for model in ("opt", "qwen2", "llama1", "llama3", "phi3", "falcon")
+        for weights in PLACEMENTS[:2]
+    ),
+    *((model, weights) for model in ("opt", "llama3") for weights in PLACEMENTS[2:]),
+]
 
 
-@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda weights: weights["placement"])
-@pytest.mark.parametrize("model", ["opt", "qwen2", "llama1", "llama3", "phi3", "falcon"])
+@pytest.mark.parametrize(
+    ("model", "weights"), CASES, ids=lambda one: one if isinstance(one, str) else one["placement"]
+)
 def test_tokens_equal(model, weights) -> None:
     result = run(model, PROMPTS, KV_OFF, weights=weights)
     assert result.tokens == vllm_tokens(model, PROMPTS)
@@ -47,7 +57,7 @@ def test_tokens_equal(model, weights) -> None:
 
 
 @pytest.mark.parametrize("model", ["demo", "opt", "qwen2", "phi3", "falcon"])
-def test_planned_from_the_config_alone_as_it_is_in_the_engine(model) -> None:
+def test_a_plan_from_the_config_equals_the_engines(model) -> None:
     config = json.loads((Path(model_path(model)) / "config.json").read_text())
     planned = place("helm", model_shape(config, dtype="float32").sublayers)
     with engine(model, KV_OFF, weights={"placement": "helm"}):
@@ -119,7 +129,7 @@ def test_too_little_for_layers_and_one_request() -> None:
         pass
 
 
-# Late copies ----------------------------------------------------------------------------
+# Delayed copies -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -130,7 +140,7 @@ def delayed(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "prefetch_depth"), [("opt", 1), ("llama3", 1), ("opt", 2), ("llama3", 2), ("opt", 3)]
 )
-def test_late_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -> None:
+def test_delayed_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
     monkeypatch.setattr(
         offloader, "place", lambda *args: replace(place(*args), prefetch_depth=prefetch_depth)
@@ -174,7 +184,7 @@ def test_compiled(tmp_path) -> None:
         assert buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
-def test_compiled_beside_an_engine_that_places_nothing() -> None:
+def test_compiled_next_to_an_engine_that_places_nothing() -> None:
     """Two compiled engines of one model share neither compiled code nor offloader."""
     expected = vllm_tokens("falcon", PROMPTS)
     far = {"placement": "all_far"}
@@ -198,7 +208,7 @@ def test_the_next_engine_has_its_weights_near() -> None:
         assert generate(llm, PROMPTS) == expected
 
 
-def test_far_memory_is_given_back_with_the_engine() -> None:
+def test_far_memory_is_released_with_the_engine() -> None:
     run("opt", PROMPTS[:1], KV_OFF, weights={"placement": "all_far"})
     gc.collect()
     assert not [held for held in gc.get_objects() if type(held) is WeightBufferPool]
@@ -230,7 +240,7 @@ def test_weights_are_not_written_after_they_are_staged() -> None:
 
 
 @pytest.mark.parametrize("placement", ["all_far", "off"])
-def test_a_second_engine_beside_it_is_refused(placement) -> None:
+def test_a_second_engine_in_the_process_is_refused(placement) -> None:
     """The first engine's compiled code would call the offloader of the second engine.
 
     So an engine that places nothing is refused too.
@@ -273,7 +283,7 @@ def test_layers_that_share_parameters_are_refused() -> None:
         tiered.wrap_modules(given(first, second))
 
 
-def test_what_others_read_stays_near() -> None:
+def test_weights_that_other_modules_read_stay_near() -> None:
     """Returned biases stay near, and so do parameters that are no matrix of a linear layer."""
     (layer,) = layers(1)
     layer.fc1.skip_bias_add = True

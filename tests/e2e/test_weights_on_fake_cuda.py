@@ -50,8 +50,8 @@ class HeldCompute(SimulatedCudaDevice):
         return mark
 
 
-@pytest.fixture(params=[0.0, 0.5], ids=["late", "hasty"])
-def on_double(request, monkeypatch):
+@pytest.fixture(params=[0.0, 0.5], ids=["delayed", "eager"])
+def on_fake(request, monkeypatch):
     monkeypatch.setattr(
         offloader, "make_device", lambda: HeldCompute(random.Random(1), haste=request.param)
     )
@@ -59,7 +59,7 @@ def on_double(request, monkeypatch):
 
 @pytest.mark.parametrize("placement", ["all_far", "helm"])
 @pytest.mark.parametrize("model", ["opt", "llama3"])
-def test_tokens_equal(model, placement, on_double) -> None:
+def test_tokens_equal(model, placement, on_fake) -> None:
     expected = vllm_tokens(model, PROMPTS, MAX_TOKENS)
     with engine(model, KV_OFF, weights={"placement": placement}) as llm:
         assert generate(llm, PROMPTS, MAX_TOKENS) == expected
@@ -78,7 +78,7 @@ def test_it_fails_without_the_wait(monkeypatch) -> None:
     assert result.tokens != vllm_tokens("opt", PROMPTS, MAX_TOKENS)
 
 
-def test_stored_weights_with_the_first_start_and_the_second(on_double, tmp_path) -> None:
+def test_stored_weights_with_the_first_start_and_the_second(on_fake, tmp_path) -> None:
     expected = vllm_tokens("opt", PROMPTS, MAX_TOKENS)
     weights = {"placement": "flexgen", "percents": [20, 40, 40], "storage_path": str(tmp_path)}
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_stored_weights_with_the_first_start_and_the_second(on_double, tmp_path)
         assert result.manifest["weights"]["storage_bytes"]
 
 
-def test_four_bit_as_the_kernel_wants_it(on_double, monkeypatch) -> None:
+def test_four_bit_in_the_kernels_layout(on_fake, monkeypatch) -> None:
     """The reference of the GPU kernel gives the same tokens as the CPU's order of the codes."""
     weights = {"placement": "helm", "compress": "int4"}
     expected = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS).tokens

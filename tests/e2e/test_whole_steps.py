@@ -51,7 +51,7 @@ def test_whole_steps_as_long_as_all_fits(whole, alone) -> None:
     assert {mode for mode, _ in whole.steps} == {"FULL", "NONE"}
 
 
-def test_pieces_alone_with_layers_that_are_far_from_the_start(whole, alone) -> None:
+def test_only_piecewise_graphs_with_layers_far_from_the_start(whole, alone) -> None:
     """vLLM is asked for piecewise graphs alone; captured full graphs must not be replayed."""
     few, _ = alone
     with engine("deep", {"expansion": 1.5}, **TIGHT) as llm:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full CUDA graphs, emulated under the real engine on the CPU backend.
 
-vLLM is told that graphs exist, and chooses among them as on a GPU. A piecewise graph runs the model
+vLLM sees that graphs exist, and chooses among them as on a GPU. A piecewise graph runs the model
 unchanged. A full graph runs the model with what a capture would have: the KV cache views are those
 of the start, and the connector's hooks are not called.
 """

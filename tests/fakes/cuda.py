@@ -256,7 +256,7 @@ class SimulatedCuda(Runtime):
         dst: "np.ndarray[Any, Any]",
         dst_ids: "np.ndarray[Any, Any]",
     ) -> Iterator[None]:
-        """Poison the targets, then copy the pages in two parts; each part reads its ids anew."""
+        """Poison the targets, then copy the pages in two parts; each part reads its ids again."""
         for ids, pages in ((src_ids, src), (dst_ids, dst)):
             assert ((ids >= 0) & (ids < len(pages))).all(), "illegal memory access"
         cut = self.rng.randint(0, len(src_ids))

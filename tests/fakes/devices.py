@@ -8,7 +8,8 @@ import time
 import numpy as np
 
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cpu import CopyJob, CopyThread, CpuDevice
+from vllm_tiered.devices.copy_thread import CopyJob, CopyThread
+from vllm_tiered.devices.cpu import CpuDevice
 
 NAN_BYTE = 0xFF  # a float or bfloat16 whose bytes are all 0xFF is a NaN
 

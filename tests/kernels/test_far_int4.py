@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 @pytest.mark.parametrize("tokens", [(1,), (3, 2), (40,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_product_with_what_was_loaded(tokens, dtype, device, monkeypatch):
+def test_the_matmul_with_loaded_weights(tokens, dtype, device, monkeypatch):
     own = dict(tuned.parameters("dequant_linear")) | {"rows": 32}
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
     torch.manual_seed(len(tokens))

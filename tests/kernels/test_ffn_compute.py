@@ -79,7 +79,7 @@ def test_names_are_the_same_on_both_sides():
     assert bundles.ACTIVATIONS == native.ACTIVATIONS
 
 
-def test_the_processors_regions_are_not_the_kernels():
+def test_buffers_in_host_memory_are_not_for_the_kernels():
     buffer = a_buffer(Precision.INT8, gated=True, device=torch.device("cpu"))
     assert compute.gpu_kernels(buffer) is None
 

@@ -207,9 +207,7 @@ def test_top_ranks_over_a_base(ffn, mix, policy, tiers, device) -> None:
     steps.runtime.close()
 
 
-def test_a_step_that_fails_leaves_nothing_that_the_next_one_takes_for_near(
-    monkeypatch, ffn, tiers, device
-) -> None:
+def test_a_failed_step_leaves_no_neuron_marked_as_near(monkeypatch, ffn, tiers, device) -> None:
     steps = Steps(ffn, mixed(ffn, MIX, far_bytes=2 << 20), tiers, device)
     steps.scores(0, 1)
     steps.compute(0, 1)

@@ -74,7 +74,7 @@ def on_stream(stream):
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
     properties = SimpleNamespace(
-        name="Double", major=9, minor=0, multi_processor_count=1, total_memory=1, L2_cache_size=4096
+        name="Fake", major=9, minor=0, multi_processor_count=1, total_memory=1, L2_cache_size=4096
     )
     for name, value in {
         "Event": Event,
@@ -85,7 +85,7 @@ def cuda(monkeypatch):
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_properties": lambda index: properties,
-        "get_device_name": lambda: "Double",
+        "get_device_name": lambda: "Fake",
         "get_device_capability": lambda: (9, 0),
         "_sleep": lambda cycles: None,
     }.items():
@@ -152,7 +152,7 @@ def small(monkeypatch):
     matrices = {"up": (70, 128), "down": (128, 192)}
     monkeypatch.setattr(kernel_dequant_linear, "_MATRICES", matrices)
     # The interpreter's time is per call: few programs, each with much work.
-    own = {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
+    own = {"num_programs": 2, "tile_neurons": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
     parameters = {
         **tuned.parameters("neuron_ffn"),
         **own,
@@ -191,14 +191,14 @@ def test_selection_is_measured_with_and_without_a_threshold(device, small):
     assert not result["targets"]
 
 
-def test_books_are_measured_beside_the_hosts(device, small):
+def test_the_index_is_measured_against_the_hosts(device, small):
     result = checked(kernels, kernels.Settings(kernels=("neuron_cache",), repeats=1))
     found = result["by_kernel"]["neuron_cache"]
     assert [case["torch_us"].keys() for case in found] == [{"the host's"}] * 4
     assert not result["targets"]
 
 
-def test_products_with_4_bit_matrices_are_measured(device, small):
+def test_matmuls_with_4_bit_matrices_are_measured(device, small):
     result = checked(kernels, kernels.Settings(kernels=("dequant_linear",), repeats=1))
     found = result["by_kernel"]["dequant_linear"]
     assert len(found) == 2 * 4
@@ -220,7 +220,7 @@ def one_present_less(run):
     return changed
 
 
-def none_brought(run):
+def nothing_loaded(run):
     def changed(x_BH, bundles, missing, *given, **options):
         before = bundles.slots[missing.slot_ids]
         found = run(x_BH, bundles, missing, *given, **options)
@@ -239,10 +239,10 @@ def one_chosen_less(run):
 
 
 def one_row_less(run):
-    def changed(books, reached_N, **options):
+    def changed(index, reached_N, **options):
         reached_N = reached_N.clone()
         reached_N[reached_N.argmax()] = 0
-        return run(books, reached_N, **options)
+        return run(index, reached_N, **options)
 
     return changed
 
@@ -261,13 +261,13 @@ def one_feature_less(run):
     [
         ("neuron_ffn", "compute_ffn", one_neuron_less),
         ("neuron_ffn", "load_and_compute", one_present_less),
-        ("neuron_ffn", "load_and_compute", none_brought),
+        ("neuron_ffn", "load_and_compute", nothing_loaded),
         ("neuron_cache", "plan", one_row_less),
         ("select_neurons", "select", one_chosen_less),
         ("dequant_linear", "linear", one_feature_less),
     ],
 )
-def test_a_wrong_product_is_not_measured(name, launcher, change, device, small, monkeypatch):
+def test_a_wrong_matmul_is_not_measured(name, launcher, change, device, small, monkeypatch):
     api = import_module(f"vllm_tiered.kernels.{name}.api")
     monkeypatch.setattr(api, launcher, change(getattr(api, launcher)))
     with pytest.raises(MeasurementError, match="another result than its reference"):
@@ -279,7 +279,7 @@ def test_a_copy_from_device_to_device_gives_the_bandwidth():
     assert gpu_device.copy_peak(torch, clock, 1 << 16) > 0
 
 
-def test_the_prefetch_is_asked_for_in_warm_cases_alone(monkeypatch):
+def test_only_warm_cases_prefetch(monkeypatch):
     asked = []
     monkeypatch.setattr(
         l2_api, "prefetch", lambda weight, switch, **options: asked.append(weight.nbytes)

@@ -150,7 +150,7 @@ def test_all_layers_are_translated_in_place(shape, device):
         assert int((whole == NEVER).sum()) == whole.numel() - part.numel()
 
 
-def test_the_reference_is_what_the_adapter_computes():
+def test_the_reference_matches_the_adapter():
     """Compare with the formulas of ``adapter/kv/translation.py`` in numpy."""
     shape = Shape(blocks=31, tokens=90)
     step = make_step(shape, torch.device("cpu"))

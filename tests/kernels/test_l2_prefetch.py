@@ -54,7 +54,7 @@ def lines_of(asks):
 @pytest.mark.parametrize("unit_bytes", UNITS, ids=lambda unit: f"unit{unit}")
 @pytest.mark.parametrize("num_bytes", [1, 127, 128, 129, 4096, 100_000, 400_007])
 @pytest.mark.parametrize("offset", [0, 2, 100, 128, 4094], ids=lambda offset: f"at{offset}")
-def test_every_line_of_a_tensor_is_asked_for_once(unit_bytes, num_bytes, offset, device):
+def test_every_line_of_a_tensor_is_prefetched_once(unit_bytes, num_bytes, offset, device):
     address = BASE + offset
     asks = asked_for(address, num_bytes, unit_bytes, device)
     first, last = address // LINE_BYTES, (address + num_bytes - 1) // LINE_BYTES
@@ -63,13 +63,13 @@ def test_every_line_of_a_tensor_is_asked_for_once(unit_bytes, num_bytes, offset,
 
 
 @pytest.mark.parametrize("unit_bytes", UNITS, ids=lambda unit: f"unit{unit}")
-def test_asks_are_as_the_bulk_instruction_wants_them(unit_bytes, device):
+def test_prefetches_fit_the_bulk_instruction(unit_bytes, device):
     for address, num_bytes in asked_for(BASE + 1234, 50_001, unit_bytes, device):
         assert address % 16 == num_bytes % 16 == 0
         assert 0 < num_bytes <= unit_bytes
 
 
-def test_nothing_is_asked_for_while_the_switch_is_off(device):
+def test_nothing_is_prefetched_while_the_switch_is_off(device):
     assert asked_for(BASE, 4096, LINE_BYTES, device, is_on=False) == []
 
 
@@ -108,7 +108,7 @@ LENGTHS = [33, 80, 1]  # 3, 5 and 1 pages of 16 tokens
     ids=["dense", "apart", "unaligned"],
 )
 @pytest.mark.parametrize("max_pages", [0, 1, 4, 8, 9, 1000], ids=lambda count: f"most{count}")
-def test_pages_of_the_step_are_asked_for_up_to_the_budget(
+def test_pages_of_the_step_are_prefetched_up_to_the_budget(
     unit_bytes, page_bytes, stride, offset, max_pages, device
 ):
     asks = kv_asked_for(
@@ -132,7 +132,7 @@ def test_pages_of_the_step_are_asked_for_up_to_the_budget(
     assert asks == expected
 
 
-def test_a_transposed_weight_is_asked_for_whole(monkeypatch):
+def test_a_transposed_weight_is_prefetched_whole(monkeypatch):
     launched = []
 
     class Kernel:

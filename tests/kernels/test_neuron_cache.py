@@ -47,8 +47,8 @@ def schedules(draw):
     fits = draw(st.booleans())
     least = num_neurons if fits else 0
     capacities = [draw(st.integers(least, num_neurons)) for _ in range(3)]
-    for region in draw(st.sets(st.integers(0, 2), max_size=3)):
-        capacities[region] = 0
+    for buffer in draw(st.sets(st.integers(0, 2), max_size=3)):
+        capacities[buffer] = 0
     window = draw(st.sampled_from([1, 1, 2, 3, 5]))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     shares = rng.dirichlet(np.ones(4))
@@ -73,21 +73,21 @@ def copy_of(one: index.CacheIndex) -> index.CacheIndex:
 def check_lists(found: index.CachePlan, expected: index.CachePlan) -> None:
     assert torch.equal(found.counts_P4, expected.counts_P4)
     assert torch.equal(found.skip_in_base_N, expected.skip_in_base_N)
-    for region, (missing, present, _, _) in enumerate(expected.counts_P4.tolist()):
+    for buffer, (missing, present, _, _) in enumerate(expected.counts_P4.tolist()):
         for name, count in (
             ("missing_neurons_PN", missing),
             ("missing_slots_PN", missing),
             ("retained_slots_PC", present),
         ):
-            mine, other = getattr(found, name)[region], getattr(expected, name)[region]
+            mine, other = getattr(found, name)[buffer], getattr(expected, name)[buffer]
             assert torch.equal(mine[:count], other[:count]), name
 
 
 def check_index(found: index.CacheIndex, expected: index.CacheIndex) -> None:
     for name in ("location_N", "last_used_N", "step"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    for region, capacity in enumerate(expected.capacities):
-        mine, other = found.neuron_in_slot_PC[region], expected.neuron_in_slot_PC[region]
+    for buffer, capacity in enumerate(expected.capacities):
+        mine, other = found.neuron_in_slot_PC[buffer], expected.neuron_in_slot_PC[buffer]
         assert torch.equal(mine[:capacity], other[:capacity])
 
 
@@ -104,12 +104,12 @@ def on_host(one: index.CachePlan | index.CacheIndex):
 
 def residents(one: index.CacheIndex) -> dict[Precision, set[int]]:
     return {
-        precision: set(row[row >= 0].tolist())
-        for precision, capacity, rows in zip(
+        precision: set(neurons[neurons >= 0].tolist())
+        for precision, capacity, neuron_in_slot in zip(
             Precision, one.capacities, one.neuron_in_slot_PC, strict=True
         )
         if capacity
-        for row in [rows[:capacity]]
+        for neurons in [neuron_in_slot[:capacity]]
     }
 
 
@@ -119,7 +119,7 @@ def residents(one: index.CacheIndex) -> dict[Precision, set[int]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(schedule=schedules())
-def test_the_kernels_books_are_the_references(schedule, device):
+def test_the_kernels_index_is_the_references(schedule, device):
     capacities, window, steps = schedule
     mine = index.empty_index(len(steps[0]), capacities, window, device)
     other = index.empty_index(len(steps[0]), capacities, window, torch.device("cpu"))
@@ -135,7 +135,7 @@ def test_the_kernels_books_are_the_references(schedule, device):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(schedule=schedules())
-def test_what_is_near_is_what_the_hosts_books_keep_near(schedule, device):
+def test_cached_neurons_are_those_of_the_hosts_index(schedule, device):
     capacities, window, steps = schedule
     num_neurons = len(steps[0])
 
@@ -145,7 +145,7 @@ def test_what_is_near_is_what_the_hosts_books_keep_near(schedule, device):
         return WindowCache(capacity, num_neurons, window)
 
     by_precision = dict(zip(Precision, capacities, strict=True))
-    host = LayerCache({p: cache(rows) for p, rows in by_precision.items() if rows})
+    host = LayerCache({p: cache(slots) for p, slots in by_precision.items() if slots})
     mine = index.empty_index(num_neurons, capacities, window, device)
     for reached_N in steps:
         wanted = {p: np.flatnonzero(reached_N.numpy() == BITS[p]) for p in host.caches}
@@ -165,21 +165,21 @@ def check_lists_are_sound(
     lists: index.CachePlan, one: index.CacheIndex, reached_N: torch.Tensor
 ) -> None:
     """Check that each used slot has one neuron and is listed once, as missing or retained."""
-    for region, (missing, present, _, _) in enumerate(lists.counts_P4.tolist()):
-        rows = lists.missing_slots_PN[region, :missing].tolist()
-        rows = [row for row in rows if row >= 0]
-        rows += lists.retained_slots_PC[region, :present].tolist()
-        assert len(set(rows)) == len(rows)
-        held = [row for row, n in enumerate(one.neuron_in_slot_PC[region].tolist()) if n >= 0]
-        assert sorted(rows) == held
-        for row in rows:
-            neuron = int(one.neuron_in_slot_PC[region, row])
-            assert int(one.location_N[neuron]) == row * 4 + region
+    for buffer, (missing, present, _, _) in enumerate(lists.counts_P4.tolist()):
+        slots = lists.missing_slots_PN[buffer, :missing].tolist()
+        slots = [slot for slot in slots if slot >= 0]
+        slots += lists.retained_slots_PC[buffer, :present].tolist()
+        assert len(set(slots)) == len(slots)
+        held = [slot for slot, n in enumerate(one.neuron_in_slot_PC[buffer].tolist()) if n >= 0]
+        assert sorted(slots) == held
+        for slot in slots:
+            neuron = int(one.neuron_in_slot_PC[buffer, slot])
+            assert int(one.location_N[neuron]) == slot * 4 + buffer
     is_near = one.location_N >= 0
     assert torch.equal(lists.skip_in_base_N, is_near | (reached_N != 4))
 
 
-def test_what_has_no_row_is_listed_and_not_near(device):
+def test_neurons_without_a_slot_are_listed_and_not_near(device):
     mine = index.empty_index(40, (4, 0, 3), 1, device)
     reached_N = torch.zeros(40, dtype=torch.uint8)
     reached_N[:6], reached_N[10:12], reached_N[20:] = 7, 6, 4
@@ -211,7 +211,7 @@ def test_a_large_layer(device):
         check_index(on_host(mine), other)
 
 
-def test_cleared_books_bring_everything_anew(device):
+def test_a_cleared_index_loads_everything_again(device):
     mine = index.empty_index(50, (20, 0, 0), 1, device)
     reached_N = torch.zeros(50, dtype=torch.uint8, device=device)
     reached_N[::5] = 7

@@ -17,7 +17,7 @@ EPS = torch.finfo(torch.float32).eps
 PAIR_EPS = 2.0**-16
 """Precision of an activation in two bfloat16 numbers."""
 
-# Codec, hidden, rows, tokens, groups, gated.
+# Codec, hidden, neurons, tokens, groups, gated.
 FEW = [
     ("float32", 576, 7, 1, 0, True),
     ("bfloat16", 96, 130, 3, 0, False),
@@ -41,16 +41,16 @@ BATCH = [
 
 
 def readable(case):
-    codec, hidden, rows, tokens, groups, gated = case
+    codec, hidden, neurons, tokens, groups, gated = case
     kind = "gated" if gated else "plain"
-    return f"{codec}-{kind}-hidden{hidden}-{rows}rows-{tokens}tokens-{groups}groups"
+    return f"{codec}-{kind}-hidden{hidden}-{neurons}neurons-{tokens}tokens-{groups}groups"
 
 
 @pytest.fixture
 def few_programs(monkeypatch):
     """Use few programs with larger tiles than on a GPU: the interpreter's time is per call."""
     own = dict(tuned.parameters("neuron_ffn"))
-    own |= {"num_programs": 2, "tile_rows": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
+    own |= {"num_programs": 2, "tile_neurons": 64, "tile_bytes": 1 << 18, "batch_programs": 4}
     own["reduce_block"] = 4096
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
 
@@ -64,33 +64,33 @@ def matrix_bytes(hidden, codec):
 
 def random_codes(shape, codec):
     """Return bundles, uint8 [n, bytes of a bundle]: random integers, or random floats."""
-    num_rows, matrices, hidden = shape
+    num_neurons, matrices, hidden = shape
     if codec in ("int8", "int4"):
         num_bytes = matrices * matrix_bytes(hidden, codec)
-        return torch.randint(0, 256, (num_rows, num_bytes), dtype=torch.uint8)
-    numbers = torch.randn(num_rows, matrices * hidden).to(getattr(torch, codec))
+        return torch.randint(0, 256, (num_neurons, num_bytes), dtype=torch.uint8)
+    numbers = torch.randn(num_neurons, matrices * hidden).to(getattr(torch, codec))
     return numbers.view(torch.uint8)
 
 
-def bundles_of(hidden, num_rows, groups, *, gated, codec, device, rows=None):
+def bundles_of(hidden, num_neurons, groups, *, gated, codec, device, slots=None):
     """Return bundles with NaN in unused slots and in the padding."""
-    torch.manual_seed(hidden + num_rows)
+    torch.manual_seed(hidden + num_neurons)
     matrices = 3 if gated else 2
-    codes = random_codes((num_rows, matrices, hidden), codec)
-    if rows is None:
-        rows = torch.full((num_rows + 3, codes.shape[1] + 16), 0xFF, dtype=torch.uint8)
-    rows[:num_rows, : codes.shape[1]] = codes
+    codes = random_codes((num_neurons, matrices, hidden), codec)
+    if slots is None:
+        slots = torch.full((num_neurons + 3, codes.shape[1] + 16), 0xFF, dtype=torch.uint8)
+    slots[:num_neurons, : codes.shape[1]] = codes
     scales = up_bias = None
     if codec in ("int8", "int4"):
-        scales = torch.full((len(rows), matrices, groups), torch.nan, dtype=torch.float16)
-        scales[:num_rows] = (torch.rand(num_rows, matrices, groups) - 0.3) / 16
+        scales = torch.full((len(slots), matrices, groups), torch.nan, dtype=torch.float16)
+        scales[:num_neurons] = (torch.rand(num_neurons, matrices, groups) - 0.3) / 16
         scales = scales.to(device)
     if not gated:
-        up_bias = torch.full((len(rows),), torch.nan)
-        up_bias[:num_rows] = torch.randn(num_rows)
+        up_bias = torch.full((len(slots),), torch.nan)
+        up_bias[:num_neurons] = torch.randn(num_neurons)
         up_bias = up_bias.to(device)
     return Bundles(
-        slots=rows.to(device),
+        slots=slots.to(device),
         scales=scales,
         up_bias=up_bias,
         hidden=hidden,
@@ -113,11 +113,11 @@ def close(found, expected, terms, eps):
     assert (error <= 8 * eps * terms + 1e-30).all(), (error / terms).max() / eps
 
 
-def check(bundles, num_rows, x_BH, activation, eps):
-    rows = torch.arange(num_rows, device=x_BH.device)
-    a_Bn = api.compute_activations(x_BH, bundles, num_rows, activation)
-    expected = reference.compute_activations(x_BH, bundles, rows, activation, torch.float64)
-    w_nMH = reference.dequantize(bundles, rows, torch.float64).abs()
+def check(bundles, num_neurons, x_BH, activation, eps):
+    slots = torch.arange(num_neurons, device=x_BH.device)
+    a_Bn = api.compute_activations(x_BH, bundles, num_neurons, activation)
+    expected = reference.compute_activations(x_BH, bundles, slots, activation, torch.float64)
+    w_nMH = reference.dequantize(bundles, slots, torch.float64).abs()
     x = x_BH.double().abs()
     terms = x @ w_nMH[:, -2].T + 10
     if bundles.gated:
@@ -126,33 +126,33 @@ def check(bundles, num_rows, x_BH, activation, eps):
 
     before = torch.randn(x_BH.shape, device=x_BH.device)
     out = before.clone()
-    api.add_down_projection(out, a_Bn, bundles, num_rows)
+    api.add_down_projection(out, a_Bn, bundles, num_neurons)
     terms = before.abs() + a_Bn.double().abs() @ w_nMH[:, -1]
-    down = reference.down_projection(a_Bn.double(), bundles, rows, torch.float64)
+    down = reference.down_projection(a_Bn.double(), bundles, slots, torch.float64)
     close(out, before + down, terms, eps)
-    found = api.compute_ffn(x_BH, bundles, num_rows, activation)
+    found = api.compute_ffn(x_BH, bundles, num_neurons, activation)
     close(found, down, terms, eps)
-    assert torch.equal(found, api.compute_ffn(x_BH, bundles, num_rows, activation))
+    assert torch.equal(found, api.compute_ffn(x_BH, bundles, num_neurons, activation))
 
 
 @pytest.mark.parametrize("case", FEW, ids=readable)
 @pytest.mark.usefixtures("few_programs")
 def test_a_few_tokens(case, device):
-    codec, hidden, num_rows, num_tokens, groups, gated = case
-    bundles = bundles_of(hidden, num_rows, groups, gated=gated, codec=codec, device=device)
+    codec, hidden, num_neurons, num_tokens, groups, gated = case
+    bundles = bundles_of(hidden, num_neurons, groups, gated=gated, codec=codec, device=device)
     x_BH = inputs(num_tokens, hidden, torch.bfloat16, device)
-    check(bundles, num_rows, x_BH, ACTIVATIONS[(num_tokens + gated) % 4], EPS)
+    check(bundles, num_neurons, x_BH, ACTIVATIONS[(num_tokens + gated) % 4], EPS)
 
 
 @pytest.mark.parametrize("case", BATCH, ids=readable)
 @pytest.mark.usefixtures("few_programs")
 def test_a_batch(case, device):
-    codec, hidden, num_rows, num_tokens, groups, gated = case
-    bundles = bundles_of(hidden, num_rows, groups, gated=gated, codec=codec, device=device)
+    codec, hidden, num_neurons, num_tokens, groups, gated = case
+    bundles = bundles_of(hidden, num_neurons, groups, gated=gated, codec=codec, device=device)
     dtype = getattr(torch, codec) if codec.startswith("bf") else torch.float16
     x_BH = inputs(num_tokens, hidden, dtype, device)
     eps = EPS if codec.startswith("float") else PAIR_EPS
-    check(bundles, num_rows, x_BH, "silu" if gated else "relu", eps)
+    check(bundles, num_neurons, x_BH, "silu" if gated else "relu", eps)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 17], ids=lambda count: f"{count}tokens")
@@ -168,15 +168,15 @@ def test_activations_of_large_and_small_sums(activation, num_tokens, device):
     x_BH[:, :50] = sums
     x_BH = x_BH.to(device)
     found = api.compute_activations(x_BH, bundles, 64, activation)
-    rows = torch.arange(64, device=device)
-    expected = reference.compute_activations(x_BH, bundles, rows, activation, torch.float64)
+    slots = torch.arange(64, device=device)
+    expected = reference.compute_activations(x_BH, bundles, slots, activation, torch.float64)
     torch.testing.assert_close(found.double(), expected, atol=4 * EPS, rtol=4 * EPS)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17], ids=lambda count: f"{count}tokens")
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
 @pytest.mark.usefixtures("few_programs")
-def test_rows_without_activation_add_nothing_whatever_they_hold(codec, num_tokens, device):
+def test_neurons_without_activation_add_nothing_whatever_they_hold(codec, num_tokens, device):
     bundles = bundles_of(96, 40, 3, gated=False, codec=codec, device=device)
     bundles.up_bias[:40:3] = -1e30
     x_BH = inputs(num_tokens, 96, torch.float32, device)
@@ -191,14 +191,14 @@ def test_rows_without_activation_add_nothing_whatever_they_hold(codec, num_token
 
 
 @pytest.mark.usefixtures("few_programs")
-def test_what_is_no_number_stays_none(device):
+def test_nan_stays_nan(device):
     bundles = bundles_of(96, 40, 3, gated=False, codec="int8", device=device)
     for num_tokens in (1, 17):
         x_BH = torch.full((num_tokens, 96), torch.nan, device=device)
         assert api.compute_ffn(x_BH, bundles, 40, "relu").isnan().all()
 
 
-def test_no_rows_and_no_tokens(device):
+def test_no_neurons_and_no_tokens(device):
     bundles = bundles_of(64, 5, 1, gated=True, codec="int8", device=device)
     x_BH = torch.randn(2, 64, device=device)
     assert api.compute_activations(x_BH, bundles, 0, "silu").shape == (2, 0)
@@ -216,7 +216,9 @@ FILLS += [("int4", 96, 5, False), ("float16", 90, 1, True), ("int8", 6, 1, False
     FILLS,
     ids=[f"{codec}-hidden{hidden}-{tokens}tokens" for codec, hidden, tokens, _ in FILLS],
 )
-def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_tokens, gated, device):
+def test_missing_neurons_are_loaded_while_they_are_multiplied(
+    codec, hidden, num_tokens, gated, device
+):
     groups = 3 if hidden < 576 else 9
     # Padding is NaN and must be unchanged; only the codes that are multiplied are numbers.
     near = bundles_of(hidden, 30, groups, gated=gated, codec=codec, device=device)
@@ -235,7 +237,7 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
     slot_ids[3] = -1  # no slot: multiplied but not stored
     x_BH = inputs(num_tokens, hidden, torch.bfloat16, device)
     counts = torch.tensor([5, 11], dtype=torch.int32, device=device)  # the lists are longer
-    brought = dataclasses.replace(
+    loaded = dataclasses.replace(
         missing,
         slab_ids=missing.slab_ids[:5],
         slot_ids=missing.slot_ids[:5],
@@ -247,7 +249,7 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
         scales=None if near.scales is None else near.scales.clone(),
         up_bias=None if near.up_bias is None else near.up_bias.clone(),
     )
-    reference.load_missing(copy, brought)
+    reference.load_missing(copy, loaded)
     found = api.load_and_compute(x_BH, near, missing, present_slot_ids, counts, "silu")
     for name in ("slots", "scales", "up_bias"):
         if (mine := getattr(near, name)) is not None:
@@ -255,7 +257,7 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
             assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), name
 
     # The neurons in the order of the lists, with missing neurons as in far memory.
-    listed = brought_and_present(far, missing, copy, present_slot_ids[:11], num_missing=5)
+    listed = missing_and_present(far, missing, copy, present_slot_ids[:11], num_missing=5)
     everyone = torch.arange(16, device=device)
     a_Bn = reference.compute_activations(x_BH, listed, everyone, "silu", torch.float64)
     terms = a_Bn.abs() @ reference.dequantize(listed, everyone, torch.float64)[:, -1].abs()
@@ -267,14 +269,14 @@ def test_missing_neurons_come_while_they_are_multiplied(codec, hidden, num_token
     assert torch.equal(found, again)
 
 
-def brought_and_present(far, missing, near, present_slot_ids, *, num_missing):
+def missing_and_present(far, missing, near, present_slot_ids, *, num_missing):
     """Return bundles of the missing and the present neurons, in the order of the lists."""
     slab_ids, neuron_ids = missing.slab_ids[:num_missing], missing.neuron_ids[:num_missing]
 
-    def joined(table, brought, ids):
+    def joined(table, missing_table, ids):
         if (here := getattr(near, table)) is None:
             return None
-        return torch.cat([brought[ids].to(here.device), here[present_slot_ids]])
+        return torch.cat([missing_table[ids].to(here.device), here[present_slot_ids]])
 
     return dataclasses.replace(
         near,
@@ -288,22 +290,22 @@ def brought_and_present(far, missing, near, present_slot_ids, *, num_missing):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the memory is the host's")
 @pytest.mark.parametrize("num_tokens", [1, 5], ids=lambda count: f"{count}tokens")
 @pytest.mark.parametrize("codec", ["int8", "bfloat16"])
-def test_rows_beyond_what_32_bits_count(codec, num_tokens, device):
+def test_slots_beyond_what_32_bits_count(codec, num_tokens, device):
     """Slots are 3 GiB apart; the memory between them is never touched."""
-    stride, num_rows = 3 << 30, 4
+    stride, num_neurons = 3 << 30, 4
     no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python 3.11 lacks
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    memory = mmap.mmap(-1, (num_rows - 1) * stride + 4096, flags=flags)
-    rows = torch.frombuffer(memory, dtype=torch.uint8).as_strided((num_rows, 1024), (stride, 1))
-    bundles = bundles_of(96, num_rows, 1, gated=True, codec=codec, device=device, rows=rows)
+    memory = mmap.mmap(-1, (num_neurons - 1) * stride + 4096, flags=flags)
+    slots = torch.frombuffer(memory, dtype=torch.uint8).as_strided((num_neurons, 1024), (stride, 1))
+    bundles = bundles_of(96, num_neurons, 1, gated=True, codec=codec, device=device, slots=slots)
     x_BH = inputs(num_tokens, 96, torch.bfloat16, device)
-    check(bundles, num_rows, x_BH, "silu", PAIR_EPS)
+    check(bundles, num_neurons, x_BH, "silu", PAIR_EPS)
 
 
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if "few_tokens" in v.name], ids=lambda v: v.name
 )
-def test_variants_are_what_is_launched(variant, device):
+def test_variants_match_the_launches(variant, device):
     wanted = variant.constants
     codec, gated, fills = wanted["CODEC"], wanted["GATED"], wanted["FILLS"]
     bundles = bundles_of(4096, 1, wanted["NUM_GROUPS"], gated=gated, codec=codec, device=device)

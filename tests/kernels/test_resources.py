@@ -34,7 +34,7 @@ def test_no_kernel_spills_registers(found):
     assert not spilled
 
 
-def test_the_table_is_what_is_found(found):
+def test_the_table_matches_a_new_compilation(found):
     recorded = json.loads(TABLE.read_text())
     if recorded["triton"] != triton.__version__:
         pytest.skip(f"the table is of Triton {recorded['triton']}, this is {triton.__version__}")

@@ -176,11 +176,11 @@ def select_calls() -> Iterator[Callable[[], object]]:
     yield partial(select_neurons.select, scores_BN, edges, limits=(512, 1024, 2048))
 
 
-def books_calls() -> Iterator[Callable[[], object]]:
+def index_calls() -> Iterator[Callable[[], object]]:
     reached_N = torch.empty(13824, dtype=torch.uint8)
     for window in (1, 4):
-        books = empty_index(13824, (512, 1024, 2048), window, reached_N.device)
-        yield partial(neuron_cache.plan, books, reached_N)
+        index = empty_index(13824, (512, 1024, 2048), window, reached_N.device)
+        yield partial(neuron_cache.plan, index, reached_N)
 
 
 def page_calls() -> Iterator[Callable[[], object]]:
@@ -215,7 +215,7 @@ def prefetch_calls() -> Iterator[Callable[[], object]]:
 
 CALLS = {
     "neuron_ffn": ffn_calls,
-    "neuron_cache": books_calls,
+    "neuron_cache": index_calls,
     "dequant_linear": linear_calls,
     "select_neurons": select_calls,
     "kv_pages": page_calls,

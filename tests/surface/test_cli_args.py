@@ -24,7 +24,7 @@ def tiered(namespace):
     return namespace.additional_config["tiered"]
 
 
-def test_the_flag_alone_switches_on_with_defaults(parse):
+def test_the_flag_switches_the_plugin_on_with_defaults(parse):
     assert tiered(parse("--plugin", "tiered")) == {}
 
 

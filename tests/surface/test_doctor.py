@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-tiered doctor`: exit status, JSON, and what each check says about a planted fault."""
+"""`vllm-tiered doctor`: exit status, JSON, and what each check says about a fault."""
 
 import importlib.metadata
 import json
@@ -31,7 +31,7 @@ def test_this_installation_is_healthy(capsys):
     assert len(found["checks"]) == len(doctor.CHECKS)
 
 
-def test_what_a_check_prints_stays_out_of_the_report(capsys, monkeypatch):
+def test_output_of_a_check_stays_out_of_the_report(capsys, monkeypatch):
     def check_loudly():
         print("hello from an import")
         return doctor.check_python()
@@ -54,9 +54,9 @@ def test_lines_say_the_same_as_json(capsys):
             assert check["advice"] in lines
 
 
-def test_a_planted_missing_extension_point_fails_by_name(capsys, monkeypatch):
-    planted = ("vllm.v1.engine.core", ("no_such_function",), "testing")
-    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, planted))
+def test_a_missing_extension_point_fails_by_name(capsys, monkeypatch):
+    missing = ("vllm.v1.engine.core", ("no_such_function",), "testing")
+    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, missing))
     status, found = report(capsys)
     assert status == 1
     assert found["ok"] is False
@@ -66,7 +66,7 @@ def test_a_planted_missing_extension_point_fails_by_name(capsys, monkeypatch):
     assert failed["advice"]
 
 
-def test_every_check_that_is_not_ok_says_what_to_do(monkeypatch):
+def test_every_failed_check_gives_advice(monkeypatch):
     # With no vLLM and no plugin as many checks as possible have something to say.
     monkeypatch.setattr(compat, "vllm_version", lambda: None)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
@@ -115,7 +115,7 @@ def test_a_broken_config_file_fails_with_its_error(monkeypatch, tmp_path):
     assert doctor.check_config_file().status is doctor.Status.OK
 
 
-def test_memory_suggests_half_of_what_the_limit_leaves(monkeypatch):
+def test_memory_suggests_half_of_the_memory_within_the_limit(monkeypatch):
     memory = HostMemory(
         total_bytes=64 * GIB,
         available_bytes=50 * GIB,
@@ -160,7 +160,7 @@ def test_a_single_cpu_is_warned_about(monkeypatch):
     assert "4 of" in check.found and "(0-2,8)" in check.found
 
 
-def test_cuda_builds_beside_a_cpu_torch_are_warned_about(monkeypatch):
+def test_cuda_builds_with_a_cpu_torch_give_a_warning(monkeypatch):
     versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0"}
     monkeypatch.setattr(doctor, "_distribution_version", versions.get)
     check = doctor.check_torch()
@@ -180,7 +180,7 @@ def test_cuda_builds_beside_a_cpu_torch_are_warned_about(monkeypatch):
         pytest.param(True, {"VLLM_TARGET_DEVICE": "cpu"}, "warn", "cannot start", id="device"),
     ],
 )
-def test_the_vllm_command_is_said_to_start_where_it_does(
+def test_the_check_knows_whether_the_vllm_command_starts(
     monkeypatch, missing, environment, status, said
 ):
     monkeypatch.setattr(distribution, "is_vllm_missing", lambda: missing)
@@ -194,7 +194,7 @@ def test_the_vllm_command_is_said_to_start_where_it_does(
     assert bool(check.advice) == (status == "warn")
 
 
-def test_the_installed_command_prints_json_alone_on_stdout(clean_env):
+def test_the_installed_command_prints_only_json_on_stdout(clean_env):
     done = subprocess.run(
         [sys.executable, "-m", "vllm_tiered.cli.main", "doctor", "--json"],
         env=clean_env(VLLM_LOGGING_LEVEL="DEBUG"),

@@ -26,7 +26,7 @@ def test_json_has_the_papers_result(capsys):
         assert answer[figure]
 
 
-def test_tables_say_what_is_fitted(capsys):
+def test_tables_mark_fitted_figures(capsys):
     assert main(["dse"]) == 0
     out = capsys.readouterr().out
     assert "With prefetch: best L2 104 MiB" in out
@@ -59,7 +59,7 @@ def test_another_space(capsys):
     assert "claims" not in answer
 
 
-def test_a_model_of_ones_own_is_the_known_one(tmp_path, capsys):
+def test_a_config_of_a_known_model_gives_the_same_result(tmp_path, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
@@ -82,7 +82,7 @@ def test_a_page_with_pictures(tmp_path, capsys):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in linked)
 
 
-def test_the_committed_page_is_what_the_command_writes(tmp_path):
+def test_the_committed_page_matches_the_command(tmp_path):
     assert main(["dse", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "accelerator.md").read_text()
     assert written.replace(str(tmp_path), "docs/notes") == (DOCS / "accelerator.md").read_text()
@@ -93,7 +93,7 @@ def test_the_committed_page_is_what_the_command_writes(tmp_path):
     assert all(path.stat().st_size < 60_000 for path in pictures)
 
 
-def test_what_hbm_does_not_hold_exits_3(capsys):
+def test_a_model_that_exceeds_the_hbm_exits_3(capsys):
     assert main(["dse", "--model", "Llama3-405B", "--num-devices", "2", "--json"]) == 3
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"] is False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /tiered: when it is served, and what it answers."""
+"""GET /tiered: when it is served, and its answer."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ def test_served_once_when_vllm_loads_it_by_name_too(load_names, monkeypatch):
     assert load_names() == ["tiered"]
 
 
-def test_vllm_plugins_is_left_alone(make_engine_args, monkeypatch):
+def test_vllm_plugins_is_unchanged(make_engine_args, monkeypatch):
     make_engine_args(additional_config={"tiered": {}}).create_engine_config()
     assert "VLLM_PLUGINS" not in os.environ
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching on: by what, with which precedence, and what the VllmConfig holds then."""
+"""Ways to switch the plugin on, their precedence, and the VllmConfig that results."""
 
 import json
 import os

@@ -96,7 +96,7 @@ class Layer(nn.Module):
 
 
 def test_vllm_splits_the_model_there():
-    """And what it fills is made in the piece before, so that it is always in the same place."""
+    """Its output is allocated in the piece before, so that the address is always the same."""
     from vllm.compilation.backends import split_graph
 
     graphs: list[torch.fx.GraphModule] = []

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a folder can be asked is refused while the engine is configured, not after a load."""
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -93,19 +92,16 @@ def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib):
     region_bytes = (geometry.block_limit(0) + 1) * page_bytes
     real = (num_far - min(num_far, int(far_gib * GIB) // region_bytes)) * region_bytes
     estimate = least_file_bytes(kv, NUM_LAYERS, near_pages * page_bytes, 1)
-    assert 0.85 * real - 2 * region_bytes <= estimate <= real
+    # Far memory may hold two regions less, and a tenth less of its bytes.
+    certain = 0.85 * real - 0.15 * far_gib * GIB - 2 * region_bytes
+    assert certain <= estimate <= real
 
 
 @pytest.mark.skipif(not TMPFS.is_dir(), reason="no tmpfs")
-def test_a_kv_file_in_memory_is_warned_of_with_its_size(caplog, tmp_path):
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        worker._warn_if_memory(TMPFS, 3 * GIB)
-        worker._warn_if_memory(TMPFS, 0)
-    finally:
-        logger.removeHandler(caplog.handler)
-    (message,) = set(caplog.messages)
+def test_a_kv_file_in_memory_is_warned_of_with_its_size(caplog_vllm):
+    worker._warn_if_memory(TMPFS, 3 * GIB)
+    worker._warn_if_memory(TMPFS, 0)
+    (message,) = caplog_vllm.messages
     assert "kv.path /dev/shm" in message and "its 3.00 GiB of KV take RAM" in message
 
 

@@ -27,7 +27,7 @@ DECODE = 3
 """Requests of a token each, for which there is a graph of 4."""
 
 
-# What is configured ---------------------------------------------------------------------
+# Configuration --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "auto, pieces": ({}, as_given("PIECEWISE"), "PIECEWISE"),
     "auto, no graphs": ({}, as_given("NONE"), "NONE"),
     "fixed": ({"kv": {"expansion": 2.0}}, {}, "PIECEWISE"),
-    "rotates": ({"kv": {"expansion": 2.0, "policy": "on_demand"}}, {}, "PIECEWISE"),
-    "steps aside": ({"kv": {"expansion": 1.0}}, {}, "FULL_AND_PIECEWISE"),
-    "steps aside, no pieces": ({"kv": {"expansion": 1.0}}, as_given("FULL"), "FULL"),
+    "fixed expansion": ({"kv": {"expansion": 2.0, "policy": "on_demand"}}, {}, "PIECEWISE"),
+    "expansion 1": ({"kv": {"expansion": 1.0}}, {}, "FULL_AND_PIECEWISE"),
+    "expansion 1, no pieces": ({"kv": {"expansion": 1.0}}, as_given("FULL"), "FULL"),
     "vLLM's": ({"kv": {"enabled": False}}, as_given("FULL"), "FULL"),
     "far weights": ({"weights": {"placement": "all_far"}}, {}, "PIECEWISE"),
     "ranks": ({}, {"tensor_parallel_size": 3}, "PIECEWISE"),
@@ -93,7 +93,7 @@ def test_the_connector_says_what_was_configured(keeps):
     assert TieredConnector.requires_piecewise_for_cudagraph({})
 
 
-# What is chosen, step by step -----------------------------------------------------------
+# Choice of graphs in each step -----------------------------------------------------------
 
 
 def compiled(data_parallel_size: int = 1) -> Any:
@@ -191,7 +191,7 @@ def test_pieces_from_the_step_whose_plan_makes_a_layer_far(runner, caplog_vllm):
 
 
 def test_without_being_watched_whole_steps_go_on(runner):
-    """What the test before relies on."""
+    """The previous test relies on this."""
     assert [step(runner, plan) for plan in (NEAR, FAR, FAR)] == [FULL] * 3
     graphs = watched(runner)
     full_graphs.unwatch(runner.vllm_config)
@@ -249,7 +249,7 @@ def test_a_runner_that_keeps_graphs_elsewhere_is_refused(runner):
 
 @pytest.mark.parametrize("runner", [FirstRunner], indirect=True, ids=["v1"])
 def test_v1_ranks_cannot_agree_on_whole_steps(runner):
-    """They take the least of their modes, and what a rank says then is what it still has."""
+    """Ranks take the smallest of their modes, and each reports only modes that it still has."""
     watched(runner)
     said = step(runner, FAR)
     agreed = min(said.value, FULL.value)
@@ -261,10 +261,10 @@ def test_v1_ranks_cannot_agree_on_whole_steps(runner):
 @pytest.mark.parametrize("runner", [SecondRunner], indirect=True, ids=["v2"])
 @pytest.mark.parametrize("taken", [False, True])
 def test_v2_choosing_again_finds_what_the_rank_still_has(runner, taken, monkeypatch):
-    """V2 chooses anew for what ranks agreed on, and does not hold on to the agreed mode."""
+    """V2 chooses again for the agreed batch, and does not keep the agreed mode."""
     import torch.distributed
 
-    others = np.array([DECODE, FULL.value, 1, 1, 0, DECODE])  # a rank beside, with whole steps
+    others = np.array([DECODE, FULL.value, 1, 1, 0, DECODE])  # another rank, with whole steps
 
     def all_reduce(tensor: Any, group: Any) -> None:
         tensor[:, 1] = tensor.new_tensor(others)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory under cgroup limits, from planted /proc and /sys/fs/cgroup trees."""
+"""Host memory under cgroup limits, from made-up /proc and /sys/fs/cgroup trees."""
 
 import psutil
 import pytest

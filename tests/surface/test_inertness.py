@@ -3,7 +3,7 @@
 
 import pytest
 
-# Made anew for every configuration.
+# Made again for every configuration.
 PER_INSTANCE = {".instance_id"}
 
 

@@ -29,7 +29,7 @@ EVERYTHING = frozenset({"<any>"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """What a unit (a subpackage, or a module at the top) may import beside itself and stdlib."""
+    """Imports that a unit (a subpackage or top module) may have besides itself and the stdlib."""
 
     units: set[str]
     third_party: set[str] | frozenset[str]
@@ -69,7 +69,7 @@ SHARED_LAYOUTS = {
     "vllm_tiered.weights.int4.layout",
     "vllm_tiered.ffn.layout",
 }
-"""What the planner asks for sizes and placements: the engine's own functions, free of torch."""
+"""Modules of the engine that the planner uses for sizes and placements; free of torch."""
 
 
 def sources() -> list[tuple[str, Path]]:
@@ -113,7 +113,7 @@ def resolve(source: str | None, level: int, module: str, *, is_package: bool) ->
 
 
 def unit_of(dotted: str) -> str:
-    """The unit a dotted name of the package lies in; "" for names of the package root."""
+    """Return the unit that contains a dotted name; "" for names of the package root."""
     unit = [*dotted.split("."), ""][1]
     return "" if unit.startswith("__") else unit
 
@@ -237,7 +237,7 @@ def test_all_sources_are_read():
         pytest.param("vllm_tiered.nowhere.x", "import os", id="unknown-unit"),
     ],
 )
-def test_a_planted_violation_is_caught(module, source):
+def test_a_violation_is_caught(module, source):
     assert len(violations(module, source)) == 1
 
 

@@ -8,12 +8,25 @@ import pytest
 import scipy.optimize
 
 from tests.fixtures.model_configs import LLAMA_3_8B
+from vllm_tiered.cli import plan as plan_command
 from vllm_tiered.cli.main import main
-from vllm_tiered.planner import placement_milp as near_program
+from vllm_tiered.planner import choice_counts
+from vllm_tiered.planner.fit import evaluate_placements
+
+RESULTS: dict[str, list[object]] = {}
+
+
+def results(*args, **options):
+    """Return the results, evaluated once: many tests differ only in what they print."""
+    key = repr((args, options))
+    if key not in RESULTS:
+        RESULTS[key] = list(evaluate_placements(*args, **options))
+    return RESULTS[key]
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "evaluate_placements", results)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     return str(tmp_path)
 
@@ -30,7 +43,7 @@ def test_it_prints_a_line_per_placement(model, capsys):
     for placement in ("flexgen", "helm", "all_far", "latency"):
         assert f"\n{placement}" in out
     assert "all near does not fit: 13.00 GiB of layers" in out
-    assert "Predicted for rtx4090-pcie4, of whose figures are" in out
+    assert "Predicted for rtx4090-pcie4; its figures:" in out
 
 
 def test_json_has_every_figure_with_its_kind(model, capsys):
@@ -94,7 +107,7 @@ def test_without_power_figures_there_is_no_energy(model, capsys):
     plan(model, "--machine", "gh200")
     out = capsys.readouterr().out
     assert "J/token" not in out
-    assert "No energy: it is not known what gh200 draws." in out
+    assert "No energy figures: the power of gh200 is not known." in out
 
 
 def test_nothing_but_json_is_printed(model, capfd, monkeypatch):
@@ -106,7 +119,8 @@ def test_nothing_but_json_is_printed(model, capfd, monkeypatch):
         os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution\n")
         return scipy.optimize.milp(*args, **kwargs)
 
-    monkeypatch.setattr(near_program, "milp", noisy)
+    monkeypatch.setattr(choice_counts, "milp", noisy)
+    RESULTS.clear()
     assert plan(model, "--json") == 0 and calls
     captured = capfd.readouterr()
     json.loads(captured.out)

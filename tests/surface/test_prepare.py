@@ -103,7 +103,7 @@ def read_layer(store, layer, precision):
 
 
 def ffn_of(model, family, layer):
-    """The module of transformers, which computes what the store's neurons have to."""
+    """Return the FFN of transformers, which is the reference for the store's neurons."""
     parts = dict(model.named_modules())
     names = {"opt": "model.decoder.layers", "falcon": "transformer.h"}
     return parts[f"{names.get(family, 'model.layers')}.{layer}"]
@@ -145,7 +145,7 @@ def test_the_stored_neurons_compute_what_the_model_does(family, models, tmp_path
 @pytest.mark.parametrize("family", ["opt", "llama", "falcon"])
 def test_a_checkpoint_without_a_head_has_shorter_names(family, tmp_path):
     write_model(tmp_path / "model", family, headless=True)
-    assert Checkpoint(tmp_path / "model").layer(1).weights_NMH.shape[0] == NEURONS
+    assert Checkpoint(tmp_path / "model").layer(1).rows_NMH.shape[0] == NEURONS
 
 
 def test_the_dtype_is_the_checkpoints_or_as_given(llama, tmp_path, capsys):
@@ -178,7 +178,7 @@ def test_what_is_prepared_is_not_prepared_again(llama, tmp_path, capsys):
     assert "of neurons in full,int8,int4" in capsys.readouterr().out
     before = (store / "store.json").stat().st_mtime_ns
     assert prepare(llama, store) == 0
-    assert "is of this model and these settings already" in capsys.readouterr().out
+    assert "already has this model with these settings" in capsys.readouterr().out
     assert prepare(llama, store, "--group", "32") == 1
     assert "exists already: remove it" in capsys.readouterr().err
     assert (store / "store.json").stat().st_mtime_ns == before
@@ -235,7 +235,7 @@ def test_finished_layers_are_not_done_again(llama, tmp_path, monkeypatch):
     assert layers == [0, 1, 2, 2]
 
 
-# What is refused ------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------
 
 
 def edit(folder, **changes):
@@ -387,7 +387,7 @@ def test_it_takes_the_memory_of_a_layer_not_of_the_model(tmp_path):
 
 
 def test_the_draft_is_one_processes_alone(llama, tmp_path, capsys):
-    """The second of two comes while the first one works."""
+    """A second process starts while the first one works."""
     waiting = """
 import sys, time
 from vllm_tiered.cli.main import main

@@ -92,4 +92,4 @@ def test_plan_refuses_an_old_file(model, tmp_path, capsys):
     file = tmp_path / "probe.json"
     file.write_text(json.dumps({**sample_probe(), "version": 0}))
     assert main(["plan", model, "--near-gib", "1", "--far-gib", "1", "--machine", str(file)]) == 1
-    assert "has version 0, and this reads 1" in capsys.readouterr().err
+    assert "has version 0, and this reads 2" in capsys.readouterr().err

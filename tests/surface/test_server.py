@@ -102,7 +102,7 @@ def test_the_flags_reach_the_worker_and_the_manifest_comes_back(server, log_path
 def check_log(log):
     """Fail on tracebacks, warnings of ours or about us, and a subsystem with more than one line."""
     assert "Traceback" not in log
-    # Where the repository lies is no word about us.
+    # The repository's own path does not count as a mention of the plugin.
     lines = log.replace(str(ROOT), "").splitlines()
     alarming = re.compile(r"(WARNING|ERROR|CRITICAL) .*(tiered|triton_kernels)")
     assert [line for line in lines if alarming.search(line)] == []

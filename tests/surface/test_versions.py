@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said in more than one place (code, metadata, changelog) is said alike."""
+"""Statements in more than one place (code, metadata, changelog) agree."""
 
 import importlib
 import re

@@ -91,7 +91,7 @@ def test_a_wait_in_a_capture_is_an_error(monkeypatch):
 
 
 def test_compiled_code_is_kept_by_the_placement():
-    """Of one configuration, with times measured anew, there may be two."""
+    """One configuration may have two plans, as times are measured again."""
     sizes = {"self_attn.qkv_proj.weight": 1 << 20, "mlp.fc1.weight": 1 << 20}
     sublayers = sublayers_of(0, sizes)
     keys = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near memory that layers and KV cache share: what goes with it, and what it is planned from."""
+"""Near memory that layers and KV cache share: its combinations, and the inputs of its plan."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -219,7 +219,7 @@ def test_ranks_take_the_slowest_figures(two_ranks, compressed):
 
 
 @pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True)])
-def test_what_one_rank_lacks_none_has(two_ranks, here, there):
+def test_figures_that_one_rank_lacks_are_dropped_for_all(two_ranks, here, there):
     two_ranks.append(0.0 if there else 1.0)
     assert kv_sharing.all_ranks_have(here) == (here and there)
 

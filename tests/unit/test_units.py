@@ -34,6 +34,6 @@ def test_gib_to_bytes_never_exceeds_the_budget(size_gib):
 
 
 @pytest.mark.parametrize("size_gib", [-1.0, math.nan, math.inf, -math.inf])
-def test_gib_to_bytes_refuses_what_is_no_size(size_gib):
+def test_gib_to_bytes_refuses_invalid_sizes(size_gib):
     with pytest.raises(ValueError, match="finite number >= 0"):
         gib_to_bytes(size_gib)

@@ -120,11 +120,11 @@ def plan_kernel(
                 (wanted == 2) & (home == 1),
             )
         )
-    room0 = tl.maximum(capacity0 - _count(wants, 0), 0)
-    moved10 = tl.minimum(room0, _count(betters, 0))
-    moved20 = tl.minimum(room0 - moved10, _count(betters, 1))
-    room1 = tl.maximum(capacity1 - _count(wants, 1) + moved10, 0)
-    moved21 = tl.minimum(room1, _count(betters, 2))
+    num_free0 = tl.maximum(capacity0 - _count(wants, 0), 0)
+    moved10 = tl.minimum(num_free0, _count(betters, 0))
+    moved20 = tl.minimum(num_free0 - moved10, _count(betters, 1))
+    num_free1 = tl.maximum(capacity1 - _count(wants, 1) + moved10, 0)
+    moved21 = tl.minimum(num_free1, _count(betters, 2))
     # 2
     before = zero
     wants = zero

@@ -57,15 +57,15 @@ def _keep_in_better_buffer(
     """Change ``wanted`` to the better buffer that holds a neuron, while it has free slots."""
     for buffer in range(PRECISIONS):
         for better in range(buffer):
-            room = index.capacities[better] - wanted.count(better)
+            num_free = index.capacities[better] - wanted.count(better)
             there = [n for n, one in enumerate(wanted) if one == buffer and homes[n] == better]
-            for n in there[: max(0, room)]:
+            for n in there[: max(0, num_free)]:
                 wanted[n] = better
 
 
 def _recent(
     buffer: int,
-    room: int,
+    num_slots: int,
     num_hits: int,
     wanted: list[int | None],
     homes: list[int | None],
@@ -80,7 +80,7 @@ def _recent(
     idle = [n for n, home in enumerate(homes) if home == buffer and wanted[n] is None]
     for age in range(1, index.window):
         of_age = {n for n in idle if now - last_used[n] == age}
-        if num_hits + len(recent) + len(of_age) > room:
+        if num_hits + len(recent) + len(of_age) > num_slots:
             break
         recent |= of_age
     return recent

@@ -17,20 +17,20 @@ from vllm_tiered.kernels.neuron_ffn.bundles import ACTIVATIONS, Bundles, Missing
 def compute_activations(
     x_BH: torch.Tensor,
     bundles: Bundles,
-    num_rows: int,
+    num_slots: int,
     activation: str,
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
-    """Compute the activations of slots 0 .. num_rows - 1, float32 [B, n].
+    """Compute the activations of slots 0 .. num_slots - 1, float32 [B, n].
 
     Args:
         x_BH: any float type; each row contiguous.
         activation: one of ``ACTIVATIONS``.
         device_name: the GPU whose launch parameters are used.
     """
-    _check(x_BH, bundles, num_rows, activation)
-    a_Bn = x_BH.new_empty((len(x_BH), num_rows), dtype=torch.float32)
+    _check(x_BH, bundles, num_slots, activation)
+    a_Bn = x_BH.new_empty((len(x_BH), num_slots), dtype=torch.float32)
     if not a_Bn.numel():
         return a_Bn
     parameters = tuned.parameters("neuron_ffn", device_name)
@@ -38,7 +38,7 @@ def compute_activations(
         batch.compute_activations(x_BH, bundles, a_Bn, activation, parameters)
         return a_Bn
     for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
-        launch = few_tokens.Launch(bundles, num_rows, len(a_Bn[tokens]), activation, parameters)
+        launch = few_tokens.Launch(bundles, num_slots, len(a_Bn[tokens]), activation, parameters)
         launch.run(x_BH[tokens], a_Bn[tokens], None)
     return a_Bn
 
@@ -47,11 +47,11 @@ def add_down_projection(
     out_BH: torch.Tensor,
     a_Bn: torch.Tensor,
     bundles: Bundles,
-    num_rows: int,
+    num_slots: int,
     *,
     device_name: str | None = None,
 ) -> None:
-    """Add the down projection of slots 0 .. num_rows - 1 to ``out_BH``, float32 and contiguous.
+    """Add the down projection of slots 0 .. num_slots - 1 to ``out_BH``, float32 and contiguous.
 
     Slots whose activations are all 0 add nothing, even if they hold NaN; the few-tokens kernel does
     not read them.
@@ -61,7 +61,7 @@ def add_down_projection(
     """
     assert out_BH.dtype == a_Bn.dtype == torch.float32, (out_BH.dtype, a_Bn.dtype)
     assert out_BH.is_contiguous() and out_BH.shape == (len(a_Bn), bundles.hidden)
-    assert a_Bn.shape[1] == num_rows <= len(bundles.slots) and a_Bn.stride(1) == 1
+    assert a_Bn.shape[1] == num_slots <= len(bundles.slots) and a_Bn.stride(1) == 1
     if not a_Bn.numel():
         return
     parameters = tuned.parameters("neuron_ffn", device_name)
@@ -69,14 +69,14 @@ def add_down_projection(
         batch.add_down_projection(out_BH, a_Bn, bundles, parameters, adds=True)
         return
     for tokens in _few(len(a_Bn), few_tokens.most_tokens(bundles, parameters)):
-        launch = few_tokens.Launch(bundles, num_rows, len(a_Bn[tokens]), "relu", parameters)
+        launch = few_tokens.Launch(bundles, num_slots, len(a_Bn[tokens]), "relu", parameters)
         launch.multiply(None, a_Bn[tokens], out_BH[tokens], adds=True)
 
 
 def compute_ffn(
     x_BH: torch.Tensor,
     bundles: Bundles,
-    num_rows: int,
+    num_slots: int,
     activation: str,
     *,
     device_name: str | None = None,
@@ -85,17 +85,17 @@ def compute_ffn(
 
     The arguments are those of :func:`compute_activations`.
     """
-    _check(x_BH, bundles, num_rows, activation)
+    _check(x_BH, bundles, num_slots, activation)
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
-    if not len(x_BH) or not num_rows:
+    if not len(x_BH) or not num_slots:
         return out_BH
     parameters = tuned.parameters("neuron_ffn", device_name)
     if _is_batch(bundles, len(x_BH), parameters):
-        a_Bn = compute_activations(x_BH, bundles, num_rows, activation, device_name=device_name)
+        a_Bn = compute_activations(x_BH, bundles, num_slots, activation, device_name=device_name)
         batch.add_down_projection(out_BH, a_Bn, bundles, parameters, adds=False)
         return out_BH
     for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
-        launch = few_tokens.Launch(bundles, num_rows, len(out_BH[tokens]), activation, parameters)
+        launch = few_tokens.Launch(bundles, num_slots, len(out_BH[tokens]), activation, parameters)
         launch.multiply(x_BH[tokens], None, out_BH[tokens], adds=False)
     return out_BH
 
@@ -140,26 +140,26 @@ def load_and_compute(
     assert (missing.up_bias is None) == (bundles.up_bias is None)
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
     parameters = tuned.parameters("neuron_ffn", device_name)
-    most_rows = max(1, len(missing.slot_ids) + len(present_slot_ids))
+    most_neurons = max(1, len(missing.slot_ids) + len(present_slot_ids))
     for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
         launch = few_tokens.Launch(
-            bundles, most_rows, len(out_BH[tokens]), activation, parameters, missing
+            bundles, most_neurons, len(out_BH[tokens]), activation, parameters, missing
         )
         launch.multiply(
             x_BH[tokens],
             None,
             out_BH[tokens],
             adds=False,
-            is_filled=int(tokens.start > 0),
+            are_slots_filled=int(tokens.start > 0),
             present_slot_ids=present_slot_ids,
             counts=counts,
         )
     return out_BH
 
 
-def _check(x_BH: torch.Tensor, bundles: Bundles, num_rows: int, activation: str) -> None:
+def _check(x_BH: torch.Tensor, bundles: Bundles, num_slots: int, activation: str) -> None:
     assert x_BH.ndim == 2 and x_BH.shape[1] == bundles.hidden and x_BH.stride(1) == 1
-    assert x_BH.is_floating_point() and num_rows <= len(bundles.slots)
+    assert x_BH.is_floating_point() and num_slots <= len(bundles.slots)
     assert activation in ACTIVATIONS, activation
 
 

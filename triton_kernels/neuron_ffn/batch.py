@@ -29,7 +29,7 @@ def compute_activations(
     """
     constants = _constants(bundles, len(x_BH), parameters)
     dtype = _FLOATS.get(bundles.codec, x_BH.dtype)
-    grid = (-(-a_Bn.shape[1] // constants["ROWS"]), -(-len(x_BH) // constants["TOKENS"]))
+    grid = (-(-a_Bn.shape[1] // constants["NEURONS"]), -(-len(x_BH) // constants["TOKENS"]))
     codes = bundles.codes
     batch_activations_kernel[grid](
         x_BH,
@@ -59,7 +59,7 @@ def add_down_projection(
 ) -> None:
     """Write the down projection of the first n slots to ``out_BH``, or add it."""
     constants = _constants(bundles, len(a_Bn), parameters)
-    num_blocks = -(-a_Bn.shape[1] // constants["ROWS"])
+    num_blocks = -(-a_Bn.shape[1] // constants["NEURONS"])
     num_columns = bundles.width // constants["CODES"]
     num_tiles = -(-len(a_Bn) // constants["TOKENS"])
     wanted = -(-parameters["batch_programs"] // (num_columns * num_tiles))
@@ -97,7 +97,7 @@ def _constants(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int])
         GATED=bundles.gated,
         CODEC=bundles.codec,
         TOKENS=max(16, min(power_of_two(num_tokens), most_tokens)),
-        ROWS=parameters["batch_rows"],
+        NEURONS=parameters["batch_neurons"],
         CODES=bundles.segment,
         num_warps=parameters["batch_num_warps"],
         num_stages=parameters["batch_num_stages"],

@@ -46,7 +46,7 @@ def _add_scaled_matmul(
     x_MK,
     scales,
     feature,
-    is_row,
+    is_neuron,
     is_high: tl.constexpr,
     CODEC: tl.constexpr,
     DOT: tl.constexpr,
@@ -57,7 +57,7 @@ def _add_scaled_matmul(
     w_NK = _operand(codes, is_high, CODEC, DOT)
     if NUM_GROUPS > 1:
         group = feature // (HIDDEN // NUM_GROUPS)
-        scale_N = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
+        scale_N = tl.load(scales + group, mask=is_neuron, other=0.0).to(tl.float32)
         zeros = tl.zeros_like(sums)
         sums += scale_N[:, None] * matmul_add(w_NK, x_MK.T, zeros, "ieee")
     else:
@@ -68,14 +68,14 @@ def _add_scaled_matmul(
 @triton.jit
 def batch_activations_kernel(
     x_BH,
-    rows,
+    slots,
     scales_nMG,
     up_bias_n,
     a_Bn,
-    num_rows,
+    num_neurons,
     num_tokens,
     x_stride,
-    row_stride,
+    slot_stride,
     a_stride,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -86,56 +86,58 @@ def batch_activations_kernel(
     ACTIVATION: tl.constexpr,
     DOT: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
+    NEURONS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Compute the activations of ROWS slots for TOKENS tokens.
+    """Compute the activations of NEURONS slots for TOKENS tokens.
 
-    CODES divides WIDTH, and a block of CODES is in one scale group. ``row_stride`` is in codes.
+    CODES divides WIDTH, and a block of CODES is in one scale group. ``slot_stride`` is in codes.
     """
     NUM_MATRICES: tl.constexpr = 3 if GATED else 2
     UP: tl.constexpr = NUM_MATRICES - 2
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    slot = (tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)).to(tl.int64)
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    is_row = row < num_rows
+    is_neuron = slot < num_neurons
     is_token = token < num_tokens
-    in_rows = rows + (row * row_stride)[:, None] + tl.arange(0, CODES)[None, :]
+    in_slots = slots + (slot * slot_stride)[:, None] + tl.arange(0, CODES)[None, :]
     in_x = x_BH + (token * x_stride)[:, None] + tl.arange(0, CODES)[None, :]
     scales = None
     gate_scales = None
     if NUM_GROUPS:
-        gate_scales = scales_nMG + row * (NUM_MATRICES * NUM_GROUPS)
+        gate_scales = scales_nMG + slot * (NUM_MATRICES * NUM_GROUPS)
         scales = gate_scales + UP * NUM_GROUPS
-    up = tl.zeros((ROWS, TOKENS), tl.float32)
-    gate = tl.zeros((ROWS, TOKENS), tl.float32)
+    up = tl.zeros((NEURONS, TOKENS), tl.float32)
+    gate = tl.zeros((NEURONS, TOKENS), tl.float32)
     for first in range(0, WIDTH, CODES):
-        up_codes = tl.load(in_rows + UP * WIDTH + first, mask=is_row[:, None], other=0)
+        up_codes = tl.load(in_slots + UP * WIDTH + first, mask=is_neuron[:, None], other=0)
         if GATED:
-            gate_codes = tl.load(in_rows + first, mask=is_row[:, None], other=0)
+            gate_codes = tl.load(in_slots + first, mask=is_neuron[:, None], other=0)
         for half in tl.static_range(HIDDEN // WIDTH):
             x_MK = tl.load(in_x + half * WIDTH + first, mask=is_token[:, None], other=0.0).to(DOT)
             feature = half * WIDTH + first
             up = _add_scaled_matmul(
-                up, up_codes, x_MK, scales, feature, is_row,
+                up, up_codes, x_MK, scales, feature, is_neuron,
                 half, CODEC, DOT, NUM_GROUPS, HIDDEN,
             )  # fmt: skip
             if GATED:
                 gate = _add_scaled_matmul(
-                    gate, gate_codes, x_MK, gate_scales, feature, is_row,
+                    gate, gate_codes, x_MK, gate_scales, feature, is_neuron,
                     half, CODEC, DOT, NUM_GROUPS, HIDDEN,
                 )  # fmt: skip
     if NUM_GROUPS == 1:
-        up *= tl.load(scales, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        up *= tl.load(scales, mask=is_neuron, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            gate *= tl.load(gate_scales, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            gate *= tl.load(gate_scales, mask=is_neuron, other=0.0).to(tl.float32)[:, None]
     if GATED:
         a = activate(gate, ACTIVATION) * up
     else:
         if HAS_BIAS:
-            up += tl.load(up_bias_n + row, mask=is_row, other=0.0)[:, None]
+            up += tl.load(up_bias_n + slot, mask=is_neuron, other=0.0)[:, None]
         a = activate(up, ACTIVATION)
     tl.store(
-        a_Bn + (token * a_stride)[None, :] + row[:, None], a, mask=is_row[:, None] & is_token[None]
+        a_Bn + (token * a_stride)[None, :] + slot[:, None],
+        a,
+        mask=is_neuron[:, None] & is_token[None],
     )
 
 
@@ -154,12 +156,12 @@ def _add_weighted(sums, a_MN, w_NC, DOT: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def batch_down_kernel(
     a_Bn,
-    rows,
+    slots,
     scales_nMG,
     parts_PBH,
-    num_rows,
+    num_neurons,
     num_tokens,
-    row_stride,
+    slot_stride,
     a_stride,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -169,12 +171,12 @@ def batch_down_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
+    NEURONS: tl.constexpr,
     CODES: tl.constexpr,
 ):
     """Compute partial sums of the down projection for TOKENS tokens and CODES codes.
 
-    CODES divides WIDTH, and a block of CODES is in one scale group. ``row_stride`` is in codes.
+    CODES divides WIDTH, and a block of CODES is in one scale group. ``slot_stride`` is in codes.
     """
     NUM_MATRICES: tl.constexpr = 3 if GATED else 2
     DOWN: tl.constexpr = NUM_MATRICES - 1
@@ -184,29 +186,29 @@ def batch_down_kernel(
     is_token = token < num_tokens
     low = tl.zeros((TOKENS, CODES), tl.float32)
     high = tl.zeros((TOKENS, CODES), tl.float32)
-    for block in range(tl.program_id(1), tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
-        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        is_row = row < num_rows
+    for block in range(tl.program_id(1), tl.cdiv(num_neurons, NEURONS), tl.num_programs(1)):
+        slot = (block * NEURONS + tl.arange(0, NEURONS)).to(tl.int64)
+        is_neuron = slot < num_neurons
         a = tl.load(
-            a_Bn + (token * a_stride)[:, None] + row[None, :],
-            mask=is_token[:, None] & is_row[None, :],
+            a_Bn + (token * a_stride)[:, None] + slot[None, :],
+            mask=is_token[:, None] & is_neuron[None, :],
             other=0.0,
         )
         codes = tl.load(
-            rows + (row * row_stride)[:, None] + DOWN * WIDTH + code[None, :],
-            mask=is_row[:, None],
+            slots + (slot * slot_stride)[:, None] + DOWN * WIDTH + code[None, :],
+            mask=is_neuron[:, None],
             other=0,
         )
         # Slots whose activations are all 0 may hold any bits, including NaN.
         adds = tl.max((a != 0).to(tl.int32), axis=0) > 0
         scales = scales_nMG
         if NUM_GROUPS:
-            scales = scales_nMG + (row * NUM_MATRICES + DOWN) * NUM_GROUPS
+            scales = scales_nMG + (slot * NUM_MATRICES + DOWN) * NUM_GROUPS
         for half in tl.static_range(HIDDEN // WIDTH):
             scaled = a
             if NUM_GROUPS:
                 group = (half * WIDTH + first) // (HIDDEN // NUM_GROUPS)
-                scale_N = tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)
+                scale_N = tl.load(scales + group, mask=is_neuron, other=0.0).to(tl.float32)
                 scaled = a * tl.where(adds, scale_N, 0.0)[None, :]
             w_NC = tl.where(adds[:, None], _operand(codes, half, CODEC, DOT), 0.0).to(DOT)
             if half:
@@ -231,16 +233,16 @@ def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant
         "CODEC": codec,
         "DOT": tl.bfloat16,
         "TOKENS": tokens,
-        "ROWS": 64,
+        "NEURONS": 64,
         "CODES": 64,
     }
     codes = {"bfloat16": "*i16", "int8": "*i8", "int4": "*u8"}[codec]
-    rows = {"rows": codes, "scales_nMG": "*fp16"} if groups else {"rows": codes}
-    numbers = dict.fromkeys(("num_rows", "num_tokens", "row_stride", "a_stride"), "i32")
+    slots = {"slots": codes, "scales_nMG": "*fp16"} if groups else {"slots": codes}
+    numbers = dict.fromkeys(("num_neurons", "num_tokens", "slot_stride", "a_stride"), "i32")
     name = f"{codec}{'' if gated else '.plain'}.{tokens}tokens"
     bias = {} if gated else {"up_bias_n": "*fp32"}
-    activations = {"x_BH": "*bf16", **rows, **bias, "a_Bn": "*fp32", **numbers, "x_stride": "i32"}
-    down = {"a_Bn": "*fp32", **rows, "parts_PBH": "*fp32", **numbers}
+    activations = {"x_BH": "*bf16", **slots, **bias, "a_Bn": "*fp32", **numbers, "x_stride": "i32"}
+    down = {"a_Bn": "*fp32", **slots, "parts_PBH": "*fp32", **numbers}
     missing = {} if groups else {"scales_nMG": None}
     return (
         Variant(
@@ -251,7 +253,7 @@ def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant
             | missing
             | ({"up_bias_n": None} if gated else {})
             | {"HAS_BIAS": not gated, "ACTIVATION": "silu" if gated else "relu"},
-            aligned=(*(activations.keys() - numbers.keys()), "row_stride"),
+            aligned=(*(activations.keys() - numbers.keys()), "slot_stride"),
             num_warps=8,
         ),
         Variant(
@@ -259,7 +261,7 @@ def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant
             kernel=batch_down_kernel,
             signature=down,
             constants=shape | missing | {"PRECISION": "ieee"},
-            aligned=(*(down.keys() - numbers.keys()), "row_stride"),
+            aligned=(*(down.keys() - numbers.keys()), "slot_stride"),
             num_warps=8,
         ),
     )

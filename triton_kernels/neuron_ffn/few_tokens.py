@@ -26,13 +26,13 @@ def most_tokens(bundles: Bundles, parameters: Mapping[str, int]) -> int:
 def _num_warps(bundles: Bundles, parameters: Mapping[str, int]) -> int:
     """Return the warps of a program: one thread for each 16 bytes of a matrix, up to a limit."""
     segments = power_of_two(bundles.width // bundles.segment)
-    row_bytes = segments * bundles.segment * bundles.code_dtype.itemsize
-    num_warps: int = max(1, min(parameters["num_warps"], row_bytes // 512))
+    matrix_bytes = segments * bundles.segment * bundles.code_dtype.itemsize
+    num_warps: int = max(1, min(parameters["num_warps"], matrix_bytes // 512))
     return num_warps
 
 
 class Launch:
-    """Launch of the few-tokens kernel over at most ``num_rows`` neurons.
+    """Launch of the few-tokens kernel over at most ``num_neurons`` neurons.
 
     Args:
         parameters: launch parameters from ``tuned``.
@@ -45,40 +45,40 @@ class Launch:
     def __init__(
         self,
         bundles: Bundles,
-        num_rows: int,
+        num_neurons: int,
         num_tokens: int,
         activation: str,
         parameters: Mapping[str, int],
         missing: Missing | None = None,
     ) -> None:
         both = [bundles.slots] if missing is None else [bundles.slots, missing.slab]
-        has_words = all(bundles.has_words(rows) for rows in both)
+        has_words = all(bundles.has_words(memory) for memory in both)
         code_bytes = bundles.code_dtype.itemsize
         self._places = 4 // code_bytes if has_words else 1
         self._halves = bundles.hidden // bundles.width
-        self._words_of_row = bundles.width // self._places
+        self._words_of_matrix = bundles.width // self._places
         self._dtype = torch.int32 if has_words else bundles.code_dtype
         segments = power_of_two(bundles.width // bundles.segment)
-        row_bytes = segments * bundles.segment * code_bytes
+        matrix_bytes = segments * bundles.segment * code_bytes
         num_warps = _num_warps(bundles, parameters)
         tokens = power_of_two(num_tokens)
-        rows = parameters["tile_bytes"] // (bundles.num_matrices * row_bytes)
-        rows = min(rows, parameters["tile_rows"] // tokens)
+        tile_neurons = parameters["tile_bytes"] // (bundles.num_matrices * matrix_bytes)
+        tile_neurons = min(tile_neurons, parameters["tile_neurons"] // tokens)
         if bundles.num_groups:
             # Keep scales fewer than threads. Otherwise Triton gives them another layout, and moves
             # every operand that they are combined with through shared memory.
-            rows = min(rows, (32 * num_warps - 1) // (self._halves * segments))
-        rows = 1 << max(1, rows).bit_length() - 1
-        tile_bytes = rows * bundles.num_matrices * row_bytes
+            tile_neurons = min(tile_neurons, (32 * num_warps - 1) // (self._halves * segments))
+        tile_neurons = 1 << max(1, tile_neurons).bit_length() - 1
+        tile_bytes = tile_neurons * bundles.num_matrices * matrix_bytes
         # The lists of ids take registers too: with 8 stages, two tokens in 4 bit spill on sm_100.
         most_stages = 8 if missing is None else 7
         num_stages = max(2, min(1 + parameters["prefetch_bytes"] // tile_bytes, most_stages))
         self._reduce_block = parameters["reduce_block"]
         self._bundles = bundles
         self._missing = missing
-        self._num_rows = num_rows
+        self._num_neurons = num_neurons
         self._num_tokens = num_tokens
-        self._num_programs = min(parameters["num_programs"], -(-num_rows // rows))
+        self._num_programs = min(parameters["num_programs"], -(-num_neurons // tile_neurons))
         self.constants = dict(
             HIDDEN=bundles.hidden,
             NUM_GROUPS=bundles.num_groups,
@@ -88,7 +88,7 @@ class Launch:
             ACTIVATION=activation,
             FILLS=missing is not None,
             TOKENS=tokens,
-            ROWS=rows,
+            NEURONS=tile_neurons,
             STAGES=num_stages,
             ALIGNED=all(
                 n % 16 == 0 for r in both for n in (r.data_ptr(), r.stride(0), bundles.matrix_bytes)
@@ -125,7 +125,7 @@ class Launch:
         a_Bn: torch.Tensor | None,
         parts: torch.Tensor | None,
         *,
-        is_filled: int = 0,
+        are_slots_filled: int = 0,
         present_slot_ids: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
     ) -> None:
@@ -148,9 +148,9 @@ class Launch:
             counts,
             None if missing is None else missing.scales,
             None if missing is None else missing.up_bias,
-            self._num_rows,
+            self._num_neurons,
             self._num_tokens,
-            is_filled,
+            are_slots_filled,
             words.stride(0),
             0 if far is None else far.stride(0),
             0 if a_Bn is None else a_Bn.stride(0),
@@ -161,7 +161,7 @@ class Launch:
 
     def _arranged(self, x_BH: torch.Tensor) -> torch.Tensor:
         """Return x as float32 [B, halves, places, words], in the order of the codes in words."""
-        x_BHWP = x_BH.view(len(x_BH), self._halves, self._words_of_row, self._places)
+        x_BHWP = x_BH.view(len(x_BH), self._halves, self._words_of_matrix, self._places)
         return x_BHWP.transpose(2, 3).float().contiguous()
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """FFN kernel for a few tokens over a cache buffer's neurons; it reads each byte of a slot once.
 
-T tokens, R neurons of a tile. A matrix of a neuron is G segments of S codes. In this file a row is
-one slot's bundle. Program p of P computes tiles p, p + P, ...; x and the sums of the down
-projection stay in registers from tile to tile:
+T tokens, R neurons of a tile. A matrix of a neuron is G segments of S codes. Program p of P
+computes tiles p, p + P, ...; x and the sums of the down projection stay in registers from tile to
+tile:
 
-    tile     R rows    [gate │] up   ─► a_TR ─► down ─► sums_TH        each byte in 16-byte loads
+    tile     R slots   [gate │] up   ─► a_TR ─► down ─► sums_TH        each byte in 16-byte loads
     after    sums_TH ─► parts_PTH, which a second launch adds up
 
-There are no atomics. P and the number of rows fix the order of the sums, so two runs give the same
-bits. The partial sums are P x T x H floats, 2 MB for P = 128, H = 4096 and T = 1. They stay in the
-L2 cache, together with about 37 MB for 3,000 gated neurons in 8 bit.
+There are no atomics. P and the number of neurons fix the order of the sums, so two runs give the
+same bits. The partial sums are P x T x H floats, 2 MB for P = 128, H = 4096 and T = 1. They stay in
+the L2 cache, together with about 37 MB for 3,000 gated neurons in 8 bit.
 
-While one tile is multiplied, the rows of the next tiles are copied to shared memory (cp.async, on
-sm_80 and later), 16 bytes at a time, as words of 4 bytes. x is permuted so that the codes in the
+While one tile is multiplied, the bundles of the next tiles are copied to shared memory (cp.async,
+on sm_80 and later), 16 bytes at a time, as words of 4 bytes. x is permuted so that the codes in the
 same position of all words are multiplied with contiguous values of x. All operands then have one
 layout in registers.
 
@@ -40,7 +40,7 @@ from vllm_tiered.kernels.variants import Variant
 
 @triton.jit
 def _dot(words, scales, x, place, is_high, CODEC: tl.constexpr):
-    """Return the products of rows with tokens, [T, R, 1, 1, 1, 1]."""
+    """Return the dot products of neurons with tokens, [T, R, 1, 1, 1, 1]."""
     found = tl.sum(decode(words, place, is_high, CODEC) * x, axis=3, keep_dims=True)
     found = scales * tl.sum(found, axis=5, keep_dims=True)
     return tl.sum(tl.sum(found, axis=2, keep_dims=True), axis=4, keep_dims=True)
@@ -63,7 +63,7 @@ def _matrix(
     NUM_GROUPS: tl.constexpr,
     FILLS: tl.constexpr,
 ):
-    """Load one matrix of some rows, and store the rows to keep to their slots.
+    """Load one matrix of some neurons, and store it to the slots of those to keep.
 
     Args:
         feature: the first feature of each segment.
@@ -93,12 +93,12 @@ def _matrix(
 @triton.jit
 def few_tokens_kernel(
     x_BHPW,
-    rows,
+    slots,
     scales_nMG,
     up_bias_n,
     a_Bn,
     parts_PBHPW,
-    far,
+    slab,
     slab_ids,
     slot_ids,
     neuron_ids,
@@ -106,11 +106,11 @@ def few_tokens_kernel(
     counts,
     table_NMG,
     table_bias_N,
-    num_rows,
+    num_neurons,
     num_tokens,
-    is_filled,
-    row_stride,
-    far_stride,
+    are_slots_filled,
+    slot_stride,
+    slab_stride,
     a_stride,
     HIDDEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -122,7 +122,7 @@ def few_tokens_kernel(
     MULTIPLIES: tl.constexpr,
     FILLS: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
+    NEURONS: tl.constexpr,
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
     HALVES: tl.constexpr,
@@ -130,22 +130,23 @@ def few_tokens_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Compute activations, the down projection, or both, over the rows of the program's tiles.
+    """Compute activations, the down projection, or both, over the neurons of the program's tiles.
 
     With ACTIVATES, activations are computed from x; otherwise they are read from ``a_Bn``. With
     MULTIPLIES, the down projection is computed; otherwise activations are written to ``a_Bn``.
 
-    Row strides are in words. ``is_filled`` is 1 for later tokens of a batch, because the first
-    tokens' launch has stored the missing neurons to their slots. ``slot_ids`` is -1 for a neuron
-    without a slot. ``counts`` has the numbers of missing and of present neurons. A matrix of a row
-    has segments of SEGMENT words, each in one scale group; SEGMENTS is the number of segments,
-    rounded up to a power of two.
+    NEURONS is the number of neurons in a tile. Strides of slots and of the slab are in words.
+    ``are_slots_filled`` is 1 for later tokens of a batch, because the launch for the first tokens
+    has stored the missing neurons to their slots. ``slot_ids`` is -1 for a neuron without a slot.
+    ``counts`` has the numbers of missing and of present neurons. A matrix has segments of SEGMENT
+    words, each in one scale group; SEGMENTS is the number of segments, rounded up to a power of
+    two.
     """
     WORDS: tl.constexpr = HIDDEN // HALVES // PLACES
     NUM_MATRICES: tl.constexpr = 3 if GATED else 2
-    # All tiles have these axes, so that all have the register layout of the rows' words.
+    # All tiles have these axes, so that all have the register layout of the bundles' words.
     token = tl.arange(0, TOKENS)[:, None, None, None, None, None]
-    in_tile = tl.arange(0, ROWS)[None, :, None, None, None, None]
+    in_tile = tl.arange(0, NEURONS)[None, :, None, None, None, None]
     half = tl.arange(0, HALVES)[None, None, :, None, None, None]
     place = tl.arange(0, PLACES)[None, None, None, :, None, None]
     segment = tl.arange(0, SEGMENTS)[None, None, None, None, :, None]
@@ -163,47 +164,49 @@ def few_tokens_kernel(
     num_missing = 0
     if FILLS:
         num_missing = tl.load(counts)
-        num_rows = num_missing + tl.load(counts + 1)
-    first, last, step = tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)
+        num_neurons = num_missing + tl.load(counts + 1)
+    first, last, step = tl.program_id(0), tl.cdiv(num_neurons, NEURONS), tl.num_programs(0)
     for tile in tl.range(first, last, step, num_stages=STAGES):
-        position = tile * ROWS + in_tile
-        is_row = position < num_rows
-        row = position.to(tl.int64)
+        position = tile * NEURONS + in_tile
+        is_neuron = position < num_neurons
+        slot = position.to(tl.int64)
         is_kept = None
         if FILLS:
             is_listed = position < num_missing
-            is_present = is_row & (position >= num_missing)
-            near = tl.load(slot_ids + position, mask=is_listed, other=0)
+            is_present = is_neuron & (position >= num_missing)
+            new_slot = tl.load(slot_ids + position, mask=is_listed, other=0)
             present = tl.load(present_slot_ids + position - num_missing, mask=is_present, other=0)
-            row = tl.where(is_listed, near, present)
-            is_new = position < num_missing * (1 - is_filled)
-            is_missing = is_listed & (is_new | (near < 0))
-            is_kept = is_missing & (near >= 0)
+            slot = tl.where(is_listed, new_slot, present)
+            is_new = position < num_missing * (1 - are_slots_filled)
+            is_missing = is_listed & (is_new | (new_slot < 0))
+            is_kept = is_missing & (new_slot >= 0)
             # Load these for all listed neurons, so that the loads need not wait for the slots.
-            far_row = tl.load(slab_ids + position, mask=is_listed, other=0)
+            slab_id = tl.load(slab_ids + position, mask=is_listed, other=0)
             neuron = tl.load(neuron_ids + position, mask=is_listed, other=0)
         # 64 bits: a buffer can have more than 2^32 codes.
-        into = rows + row * row_stride
+        into = slots + slot * slot_stride
         begin = into
         scales = scales_nMG
-        first_scale = row * (NUM_MATRICES * NUM_GROUPS)
+        first_scale = slot * (NUM_MATRICES * NUM_GROUPS)
         into_scales = None
         if FILLS:
-            begin = tl.where(is_missing, far + far_row * far_stride, into)
+            begin = tl.where(is_missing, slab + slab_id * slab_stride, into)
             if ALIGNED:
                 # Triton cannot derive the alignment through tl.where.
                 begin = tl.multiple_of(begin, [16, 16, 16, 16, 16, 16])
             if NUM_GROUPS:
                 into_scales = scales_nMG + first_scale
                 scales = tl.where(is_missing, table_NMG, scales_nMG)
-                first_scale = tl.where(is_missing, neuron, row) * (NUM_MATRICES * NUM_GROUPS)
-        is_read = is_row & is_word
+                first_scale = tl.where(is_missing, neuron, slot) * (NUM_MATRICES * NUM_GROUPS)
+        is_read = is_neuron & is_word
         if not ACTIVATES:
             a = tl.load(
-                a_Bn + token.to(tl.int64) * a_stride + position, mask=is_token & is_row, other=0.0
+                a_Bn + token.to(tl.int64) * a_stride + position,
+                mask=is_token & is_neuron,
+                other=0.0,
             )
             is_read &= tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
-        # Load the whole row, including down, before any of it is used. Nearly every row's down is
+        # Load the whole bundle, including down, before any of it is used. Nearly every down is
         # needed, and this way its load does not wait for the activations.
         if MULTIPLIES:
             down, down_scales = _matrix(
@@ -225,16 +228,16 @@ def few_tokens_kernel(
             else:
                 a = _dot(up, up_scales, x, place, half, CODEC)
                 if HAS_BIAS:
-                    bias = up_bias_n + row
+                    bias = up_bias_n + slot
                     if FILLS:
                         bias = tl.where(is_missing, table_bias_N + neuron, bias)
-                    biases = tl.load(bias, mask=is_row, other=0.0)
+                    biases = tl.load(bias, mask=is_neuron, other=0.0)
                     if FILLS:
-                        tl.store(up_bias_n + row, biases, mask=is_kept)
+                        tl.store(up_bias_n + slot, biases, mask=is_kept)
                     a += biases
                 a = activate(a, ACTIVATION)
         if MULTIPLIES:
-            # Rows that add nothing may hold any bits, including NaN.
+            # Neurons that add nothing may hold any bits, including NaN.
             adds = tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
             weights = decode(down, place, half, CODEC)
             if not NUM_GROUPS:  # codes with a scale are integers, never NaN
@@ -243,7 +246,7 @@ def few_tokens_kernel(
             sums += tl.sum(scaled * weights, axis=1, keep_dims=True)
         else:
             into_a = a_Bn + token.to(tl.int64) * a_stride + position
-            tl.store(into_a, a, mask=is_token & is_row)
+            tl.store(into_a, a, mask=is_token & is_neuron)
     if MULTIPLIES:
         parts = parts_PBHPW + tl.program_id(0).to(tl.int64) * num_tokens * HIDDEN
         tl.store(parts + in_x, sums * decoded_unit(place, half, CODEC), mask=is_token & is_word)
@@ -255,7 +258,7 @@ def _variant(
     *,
     gated: bool = True,
     tokens: int = 1,
-    rows: int = 1,
+    tile_neurons: int = 1,
     stages: int,
     num_warps: int = 8,
     activates: bool = True,
@@ -266,12 +269,12 @@ def _variant(
     groups = {"int8": 1, "int4": 64}.get(codec, 0)
     pointers: dict[str, str | None] = {
         "x_BHPW": "*fp32" if activates else None,
-        "rows": "*i32",
+        "slots": "*i32",
         "scales_nMG": "*fp16" if groups else None,
         "up_bias_n": None if gated else "*fp32",
         "a_Bn": None if activates and multiplies else "*fp32",
         "parts_PBHPW": "*fp32" if multiplies else None,
-        "far": "*i32" if fills else None,
+        "slab": "*i32" if fills else None,
         **dict.fromkeys(
             ("slab_ids", "slot_ids", "neuron_ids", "present_slot_ids"), "*i64" if fills else None
         ),
@@ -279,7 +282,8 @@ def _variant(
         "table_NMG": "*fp16" if fills and groups else None,
         "table_bias_N": "*fp32" if fills and not gated else None,
     }
-    numbers = ("num_rows", "num_tokens", "is_filled", "row_stride", "far_stride", "a_stride")
+    strides = ("slot_stride", "slab_stride", "a_stride")
+    numbers = ("num_neurons", "num_tokens", "are_slots_filled", *strides)
     signature = {name: kind for name, kind in pointers.items() if kind is not None}
     places = {"bfloat16": 2, "int8": 4, "int4": 4}[codec]
     halves = 2 if codec == "int4" else 1
@@ -299,7 +303,7 @@ def _variant(
             "MULTIPLIES": multiplies,
             "FILLS": fills,
             "TOKENS": tokens,
-            "ROWS": rows,
+            "NEURONS": tile_neurons,
             "STAGES": stages,
             "ALIGNED": True,
             "HALVES": halves,
@@ -307,7 +311,7 @@ def _variant(
             "SEGMENT": 64 // places,
             "SEGMENTS": 64 // halves,
         },
-        aligned=(*signature, "row_stride", "far_stride"),
+        aligned=(*signature, "slot_stride", "slab_stride"),
         num_warps=num_warps,
         num_stages=1,
     )
@@ -340,9 +344,9 @@ VARIANTS = (
     _variant("few_tokens.bf16.4tokens", "bfloat16", stages=3, tokens=4),
     _variant("few_tokens.bf16.plain", "bfloat16", stages=4, gated=False),
     _variant("few_tokens.bf16.plain.4tokens", "bfloat16", stages=4, gated=False, tokens=4),
-    _variant("few_tokens.int8", "int8", rows=2, stages=3),
+    _variant("few_tokens.int8", "int8", tile_neurons=2, stages=3),
     _variant("few_tokens.int8.4tokens", "int8", stages=5, tokens=4),
-    _variant("few_tokens.int8.plain", "int8", rows=2, stages=4, gated=False),
+    _variant("few_tokens.int8.plain", "int8", tile_neurons=2, stages=4, gated=False),
     _variant("few_tokens.int8.plain.4tokens", "int8", stages=7, gated=False, tokens=4),
     _variant("few_tokens.bf16.fills", "bfloat16", stages=3, fills=True),
     _variant("few_tokens.bf16.fills.4tokens", "bfloat16", stages=3, tokens=4, fills=True),
@@ -355,9 +359,11 @@ VARIANTS = (
         tokens=4,
         fills=True,
     ),
-    _variant("few_tokens.int8.fills", "int8", rows=2, stages=3, fills=True),
+    _variant("few_tokens.int8.fills", "int8", tile_neurons=2, stages=3, fills=True),
     _variant("few_tokens.int8.fills.4tokens", "int8", stages=5, tokens=4, fills=True),
-    _variant("few_tokens.int8.plain.fills", "int8", rows=2, stages=4, gated=False, fills=True),
+    _variant(
+        "few_tokens.int8.plain.fills", "int8", tile_neurons=2, stages=4, gated=False, fills=True
+    ),
     _variant(
         "few_tokens.int8.plain.fills.4tokens",
         "int8",

@@ -42,19 +42,19 @@ def _rounded(x):
 
 
 @triton.jit
-def _room(ordered, cut, count):
+def _num_equal_to_keep(ordered, cut, count):
     """Return how many scores equal to ``cut`` fit in ``count``; NaN is not counted as above it."""
     return count - tl.sum(((ordered > cut) & (ordered < 0xFFFFFFFF)).to(tl.int32))
 
 
 @triton.jit
-def _top(ordered, is_number, is_active, cut, count, room, used, num_ranked, num_neurons,
+def _top(ordered, is_number, is_active, cut, count, num_equal, used, num_ranked, num_neurons,
     HAS_THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     """Return whether scores are in the highest ``count``, and how many equalled the cut so far."""
     is_equal = is_number & (ordered == cut)
     place = used + tl.cumsum(is_equal.to(tl.int32))
-    top = (is_number & (ordered > cut)) | (is_equal & (place <= room))
+    top = (is_number & (ordered > cut)) | (is_equal & (place <= num_equal))
     top = tl.where(count >= num_neurons, is_number, top & (count > 0))
     if HAS_THRESHOLD:
         top = tl.where(count == num_ranked, is_active, top)
@@ -101,9 +101,9 @@ def rank_kernel(
         cut0 = tl.where((total & 0xFFFFF) >= count0, cut0 | bit, cut0)
         cut1 = tl.where((total >> 20 & 0xFFFFF) >= count1, cut1 | bit, cut1)
         cut2 = tl.where((total >> 40) >= count2, cut2 | bit, cut2)
-    room0 = _room(ordered, cut0, count0)
-    room1 = _room(ordered, cut1, count1)
-    room2 = _room(ordered, cut2, count2)
+    num_equal0 = _num_equal_to_keep(ordered, cut0, count0)
+    num_equal1 = _num_equal_to_keep(ordered, cut1, count1)
+    num_equal2 = _num_equal_to_keep(ordered, cut2, count2)
     # PART at a time: all scores with three running counts would not fit in registers.
     used0 = num_ranked * 0
     used1 = used0
@@ -118,15 +118,15 @@ def rank_kernel(
             is_active = is_one & (own >= threshold)
         part = _ordered(own)
         top0, used0 = _top(
-            part, is_number, is_active, cut0, count0, room0, used0, num_ranked, num_neurons,
+            part, is_number, is_active, cut0, count0, num_equal0, used0, num_ranked, num_neurons,
             HAS_THRESHOLD,
         )  # fmt: skip
         top1, used1 = _top(
-            part, is_number, is_active, cut1, count1, room1, used1, num_ranked, num_neurons,
+            part, is_number, is_active, cut1, count1, num_equal1, used1, num_ranked, num_neurons,
             HAS_THRESHOLD,
         )  # fmt: skip
         top2, used2 = _top(
-            part, is_number, is_active, cut2, count2, room2, used2, num_ranked, num_neurons,
+            part, is_number, is_active, cut2, count2, num_equal2, used2, num_ranked, num_neurons,
             HAS_THRESHOLD,
         )  # fmt: skip
         reached = top0 | (top1 << 1) | (top2 << 2)
@@ -160,7 +160,7 @@ def demote_kernel(
             bit = (zero + 1) << (31 - place)
             total = tl.sum((ordered >= (cut | bit)).to(tl.int32))
             cut = tl.where(total >= limit, cut | bit, cut)
-        room = _room(ordered, cut, limit)
+        num_equal = _num_equal_to_keep(ordered, cut, limit)
         used = limit * 0
         for first in range(0, num_neurons, PART):
             one = first + tl.arange(0, PART)
@@ -169,7 +169,7 @@ def demote_kernel(
             own = tl.load(best_N + one, mask=is_one & (reached == HERE), other=float("-inf"))
             is_number = is_one & (own == own)
             top, used = _top(
-                _ordered(own), is_number, is_number, cut, limit, room, used, num_neurons,
+                _ordered(own), is_number, is_number, cut, limit, num_equal, used, num_neurons,
                 num_neurons, False,
             )  # fmt: skip
             falls = (reached == HERE) & (top == 0)

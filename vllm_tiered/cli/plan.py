@@ -40,17 +40,22 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     """Add `plan` to the subcommands of `vllm-tiered`."""
     parser = subcommands.add_parser(
         "plan",
-        help="will a model fit, where does everything go, how fast would it be",
-        description="Predict from a model's config.json. Exits 0 if a placement fits, 3 if none "
-        "does.",
+        help="predict whether a model fits, where its weights go, and its speed",
+        description="Predict from a model's config.json which placements of its weights fit, and "
+        "their speed. Exits 0 if a placement fits, 3 if none does.",
     )
-    parser.add_argument("model", help="a folder with config.json, or that file")
-    parser.add_argument("--near-gib", type=_gib, required=True, help="near memory, KV included")
-    parser.add_argument("--far-gib", type=_gib, required=True, help="far memory")
+    parser.add_argument("model", help="folder of the model, or its config.json")
+    parser.add_argument(
+        "--near-gib",
+        type=_gib,
+        required=True,
+        help="GiB of near memory per rank, for weights and KV cache",
+    )
+    parser.add_argument("--far-gib", type=_gib, required=True, help="GiB of far memory per rank")
     parser.add_argument(
         "--storage",
         action="store_true",
-        help="store weights that exceed far memory (weights.storage_path)",
+        help="let weights that exceed far memory be stored on an SSD (weights.storage_path)",
     )
     parser.add_argument(
         "--machine",
@@ -59,15 +64,37 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="machine to predict for: a file that `vllm-tiered probe --out` wrote, or "
         f"one of {', '.join(profile_names())}",
     )
-    parser.add_argument("--prompt-tokens", type=_count, default=512, help="of a request (512)")
-    parser.add_argument("--output-tokens", type=_count, default=128, help="of a request (128)")
-    parser.add_argument("--max-num-seqs", type=_count, default=256, help="requests at a time (256)")
-    parser.add_argument("--tensor-parallel-size", type=_count, default=1, help="ranks (1)")
-    parser.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_count,
+        default=512,
+        help="prompt tokens of a request (default: 512)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=_count,
+        default=128,
+        help="output tokens of a request (default: 128)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=_count,
+        default=256,
+        help="largest number of requests at a time (default: 256)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=_count, default=1, help="number of ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=list(DTYPE_BYTES),
+        default="bfloat16",
+        help="data type of the weights (default: bfloat16)",
+    )
     parser.add_argument(
         "--target",
         choices=TARGETS,
-        help='what "auto" plans for (throughput; with --max-num-seqs 1 latency)',
+        help="what to optimise (default: throughput; latency with --max-num-seqs 1)",
     )
     parser.add_argument(
         "--why",
@@ -78,10 +105,15 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--carbon-intensity",
         type=_positive,
         default=CARBON_INTENSITY,
-        help=f"of the grid, in gCO2e per kWh ({CARBON_INTENSITY:g}, coal, as M2Cache counts; the "
-        "world's was 481 in 2023, says Ember)",
+        help="carbon intensity of the grid, in gCO2e per kWh (default: "
+        f"{CARBON_INTENSITY:g}, coal, M2Cache's figure; the world's mean was 481 in 2023, Ember)",
     )
-    parser.add_argument("--compress", choices=COMPRESS, default="none", help="the layers' matrices")
+    parser.add_argument(
+        "--compress",
+        choices=COMPRESS,
+        default="none",
+        help="compression of the layers' matrices (default: none)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 

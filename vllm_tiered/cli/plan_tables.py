@@ -28,7 +28,7 @@ def model_lines(shape: ModelShape, load: Workload) -> list[str]:
     """Return lines with the model's sizes."""
     lines = []
     if shape.family == "unknown":
-        lines.append("Unknown architecture: sizes are those of Llama's shapes.")
+        lines.append("Unknown architecture: sizes are those of a Llama with this configuration.")
     lines.append(
         f"{shape.num_layers} layers of {format_bytes(shape.layer_bytes)}, embeddings and head "
         f"{format_bytes(shape.other_bytes)}, KV {format_bytes(shape.kv_bytes_per_token)} a token, "
@@ -107,9 +107,9 @@ def machine_lines(name: str, figures: Mapping[str, Mapping[str, object]], power:
     """Return lines that say where the predictions come from."""
     kinds = Counter(figure["kind"] for figure in figures.values())
     stated = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    lines = [f"Predicted for {name}, of whose figures are {stated} (--json has each)."]
+    lines = [f"Predicted for {name}; its figures: {stated} (--json lists them)."]
     if not power:
-        lines.append(f"No energy: it is not known what {name} draws.")
+        lines.append(f"No energy figures: the power of {name} is not known.")
     return lines
 
 

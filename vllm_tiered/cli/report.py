@@ -15,13 +15,16 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     """Add `report` to the subcommands of `vllm-tiered`."""
     parser = subcommands.add_parser(
         "report",
-        help="HTML page and PNG pictures of a timeline",
+        help="draw a timeline as an HTML page and PNG pictures",
         description="Make an HTML page and PNG pictures of the timeline that an engine wrote with "
         "--tiered-config.report.path. The engine may still be running.",
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="the timeline file")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="where to write (default: PATH's stem + -report)"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="folder to write to (default: PATH without its suffix, plus -report)",
     )
     parser.set_defaults(run=run)
 

@@ -3,7 +3,7 @@
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,10 @@ class TieredConfig:
 
 def _read_file(path: Path) -> Any:
     # The rules refuse NaN and infinities, and name the key.
-    parsers = {".json": partial(parse_json, any_number=True), ".toml": tomllib.loads}
+    parsers: dict[str, Callable[[str], Any]] = {
+        ".json": partial(parse_json, any_number=True),
+        ".toml": tomllib.loads,
+    }
     parser = parsers.get(path.suffix.lower())
     if parser is None:
         raise ConfigError(f"{path}: give the configuration as {join_alternatives(tuple(parsers))}")

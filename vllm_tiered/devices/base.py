@@ -199,6 +199,10 @@ class Device(ABC):
         """Count the pages lost since the start, by kind."""
         return dict.fromkeys(PageError, 0)
 
+    def storage_failure(self) -> str | None:
+        """Return why a storage buffer keeps no page any more; None while all of them work."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Finish all copies and release threads and memory. Idempotent."""

@@ -1,116 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU backend's device: a copy thread per direction; far pages in DRAM or in a file."""
 
-import logging
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from queue import SimpleQueue
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from vllm_tiered.devices import numa
-from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
-from vllm_tiered.devices.pages import (
-    NO_PAGES,
-    PageBuffer,
-    PageError,
-    PageIds,
-    Pages,
-    PageStore,
-    check_copy,
-    copy_words,
-)
+from vllm_tiered.devices.base import Copy, Direction, Event, LinkUse
+from vllm_tiered.devices.copy_thread import CopyJob, CopyThread, CpuCopy, CpuEvent
+from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, check_copy
+from vllm_tiered.devices.storage_device import StorageDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.storage.checksums import checked
-from vllm_tiered.storage.page_file import PageFile
-
-logger = logging.getLogger("vllm.tiered")
-
-
-def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> PageIds:
-    """Copy ``src[src_pages.ids[i]]`` to ``dst[dst_pages.ids[i]]`` for all i.
-
-    Returns:
-        Those of ``src_pages.ids`` that did not arrive intact. Their targets are zeroed. Results
-        computed from them are dropped, but their bytes stay in pages that other blocks will use.
-        Kernels also multiply masked values, so a NaN in such a page would spread.
-    """
-    if src.store is not None:
-        ids = src_pages.ids + src.first_page
-        lost = src.store.read(ids, dst, dst_pages)
-        if len(lost) and dst.words is not None:
-            dst.words[dst_pages.ids[np.isin(ids, lost)]] = 0
-        return lost - src.first_page
-    if dst.store is not None:
-        dst.store.write(src, src_pages.ids, dst_pages.ids + dst.first_page)
-        return NO_PAGES
-    assert src.words is not None and dst.words is not None, "the CPU device copies CPU memory"
-    copy_words(src.words, src_pages.ids, dst.words, dst_pages)
-    return NO_PAGES
-
-
-_FIRST_WAIT = threading.Lock()
-
-
-class CpuEvent:
-    """Event that a copy thread or compute completes.
-
-    A step makes dozens of events and waits for few of them. So the first waiter creates the lock,
-    which is cheaper than ``threading.Event``.
-
-    Attributes:
-        began, ended: ``time.perf_counter`` when the copy started and ended; 0.0 before.
-        failed_pages: source pages that did not arrive intact.
-        is_over: whether it is done or has failed.
-    """
-
-    __slots__ = ("_error", "_lock", "began", "ended", "failed_pages", "is_over")
-
-    def __init__(self) -> None:
-        self.began = 0.0
-        self.ended = 0.0
-        self.failed_pages = NO_PAGES
-        self.is_over = False
-        self._error: BaseException | None = None
-        self._lock: threading.Lock | None = None
-
-    def done(self) -> bool:
-        if not self.is_over:  # read first, as finish() sets the error before it
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def wait(self) -> None:
-        if not self.is_over:
-            lock = self._held_until_over()
-            if not self.is_over:  # finish() may have run before the lock existed
-                with lock:
-                    pass
-        if self._error is not None:
-            raise self._error
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Complete the event; called once, by the thread that did the work or by ``signal``."""
-        self._error = error
-        self.is_over = True  # before reading the lock: a waiter rereads it after creating the lock
-        if self._lock is not None:
-            self._lock.release()
-
-    def _held_until_over(self) -> threading.Lock:
-        with _FIRST_WAIT:
-            if self._lock is None:
-                lock = threading.Lock()
-                lock.acquire()
-                self._lock = lock
-            return self._lock
 
 
 class _Now:
@@ -126,99 +31,7 @@ class _Now:
 _NOW = _Now()
 
 
-class CpuCopy:
-    """Prepared copy; immutable, so several submissions of it may be under way."""
-
-    __slots__ = ("dst", "dst_pages", "num_bytes", "src", "src_pages", "thread")
-
-    def __init__(
-        self,
-        thread: "CopyThread",
-        src: PageBuffer,
-        src_pages: Pages,
-        dst: PageBuffer,
-        dst_pages: Pages,
-    ) -> None:
-        self.thread = thread
-        self.src = src
-        self.src_pages = src_pages
-        self.dst = dst
-        self.dst_pages = dst_pages
-        self.num_bytes = len(src_pages) * src.page_bytes
-
-
-class CopyJob(NamedTuple):
-    """Submitted copy."""
-
-    copy: CpuCopy
-    after: tuple[Event, ...]
-    done: CpuEvent
-
-
-class CopyThread:
-    """Thread that runs copy jobs in order and counts bytes and busy seconds.
-
-    Only the thread writes the counters.
-    """
-
-    def __init__(
-        self, name: str, cpus: Iterable[int] | None, throttle: Throttle | None = None
-    ) -> None:
-        self.name = name
-        self.throttle = throttle
-        self.num_bytes = 0
-        self.busy_seconds = 0.0
-        self.is_closed = False
-        self.jobs: SimpleQueue[list[CopyJob] | None] = SimpleQueue()
-        self._cpus = cpus
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            self.jobs.put(None)
-            self._thread.join()
-
-    def run(self, job: CopyJob) -> None:
-        """Copy once the job's dependencies are done."""
-        for event in job.after:
-            if not event.done():
-                event.wait()
-        copy, done, throttle = job.copy, job.done, self.throttle
-        done.began = start = time.perf_counter()
-        ticket = throttle.admit(copy.num_bytes, start) if throttle else 0.0
-        done.failed_pages = copy_pages(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
-        if throttle:
-            throttle.hold(ticket)
-        done.ended = end = time.perf_counter()
-        self.busy_seconds += end - start
-        self.num_bytes += copy.num_bytes
-
-    def _loop(self) -> None:
-        self._unbind()
-        failure: BaseException | None = None
-        while (jobs := self.jobs.get()) is not None:
-            for job in jobs:
-                if failure is None:
-                    try:
-                        self.run(job)
-                    except BaseException as error:
-                        failure = error
-                # After a failure no copy of this direction completes: copies run in order, so a
-                # waiter for a later copy relies on the earlier ones too.
-                job.done.finish(failure)
-
-    def _unbind(self) -> None:
-        """Run on all given CPUs, not only on the one to which the engine bound the creator."""
-        if self._cpus:
-            try:
-                os.sched_setaffinity(0, self._cpus)
-            except OSError as error:
-                logger.warning("tiered: %s stays bound to its CPU: %s", self.name, error)
-
-
-class CpuDevice(Device):
+class CpuDevice(StorageDevice):
     """Device whose near tier is DRAM within a budget and whose far tier is other DRAM, or a file.
 
     Args:
@@ -233,6 +46,7 @@ class CpuDevice(Device):
         cpus: Iterable[int] | None = None,
         throttles: Mapping[Direction, Throttle] | None = None,
     ) -> None:
+        super().__init__()
         throttles = throttles or {}
         self._cpus = os.sched_getaffinity(0) if cpus is None else set(cpus)
         self._threads = {
@@ -241,7 +55,6 @@ class CpuDevice(Device):
             )
             for direction in Direction
         }
-        self._stores: list[PageStore] = []
         self._deferred_events: list[CpuEvent] = []
 
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
@@ -258,23 +71,7 @@ class CpuDevice(Device):
             ) from error
         data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
         numa.bind(data.data_ptr(), num_bytes, self._cpus)
-        return self._keep(checked(PageBuffer(data), verify))
-
-    def storage_buffer(
-        self,
-        path: str | Path,
-        num_pages: int,
-        page_bytes: int,
-        *,
-        deadline_seconds: float = 10.0,
-    ) -> PageBuffer:
-        file = PageFile(path, num_pages, page_bytes, deadline_seconds=deadline_seconds)
-        return self._keep(file.buffer())
-
-    def _keep(self, buffer: PageBuffer) -> PageBuffer:
-        if buffer.store is not None:
-            self._stores.append(buffer.store)
-        return buffer
+        return self._keep_store(checked(PageBuffer(data), verify))
 
     def prepare(
         self,
@@ -286,9 +83,6 @@ class CpuDevice(Device):
     ) -> CpuCopy:
         check_copy(src, src_pages, dst, dst_pages)
         return CpuCopy(self._threads[direction], src, src_pages, dst, dst_pages)
-
-    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
-        return self.submit_together(((copy, after),))[0]
 
     def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
         """Queue copies with one wake-up of the thread, which costs as much as all other work."""
@@ -304,9 +98,6 @@ class CpuDevice(Device):
 
     def failed_pages(self, event: Event) -> PageIds:
         return event.failed_pages if isinstance(event, CpuEvent) else NO_PAGES
-
-    def page_errors(self) -> dict[PageError, int]:
-        return {kind: sum(store.errors[kind] for store in self._stores) for kind in PageError}
 
     def compute_event(self) -> Event:
         return _NOW
@@ -340,5 +131,4 @@ class CpuDevice(Device):
                 )
         for thread in self._threads.values():
             thread.close()
-        for store in self._stores:
-            store.close()
+        self._close_stores()

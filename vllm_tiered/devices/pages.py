@@ -79,10 +79,12 @@ class PageStore(ABC):
 
     Attributes:
         errors: pages lost so far, by kind; every kind is a key.
+        failure: why the store keeps no page any more; None if it works.
     """
 
     def __init__(self) -> None:
         self.errors = dict.fromkeys(PageError, 0)
+        self.failure: str | None = None
 
     @abstractmethod
     def read(self, page_ids: PageIds, near: "PageBuffer", near_pages: Pages) -> PageIds:

@@ -162,17 +162,12 @@ class _LayerHistory:
 
 
 class DenseSparseCostModel:
-    """Predicts for each step whether dense or sparse computation takes less time.
-
-    Attributes:
-        num_switched: steps that could have been sparse and were computed densely.
-    """
+    """Predicts for each step whether dense or sparse computation takes less time."""
 
     def __init__(self) -> None:
         self._sparse = StepTimes(4)
         self._dense = StepTimes(2)
         self._histories: dict[tuple[int, int], _LayerHistory] = {}
-        self.num_switched = 0
 
     def add_sparse(
         self,
@@ -240,7 +235,6 @@ class DenseSparseCostModel:
     def _count_dense(self, history: _LayerHistory) -> None:
         history.dense += 1
         history.row += 1
-        self.num_switched += 1
 
     def _is_dense_faster(
         self, history: _LayerHistory, missing: int, multiplied: int, tokens: int

@@ -82,8 +82,6 @@ class Selection:
     """Selected neurons by precision; no neuron is in two of the arrays.
 
     Attributes:
-        num_demoted: neurons that ``limits`` moved to a lower precision than their rank gave them,
-            or left out.
         scores_N: float32, the best score of each neuron in the batch; None if the scores are not
             on the host.
     """
@@ -91,7 +89,6 @@ class Selection:
     full: Neurons
     int8: Neurons
     int4: Neurons
-    num_demoted: int = 0
     scores_N: _Scores | None = None
 
     @property
@@ -114,7 +111,6 @@ def select(
     scores_BN: torch.Tensor,
     mix: Mix | Sequence[float],
     threshold: float | None = None,
-    limits: tuple[int, int, int] | None = None,
 ) -> Selection:
     """Select a step's neurons.
 
@@ -128,8 +124,6 @@ def select(
         scores_BN: float32 on the CPU; a higher score means a more important neuron.
         threshold: neurons with lower scores are predicted inactive and left out. The shares are
             then shares of a token's active neurons (ReLU models). None: every neuron is active.
-        limits: most neurons of each precision. The excess neurons, those with the lowest best
-            scores in the batch, move to the next precision; from the last one they are left out.
     """
     scores: _Scores = scores_BN.detach().numpy()
     mix = mix if isinstance(mix, Mix) else Mix.from_shares(mix)
@@ -137,9 +131,8 @@ def select(
     for scores_N in scores:
         _add_reached(scores_N, mix, threshold, reached)
     chosen = _without_better(reached)
-    num_demoted = 0 if limits is None else _demote(chosen, scores, limits)
     full, int8, int4 = (np.flatnonzero(chosen_N) for chosen_N in chosen)
-    return Selection(full, int8, int4, num_demoted, _best(scores))
+    return Selection(full, int8, int4, _best(scores))
 
 
 def select_each(
@@ -198,21 +191,3 @@ def _best(scores_BN: _Scores) -> _Scores:
     """Return the highest score of each neuron over the tokens, [N]."""
     best_N: _Scores = scores_BN.max(axis=0, initial=-np.inf)
     return best_N
-
-
-def _demote(chosen: _Mask, scores_BN: _Scores, limits: tuple[int, int, int]) -> int:
-    """Move excess neurons to the next lower precision, in place; return how many moved."""
-    best_N = _best(scores_BN)
-    moved_N = np.zeros(len(best_N), dtype=np.bool_)
-    for index, limit in enumerate(limits):
-        if np.count_nonzero(chosen[index]) <= limit:
-            continue
-        kept_N = np.zeros_like(moved_N)
-        _add_top(np.where(chosen[index], best_N, -np.inf).astype(np.float32), limit, kept_N)
-        kept_N &= chosen[index]
-        surplus_N = chosen[index] & ~kept_N
-        moved_N |= surplus_N
-        chosen[index] = kept_N
-        if index + 1 < len(limits):
-            chosen[index + 1] |= surplus_N
-    return int(np.count_nonzero(moved_N))

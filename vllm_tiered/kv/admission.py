@@ -139,9 +139,13 @@ class Admission:
         """Reserve free blocks above the limit, and advance one step towards the target level."""
         if self._expansion is None:
             return StepLevel(None, None, self.elastic.geometry.partial_blocks_resident)
-        self._reserve(min(self.elastic.excess, self._pool.num_free))
+        self.reserve_free_excess()
         num_far, num_far_next = self._expansion.next_step()
         return StepLevel(num_far, num_far_next, self._expansion.level.partial_blocks_resident)
+
+    def reserve_free_excess(self) -> None:
+        """Reserve the free blocks above the limit."""
+        self._reserve(min(self.elastic.excess, self._pool.num_free))
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """Return the ids of blocks released and reserved since the last call, ascending."""

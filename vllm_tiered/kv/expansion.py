@@ -48,6 +48,11 @@ class Expansion:
         self._is_written_out = False
         self._elastic.target = None if self.is_settled else self.levels.geometry(level)
 
+    def restrict(self, levels: KvLevels, level: Level) -> None:
+        """Use other levels from now on, and set one of them as the target."""
+        self.levels = levels
+        self.aim(level)
+
     def next_step(self) -> tuple[int, int]:
         """Advance one step towards the target.
 

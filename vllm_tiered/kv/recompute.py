@@ -4,11 +4,10 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 
-from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 
 MAX_RECOMPUTES = 8
-"""Number of recomputes of one request beyond which the far tier counts as unreliable."""
+"""Number of recomputes of one request beyond which the request fails. The engine goes on."""
 
 
 class RecentSteps:
@@ -78,21 +77,15 @@ class RecomputeLog:
         self.postponed: set[str] = set()
         self._times: Counter[str] = Counter()
 
-    def add(self, request_ids: set[str]) -> None:
+    def add(self, request_ids: set[str]) -> set[str]:
         """Count a recompute of each request.
 
-        Raises:
-            IntegrityError: one of them was recomputed more than ``MAX_RECOMPUTES`` times.
+        Returns:
+            The requests that have now lost blocks more than ``MAX_RECOMPUTES`` times.
         """
         self.num_recomputed += len(request_ids)
         self._times.update(request_ids)
-        for request_id in request_ids:
-            if self._times[request_id] > MAX_RECOMPUTES:
-                raise IntegrityError(
-                    f"request {request_id} lost KV blocks {self._times[request_id]} times: the "
-                    "far tier does not keep what is written to it; see the storage device's "
-                    "health, move kv.path, or set kv.tier=far"
-                )
+        return {name for name in request_ids if self._times[name] > MAX_RECOMPUTES}
 
     def end(self, request_id: str) -> None:
         """Remove a request that ended."""

@@ -40,7 +40,8 @@ class Relocator:
         self._pool = pool
         self._table = table
         self._far = far
-        self._is_idle = True  # no page is far, and the system has the far tier's memory back
+        # No page is far, and the system has the far tier's memory back.
+        self._is_idle = not table.order.offloaded
         num_layers, num_blocks = table.pages.shape
         self._holds = np.zeros(num_blocks, dtype=np.bool_)
         self._is_offloaded = np.zeros(num_layers, dtype=np.bool_)

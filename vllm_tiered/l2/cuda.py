@@ -55,10 +55,6 @@ class CudaRuntime:
     cost.
 
     While ``is_counting``, calls count the prefetches of a step.
-
-    Attributes:
-        num_kv_skipped: KV prefetches skipped because the budget left by the weights is less than a
-            page.
     """
 
     def __init__(self, kernels: Kernels, kv_of: KvOf, switch: torch.Tensor) -> None:
@@ -70,7 +66,6 @@ class CudaRuntime:
         self._attentions: set[int] = set()
         self._asked_bytes = 0
         self.is_counting = True
-        self.num_kv_skipped = 0
 
     @property
     def is_on(self) -> bool:
@@ -113,10 +108,7 @@ class CudaRuntime:
         if not self._launches():
             return
         kv = self._kv_of(attention)
-        if kv is None:
-            return
-        if kv.cache_PX[0].nbytes > max_bytes:
-            self.num_kv_skipped += 1
+        if kv is None or kv.cache_PX[0].nbytes > max_bytes:
             return
         with self._forked():
             self._kernels.prefetch_kv(kv, self._switch, max_bytes)

@@ -49,7 +49,6 @@ class Group:
         attention: index in the graph of the attention whose KV is prefetched; None for none.
         kv_bytes: the part of the budget left for that KV.
         num_hidden: matmuls found whose weights are behind a handle.
-        num_left_out: weights that did not fit.
     """
 
     collective: fx.Node
@@ -60,7 +59,6 @@ class Group:
     attention: int | None = None
     kv_bytes: int = 0
     num_hidden: int = 0
-    num_left_out: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -113,7 +111,6 @@ def _fill(
                 continue
             elif is_full or group.weight_bytes + _num_bytes(weight) > budget_bytes:
                 is_full = True
-                group.num_left_out += 1
             else:
                 group.weights.append(weight)
                 group.weight_bytes += _num_bytes(weight)

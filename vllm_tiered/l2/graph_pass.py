@@ -38,23 +38,15 @@ class Inserted:
     """Counts of what a pass inserted into a graph.
 
     Attributes:
-        num_collectives: all-reduces found.
         num_weights: weights prefetched, ``weight_bytes`` in total.
         num_attentions: attentions whose KV is prefetched.
         num_hidden: weights behind a handle, which are not prefetched.
-        num_left_out: weights that did not fit.
     """
 
-    num_collectives: int
     num_weights: int
     weight_bytes: int
     num_attentions: int
     num_hidden: int
-    num_left_out: int
-
-    @property
-    def num_prefetches(self) -> int:
-        return self.num_weights + self.num_attentions
 
 
 class PrefetchPass(CustomGraphPass):
@@ -63,39 +55,33 @@ class PrefetchPass(CustomGraphPass):
     Args:
         names: the engine's operators.
         budget_bytes: most bytes to prefetch during one all-reduce, the paper's C.
-        obstacle: the reason why the device cannot prefetch; with one, the pass changes no graph.
 
     Attributes:
         inserted: what was inserted into the last graph.
     """
 
-    def __init__(self, names: OpNames, budget_bytes: int, obstacle: str | None = None) -> None:
+    def __init__(self, names: OpNames, budget_bytes: int) -> None:
         self.names = names
         self.budget_bytes = budget_bytes
-        self.obstacle = obstacle
         self.inserted: Inserted | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.obstacle is not None:
-            return
         register_ops()
         groups = plan_prefetches(graph, self.names, self.budget_bytes)
         for group in groups:
             if not group.is_empty:
                 _insert(graph, group)
         self.inserted = Inserted(
-            num_collectives=len(groups),
             num_weights=sum(len(group.weights) for group in groups),
             weight_bytes=sum(group.weight_bytes for group in groups),
             num_attentions=sum(group.attention is not None for group in groups),
             num_hidden=sum(group.num_hidden for group in groups),
-            num_left_out=sum(group.num_left_out for group in groups),
         )
 
     def uuid(self) -> str:
         """Return the key for the compile cache, made of budget, names and version."""
         folder = Path(__file__).parent
-        text = [str(self.budget_bytes), self.names.key(), str(self.obstacle is None)]
+        text = [str(self.budget_bytes), self.names.key()]
         text += [(folder / name).read_text(encoding="utf-8") for name in _SOURCES]
         return hashlib.sha256("\0".join(text).encode()).hexdigest()
 

@@ -18,9 +18,6 @@ class L2Runtime:
     Each call reads ``is_on``, so that turning it on or off needs no other compiled code. While
     ``is_counting``, calls count the prefetches of a step. The graph pass cannot count them, as it
     does not see graphs from a compile cache.
-
-    Attributes:
-        num_kv_skipped: KV prefetches skipped because they exceed the budget left by the weights.
     """
 
     def __init__(self, prefetcher: Prefetcher, kv_spans: KvSpans) -> None:
@@ -30,7 +27,6 @@ class L2Runtime:
         self._attentions: set[int] = set()
         self.is_on = False
         self.is_counting = True
-        self.num_kv_skipped = 0
 
     @property
     def num_weights(self) -> int:
@@ -59,11 +55,8 @@ class L2Runtime:
         if not self.is_on:
             return
         spans = self._kv_spans(attention)
-        if spans is None:
-            return
-        if spans[:, 1].sum() > max_bytes:
-            self.num_kv_skipped += 1  # too much KV would evict weights, or itself
-        else:
+        # More KV than the weights leave room for would evict them, or itself.
+        if spans is not None and spans[:, 1].sum() <= max_bytes:
             self._prefetcher.begin(spans)
 
     def join(self) -> None:

@@ -10,7 +10,6 @@ are estimates too (docs/notes/weights.md), and the provenance of such a figure i
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered probe"
-VERSION = 1
+VERSION = 2
 
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
@@ -74,7 +73,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     Raises:
         KeyError, TypeError, ValueError, IndexError: a value is missing or not a number above 0.
     """
-    near, far = (_gemm_curve(probe["products"][where]) for where in ("near", "far"))
+    near, far = (_gemm_curve(probe["gemms"][where]) for where in ("near", "far"))
     call_us = 1e6 * _positive(probe["call_seconds"], "call_seconds")
     links = {name: _samples(probe["links"][name]) for name in ("read", "write")}
     largest, one_row = near.by_rows[0][-1]
@@ -82,7 +81,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     width = {"float32": 4, "bfloat16": 2, "float16": 2}[probe["dtype"]]
     read_gb_per_s, write_gb_per_s = (_gb_per_s(links[name][-1]) for name in ("read", "write"))
     near_gb_per_s = largest / one_row / 1e9
-    slower = probe["beside"]
+    slower = probe["contention"]
     compute_slowdown = _positive(slower["compute_slowdown"], "compute_slowdown")
     link_slowdown = _positive(slower["link_slowdown"], "link_slowdown")
     latency_s = links["read"][0][1]
@@ -121,26 +120,6 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         curves=curves,
     )
     return machine, figures.found
-
-
-def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several probes of the same scope into one that has their medians.
-
-    Medians are less sensitive to other programs, and to a machine that is slow for a while.
-    """
-
-    def median(values: Sequence[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, Mapping):
-            return {key: median([value[key] for value in values]) for key in first}
-        if isinstance(first, list):
-            return [median(list(entries)) for entries in zip(*values, strict=True)]
-        if isinstance(first, float):
-            return statistics.median(values)
-        return first
-
-    merged: dict[str, Any] = median(list(probes))
-    return merged
 
 
 class _Figures:

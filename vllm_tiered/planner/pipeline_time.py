@@ -114,11 +114,10 @@ def pipeline_step_time(
 def waits_by_sublayer(
     transfers: Sequence[float],
     times: ComputeTimes,
-    slowdown: Slowdown = NO_SLOWDOWN,
     prefetch_depth: int = 1,
 ) -> list[float]:
     """Return the seconds for which each sublayer waits in a step of the steady state."""
-    return _steady(transfers, times, slowdown, prefetch_depth)[2]
+    return _steady(transfers, times, NO_SLOWDOWN, prefetch_depth)[2]
 
 
 def _steady(

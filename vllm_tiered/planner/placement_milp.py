@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement MILP, the integer program that counts what stays near (ours; idea of HeLM V-B).
+"""Placement MILP: the placement that minimises an integer program (ours; idea of HeLM V-B).
 
 Sublayer i computes while sublayer i+1 is in transfer. A step takes the sum over sublayers of
 max(compute i, transfer i+1), and longer if compute and transfers slow each other. Layers are alike,
@@ -11,10 +11,13 @@ so the variables are not the tiers of parameters, but counts:
                          far bytes <= the far budget
 
 A class is a set of sublayers of one kind, with equal parameters, that follow compute of equal
-length. A buffer fits the largest sublayer that it receives, which takes one constraint for each
-choice in use. Offloaded sublayers take turns in the buffers. If the number of buffers is even, and
+length. A buffer fits the largest sublayer that it receives, which takes a flag for each size that
+it may have. Offloaded sublayers take turns in the buffers. If the number of buffers is even, and
 only whole layers may stay near, attention and FFN alternate: each kind has half of the buffers.
 Otherwise every buffer must fit both kinds.
+
+This module makes the choices of each class, and a placement from the counts that
+:mod:`vllm_tiered.planner.choice_counts` finds.
 """
 
 from __future__ import annotations
@@ -25,10 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-
+from vllm_tiered.planner.choice_counts import Choice, CountProblem, count_choices
 from vllm_tiered.planner.pipeline_time import (
     NO_SLOWDOWN,
     ComputeTimes,
@@ -36,7 +36,6 @@ from vllm_tiered.planner.pipeline_time import (
     Slowdown,
     overlapped_seconds,
 )
-from vllm_tiered.planner.solver_output import suppress_solver_output
 from vllm_tiered.weights.layout import Kind, Parameter, Sublayer, buffer_of, extent_bytes_of
 from vllm_tiered.weights.placement import Placement
 
@@ -45,9 +44,6 @@ _MOST_STORED_MODULES = 4
 """Number of a sublayer's modules that are placed one by one, largest first.
 
 The other modules (experts) are placed together. With three tiers the number is smaller."""
-
-_MOST_SECONDS = 3.0
-"""Time limit of the solver, which usually takes 0.02 s; the best solution so far is then used."""
 
 SOLVED = 1e-4
 """Relative distance to the optimum at which a solution counts as optimal."""
@@ -59,18 +55,6 @@ class Links(NamedTuple):
     far: Link
     storage: Link | None
     slowdown: Slowdown = NO_SLOWDOWN
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Choice:
-    """Choice of tiers for a sublayer's parameters, with its bytes and time."""
-
-    far: frozenset[int]  # positions among the parameters
-    stored: frozenset[int]
-    near_bytes: int
-    far_extent: int
-    extent: int  # far and stored bytes, in a weight buffer
-    seconds: float  # until compute before and this transfer are both done
 
 
 class NearScope(Enum):
@@ -127,17 +111,19 @@ def solve_placement(
         for positions in members
     ]
     kinds = [sublayers[positions[0]].kind for positions in members]
-    is_any, num_buffers = _buffers_by_kind(problem)
-    counts = _counts(
-        choices=choices,
-        sizes=[len(positions) for positions in members],
-        buffers=[[0, 1] if is_any else [list(Kind).index(kind)] for kind in kinds],
-        kinds=kinds if problem.stay is NearScope.LAYERS else (),
-        num_buffers=num_buffers,
-        near_bytes=near_bytes,
-        far_bytes=problem.far_bytes,
-        gap=problem.gap,
-        is_even=is_even,
+    num_buffers = _num_buffers(problem)
+    counts = count_choices(
+        CountProblem(
+            choices=choices,
+            sizes=[len(positions) for positions in members],
+            buffers=[list(Kind).index(kind) if len(num_buffers) > 1 else 0 for kind in kinds],
+            kinds=kinds if problem.stay is NearScope.LAYERS else (),
+            num_buffers=num_buffers,
+            near_bytes=near_bytes,
+            far_bytes=problem.far_bytes,
+            is_even=is_even,
+        ),
+        problem.gap,
     )
     if counts is None:
         return None
@@ -169,24 +155,25 @@ def solve_placement(
     )
 
 
-def _buffers_by_kind(problem: PlacementProblem) -> tuple[bool, tuple[float, float]]:
-    """Return whether a buffer may receive both kinds, and the number of buffers of each kind.
+def _num_buffers(problem: PlacementProblem) -> tuple[float, ...]:
+    """Return the number of buffers of each kind, or of all if a buffer may receive both kinds.
 
     If no sublayer may stay near as a whole, the buffer of each sublayer is known. Otherwise the
     last round may be longer and have more buffers, which this function does not count.
     """
     if problem.stay is not NearScope.NONE:
-        each = (problem.prefetch_depth + 1) / 2
-        return problem.stay is NearScope.ANY or problem.prefetch_depth % 2 == 0, (each, each)
+        number = problem.prefetch_depth + 1
+        is_shared = problem.stay is NearScope.ANY or number % 2
+        return (number,) if is_shared else (number / 2, number / 2)
     order = list(Kind)
     holds: dict[int, set[int]] = {}
     for position, sublayer in enumerate(problem.sublayers):
         buffer = buffer_of(position, len(problem.sublayers), problem.prefetch_depth)
         holds.setdefault(buffer, set()).add(order.index(sublayer.kind))
     if any(len(kinds) > 1 for kinds in holds.values()):
-        return True, (len(holds) / 2, len(holds) / 2)
+        return (len(holds),)
     num_attention = sum(kinds == {0} for kinds in holds.values())
-    return False, (num_attention, len(holds) - num_attention)
+    return num_attention, len(holds) - num_attention
 
 
 def _classes(sublayers: Sequence[Sublayer], times: ComputeTimes) -> list[list[int]]:
@@ -204,7 +191,7 @@ def _before(times: ComputeTimes, position: int) -> float:
     return times.compute[position - 1] + (0.0 if position else times.rest)
 
 
-def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterator[_Choice]:
+def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterator[Choice]:
     """Yield every way to place the modules in tiers; a matrix and its bias share a tier."""
     modules: dict[str, list[int]] = {}
     for index, parameter in enumerate(sublayer.parameters):
@@ -236,7 +223,7 @@ def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterato
         seconds = links.far.seconds(far_extent)
         if links.storage:
             seconds += links.storage.seconds(stored_extent)
-        yield _Choice(
+        yield Choice(
             far=far,
             stored=stored,
             near_bytes=sublayer.num_bytes
@@ -247,106 +234,7 @@ def _choices(sublayer: Sublayer, compute_before: float, links: Links) -> Iterato
         )
 
 
-def _counts(
-    *,
-    choices: Sequence[Sequence[_Choice]],
-    sizes: Sequence[int],
-    buffers: Sequence[Sequence[int]],
-    kinds: Sequence[Kind],
-    num_buffers: tuple[float, float],
-    near_bytes: int,
-    far_bytes: int | None,
-    gap: float,
-    is_even: bool,
-) -> list[list[int]] | None:
-    """Return how often each choice is taken; None if nothing fits.
-
-    The variables are the counts, then a flag for each count > 0, then the two buffer sizes in MiB,
-    then the number of sublayers that each buffer receives.
-
-    Args:
-        choices: for each class, the ways to place one of its sublayers.
-        sizes: for each class, the number of its sublayers.
-        buffers: for each class, which of the two buffer sizes must fit its sublayers.
-        kinds: kind of each class, if equally many attention and FFN sublayers must stay near as a
-            whole; otherwise empty.
-        num_buffers: number of buffers of each of the two sizes.
-        near_bytes: budget of near memory.
-        far_bytes: budget of far memory; None for no limit.
-        gap: relative distance to the optimum at which the solver may stop.
-        is_even: whether each buffer must receive the same number of sublayers.
-    """
-    flat = [(group, choice) for group, options in enumerate(choices) for choice in options]
-    num_choices = len(flat)
-    num_sizes = len(Kind)
-    num_variables = 2 * num_choices + num_sizes + 1
-    # In MiB and milliseconds, because the solver's tolerances are absolute.
-    unit = 1 / (1 << 20)
-    rows: list[npt.NDArray[np.float64]] = []
-    low: list[float] = []
-    high: list[float] = []
-
-    def add(row: npt.NDArray[np.float64], at_least: float, at_most: float) -> None:
-        rows.append(row)
-        low.append(at_least)
-        high.append(at_most)
-
-    for group, size in enumerate(sizes):
-        row = np.zeros(num_variables)
-        for index, (at, _) in enumerate(flat):
-            row[index] = at == group
-        add(row, size, size)
-    budget = np.zeros(num_variables)
-    for index, (group, choice) in enumerate(flat):
-        budget[index] = choice.near_bytes * unit
-        used = np.zeros(num_variables)
-        used[index], used[num_choices + index] = 1, -sizes[group]
-        add(used, -np.inf, 0)
-        for buffer in buffers[group]:
-            holds = np.zeros(num_variables)
-            holds[num_choices + index] = choice.extent * unit
-            holds[2 * num_choices + buffer] = -1
-            add(holds, -np.inf, 0)
-    budget[2 * num_choices : -1] = num_buffers
-    add(budget, -np.inf, near_bytes * unit)
-    if is_even:
-        half = np.zeros(num_variables)
-        half[:num_choices] = [choice.extent > 0 for _, choice in flat]
-        half[-1] = -sum(num_buffers)
-        add(half, 0, 0)
-    if kinds:
-        pairs = np.zeros(num_variables)
-        pairs[:num_choices] = [
-            (not choice.extent) * (1 if kinds[group] is Kind.FFN else -1) for group, choice in flat
-        ]
-        add(pairs, 0, 0)
-    if far_bytes is not None:
-        far = np.zeros(num_variables)
-        far[:num_choices] = [choice.far_extent * unit for _, choice in flat]
-        add(far, -np.inf, far_bytes * unit)
-    cost = np.zeros(num_variables)
-    cost[:num_choices] = [choice.seconds * 1e3 for _, choice in flat]
-    # Among equally fast placements, prefer the one that moves the fewest bytes.
-    cost[:num_choices] += [choice.extent * unit * 1e-6 for _, choice in flat]
-    upper = np.concatenate(
-        [[sizes[group] for group, _ in flat], np.ones(num_choices), np.full(num_sizes + 1, np.inf)]
-    )
-    integrality = np.concatenate([np.ones(2 * num_choices), np.zeros(num_sizes), [is_even]])
-    with suppress_solver_output():
-        solution = milp(
-            cost,
-            constraints=LinearConstraint(np.array(rows), low, high),
-            bounds=Bounds(0, upper),
-            integrality=integrality,
-            options={"time_limit": _MOST_SECONDS, "mip_rel_gap": gap},
-        )
-    if solution.x is None:
-        return None
-    numbers = iter(np.rint(solution.x[:num_choices]).astype(int).tolist())
-    return [[next(numbers) for _ in options] for options in choices]
-
-
-def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choice]:
+def _with_attention(items: list[Choice], is_near: Sequence[bool]) -> list[Choice]:
     """Order FFNs so that an FFN is near as a whole where its layer's attention is.
 
     If layers differ (dense and sparse FFNs), there may be too few such FFNs. Then the buffers are
@@ -362,9 +250,9 @@ def _with_attention(items: list[_Choice], is_near: Sequence[bool]) -> list[_Choi
     return arranged
 
 
-def _spread(items: list[_Choice]) -> list[_Choice]:
+def _spread(items: list[Choice]) -> list[Choice]:
     """Alternate the choices over the layers, so that the load on the link is even."""
-    by_choice: dict[int, list[_Choice]] = {}
+    by_choice: dict[int, list[Choice]] = {}
     for item in items:
         by_choice.setdefault(id(item), []).append(item)
     placed = [

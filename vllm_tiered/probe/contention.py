@@ -39,14 +39,12 @@ def measure_contention(
     near_device: torch.device,
     shape: tuple[int, int],
     dtype: torch.dtype,
-    num_tokens: int = 1,
     seconds: float = 2.0,
 ) -> Contention:
-    """Measure GEMMs while a link copies continuously into the two buffers of their weights.
+    """Measure GEMMs of one row while a link copies into the two buffers of their weights.
 
     Args:
         shape: (out, in) of a weight, whose bytes are a multiple of ``PAGE_BYTES``.
-        num_tokens: rows of the activations.
         seconds: approximate duration of the whole measurement.
 
     Returns:
@@ -67,7 +65,7 @@ def measure_contention(
         )
         for turn in range(4)
     ]
-    x = torch.randn((num_tokens, shape[1]), device=near_device).to(dtype)
+    x = torch.randn((1, shape[1]), device=near_device).to(dtype)
     weights = near.data.view(2, -1)
     gemms = [far_gemm(weight.view(dtype).view(shape)) for weight in weights]
     share = seconds / _REPEATS / 3

@@ -24,7 +24,7 @@ from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_second
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
-VERSION = 1
+VERSION = 2
 """Version of the probe file; a reader refuses other versions."""
 
 GEMMS: Mapping[str, Callable[[torch.Tensor], Gemm]] = {
@@ -66,16 +66,6 @@ class Scope:
     file_bytes: int = 512 * MIB
     point_seconds: float = 0.15
     contention_seconds: float = 3.0
-
-    @property
-    def planned_seconds(self) -> float:
-        """Duration of all points except the model's, doubled for their preparation."""
-        points = (
-            len(Direction) * len(self.transfer_bytes)
-            + len(GEMMS) * len(self.rows) * len(self.gemm_shapes)
-            + 2 * len(self.request_bytes) * len(self.readers)
-        )
-        return 2 * (points * self.point_seconds + self.contention_seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +140,8 @@ def run_probe(
         "machine": describe(near_device),
         "dtype": str(scope.dtype).removeprefix("torch."),
         "links": links,
-        "products": gemms,
-        "beside": contention._asdict(),
+        "gemms": gemms,
+        "contention": contention._asdict(),
         "call_seconds": _call_seconds(near_device),
         "storage": storage,
         "sublayers": at_model,

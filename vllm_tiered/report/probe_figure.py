@@ -25,7 +25,7 @@ def probe_picture(probe: Mapping[str, Any]) -> bytes:
 def _draw(probe: Mapping[str, Any]) -> Figure:
     storage = probe["storage"]
     figure = Figure(figsize=(9.6, 6.4), layout="constrained")
-    links, latency, products, reads = figure.subplots(2, 2).flat
+    links, latency, gemms, reads = figure.subplots(2, 2).flat
     for name, (label, colour) in _LINKS.items():
         samples = probe["links"][name]
         sizes = [sample["num_bytes"] for sample in samples]
@@ -35,11 +35,11 @@ def _draw(probe: Mapping[str, Any]) -> Figure:
         latency.plot(sizes, micros, marker="o", color=colour, label=label)
     _finish(links, "transfer", "GB/s")
     _finish(latency, "transfer", "us of one transfer", is_log=True)
-    rows = sorted({entry["rows"] for entry in probe["products"]["near"]})
+    rows = sorted({entry["rows"] for entry in probe["gemms"]["near"]})
     for colour, number in zip(_COLOURS, rows, strict=False):
         for where, style in (("near", "-"), ("far", ":")):
-            points = [e for e in probe["products"][where] if e["rows"] == number]
-            products.plot(
+            points = [e for e in probe["gemms"][where] if e["rows"] == number]
+            gemms.plot(
                 [point["num_bytes"] for point in points],
                 [point["num_bytes"] / point["seconds"] / 1e9 for point in points],
                 style,
@@ -47,7 +47,7 @@ def _draw(probe: Mapping[str, Any]) -> Figure:
                 color=colour,
                 label=f"{number} rows" if where == "near" else None,
             )
-    _finish(products, "weight (dotted: far)", "GB/s of products")
+    _finish(gemms, "weight (dotted: far)", "GB/s of matmuls")
     if storage is None:
         reads.set_axis_off()
         reads.text(0.5, 0.5, "storage was not measured: --path", ha="center")

@@ -10,11 +10,16 @@ So pages pass through bounce buffers:
 Only the copying thread touches near pages, and only during the copy. Data that a slow disk delivers
 after the copy has given up goes to a bounce buffer that nothing reads.
 
+A page that is lost to a bad block gets a spare slot (slot_map.py), so that it is lost once. When
+the spare slots run out, or the disk has been silent for long, the file has failed. It then moves
+no page any more, and all pages are lost.
+
 The file holds users' text. It has no name, so it is deleted when the process ends, even by a crash.
 """
 
 import logging
 import os
+from errno import EBADF
 from functools import partial
 from pathlib import Path
 
@@ -31,12 +36,12 @@ from vllm_tiered.devices.pages import (
     copy_words,
 )
 from vllm_tiered.storage.checksums import UNWRITTEN, Checksums, checksums_of, new_checksums
-from vllm_tiered.storage.deadline import DeadlinePool, Extent
-from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile, transfer
-from vllm_tiered.storage.io_pool import BouncePool
+from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile, transfer
+from vllm_tiered.storage.io_pool import BouncePool, DeadlinePool
 from vllm_tiered.storage.scatter_plan import ScatterPlan, Section
+from vllm_tiered.storage.slot_map import SlotMap
 from vllm_tiered.storage.tmpfile import open_tmpfile
-from vllm_tiered.storage.verified_read import RecordLoss, read_extent
+from vllm_tiered.storage.verified_read import Problem, read_extent
 from vllm_tiered.units import KIB, MIB
 
 logger = logging.getLogger("vllm.tiered")
@@ -59,6 +64,13 @@ NUM_WRITERS = 8
 """Writer threads. Consecutive pages: 2.2 GB/s with 1 writer and no more with 32; scattered pages:
 as for reads."""
 
+MIN_SPARES = 16
+PAGES_PER_SPARE = 64
+"""The file has a spare slot for every 64 pages, and at least 16."""
+
+MAX_SILENT_SECONDS = 30.0
+"""Length of an outage after which the file has failed."""
+
 
 class PageFile(PageStore):
     """Page store in a file without a name, with a checksum of each page in memory.
@@ -72,11 +84,12 @@ class PageFile(PageStore):
         page_bytes: bytes of a page.
         deadline_seconds: see :class:`DeadlinePool`.
         num_readers, num_writers: most threads that read and write.
+        num_spares: number of spare slots.
 
     Attributes:
         folder, num_pages, page_bytes: as given.
         slot_bytes: bytes of a page in the file, whole blocks.
-        num_bytes: bytes reserved on the disk.
+        num_bytes: bytes reserved on the disk, spare slots included.
         is_direct: reads and writes bypass the page cache.
 
     Raises:
@@ -93,26 +106,29 @@ class PageFile(PageStore):
         deadline_seconds: float = 10.0,
         num_readers: int = NUM_READERS,
         num_writers: int = NUM_WRITERS,
+        num_spares: int | None = None,
     ) -> None:
         super().__init__()
         self.folder = Path(folder)
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
-        self.num_bytes = num_pages * self.slot_bytes
-        self._checksums = new_checksums(num_pages)
+        if num_spares is None:
+            num_spares = max(MIN_SPARES, num_pages // PAGES_PER_SPARE)
+        self.slots = SlotMap(num_pages, num_spares)
+        self.num_bytes = self.slots.num_slots * self.slot_bytes
+        self._checksums = new_checksums(self.slots.num_slots)
         self._section = Section(
             offset=0,
             stride=self.slot_bytes,
             num_bytes=page_bytes,
             checksums=self._checksums,
-            describe="page {}".format,
+            describe="slot {}".format,
         )
         self._bounce = BouncePool(max(1, EXTENT_BYTES // self.slot_bytes) * self.slot_bytes)
         self._readers = DeadlinePool("tiered-disk-read", num_readers, deadline_seconds)
         self._writers = DeadlinePool("tiered-disk-write", num_writers, deadline_seconds)
         self._file = DirectFile(open_tmpfile(self.folder, self.num_bytes), self.folder)
-        self._policy = RecordLoss()
         self.is_direct = self._file.is_direct
 
     def buffer(self) -> PageBuffer:
@@ -122,35 +138,45 @@ class PageFile(PageStore):
 
     def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
         assert near.words is not None
-        is_written = self._checksums[page_ids] != UNWRITTEN
-        lost = [page_ids[~is_written]]
+        slots = self.slots.slots_of(page_ids)
+        is_written = self._checksums[slots] != UNWRITTEN
+        if self.failure is not None:
+            is_written[:] = False
+        lost = [slots[~is_written]]
         self._count(PageError.UNWRITTEN, len(lost[0]))
-        plan = self._plan(page_ids[is_written], near_pages.ids[is_written], HOLE_BYTES)
+        plan = self._plan(slots[is_written], near_pages.ids[is_written], HOLE_BYTES)
         deliver = partial(self._deliver, near.words, lost)
-        extents = [Extent(plan, index) for index in range(plan.num_extents)]
-        late = self._readers.run(extents, self._bounce, move=self._read_extent, end=deliver)
-        lost += [plan.slots[extent.first : extent.end] for extent in late]
-        self._count(PageError.LATE, sum(extent.end - extent.first for extent in late))
-        return np.concatenate(lost)
+        late = self._readers.run(plan, self._bounce, move=self._read_extent, end=deliver)
+        if late:
+            late_slots = [plan.slots[plan.part(extent)] for extent in late]
+            lost += late_slots
+            self._count(PageError.LATE, sum(map(len, late_slots)))
+            self._check_silence(self._readers)
+        return self.slots.pages_in(np.concatenate(lost))
 
     def write(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> None:
         assert near.words is not None
-        self._checksums[page_ids] = UNWRITTEN
-        plan = self._plan(page_ids, near_ids)
+        slots = self.slots.slots_of(page_ids)
+        self._checksums[slots] = UNWRITTEN
+        if self.failure is not None:
+            return
+        plan = self._plan(slots, near_ids)
         checksums = new_checksums(len(page_ids))
-        extents = [Extent(plan, index) for index in range(plan.num_extents)]
         late = self._writers.run(
-            extents,
+            plan,
             self._bounce,
             begin=partial(self._gather, near.words, checksums),
             move=self._write_extent,
             end=partial(self._publish, checksums),
         )
-        num_late = sum(extent.end - extent.first for extent in late)
-        self._count(PageError.WRITE, num_late, "the disk does not answer")
+        if late:
+            num_late = sum(len(plan.slots[plan.part(extent)]) for extent in late)
+            self._count(PageError.WRITE, num_late, "the disk does not answer")
+            self._check_silence(self._writers)
 
     def forget(self, first_page: int, num_pages: int) -> None:
-        self._checksums[first_page : first_page + num_pages] = UNWRITTEN
+        page_ids = np.arange(first_page, first_page + num_pages)
+        self._checksums[self.slots.slots_of(page_ids)] = UNWRITTEN
 
     def close(self) -> None:
         """Close the file; pending copies lose the pages whose I/O has not begun."""
@@ -167,43 +193,58 @@ class PageFile(PageStore):
 
     # Copying thread ---------------------------------------------------------------------
 
-    def _plan(self, page_ids: PageIds, near_ids: PageIds, hole_bytes: int = 0) -> ScatterPlan:
+    def _plan(self, slots: PageIds, near_ids: PageIds, hole_bytes: int = 0) -> ScatterPlan:
         return ScatterPlan(
-            self._section, page_ids, near_ids, extent_bytes=EXTENT_BYTES, hole_bytes=hole_bytes
+            self._section, slots, near_ids, extent_bytes=EXTENT_BYTES, hole_bytes=hole_bytes
         )
 
-    def _deliver(self, near: Words, lost: list[PageIds], extent: Extent) -> None:
-        """Copy an extent to its near pages, and list its lost pages.
+    def _deliver(
+        self, near: Words, lost: list[PageIds], plan: ScatterPlan, extent: int, buffer: Bytes
+    ) -> None:
+        """Copy an extent to its near pages, and list the slots of its lost pages.
 
         Lost pages are copied too: their near pages may hold anything.
         """
-        slots, rows = _pages_of(extent)
-        copy_words(self._words(extent), slots - slots[0], near, Pages(rows))
-        lost.append(slots[self._count_errors(extent)])
+        slots, rows = plan.slots[plan.part(extent)], plan.rows[plan.part(extent)]
+        copy_words(self._words(plan, extent, buffer), slots - slots[0], near, Pages(rows))
+        lost.append(slots[self._retire_bad_slots(plan, extent)])
 
-    def _gather(self, near: Words, checksums: Checksums, extent: Extent) -> None:
+    def _gather(
+        self, near: Words, checksums: Checksums, plan: ScatterPlan, extent: int, buffer: Bytes
+    ) -> None:
         """Copy near pages to the bounce buffer, and compute their checksums."""
-        _, rows = _pages_of(extent)
-        words = self._words(extent)
+        rows = plan.rows[plan.part(extent)]
+        words = self._words(plan, extent, buffer)
         for start, count, first in Pages(rows).runs:
             words[start : start + count] = near[first : first + count]
-        checksums[extent.first : extent.end] = checksums_of(near, rows)
+        checksums[plan.part(extent)] = checksums_of(near, rows)
 
-    def _publish(self, checksums: Checksums, extent: Extent) -> None:
+    def _publish(self, checksums: Checksums, plan: ScatterPlan, extent: int, buffer: Bytes) -> None:
         """Set the checksums of written pages, so that later reads find them."""
-        slots, _ = _pages_of(extent)
-        self._checksums[slots] = checksums[extent.first : extent.end]
-        self._checksums[slots[self._count_errors(extent)]] = UNWRITTEN
+        part = plan.part(extent)
+        slots = plan.slots[part]
+        self._checksums[slots] = checksums[part]
+        self._checksums[slots[self._retire_bad_slots(plan, extent)]] = UNWRITTEN
 
-    def _count_errors(self, extent: Extent) -> list[int]:
-        """Count the extent's lost pages, and return their positions in the extent."""
-        errors = extent.plan.errors
-        if not errors:
+    def _retire_bad_slots(self, plan: ScatterPlan, extent: int) -> list[int]:
+        """Count the extent's lost pages, retire their slots, and return their positions in it."""
+        if not plan.errors:
             return []
-        lost = [index for index in range(extent.first, extent.end) if index in errors]
+        first, end = plan.cuts[extent : extent + 2]
+        lost = [index for index in range(first, end) if index in plan.errors]
         for index in lost:
-            self._count(errors[index], 1, extent.plan.reason)
-        return [index - extent.first for index in lost]
+            self._count(plan.errors[index], 1, plan.reason)
+        if not self.slots.retire(plan.slots[lost]):
+            what = plan.reason or plan.errors[lost[-1]].value
+            self._fail(f"{self.slots.num_retired} pages were lost, the last one by: {what}")
+        return [index - first for index in lost]
+
+    def _check_silence(self, pool: DeadlinePool) -> None:
+        if pool.silent_seconds > MAX_SILENT_SECONDS:
+            self._fail(f"it has not answered for {pool.silent_seconds:.0f} s")
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or f"the storage under {self.folder} fails ({reason})"
 
     def _count(self, error: PageError, num_pages: int, reason: str = "") -> None:
         if num_pages and not self.errors[error]:
@@ -215,51 +256,69 @@ class PageFile(PageStore):
                 error.value,
                 f": {reason}" if reason else "",
             )
+            if error is PageError.CHECKSUM:
+                self._writers.submit(self._report_deferred_error)
         self.errors[error] += num_pages
 
     # Reader and writer threads ----------------------------------------------------------
 
-    def _read_extent(self, extent: Extent) -> None:
-        plan = extent.plan
+    def _read_extent(self, plan: ScatterPlan, extent: int, buffer: Bytes) -> None:
         try:
             with self._file as fd:
-                read_extent(fd, plan, extent.index, extent.buffer.data, self._policy)
+                read_extent(fd, plan, extent, buffer.data, _record)
         except OSError as error:  # the file is closed
             plan.reason = str(error)
-            plan.errors.update(dict.fromkeys(range(extent.first, extent.end), PageError.IO))
+            first, end = plan.cuts[extent : extent + 2]
+            plan.errors.update(dict.fromkeys(range(first, end), PageError.IO))
 
-    def _write_extent(self, extent: Extent) -> None:
+    def _write_extent(self, plan: ScatterPlan, extent: int, buffer: Bytes) -> None:
         """Write an extent; after an error page by page, so that a bad block loses only its page."""
-        plan = extent.plan
-        if self._write_pages(extent, extent.first, extent.end):
+        first, end = plan.cuts[extent : extent + 2]
+        data, origin = buffer.data, plan.origins[extent]
+        if self._write_pages(plan, first, end, data, origin):
             return
-        for page in range(extent.first, extent.end):
+        for page in range(first, end):
             if plan.is_given_up:  # a failing disk takes long for each page
                 return
-            if not self._write_pages(extent, page, page + 1):
+            if not self._write_pages(plan, page, page + 1, data, origin):
                 plan.errors[page] = PageError.WRITE
 
-    def _write_pages(self, extent: Extent, first: int, end: int) -> bool:
-        """Write pages of an extent; return whether all of them were written."""
-        plan = extent.plan
+    def _write_pages(
+        self, plan: ScatterPlan, first: int, end: int, data: memoryview, origin: int
+    ) -> bool:
+        """Write pages of an extent; return whether all of them were written.
+
+        Args:
+            data: the file's future bytes from ``origin`` on.
+        """
         offset, num_bytes, _ = plan.span(first, end)
-        begin = offset - int(plan.offsets[extent.index])
+        begin = offset - origin
         try:
             with self._file as fd:
-                blocks = extent.buffer.data[begin : begin + num_bytes]
+                blocks = data[begin : begin + num_bytes]
                 return transfer(os.pwritev, fd, blocks, offset) == num_bytes
         except OSError as error:
             plan.reason = str(error)
             return False
 
-    def _words(self, extent: Extent) -> Words:
+    def _report_deferred_error(self) -> None:
+        """Log the error of writes that the file system accepted, and did not do."""
+        try:
+            with self._file as fd:
+                os.fsync(fd)
+        except OSError as error:
+            if error.errno != EBADF:  # not closed meanwhile
+                logger.warning("tiered: %s did not keep what was written: %s", self.folder, error)
+
+    def _words(self, plan: ScatterPlan, extent: int, buffer: Bytes) -> Words:
         """Return the slots in the extent's bounce buffer, int64 [num_slots, page_bytes / 8]."""
-        num_slots = int(extent.plan.sizes[extent.index]) // self.slot_bytes
-        slots = extent.buffer[: num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
+        num_slots = int(plan.sizes[extent]) // self.slot_bytes
+        slots = buffer[: num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
         return slots[:, : self.page_bytes].view(np.int64)
 
 
-def _pages_of(extent: Extent) -> tuple[PageIds, PageIds]:
-    """Return the ids of an extent's pages in the file and in near memory."""
-    part = slice(extent.first, extent.end)
-    return extent.plan.slots[part], extent.plan.rows[part]
+def _record(plan: ScatterPlan, problem: Problem, is_lost: bool) -> None:
+    """Record the page as lost, and the system's message."""
+    plan.reason = problem.reason or plan.reason
+    if is_lost:
+        plan.errors[problem.indexes[0]] = problem.error

@@ -28,13 +28,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_tiered.devices.pages import PageIds
+from vllm_tiered.devices.pages import PageError, PageIds
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage.aio import AioQueue
 from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile
 from vllm_tiered.storage.io_pool import BouncePool, IoPool
 from vllm_tiered.storage.scatter_plan import ScatterPlan, Section
-from vllm_tiered.storage.verified_read import RaiseOnLoss, read_extent, verify
+from vllm_tiered.storage.verified_read import Problem, read_extent, verify
 from vllm_tiered.units import KIB, MIB
 
 logger = logging.getLogger("vllm.tiered")
@@ -154,7 +154,7 @@ class ScatterReader:
         self.is_direct = file.is_direct
         self.use_aio = use_aio and file.is_direct
         self._file = file
-        self._policy = RaiseOnLoss(file.path, remedy)
+        self._remedy = remedy
         self._extent_bytes = extent_bytes
         self._bounce = BouncePool(extent_bytes + 2 * ALIGNMENT)  # with the blocks at both ends
         self._areas = BouncePool(AREA_BYTES)
@@ -279,16 +279,30 @@ class ScatterReader:
                     break
                 size = int(plan.sizes[extent])
                 if plan.is_direct:
-                    read_extent(fd, plan, extent, None, self._policy)
+                    read_extent(fd, plan, extent, None, self._on_problem)
                 else:
                     bounce = self._bounce.take(size)
-                    read_extent(fd, plan, extent, bounce.data, self._policy)
+                    read_extent(fd, plan, extent, bounce.data, self._on_problem)
                     slots = plan.cuts[extent : extent + 2]
                     plan.copy_to_rows(bounce.data, plan.origins[extent], *slots)
                     self._bounce.give(bounce)
                 num_bytes += size
                 num_reads += 1
         return num_bytes, num_reads
+
+    def _on_problem(self, plan: ScatterPlan, problem: Problem, is_lost: bool) -> None:
+        """Log a problem before the second read; raise if that failed too."""
+        slot = plan.describe(problem.indexes[0])
+        if is_lost:
+            raise IntegrityError(f"{self._file.path}: {slot} {problem}: {self._remedy}")
+        others = len(problem.indexes) - 1
+        logger.warning(
+            "tiered: %s: %s%s %s; reading it again",
+            self._file.path,
+            slot,
+            f" and {others} more" if others else "",
+            "came in part" if problem.error is PageError.SHORT else problem,
+        )
 
     def _read_queued(self, plan: ScatterPlan, queue: AioQueue) -> tuple[int, int]:
         """Read all extents with asynchronous I/O; return bytes and requests."""
@@ -331,9 +345,9 @@ class ScatterReader:
             for turn, result in reading:
                 extent = first + turn
                 if area is None:
-                    verify(fd, plan, extent, result, None, self._policy)
+                    verify(fd, plan, extent, result, None, self._on_problem)
                     continue
                 bounce = area.data[begins[turn] :]
-                verify(fd, plan, extent, result, bounce, self._policy)
+                verify(fd, plan, extent, result, bounce, self._on_problem)
                 slots = plan.cuts[extent : extent + 2]
                 plan.copy_to_rows(bounce, plan.origins[extent], *slots)

@@ -110,6 +110,10 @@ class ScatterPlan:
     def num_extents(self) -> int:
         return len(self.sizes)
 
+    def part(self, extent: int) -> slice:
+        """Return the indexes of an extent's slots."""
+        return slice(*self.cuts[extent : extent + 2])
+
     def release_memory(self) -> None:
         """Drop the references to the memory, while its owner still waits.
 

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous read of one extent with verification, and failure policies for lost slots.
+"""Synchronous read of one extent with verification.
 
 Slots that do not arrive intact are read again once, one by one, so that a bad disk block loses only
-the slots in it. A failure policy handles slots that fail again: a lost weight is an error, while a
-lost KV page is recomputed.
+the slots in it. A failure policy handles slots that fail again: a lost weight is an error
+(reader.py), while a lost KV page is recomputed (page_file.py).
 """
 
-import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from errno import EIO
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from vllm_tiered.devices.pages import PageError
-from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage.direct_file import transfer
 from vllm_tiered.storage.scatter_plan import ScatterPlan
-
-logger = logging.getLogger("vllm.tiered")
 
 
 class Problem(NamedTuple):
@@ -39,57 +34,13 @@ class Problem(NamedTuple):
         return texts.get(self.error, f"cannot be read ({self.reason})")
 
 
-class FailurePolicy(Protocol):
-    """Reaction to slots that do not arrive intact; called in the thread that reads."""
-
-    def before_retry(self, plan: ScatterPlan, problem: Problem) -> None:
-        """Note that the slots of ``problem`` will be read again."""
-
-    def on_loss(self, plan: ScatterPlan, index: int, problem: Problem) -> None:
-        """Record or raise the loss of a slot whose second read failed too."""
-
-
-class RaiseOnLoss:
-    """Failure policy of weights: a lost slot raises an error that names it.
-
-    Args:
-        path: the file, for messages.
-        remedy: what the user can do, for messages.
-    """
-
-    def __init__(self, path: Path, remedy: str) -> None:
-        self._path, self._remedy = path, remedy
-
-    def before_retry(self, plan: ScatterPlan, problem: Problem) -> None:
-        """Log a warning that names the first slot."""
-        others = len(problem.indexes) - 1
-        logger.warning(
-            "tiered: %s: %s%s %s; reading it again",
-            self._path,
-            plan.describe(problem.indexes[0]),
-            f" and {others} more" if others else "",
-            "came in part" if problem.error is PageError.SHORT else problem,
-        )
-
-    def on_loss(self, plan: ScatterPlan, index: int, problem: Problem) -> None:
-        """Raise IntegrityError, with the file, the slot and the remedy."""
-        raise IntegrityError(f"{self._path}: {plan.describe(index)} {problem}: {self._remedy}")
-
-
-class RecordLoss:
-    """Failure policy of KV pages: a lost slot is a miss, recorded in ``plan.errors``."""
-
-    def before_retry(self, plan: ScatterPlan, problem: Problem) -> None:
-        """Keep the system's message in ``plan.reason``."""
-        plan.reason = problem.reason or plan.reason
-
-    def on_loss(self, plan: ScatterPlan, index: int, problem: Problem) -> None:
-        """Record the slot's error in ``plan.errors``."""
-        plan.errors[index] = problem.error
+OnProblem: TypeAlias = Callable[[ScatterPlan, Problem, bool], None]
+"""Failure policy, called in the thread that reads: with a problem whose slots are read again, and
+with True for a slot whose second read failed too."""
 
 
 def read_extent(
-    fd: int, plan: ScatterPlan, extent: int, bounce: memoryview | None, policy: FailurePolicy
+    fd: int, plan: ScatterPlan, extent: int, bounce: memoryview | None, on_problem: OnProblem
 ) -> None:
     """Read and verify an extent, and retry its damaged slots.
 
@@ -98,7 +49,7 @@ def read_extent(
         bounce: buffer for the extent's blocks; None to read directly into the rows.
     """
     result = _read(fd, plan, plan.cuts[extent], plan.cuts[extent + 1], bounce, plan.origins[extent])
-    verify(fd, plan, extent, result, bounce, policy)
+    verify(fd, plan, extent, result, bounce, on_problem)
 
 
 def verify(
@@ -107,7 +58,7 @@ def verify(
     extent: int,
     result: int,
     bounce: memoryview | None,
-    policy: FailurePolicy,
+    on_problem: OnProblem,
 ) -> None:
     """Verify an extent that was read, and read its damaged slots again.
 
@@ -123,15 +74,15 @@ def verify(
         problem = Problem(damaged, PageError.CHECKSUM)
     else:
         problem = _incomplete(range(first, end), result)
-    policy.before_retry(plan, problem)
+    on_problem(plan, problem, False)
     for index in problem.indexes:
         if plan.is_given_up:  # a failing disk takes long for each slot
             return
         result = _read(fd, plan, index, index + 1, bounce, origin)
         if result < plan.span(index, index + 1)[2]:
-            policy.on_loss(plan, index, _incomplete([index], result))
+            on_problem(plan, _incomplete([index], result), True)
         elif plan.damaged(index, index + 1, bounce, origin):
-            policy.on_loss(plan, index, Problem([index], PageError.CHECKSUM))
+            on_problem(plan, Problem([index], PageError.CHECKSUM), True)
 
 
 def _incomplete(indexes: Sequence[int], result: int) -> Problem:

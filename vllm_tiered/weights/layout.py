@@ -17,7 +17,7 @@ This module does not import torch, so that the planner can use it.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 BUFFER_ALIGNMENT = 64 * 1024
@@ -106,12 +106,18 @@ def align(num_bytes: int, alignment: int) -> int:
 
 def extent_bytes(sizes: Iterable[int]) -> int:
     """Return the aligned bytes of parameters of these sizes, in far memory and in a buffer."""
+    return _extent_bytes(tuple(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _extent_bytes(sizes: tuple[int, ...]) -> int:
+    """Return what :func:`extent_bytes` does; cached, because planners repeat the same few calls."""
     return align(sum(align(size, PARAMETER_ALIGNMENT) for size in sizes), BUFFER_ALIGNMENT)
 
 
 def extent_bytes_of(parameters: Iterable[Parameter]) -> int:
     """Return the aligned bytes that these parameters of one sublayer take."""
-    return extent_bytes(parameter.num_bytes for parameter in parameters)
+    return _extent_bytes(tuple([parameter.num_bytes for parameter in parameters]))
 
 
 def buffer_of(position: int, num_extents: int, prefetch_depth: int = 1) -> int:

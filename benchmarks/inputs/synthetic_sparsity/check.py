@@ -14,7 +14,7 @@ from benchmarks.inputs.synthetic_sparsity.record import LayerRecord, Masks, reco
 DEFINITIONS = {
     "active_share": "of a layer's neurons, whose activation is above 0, mean over tokens",
     "overlap": "of a token's active neurons, those active for the next token too",
-    "recall": "of the active neurons, those the planted predictor names",
+    "recall": "of the active neurons, those the synthetic predictor names",
     "weighted_recall": "the same by the sum of their activations",
     "predicted_share": "of a layer's neurons, that the predictor names",
     "new_share": "of a layer's neurons, predicted and not among the last 5 tokens' predicted ones",
@@ -49,7 +49,7 @@ def table(result: Mapping[str, Any]) -> str:
         [str(name), *(number(100 * figures[key], 1) for key in DEFINITIONS)]
         for name, figures in [*enumerate(result["by_layer"]), ("mean", result)]
     ]
-    heading = f"layer ({result['dtype']}, planted, %)"
+    heading = f"layer ({result['dtype']}, synthetic, %)"
     return markdown([heading, *(key.replace("_", " ") for key in DEFINITIONS)], rows)
 
 

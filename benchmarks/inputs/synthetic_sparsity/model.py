@@ -2,7 +2,7 @@
 """OPT models with *synthetic* ReLU sparsity, at real sizes and with the papers' statistics.
 
 No trained ReLU model is available offline, and random weights make half of the neurons active. So
-the statistics that sparse inference depends on are planted in the weights. About 3 % of each
+the statistics that sparse inference depends on are built into the weights. About 3 % of each
 layer's neurons are active for a token, about 80 % of these for the next token too, and a low-rank
 predictor can tell which (LLM in a flash: OPT-6.7B is 97 % sparse). Measurements with such a model
 show how I/O, caches and kernels behave with these statistics, and say nothing about quality.
@@ -16,7 +16,7 @@ attention and FFN add grows the rest of the stream by half from the first layer 
 of its energy stays in the latent. The last norm drops the latent: the text depends on tokens,
 attention and FFN. The embeddings are tied.
 
-`planted.factors`, next to the weights, has each layer's factors, which are a predictor that needs
+`synthetic.factors`, next to the weights, has each layer's factors, which are a predictor that needs
 no training. The latent follows the *position* alone. Requests of a batch at the same positions have
 almost the same active neurons, so give them prompts of different lengths.
 
@@ -37,10 +37,10 @@ from benchmarks.harness.cache import publish_dir
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.peers.model import SHAPES, TOKENIZER_FILES, OptShape, write_tensors
 
-PREDICTOR_FILE = "planted.factors"
+PREDICTOR_FILE = "synthetic.factors"
 """A safetensors file with another ending, since loaders take all `*.safetensors` for weights."""
 
-STATISTICS_FILE = "planted.json"
+STATISTICS_FILE = "synthetic.json"
 
 _RECIPE = 1  # increases when the written bytes change
 _ALIGNMENT = 4096
@@ -71,16 +71,16 @@ class Sparsity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlantedShape:
+class SyntheticShape:
     """Sizes and sparsity of a model to write."""
 
     sizes: OptShape
     sparsity: Sparsity = field(default_factory=Sparsity)
 
 
-PLANTED: Mapping[str, PlantedShape] = {
+SYNTHETIC_SHAPES: Mapping[str, SyntheticShape] = {
     # For tests: 10 MB, with 32 active neurons of 1024.
-    "opt-tiny": PlantedShape(
+    "opt-tiny": SyntheticShape(
         sizes=OptShape(
             hidden_size=256,
             ffn_dim=1024,
@@ -91,11 +91,11 @@ PLANTED: Mapping[str, PlantedShape] = {
         ),
         sparsity=Sparsity(rank=32),
     ),
-    **{name: PlantedShape(sizes=sizes) for name, sizes in SHAPES.items()},
+    **{name: SyntheticShape(sizes=sizes) for name, sizes in SHAPES.items()},
 }
 
 
-def planted_dir(
+def synthetic_model_dir(
     shape: str,
     folder: Path,
     *,
@@ -111,33 +111,33 @@ def planted_dir(
     less than 1 GB of memory and a minute or two. Raises KeyError, naming the known shapes, for an
     unknown one.
     """
-    if shape not in PLANTED:
-        raise KeyError(f"no shape {shape!r}; there are {', '.join(PLANTED)}")
-    planted = PLANTED[shape]
-    recipe = json.dumps([_RECIPE, asdict(planted)], sort_keys=True)
+    if shape not in SYNTHETIC_SHAPES:
+        raise KeyError(f"no shape {shape!r}; there are {', '.join(SYNTHETIC_SHAPES)}")
+    synthetic = SYNTHETIC_SHAPES[shape]
+    recipe = json.dumps([_RECIPE, asdict(synthetic)], sort_keys=True)
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
-    target = folder / f"planted-{shape}-seed{seed}-{digest}{'' if has_tokenizer else '-bare'}"
+    target = folder / f"synthetic-{shape}-seed{seed}-{digest}{'' if has_tokenizer else '-bare'}"
     if (target / "config.json").is_file():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    size = planted.sizes.num_bytes / 1e9
-    print(f"writing a planted {shape} of {size:.1f} GB in {target}", file=sys.stderr, flush=True)
+    size = synthetic.sizes.num_bytes / 1e9
+    print(f"writing a synthetic {shape} of {size:.1f} GB in {target}", file=sys.stderr, flush=True)
     with publish_dir(target) as staging:
-        write_planted(planted, staging, seed=seed)
-        files = _tokenizer(planted.sizes.vocab_size, tokenizer_dir) if has_tokenizer else {}
+        write_synthetic_model(synthetic, staging, seed=seed)
+        files = _tokenizer(synthetic.sizes.vocab_size, tokenizer_dir) if has_tokenizer else {}
         for name, text in files.items():
             (staging / name).write_bytes(text)
     return target
 
 
-def write_planted(planted: PlantedShape, out: Path, *, seed: int = 0) -> None:
+def write_synthetic_model(synthetic: SyntheticShape, out: Path, *, seed: int = 0) -> None:
     """Write the checkpoint, the predictor's factors and the sparsity record into `out`."""
-    from benchmarks.inputs.synthetic_sparsity.values import PlantedValues
+    from benchmarks.inputs.synthetic_sparsity.values import SyntheticValues
 
-    values = PlantedValues(planted.sizes, planted.sparsity, seed)
-    write_tensors(planted.sizes, out, values, alignment=_ALIGNMENT)
+    values = SyntheticValues(synthetic.sizes, synthetic.sparsity, seed)
+    write_tensors(synthetic.sizes, out, values, alignment=_ALIGNMENT)
     values.write_predictor(out / PREDICTOR_FILE)
-    text = json.dumps({"planted": asdict(planted.sparsity), "seed": seed}, indent=1)
+    text = json.dumps({"sparsity": asdict(synthetic.sparsity), "seed": seed}, indent=1)
     (out / STATISTICS_FILE).write_text(text, encoding="utf-8")
 
 
@@ -153,18 +153,18 @@ def _tokenizer(vocab_size: int, folder: str | Path | None) -> dict[str, bytes]:
 def main() -> None:
     """Write a model, and check it with transformers if asked to."""
     parser = argparse.ArgumentParser(prog="benchmarks.inputs.synthetic_sparsity.model")
-    parser.add_argument("shape", choices=list(PLANTED))
+    parser.add_argument("shape", choices=list(SYNTHETIC_SHAPES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--check", action="store_true", help="measure what was planted")
+    parser.add_argument("--check", action="store_true", help="measure the sparsity")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parser.parse_args()
-    model = planted_dir(args.shape, args.folder)
+    model = synthetic_model_dir(args.shape, args.folder)
     if not args.check:
         print(model)
         return
-    from benchmarks.inputs.synthetic_sparsity import check as planted_check
+    from benchmarks.inputs.synthetic_sparsity import check as synthetic_check
 
-    print(planted_check.table(planted_check.measure(model, dtype=args.dtype)))
+    print(synthetic_check.table(synthetic_check.measure(model, dtype=args.dtype)))
 
 
 if __name__ == "__main__":

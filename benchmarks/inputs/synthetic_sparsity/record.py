@@ -48,21 +48,21 @@ class LayerRecord:
         return self.scores >= self.threshold
 
 
-def planted_sparsity(model: Path) -> Sparsity:
+def sparsity_of_model(model: Path) -> Sparsity:
     """Return the record of a model folder's synthetic sparsity.
 
     Raises FileNotFoundError if the folder has none.
     """
-    return Sparsity(**json.loads((model / STATISTICS_FILE).read_text("utf-8"))["planted"])
+    return Sparsity(**json.loads((model / STATISTICS_FILE).read_text("utf-8"))["sparsity"])
 
 
 def record(
     model: Path, token_ids: Sequence[int], *, dtype: str = "bfloat16"
 ) -> Iterator[LayerRecord]:
-    """Yield each layer's record, in order, for one text. Raises as `planted_sparsity` does."""
+    """Yield each layer's record, in order, for one text. Raises as `sparsity_of_model` does."""
     import torch
 
-    threshold = planted_sparsity(model).predictor_threshold
+    threshold = sparsity_of_model(model).predictor_threshold
     tensors = _Tensors(model, getattr(torch, dtype))
     predictor = _Tensors(model, getattr(torch, dtype), PREDICTOR_FILE)
     for layer_idx, (x_TH, pre_TN) in enumerate(_ffn_inputs(tensors, list(token_ids))):

@@ -11,7 +11,7 @@ from statistics import NormalDist
 from typing import Any
 
 from benchmarks.inputs.synthetic_sparsity.model import PREDICTOR_FILE, Sparsity
-from benchmarks.inputs.synthetic_sparsity.record import planted_sparsity
+from benchmarks.inputs.synthetic_sparsity.record import sparsity_of_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def predicted_share(sparsity: Sparsity) -> float:
     return 1 - normal.cdf(threshold + sparsity.predictor_threshold)
 
 
-def planted_store(
+def synthetic_store(
     model: Path,
     folder: Path,
     *,
@@ -73,7 +73,7 @@ def planted_store(
     import torch
 
     config = json.loads((model / "config.json").read_text("utf-8"))
-    sparsity = planted_sparsity(model)
+    sparsity = sparsity_of_model(model)
     fingerprint = fingerprint_of_folder(model)
     shape = FfnShape(
         num_layers=config["num_hidden_layers"],
@@ -92,27 +92,27 @@ def planted_store(
                 weights_NMH = torch.stack((layer.fc1, layer.fc2.T), dim=1)
                 writer.add_layer(layer_idx, weights_NMH, layer.fc1_bias, layer.fc2_bias)
         report = {
-            "planted": True,
+            "synthetic_sparsity": True,
             "active_share": sparsity.active_share,
             "predicted_share": predicted_share(sparsity),
         }
-        for layer_idx, predictor in enumerate(planted_predictors(model)):
+        for layer_idx, predictor in enumerate(synthetic_predictors(model)):
             path = writer.path_of(predictor_name(layer_idx))
             save_predictor(path, predictor, fingerprint, report)
-        mix_file = {"planted": True, "mix": list(mix), "candidates": []}
+        mix_file = {"synthetic_sparsity": True, "mix": list(mix), "candidates": []}
         writer.path_of(MIX_FILE).write_text(json.dumps(mix_file), encoding="utf-8")
         return writer.publish()
     finally:
         writer.close()
 
 
-def planted_predictors(model: Path) -> Iterator[Any]:
+def synthetic_predictors(model: Path) -> Iterator[Any]:
     """Yield each layer's `LowRank` predictor."""
     from safetensors import safe_open
 
     from vllm_tiered.ffn.predictor.low_rank import LowRank
 
-    threshold = planted_sparsity(model).predictor_threshold
+    threshold = sparsity_of_model(model).predictor_threshold
     num_layers = json.loads((model / "config.json").read_text("utf-8"))["num_hidden_layers"]
     with safe_open(model / PREDICTOR_FILE, "pt") as file:
         for layer_idx in range(num_layers):

@@ -43,7 +43,7 @@ _BLOCK_LENGTH = 8_388_593  # a prime, as in peers.model, so that rows never repe
 _PIECE_NUMBERS = 1 << 22
 
 
-class PlantedValues:
+class SyntheticValues:
     """Function from name and shape to a tensor's values; it takes four blocks of 34 MB and a piece.
 
     Raises ValueError if the latent leaves no coordinates for anything else.
@@ -95,7 +95,7 @@ class PlantedValues:
                 # The bias is added in float32.
                 dtype = torch.float32 if part == "bias" else torch.bfloat16
                 tensors[f"layers.{layer_idx}.{part}"] = torch.from_numpy(values).to(dtype)
-        save_file(tensors, path, metadata={"planted": "exact factors of fc1"})
+        save_file(tensors, path, metadata={"predictor": "exact factors of fc1"})
 
     def latent(self) -> Floats:
         """Return u [P, r]: pairs of a cosine and a sine of mean square 1, each at its own speed.

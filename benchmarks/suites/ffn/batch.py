@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.batch_decode import PATHS
 from benchmarks.harness.cache import cache_root
 from benchmarks.harness.memory_limit import drop_cached
 from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED, planted_dir
-from benchmarks.inputs.synthetic_sparsity.store import planted_store
+from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES, synthetic_model_dir
+from benchmarks.inputs.synthetic_sparsity.store import synthetic_store
 
 RESULT_KEYS = (
     "by_batch",
     "switch_over_batch",
     "choice_ratio",
     "choice_is_within_5_percent",
-    "planted",
+    "synthetic_sparsity",
     "definitions",
 )
 
@@ -42,7 +42,8 @@ DEFINITIONS = {
     "switch_over_batch": "the smallest batch from which on dense is faster (null: none)",
     "choice_ratio": "tokens/s of what the plugin chose over the better of sparse and dense, the"
     " worst batch; of each batch the median of the rounds' ratios",
-    "planted": "the model's sparsity is planted (benchmarks/inputs/synthetic_sparsity/model.py)",
+    "synthetic_sparsity": "the weights are random and built to be sparse; see"
+    " benchmarks/inputs/synthetic_sparsity/model.py",
 }
 
 
@@ -51,7 +52,7 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
+        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.SYNTHETIC_SHAPES`.
         near_share: share of the FFN's bytes given to the near neuron cache.
         prompt_step: by how much each request's prompt is longer than the one before.
         folder: where models and stores are kept, on the disk under test ("": the cache folder).
@@ -83,30 +84,30 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     """Measure; see the module's docstring."""
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
-    model = planted_dir(settings.shape, folder)
-    step(f"planted {settings.shape} in {model}")
-    store = planted_store(model, folder)
+    model = synthetic_model_dir(settings.shape, folder)
+    step(f"synthetic {settings.shape} in {model}")
+    store = synthetic_store(model, folder)
     step(f"neuron store: {store}")
     drop_cached([folder])
     command = batch_command(settings, model, store)
-    measured = limited.measure("batches", command, None, settings.threads)
+    measured = memory_capped.measure("batches", command, None, settings.threads)
     result = summarise(measured["runs"])
     for batch, figures in result["by_batch"].items():
         rates = ", ".join(f"{path} {figures[path]:.2f}" for path in PATHS)
         step(f"batch {batch}: {rates} tokens/s")
     return result | {
         "manifest": measured["manifest"],
-        "planted": True,
+        "synthetic_sparsity": True,
         "definitions": DEFINITIONS,
     }
 
 
 def batch_command(settings: Settings, model: Path, store: Path) -> list[str]:
     """Return the command line of `benchmarks.harness.batch_decode`."""
-    sizes = PLANTED[settings.shape].sizes
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
     ffn_bytes = 4 * sizes.ffn_dim * sizes.hidden_size * sizes.num_layers
     most = max(settings.batches)
-    load = limited.Load(
+    load = memory_capped.Load(
         prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens,
         batch=most,
@@ -178,7 +179,7 @@ def table(result: Mapping[str, Any]) -> str:
         ]
         for batch, figures in result["by_batch"].items()
     ]
-    headings = ["batch (planted)", *(f"{path}, tokens/s" for path in PATHS)]
+    headings = ["batch (synthetic)", *(f"{path}, tokens/s" for path in PATHS)]
     return markdown([*headings, "chosen over better %", "chosen sparse %"], rows)
 
 

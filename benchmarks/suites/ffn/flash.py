@@ -16,13 +16,17 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.cache import cache_root
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED, PREDICTOR_FILE, planted_dir
-from benchmarks.inputs.synthetic_sparsity.record import planted_sparsity, record
-from benchmarks.inputs.synthetic_sparsity.store import planted_store
+from benchmarks.inputs.synthetic_sparsity.model import (
+    PREDICTOR_FILE,
+    SYNTHETIC_SHAPES,
+    synthetic_model_dir,
+)
+from benchmarks.inputs.synthetic_sparsity.record import record, sparsity_of_model
+from benchmarks.inputs.synthetic_sparsity.store import synthetic_store
 from benchmarks.peers.contender import prompt_ids
 from benchmarks.suites.ffn.flash_files import Matrices, matrices
 from benchmarks.suites.ffn.flash_replay import (
@@ -62,7 +66,7 @@ RESULT_KEYS = (
     "by_contender",
     "is_direct",
     "is_limited",
-    "planted",
+    "synthetic_sparsity",
     "definitions",
 )
 
@@ -75,7 +79,7 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
+        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.SYNTHETIC_SHAPES`.
         tokens: number of tokens replayed and counted, after `window` warm-up tokens.
         dense_tokens: number of tokens for the techniques that read everything; their tokens cost
             the same.
@@ -112,10 +116,10 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     """Measure; see the module's docstring."""
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
-    model = planted_dir(settings.shape, folder)
-    sizes = PLANTED[settings.shape].sizes
-    step(f"planted {settings.shape}: {sizes.num_bytes / 1e9:.1f} GB in {model}")
-    files, path = matrices(model, folder), planted_store(model, folder)
+    model = synthetic_model_dir(settings.shape, folder)
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
+    step(f"synthetic {settings.shape}: {sizes.num_bytes / 1e9:.1f} GB in {model}")
+    files, path = matrices(model, folder), synthetic_store(model, folder)
     step(f"neuron store, and rows and columns apart: {path}")
     texts = recorded(settings, model)
     step(f"recorded {len(texts[0])} tokens")
@@ -133,7 +137,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         **summarise_engines(engines),
         "is_direct": is_direct,
         "is_limited": can_limit(),
-        "planted": True,
+        "synthetic_sparsity": True,
         "definitions": DEFINITIONS,
     }
 
@@ -141,9 +145,9 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 def recorded(settings: Settings, model: Path) -> tuple[list[Token], list[Token]]:
     """Return each token's neurons by layer, for the synthetic predictor and a 10 % predictor."""
     num_tokens = settings.window + settings.tokens
-    sizes = PLANTED[settings.shape].sizes
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
     ids = [3 + token % (sizes.vocab_size - 3) for token in prompt_ids(num_tokens)]
-    sparsity = planted_sparsity(model)
+    sparsity = sparsity_of_model(model)
     normal = NormalDist()
     threshold = normal.inv_cdf(1 - sparsity.active_share) * (1 + sparsity.noise**2) ** 0.5
     low = normal.inv_cdf(1 - _PAPERS_SHARE) - threshold
@@ -162,7 +166,7 @@ def _replayed(
     model: Path,
     step: Step,
 ) -> dict[str, Any]:
-    sizes = PLANTED[settings.shape].sizes
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
     other_bytes = sizes.num_bytes - files.num_bytes
     predictor_bytes = (model / PREDICTOR_FILE).stat().st_size
     resident_bytes = max(0, sizes.num_bytes // 2 - other_bytes)
@@ -222,13 +226,13 @@ def _engines(
     settings: Settings, model: Path, store: Path, folder: Path, step: Step
 ) -> list[dict[str, dict[str, Any]]]:
     """Run interleaved rounds of the two engines."""
-    sizes = PLANTED[settings.shape].sizes
-    load = limited.Load(
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
+    load = memory_capped.Load(
         prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens,
         threads=settings.threads,
     )
-    resident = limited.vllm_bytes(load, folder)
+    resident = memory_capped.vllm_bytes(load, folder)
     limit = sizes.num_bytes // 2 + resident
     step(f"vLLM alone has {resident / 1e9:.2f} GB resident: the limit is {limit / 1e9:.2f} GB")
     commands = {
@@ -238,21 +242,25 @@ def _engines(
     limit_bytes = limit if can_limit() else None
     # A separate start fills the file of streamed weights.
     drop_cached([folder])
-    limited.measure(STREAMED, commands[STREAMED], limit_bytes, settings.threads)
+    memory_capped.measure(STREAMED, commands[STREAMED], limit_bytes, settings.threads)
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(settings.engine_rounds):
         result = {}
         for name in list(commands)[:: 1 if number % 2 == 0 else -1]:
             drop_cached([folder])
-            result[name] = limited.measure(name, commands[name], limit_bytes, settings.threads)
-            step(f"{name}: {limited.tokens_per_s(result[name]):.3f} tokens/s")
+            result[name] = memory_capped.measure(
+                name, commands[name], limit_bytes, settings.threads
+            )
+            step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
         rounds.append(result)
     return rounds
 
 
-def sparse_command(load: limited.Load, settings: Settings, model: Path, store: Path) -> list[str]:
+def sparse_command(
+    load: memory_capped.Load, settings: Settings, model: Path, store: Path
+) -> list[str]:
     """Return the sparse engine's command: the FFN gets what the near rest of the model leaves."""
-    kv_bytes = load.kv_bytes(PLANTED[settings.shape].sizes)
+    kv_bytes = load.kv_bytes(SYNTHETIC_SHAPES[settings.shape].sizes)
     near_bytes = ffn_near_bytes(settings.shape, model, kv_bytes)
     tiered = {
         "ffn": {
@@ -264,17 +272,17 @@ def sparse_command(load: limited.Load, settings: Settings, model: Path, store: P
             "far_gib": 0,
         }
     }
-    return limited.decode_command(load, model, kv_bytes, tiered)
+    return memory_capped.decode_command(load, model, kv_bytes, tiered)
 
 
 def streamed_command(
-    load: limited.Load, settings: Settings, model: Path, folder: Path
+    load: memory_capped.Load, settings: Settings, model: Path, folder: Path
 ) -> list[str]:
     """Return the dense engine's command: half the model's bytes near, the rest streamed."""
-    sizes = PLANTED[settings.shape].sizes
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
     kv_bytes = load.kv_bytes(sizes)
     embeddings = (sizes.vocab_size + sizes.max_positions) * sizes.hidden_size * 2
-    near_bytes = sizes.num_bytes // 2 - embeddings - kv_bytes - limited.MARGIN_BYTES
+    near_bytes = sizes.num_bytes // 2 - embeddings - kv_bytes - memory_capped.MARGIN_BYTES
     tiered = {
         "weights": {
             "placement": "latency",
@@ -283,12 +291,12 @@ def streamed_command(
             "storage_path": str(folder),
         }
     }
-    return limited.decode_command(load, model, kv_bytes, tiered)
+    return memory_capped.decode_command(load, model, kv_bytes, tiered)
 
 
 def ffn_near_bytes(shape: str, model: Path, kv_bytes: int) -> int:
     """Return the bytes left for the FFN from half the model's bytes."""
-    sizes = PLANTED[shape].sizes
+    sizes = SYNTHETIC_SHAPES[shape].sizes
     ffn_bytes = 4 * sizes.ffn_dim * sizes.hidden_size * sizes.num_layers
     other_bytes = sizes.num_bytes - ffn_bytes
-    return sizes.num_bytes // 2 - other_bytes - kv_bytes - limited.MARGIN_BYTES
+    return sizes.num_bytes // 2 - other_bytes - kv_bytes - memory_capped.MARGIN_BYTES

@@ -81,7 +81,7 @@ class Apart(Technique):
     """Technique that reads rows and columns separately.
 
     Attributes:
-        regions: by layer, one cache buffer for rows and one for columns.
+        buffers: by layer, one cache buffer for rows and one for columns.
         caches: by layer; empty if nothing is kept.
 
     Args:
@@ -104,34 +104,34 @@ class Apart(Technique):
         ]
         num_layers, num_neurons = len(files.rows), files.rows[0].num_rows
         stride = files.rows[0].stride
-        num_regions = num_layers if window else 1
-        self.regions = [
+        num_buffers = num_layers if window else 1
+        self.buffers = [
             [aligned_pages(capacity, stride, torch.device("cpu")) for _ in range(2)]
-            for _ in range(num_regions)
+            for _ in range(num_buffers)
         ]
         self.caches: list[NeuronCache] = []
         if window:
             self.caches = [WindowCache(capacity, num_neurons, window) for _ in range(num_layers)]
-        self.dram_bytes = num_regions * capacity * 2 * stride
+        self.dram_bytes = num_buffers * capacity * 2 * stride
 
     def token(self, wanted: Token) -> TokenCost:
         read_seconds = cache_seconds = 0.0
         before = sum(file.stats.num_bytes for file in self._files.values())
         for layer, neurons in enumerate(wanted):
             begin = time.perf_counter()
-            regions = self.regions[layer if self.caches else 0]
-            load, rows = neurons, np.arange(len(neurons))
+            buffers = self.buffers[layer if self.caches else 0]
+            load, slots = neurons, np.arange(len(neurons))
             if self.caches:
                 plan = self.caches[layer].plan(neurons)
                 self.caches[layer].commit(plan)
-                for region in regions:
-                    _move(region, plan)
-                load, rows = plan.load_neurons, plan.load_slots
+                for buffer in buffers:
+                    _move(buffer, plan)
+                load, slots = plan.load_neurons, plan.load_slots
             planned = time.perf_counter()
             reads = [
-                file.submit(section, load, region, rows)
-                for file, section, region in zip(
-                    self._where[layer], self._sections[layer], regions, strict=True
+                file.submit(section, load, buffer, slots)
+                for file, section, buffer in zip(
+                    self._where[layer], self._sections[layer], buffers, strict=True
                 )
             ]
             for read in reads:
@@ -154,7 +154,7 @@ class Bundled(Technique):
     The last tokens' neurons stay.
 
     Attributes:
-        regions, caches: cache buffer and cache index of each layer.
+        buffers, caches: cache buffer and cache index of each layer.
     """
 
     def __init__(self, store: NeuronStore, capacity: int, window: int) -> None:
@@ -162,7 +162,7 @@ class Bundled(Technique):
         shape = store.shape
         stride = bundle_stride(shape, Precision.FULL)
         cpu = torch.device("cpu")
-        self.regions = [aligned_pages(capacity, stride, cpu) for _ in range(shape.num_layers)]
+        self.buffers = [aligned_pages(capacity, stride, cpu) for _ in range(shape.num_layers)]
         self.caches = [
             WindowCache(capacity, shape.neurons, window) for _ in range(shape.num_layers)
         ]
@@ -173,12 +173,12 @@ class Bundled(Technique):
         before = self._store.num_bytes_read
         for layer, neurons in enumerate(wanted):
             begin = time.perf_counter()
-            region = self.regions[layer]
+            buffer = self.buffers[layer]
             plan = self.caches[layer].plan(neurons)
             self.caches[layer].commit(plan)
-            _move(region, plan)
+            _move(buffer, plan)
             planned = time.perf_counter()
-            self._store.read(layer, Precision.FULL, plan.load_neurons, region, plan.load_slots)
+            self._store.read(layer, Precision.FULL, plan.load_neurons, buffer, plan.load_slots)
             cache_seconds += planned - begin
             read_seconds += time.perf_counter() - planned
         return TokenCost(
@@ -203,8 +203,8 @@ def tokens_of(masks_LTN: Sequence[npt.NDArray[np.bool_]]) -> list[Token]:
     return [[np.flatnonzero(layer[t]) for layer in masks_LTN] for t in range(num_tokens)]
 
 
-def _move(region: torch.Tensor, plan: Plan) -> None:
+def _move(buffer: torch.Tensor, plan: Plan) -> None:
     if len(plan.src_slots):
         # torch's indexing is avoided: it wakes all threads for a few slots.
-        rows = region.numpy()
+        rows = buffer.numpy()
         rows[plan.dst_slots] = rows[plan.src_slots]

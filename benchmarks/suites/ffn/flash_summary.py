@@ -27,7 +27,7 @@ DEFINITIONS = {
     "io_speedup_with_cache": "the same with the cache's own seconds counted (LLM in a flash: memory"
     " management)",
     "io_speedup_10_percent": "the same as io_speedup with a predictor that names 10 % of the"
-    " neurons, as the paper's does; the planted one names fewer",
+    " neurons, as the paper's does; the synthetic one names fewer",
     "end_to_end_speedup": "tokens/s of the sparse FFN over those of streaming what half of the"
     " memory does not hold, both in vLLM under the same limit; median over rounds",
     "read_share": "bytes that a token reads over those of all FFN weights (paper: 2.4 %)",
@@ -37,7 +37,8 @@ DEFINITIONS = {
     " means over tokens",
     "by_contender": "tokens/s of decoding one request: over the median time of a token, median over"
     " rounds; peak_bytes of the process, page cache included",
-    "planted": "the model's sparsity is planted (benchmarks/inputs/synthetic_sparsity/model.py)",
+    "synthetic_sparsity": "the weights are random and built to be sparse; see"
+    " benchmarks/inputs/synthetic_sparsity/model.py",
 }
 
 _TECHNIQUES = (NAIVE, HALF, PREDICTOR, WINDOWING, BUNDLING, PAPERS_PREDICTOR)
@@ -132,7 +133,7 @@ def table(result: Mapping[str, Any]) -> str:
         ]
         for name, figures in result["by_technique"].items()
     ]
-    headings = ["technique (planted)", "DRAM, % of the model", "read GB", "GB/s", "I/O ms"]
+    headings = ["technique (synthetic)", "DRAM, % of the model", "read GB", "GB/s", "I/O ms"]
     text = markdown([*headings, "cache ms"], rows)
     engines = [
         [name, number(figures["tokens_per_s"], 3), number((figures["peak_bytes"] or 0) / 1e9, 2)]

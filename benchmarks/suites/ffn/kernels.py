@@ -32,9 +32,9 @@ RESULT_KEYS = ("memory_gb_per_s", "kernels", "foreign_cpu_share", "definitions")
 
 DEFINITIONS = {
     "memory_gb_per_s": "plain read of 256 MiB (torch's sum of float32), median of all turns",
-    "gb_per_s": "bytes of the rows' codes over the median time of a product",
-    "share_of_memory": "median over the turns of gb_per_s over the read's of that turn",
-    "torch_gb_per_s": "the same of torch's own product with the same bundles; null where it has"
+    "gb_per_s": "bytes of the slots' codes over the median time of a matmul",
+    "share_of_memory": "median over the turns of gb_per_s over the rate of the read in that turn",
+    "torch_gb_per_s": "the same for torch's own matmul with the same bundles; null where it has"
     " none (8 and 4 bit)",
     "foreign_cpu_share": "share of the CPU time taken by other processes",
 }
@@ -46,13 +46,13 @@ _BITS = {Precision.FULL: 16, Precision.INT8: 8, Precision.INT4: 4}
 class Settings:
     """Settings of one profile: SwiGLU layers in bfloat16 with these hidden sizes.
 
-    `region_mib` is the size of each cache buffer, `group` the number of weights per 4-bit scale.
+    `buffer_mib` is the size of each cache buffer, `group` the number of weights per 4-bit scale.
     """
 
     hidden: tuple[int, ...]
     batches: tuple[int, ...] = (1, 4, 16)
     turns: int = 5
-    region_mib: int = 192
+    buffer_mib: int = 192
     group: int = 64
 
 
@@ -78,9 +78,9 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     kernels = []
     for hidden in settings.hidden:
         for precision in Precision:
-            region = _region(hidden, precision, settings)
+            buffer = _make_buffer(hidden, precision, settings)
             for batch in settings.batches:
-                for row in _measure(region, batch, settings.turns, elsewhere, reads):
+                for row in _measure(buffer, batch, settings.turns, elsewhere, reads):
                     kernels.append(
                         {"hidden": hidden, "bits": _BITS[precision], "batch": batch, **row}
                     )
@@ -107,21 +107,21 @@ def table(result: Mapping[str, Any]) -> str:
             str(kernel["hidden"]),
             str(kernel["bits"]),
             str(kernel["batch"]),
-            kernel["product"],
+            kernel["matmul"],
             number(kernel["gb_per_s"], 1),
             f"{100 * kernel['share_of_memory']:.0f} %",
             number(kernel["torch_gb_per_s"], 2),
         ]
         for kernel in result["kernels"]
     ]
-    headings = ["hidden", "bits", "tokens", "product", "GB/s", "of memory", "torch, GB/s"]
+    headings = ["hidden", "bits", "tokens", "matmul", "GB/s", "of memory", "torch, GB/s"]
     return markdown(headings, rows)
 
 
-def _region(hidden: int, precision: Precision, settings: Settings) -> NeuronCacheBuffer:
+def _make_buffer(hidden: int, precision: Precision, settings: Settings) -> NeuronCacheBuffer:
     shape = FfnShape(num_layers=1, hidden=hidden, neurons=1, gated=True, dtype_bytes=2)
     stride = bundle_stride(shape, precision)
-    num_rows = (settings.region_mib << 20) // stride
+    num_rows = (settings.buffer_mib << 20) // stride
     rows = aligned_pages(num_rows, stride, torch.device("cpu"))
     if precision is Precision.FULL:
         rows.view(torch.bfloat16).normal_(generator=torch.Generator().manual_seed(0))
@@ -137,19 +137,19 @@ def _region(hidden: int, precision: Precision, settings: Settings) -> NeuronCach
 
 
 def _measure(
-    region: NeuronCacheBuffer, batch: int, turns: int, elsewhere: torch.Tensor, reads: list[float]
+    buffer: NeuronCacheBuffer, batch: int, turns: int, elsewhere: torch.Tensor, reads: list[float]
 ) -> list[dict[str, Any]]:
     """Return one row of the result for each matmul."""
-    shape, n = region.shape, region.capacity
-    matrix_bytes = n * bundle_bytes(shape, region.precision) // shape.num_matrices
+    shape, n = buffer.shape, buffer.capacity
+    matrix_bytes = n * bundle_bytes(shape, buffer.precision) // shape.num_matrices
     x, a = torch.randn(batch, shape.hidden).bfloat16(), torch.randn(batch, n)
     out = torch.zeros(batch, shape.hidden)
     ours: dict[str, tuple[int, Callable[[], object]]] = {
-        "gate, up": (2 * matrix_bytes, lambda: activations(x, region, n, "silu")),
-        "down": (matrix_bytes, lambda: add_down(out, a, region, n)),
-        "all": (3 * matrix_bytes, lambda: ffn_output(x, region, n, "silu")),
+        "gate, up": (2 * matrix_bytes, lambda: activations(x, buffer, n, "silu")),
+        "down": (matrix_bytes, lambda: add_down(out, a, buffer, n)),
+        "all": (3 * matrix_bytes, lambda: ffn_output(x, buffer, n, "silu")),
     }
-    theirs = _torch_products(region, x, a.bfloat16())
+    theirs = _torch_matmuls(buffer, x, a.bfloat16())
     found = []
     for name, (num_bytes, compute) in ours.items():
         rates: list[float] = []
@@ -165,7 +165,7 @@ def _measure(
                 torch_rates.append(num_bytes / _seconds(theirs[name]) / 1e9)
         found.append(
             {
-                "product": name,
+                "matmul": name,
                 "gb_per_s": statistics.median(rates[1:]),  # the first run is a warm-up
                 "share_of_memory": statistics.median(shares[1:]),
                 "torch_gb_per_s": torch_rates[0] if torch_rates else None,
@@ -174,13 +174,13 @@ def _measure(
     return found
 
 
-def _torch_products(
-    region: NeuronCacheBuffer, x: torch.Tensor, a: torch.Tensor
+def _torch_matmuls(
+    buffer: NeuronCacheBuffer, x: torch.Tensor, a: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
-    if region.precision is not Precision.FULL:
+    if buffer.precision is not Precision.FULL:
         return {}
-    hidden = region.shape.hidden
-    weights = region.bundles[:, : 6 * hidden].view(torch.bfloat16)
+    hidden = buffer.shape.hidden
+    weights = buffer.bundles[:, : 6 * hidden].view(torch.bfloat16)
     return {
         "gate, up": lambda: x @ weights[:, :hidden].T + x @ weights[:, hidden : 2 * hidden].T,
         "down": lambda: a @ weights[:, 2 * hidden :],

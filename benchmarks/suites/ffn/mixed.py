@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.cache import cache_root
 from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED, planted_dir
-from benchmarks.inputs.synthetic_sparsity.store import planted_store
+from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES, synthetic_model_dir
+from benchmarks.inputs.synthetic_sparsity.store import synthetic_store
 from benchmarks.suites.ffn.flash import ffn_near_bytes
 from benchmarks.suites.ffn.mixed_summary import (
     DEFINITIONS,
@@ -50,7 +50,7 @@ RESULT_KEYS = (
     "skipped",
     "limit_bytes",
     "is_limited",
-    "planted",
+    "synthetic_sparsity",
     "definitions",
 )
 
@@ -62,7 +62,7 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
+        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.SYNTHETIC_SHAPES`.
         mix: shares of the predicted neurons in 16, 8 and 4 bit.
         near_share: share of the memory left to the FFN that the near cache gets; the rest is far.
         peers: names of the peers to compare with; those not installed are skipped and reported.
@@ -83,9 +83,9 @@ class Settings:
     folder: str = ""
 
     @property
-    def load(self) -> limited.Load:
+    def load(self) -> memory_capped.Load:
         """Return what is decoded."""
-        return limited.Load(
+        return memory_capped.Load(
             prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, threads=self.threads
         )
 
@@ -108,19 +108,19 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     lacking(settings.peers, settings.peers_python or sys.executable)
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
-    model = planted_dir(settings.shape, folder)
-    sizes = PLANTED[settings.shape].sizes
-    step(f"planted {settings.shape}: {sizes.num_bytes / 1e9:.1f} GB in {model}")
-    store = planted_store(model, folder, precisions=_PRECISIONS, mix=settings.mix)
+    model = synthetic_model_dir(settings.shape, folder)
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
+    step(f"synthetic {settings.shape}: {sizes.num_bytes / 1e9:.1f} GB in {model}")
+    store = synthetic_store(model, folder, precisions=_PRECISIONS, mix=settings.mix)
     step(f"neuron store: {store}")
-    resident = limited.vllm_bytes(settings.load, folder)
+    resident = memory_capped.vllm_bytes(settings.load, folder)
     limit = sizes.num_bytes // 2 + resident
     step(f"vLLM alone has {resident / 1e9:.2f} GB resident: the limit is {limit / 1e9:.2f} GB")
     limit_bytes = limit if can_limit() else None
     commands = contenders(settings, model, store, folder)
     # The file of streamed layers and the peers' files are made before anything is measured.
     drop_cached([folder])
-    limited.measure(LAYERS, commands[LAYERS], limit_bytes, settings.threads)
+    memory_capped.measure(LAYERS, commands[LAYERS], limit_bytes, settings.threads)
     runs = PeerRuns(
         python=settings.peers_python or sys.executable,
         model=model,
@@ -135,8 +135,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         for name in list(commands)[:: 1 if number % 2 == 0 else -1]:
             drop_cached([folder])
             allowed = None if name == DENSE else limit_bytes
-            result[name] = limited.measure(name, commands[name], allowed, settings.threads)
-            step(f"{name}: {limited.tokens_per_s(result[name]):.3f} tokens/s")
+            result[name] = memory_capped.measure(name, commands[name], allowed, settings.threads)
+            step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
         for name in skipped:
             step(f"{name}: skipped")
         rounds.append(result)
@@ -144,14 +144,14 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         "limit_bytes": limit,
         "resident_bytes": resident,
         "is_limited": can_limit(),
-        "planted": True,
+        "synthetic_sparsity": True,
         "definitions": DEFINITIONS,
     }
 
 
 def contenders(settings: Settings, model: Path, store: Path, folder: Path) -> dict[str, list[str]]:
     """Return the command lines of the plugin's contenders by name."""
-    kv_bytes = settings.load.kv_bytes(PLANTED[settings.shape].sizes)
+    kv_bytes = settings.load.kv_bytes(SYNTHETIC_SHAPES[settings.shape].sizes)
     ffn_bytes = ffn_near_bytes(settings.shape, model, kv_bytes)
 
     def sparse(mix: Sequence[float], cache: str) -> list[str]:
@@ -165,7 +165,7 @@ def contenders(settings: Settings, model: Path, store: Path, folder: Path) -> di
                 "far_gib": (1 - settings.near_share) * ffn_bytes / 2**30,
             }
         }
-        return limited.decode_command(settings.load, model, kv_bytes, tiered)
+        return memory_capped.decode_command(settings.load, model, kv_bytes, tiered)
 
     streamed = {
         "weights": {
@@ -180,6 +180,6 @@ def contenders(settings: Settings, model: Path, store: Path, folder: Path) -> di
         FULL: sparse((1.0, 0.0, 0.0), "atu"),
         UNCACHED: sparse(settings.mix, "none"),
         **{name: sparse(settings.mix, policy) for policy, name in POLICIES.items()},
-        LAYERS: limited.decode_command(settings.load, model, kv_bytes, streamed),
-        DENSE: limited.decode_command(settings.load, model, kv_bytes),
+        LAYERS: memory_capped.decode_command(settings.load, model, kv_bytes, streamed),
+        DENSE: memory_capped.decode_command(settings.load, model, kv_bytes),
     }

@@ -36,13 +36,14 @@ DEFINITIONS = {
     " peak memory",
     "limit_bytes": "half of the weights and what vLLM with a model of next to nothing has resident;"
     " for a contender's whole process, page cache included",
-    "planted": "the model's sparsity is planted (benchmarks/inputs/synthetic_sparsity/model.py)",
+    "synthetic_sparsity": "the weights are random and built to be sparse; see"
+    " benchmarks/inputs/synthetic_sparsity/model.py",
 }
 
 _POWER = Power(
     near_idle_watts=0.0, near_active_watts=0.0, far_watts_per_gb=26 / 256, storage_watts=2.0
 )
-"""M2Cache, 6.1, without the GPU: the host's processor computes, and nobody counts its energy."""
+"""M2Cache, 6.1, without the GPU: the host's processor computes, and its energy is not counted."""
 
 
 def summarise(
@@ -93,7 +94,7 @@ def table(result: Mapping[str, Any]) -> str:
         for name, figures in result["by_contender"].items()
     ]
     rows += [[name, why, "-", "-"] for name, why in result["skipped"].items()]
-    text = markdown(["contender (planted)", "tokens/s", "peak GB", "mgCO2e/token"], rows)
+    text = markdown(["contender (synthetic)", "tokens/s", "peak GB", "mgCO2e/token"], rows)
     policies = [
         [
             name,

@@ -32,12 +32,11 @@ from benchmarks.suites.ffn.quality_variants import (
 )
 from benchmarks.suites.ffn.relu import ReluSettings, relu_quality
 from vllm_tiered.ffn.predictor.low_rank import LowRank
-from vllm_tiered.ffn.prepare.calibration import Text, calibration_texts
 from vllm_tiered.ffn.prepare.evaluate import Outcome, Variant, by_base4, evaluate
-from vllm_tiered.ffn.prepare.ffn_modules import ffn_weights
-from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights
 from vllm_tiered.ffn.prepare.ratio_search import SearchResult, Uncertainty, search
 from vllm_tiered.ffn.prepare.record import num_training_tokens, record, recorded_inputs
+from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
 from vllm_tiered.ffn.prepare.train import TrainSettings, train_layer
 from vllm_tiered.ffn.selection import Mix
 
@@ -56,7 +55,7 @@ RESULT_KEYS = (
 
 DEFINITIONS = {
     "perplexity": "by text and variant: exp of the mean negative log-probability of a token given"
-    " those before it in its text; products in float32",
+    " those before it in its text; matmuls in float32",
     "perplexity_full": "on ShareGPT, all neurons in 16 bit",
     "perplexity_searched": "on ShareGPT, with the searched mix, ranked by base4, groups of 64",
     "ratio_searched": "perplexity_searched over perplexity_full",

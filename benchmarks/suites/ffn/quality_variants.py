@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.suites.ffn.cached_ffn import CachedMixedFfn
 from benchmarks.suites.ffn.rankings import at_random, by_oracle
 from vllm_tiered.ffn.predictor.low_rank import LowRank
-from vllm_tiered.ffn.prepare.evaluate import Scores, Variant, by_base4
-from vllm_tiered.ffn.prepare.mixed_ffn import Copies
+from vllm_tiered.ffn.prepare.evaluate import Copies, Scores, Variant, by_base4
 from vllm_tiered.ffn.selection import ALL, Mix
 
 GROUP = 64
@@ -66,6 +66,6 @@ def variants_of(searched: Mix, group: int, low_rank: LowRankRanking) -> dict[str
                 continue  # another row already has it
             ranked = None if 1 in mix.shares else ranking
             variants[f"{title}, {name}"] = Variant(mix=mix, group=group, ranking=ranked)
-    variants[NEAR] = Variant(mix=PAPERS, group=group, ranking=by_base4, has_cache=True)
+    variants[NEAR] = Variant(mix=PAPERS, group=group, ranking=by_base4, ffn=CachedMixedFfn)
     variants["25/25/50, base4, scale per row"] = Variant(mix=PAPERS, group=None, ranking=by_base4)
     return variants

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.prepare.evaluate import Scores
-from vllm_tiered.ffn.prepare.mixed_ffn import Copies
+from vllm_tiered.ffn.prepare.evaluate import Copies, Scores
 
 
 def by_oracle(_: int, copies: Copies) -> tuple[Scores, float | None]:

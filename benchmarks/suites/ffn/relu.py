@@ -11,12 +11,11 @@ from typing import Any
 
 from benchmarks.inputs.relu_model import ReluModel, byte_text, relu_model_dir
 from benchmarks.suites.ffn.quality_variants import by_low_rank
-from vllm_tiered.ffn.prepare.calibration import Text
 from vllm_tiered.ffn.prepare.evaluate import Outcome, Variant, evaluate
-from vllm_tiered.ffn.prepare.ffn_modules import ffn_weights
-from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights
 from vllm_tiered.ffn.prepare.record import num_training_tokens, record, recorded_inputs
 from vllm_tiered.ffn.prepare.statistics import layer_statistics
+from vllm_tiered.ffn.prepare.texts import Text
 from vllm_tiered.ffn.prepare.train import train_layer
 from vllm_tiered.ffn.selection import ALL
 

@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.cache import cache_root
 from benchmarks.harness.memory_limit import drop_cached
 from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.model import demo_model_dir
+from benchmarks.suites.ffn.cached_ffn import CachedMixedFfn
 from benchmarks.suites.ffn.quality_variants import GROUP, HELD_OUT, PAPERS
-from vllm_tiered.ffn.prepare.calibration import calibration_texts
 from vllm_tiered.ffn.prepare.evaluate import Variant, by_base4, evaluate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
 from vllm_tiered.ffn.prepare.pipeline import prepare
+from vllm_tiered.ffn.prepare.texts import calibration_texts
 from vllm_tiered.ffn.selection import ALL
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
@@ -53,7 +54,7 @@ DEFINITIONS = {
     " layers' weights read from the disk for each token; median of rounds' ratios",
     "ratio_to_dense": "the same over vLLM with all weights in memory",
     "perplexity": "of ShareGPT text in full precision, and with all tokens mixed, where near memory"
-    " has room for twice what a token wants (the engine here has less, and computes in full"
+    " holds twice the neurons that a token wants (the engine here has less, and computes in full"
     " precision where it prefers dense steps: sparse_share)",
     "perplexity_ratio": "the second over the first",
     "sparse_share": "of layers' decode steps, those computed from chosen neurons",
@@ -115,12 +116,12 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         prompt = question.token_ids[: question.num_given]
         commands = contenders(settings, model, store, folder, prompt)
         if not rounds:  # the file of streamed layers is made before anything is measured
-            limited.measure(LAYERS, commands[LAYERS], None, settings.threads)
+            memory_capped.measure(LAYERS, commands[LAYERS], None, settings.threads)
         result: dict[str, dict[str, Any]] = {}
         for name in CONTENDERS[:: 1 if index % 2 == 0 else -1]:
             drop_cached([folder])
-            result[name] = limited.measure(name, commands[name], None, settings.threads)
-            step(f"{name}: {limited.tokens_per_s(result[name]):.2f} tokens/s")
+            result[name] = memory_capped.measure(name, commands[name], None, settings.threads)
+            step(f"{name}: {memory_capped.tokens_per_s(result[name]):.2f} tokens/s")
         rounds.append(result)
     perplexity = _perplexity(model, settings.text_tokens)
     step(f"perplexity {perplexity['mixed']:.3f} for {perplexity['full']:.3f}")
@@ -132,7 +133,7 @@ def contenders(
 ) -> dict[str, list[str]]:
     """Return each contender's command line by name."""
     config = json.loads((model / "config.json").read_text("utf-8"))
-    load = limited.Load(prompt_tokens=len(prompt), new_tokens=settings.new_tokens)
+    load = memory_capped.Load(prompt_tokens=len(prompt), new_tokens=settings.new_tokens)
     head_bytes = 2 * config["hidden_size"] // config["num_attention_heads"]
     row_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_bytes
     num_blocks = 1 - (-(len(prompt) + settings.new_tokens) // KV_BLOCK_TOKENS)
@@ -143,7 +144,7 @@ def contenders(
 
     def command(tiered: Mapping[str, Any] | None) -> list[str]:
         prompt_ids = json.dumps(list(prompt))
-        return limited.decode_command(load, model, kv_bytes, tiered, "--prompt", prompt_ids)
+        return memory_capped.decode_command(load, model, kv_bytes, tiered, "--prompt", prompt_ids)
 
     def mixed(far_share: float) -> list[str]:
         ffn = {
@@ -173,7 +174,7 @@ def summarise(
     rounds: Sequence[Mapping[str, Mapping[str, Any]]], perplexity: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the figures of all rounds."""
-    rates = {name: [limited.tokens_per_s(r[name]) for r in rounds] for name in CONTENDERS}
+    rates = {name: [memory_capped.tokens_per_s(r[name]) for r in rounds] for name in CONTENDERS}
 
     def ratio(other: str) -> float:
         return statistics.median(a / b for a, b in zip(rates[MIXED], rates[other], strict=True))
@@ -230,7 +231,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _perplexity(model: Path, num_tokens: int) -> dict[str, float]:
     texts = calibration_texts(model, num_tokens, skip=HELD_OUT)
-    mixed = Variant(mix=PAPERS, group=GROUP, ranking=by_base4, has_cache=True)
+    mixed = Variant(mix=PAPERS, group=GROUP, ranking=by_base4, ffn=CachedMixedFfn)
     variants = {"full": Variant(mix=ALL, group=GROUP), "mixed": mixed}
     outcomes = evaluate(LayerwiseModel(model), texts, variants)
     return {name: outcome.perplexity for name, outcome in outcomes.items()}

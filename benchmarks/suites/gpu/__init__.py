@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks for a GPU (`python -m benchmarks.suites.gpu`), and a kit that brings vLLM to one."""
+"""Benchmarks for a GPU (`python -m benchmarks.suites.gpu`), and a kit that installs vLLM on one."""

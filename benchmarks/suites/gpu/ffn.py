@@ -21,20 +21,21 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import engines, interleave
 from benchmarks.harness.summary import median_ratio
 from benchmarks.harness.tables import markdown, number
-from benchmarks.inputs.synthetic_sparsity.model import PLANTED, planted_dir
-from benchmarks.inputs.synthetic_sparsity.store import planted_store
+from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES, synthetic_model_dir
+from benchmarks.inputs.synthetic_sparsity.store import synthetic_store
 from benchmarks.inputs.workload import Request, warmup_requests
 from benchmarks.suites.gpu import load
 from vllm_tiered.planner.model_shape import model_shape
 
-RESULT_KEYS = ("device", "ratio_to_streaming", "systems", "planted", "definitions")
+RESULT_KEYS = ("device", "ratio_to_streaming", "systems", "synthetic_sparsity", "definitions")
 
 SPARSE, STREAMED, DENSE = "sparse FFN", "dense, streamed", "dense, near"
 
 DEFINITIONS = {
     "ratio_to_streaming": "tokens/s of the sparse FFN over those of dense layers placed in the same"
     " near bytes: median over rounds",
-    "planted": "the model's sparsity is planted (benchmarks/inputs/synthetic_sparsity/model.py)",
+    "synthetic_sparsity": "the weights are random and built to be sparse; see"
+    " benchmarks/inputs/synthetic_sparsity/model.py",
 }
 
 _PRECISIONS = ("full", "int8", "int4")
@@ -45,7 +46,7 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.PLANTED`.
+        shape: a name of `benchmarks.inputs.synthetic_sparsity.model.SYNTHETIC_SHAPES`.
         near_share: share of the FFN's bytes that stays near.
         mix: shares of the predicted neurons in 16, 8 and 4 bit.
         folder: where model and store are kept ("": the cache folder).
@@ -79,9 +80,9 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     device = load.describe_device("gpu_ffn", settings.device)
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
-    model = planted_dir(settings.shape, folder, has_tokenizer=False)
-    step(f"planted {settings.shape} in {model}")
-    store = planted_store(model, folder, precisions=_PRECISIONS, mix=settings.mix)
+    model = synthetic_model_dir(settings.shape, folder, has_tokenizer=False)
+    step(f"synthetic {settings.shape} in {model}")
+    store = synthetic_store(model, folder, precisions=_PRECISIONS, mix=settings.mix)
     step(f"neuron store: {store}")
     specs = contenders(settings, model, store, int(device.get("memory_bytes", 0)))
     given = _requests(settings, model)
@@ -98,7 +99,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 def contenders(settings: Settings, model: Path, store: Path, device_bytes: int) -> list[EngineSpec]:
     """Return the three engines, which differ in where the FFN is and how it is computed."""
     shape = model_shape(json.loads((model / "config.json").read_text(encoding="utf-8")))
-    sizes = PLANTED[settings.shape].sizes
+    sizes = SYNTHETIC_SHAPES[settings.shape].sizes
     ffn_bytes = 4 * sizes.ffn_dim * sizes.hidden_size * sizes.num_layers
     near_ffn_bytes = settings.near_share * ffn_bytes
     near_bytes = shape.layer_bytes - ffn_bytes + near_ffn_bytes
@@ -160,7 +161,7 @@ def summarise(measured: Mapping[str, Sequence[RoundResult]]) -> dict[str, Any]:
         "ratio_to_streaming": median_ratio(rates[SPARSE], rates[STREAMED]),
         "ratio_to_dense": median_ratio(rates[SPARSE], rates[DENSE]),
         "systems": systems,
-        "planted": True,
+        "synthetic_sparsity": True,
     }
 
 
@@ -170,4 +171,4 @@ def table(result: Mapping[str, Any]) -> str:
         [label, number(found["tokens_per_s"], 1), number(found["mean_tpot_ms"], 2)]
         for label, found in result["systems"].items()
     ]
-    return markdown(["planted", "tokens/s", "ms a token"], rows)
+    return markdown(["system (synthetic sparsity)", "tokens/s", "ms a token"], rows)

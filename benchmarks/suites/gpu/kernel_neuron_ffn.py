@@ -44,7 +44,7 @@ def cases(torch: Any) -> Iterator[Case]:
         for codec in _CODECS:
             bundles = _bundles(torch, shape, codec)
             for num_tokens in _TOKENS:
-                yield _product(torch, shape, bundles, num_tokens)
+                yield _matmul(torch, shape, bundles, num_tokens)
             yield _fill(torch, shape, bundles)
 
 
@@ -84,7 +84,7 @@ def _activation(bundles: Any) -> str:
     return "silu" if bundles.gated else "relu"
 
 
-def _product(torch: Any, shape: str, bundles: Any, num_tokens: int) -> Case:
+def _matmul(torch: Any, shape: str, bundles: Any, num_tokens: int) -> Case:
     from vllm_tiered.kernels.neuron_ffn import api
 
     num_neurons = len(bundles.slots)
@@ -155,10 +155,10 @@ def _fill(torch: Any, shape: str, bundles: Any) -> Case:
     order = torch.randperm(num_neurons, device="cuda")
     slot_ids, present_slot_ids = order[:num_missing], order[num_missing:]
     slab_ids = torch.arange(num_missing, device="cuda")
-    far_rows = bundles.slots[slot_ids].cpu().pin_memory()
+    slab = bundles.slots[slot_ids].cpu().pin_memory()
     bundles.slots[slot_ids] = 0
     missing = Missing(
-        slab=far_rows,
+        slab=slab,
         slab_ids=slab_ids,
         slot_ids=slot_ids,
         neuron_ids=slot_ids,
@@ -186,7 +186,7 @@ def _fill(torch: Any, shape: str, bundles: Any) -> Case:
         num_bytes=_num_bytes(bundles, 1) + num_missing * bundles.slots.shape[1],
         run=run,
         is_right=lambda: (
-            bool(torch.equal(bundles.slots[slot_ids].cpu(), far_rows))
+            bool(torch.equal(bundles.slots[slot_ids].cpu(), slab))
             and _is_right(torch, run(), x_BH, bundles)
         ),
     )

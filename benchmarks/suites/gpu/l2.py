@@ -24,16 +24,17 @@ RESULT_KEYS = (
     "device",
     "by_case",
     "best_speedup",
-    "best_product_speedup",
+    "best_matmul_speedup",
     "emulated",
     "definitions",
 )
 
 DEFINITIONS = {
-    "speedup": "stand-in and product without prefetch, over the same with it, fork and join in it",
-    "product_speedup": "the product's time alone, cold over warm",
-    "of_the_possible": "what of the difference between cold and hot product the prefetch gave",
-    "emulated": "the all-reduce is a kernel that stands for it; there is one GPU",
+    "speedup": "time of all-reduce and matmul without prefetch over the time with it, fork and join"
+    " included",
+    "matmul_speedup": "time of the matmul alone, cold over warm",
+    "share_of_possible": "share of the difference between cold and hot matmul that is saved",
+    "emulated": "a kernel stands for the all-reduce, because there is one GPU",
 }
 
 COLD, WARM, HOT = "cold", "warm", "hot"
@@ -78,11 +79,11 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     bench = _Bench(torch, settings)
     by_case: dict[str, Any] = {}
     for weight_mib in settings.weight_mib:
-        product = bench.product(weight_mib << 20)
+        matmul = bench.matmul(weight_mib << 20)
         for stand_in in STAND_INS:
             for wait_us in settings.wait_us:
                 times = {
-                    state: bench.times(product, stand_in, wait_us, state)
+                    state: bench.times(matmul, stand_in, wait_us, state)
                     for state in (COLD, WARM, HOT)
                 }
                 by_case[f"{weight_mib} MiB, {stand_in}, {wait_us} us"] = summarise_case(times)
@@ -91,7 +92,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Product:
+class _Matmul:
     weight: Any
     run: Callable[[], object]
 
@@ -119,17 +120,17 @@ class _Bench:
         seconds = self._clock.seconds(lambda: self._torch.cuda._sleep(cycles))
         return cycles / seconds / 1e6
 
-    def product(self, num_bytes: int) -> _Product:
+    def matmul(self, num_bytes: int) -> _Matmul:
         torch, settings = self._torch, self._settings
         out = num_bytes // 2 // settings.hidden
         options = {"dtype": torch.bfloat16, "device": "cuda"}
         weight = torch.randn((settings.hidden, out), **options)
         x = torch.randn((settings.rows, settings.hidden), **options)
         result = torch.empty((settings.rows, out), **options)
-        return _Product(weight=weight, run=lambda: torch.mm(x, weight, out=result))
+        return _Matmul(weight=weight, run=lambda: torch.mm(x, weight, out=result))
 
     def times(
-        self, product: _Product, stand_in: str, wait_us: int, state: str
+        self, matmul: _Matmul, stand_in: str, wait_us: int, state: str
     ) -> tuple[float, float]:
         """Return the median seconds of all-reduce and matmul together, and of the matmul alone."""
         cuda = self._torch.cuda
@@ -141,14 +142,14 @@ class _Bench:
             if state == WARM:
                 self._side.wait_stream(cuda.current_stream())
                 with cuda.stream(self._side):
-                    self._api.prefetch(product.weight, self._switch, **self._options)
+                    self._api.prefetch(matmul.weight, self._switch, **self._options)
             self._stand_in(stand_in, wait_us)
             if state == WARM:
                 cuda.current_stream().wait_stream(self._side)
             if state == HOT:
-                product.run()
+                matmul.run()
             middle.record()
-            product.run()
+            matmul.run()
             end.record()
             cuda.synchronize()
             if index >= 3:
@@ -171,8 +172,8 @@ def summarise_case(times: Mapping[str, tuple[float, float]]) -> dict[str, float]
         "warm_us": 1e6 * warm,
         "hot_us": 1e6 * hot,
         "speedup": cold_both / warm_both,
-        "product_speedup": cold / warm,
-        "of_the_possible": (cold - warm) / possible if possible > 0 else 0.0,
+        "matmul_speedup": cold / warm,
+        "share_of_possible": (cold - warm) / possible if possible > 0 else 0.0,
     }
 
 
@@ -183,7 +184,7 @@ def summarise(by_case: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return {
         "by_case": dict(by_case),
         "best_speedup": max(case["speedup"] for case in by_case.values()),
-        "best_product_speedup": max(case["product_speedup"] for case in by_case.values()),
+        "best_matmul_speedup": max(case["matmul_speedup"] for case in by_case.values()),
         "emulated": True,
         "definitions": DEFINITIONS,
     }
@@ -195,7 +196,7 @@ def table(result: Mapping[str, Any]) -> str:
         [
             name,
             *(number(case[f"{state}_us"], 1) for state in (COLD, WARM, HOT)),
-            number(case["product_speedup"], 2),
+            number(case["matmul_speedup"], 2),
             number(case["speedup"], 2),
         ]
         for name, case in result["by_case"].items()
@@ -205,7 +206,7 @@ def table(result: Mapping[str, Any]) -> str:
         "cold, us",
         "warm, us",
         "hot, us",
-        "product",
+        "matmul",
         "with all-reduce",
     ]
     return markdown(headings, rows)

@@ -11,6 +11,6 @@ PARTS: Mapping[str, str] = {
     "l2": "prefetching into the L2 around an emulated all-reduce",
     "kv": "KV swapping against vLLM in the same KV memory, on a GPU",
     "weights": "far weights against vLLM's own offloaders, same near bytes",
-    "ffn": "the sparse FFN against streaming the dense one: planted",
+    "ffn": "the sparse FFN against streaming the dense one: synthetic sparsity",
 }
 """The order in which they run; those without an engine run first."""

@@ -22,7 +22,7 @@ class Contender:
 
     Attributes:
         weights: the plugin's `weights` section.
-        near_of: the contender whose near memory it gets; it is placed anew for each link. None for
+        near_of: the contender whose near memory it gets; it is placed again for each link. None for
             a placement that is the same on every link.
         fills_card: it gets all the near memory that the paper's card has for layers, some of which
             the contender `near_of` leaves idle.

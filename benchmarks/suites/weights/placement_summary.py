@@ -19,7 +19,7 @@ Rounds = Mapping[str, Sequence[RoundResult]]
 
 AS_GOOD = 0.99
 BETTER = 1.01
-"""Differences below this (1 %) cannot be told from the rounds' spread."""
+"""Differences below this (1 %) cannot be distinguished from the rounds' spread."""
 
 TARGETS: Mapping[str, float] = {
     "helm_tbt_gain": 0.20,
@@ -54,7 +54,7 @@ DEFINITIONS: Mapping[str, str] = {
     "latency_over_flexgen": "the same with FlexGen's placement and its near memory",
     "expected_ms": "the pipeline's model, from compute measured without copies and the link alone",
     "ratios": "attention compute over the FFN's load, FFN compute over attention's (table IV)",
-    "compute_slowdown": "compute of a layer beside the copies over compute without the plugin",
+    "compute_slowdown": "compute time of a layer during copies over that without the plugin",
     "scale": "bytes per second of a link here over the paper's",
     "throughput_over_all_far": "by link: tokens/s of `throughput` over those with all weights far,"
     " in the near budget in which FlexGen's placement has its largest batch",

@@ -27,7 +27,7 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.shapes import PLANNED_SHAPES, planned_model_dir
 from benchmarks.inputs.workload import Request
 from benchmarks.suites.kv.plan import kv_bytes_per_token
-from vllm_tiered.planner.from_probe import machine_from_probe, median_probe
+from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
@@ -113,6 +113,26 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
                         shares.append(result.foreign_cpu_share)
                     step(f"{engine.spec.label}: others took {max(shares):.0%} of the CPU")
     return {**summarise(probes, measured, settings), "definitions": DEFINITIONS}
+
+
+def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge several probes of the same scope into one that has their medians.
+
+    Medians are less sensitive to other programs, and to a machine that is slow for a while.
+    """
+
+    def median(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            return {key: median([value[key] for value in values]) for key in first}
+        if isinstance(first, list):
+            return [median(list(entries)) for entries in zip(*values, strict=True)]
+        if isinstance(first, float):
+            return statistics.median(values)
+        return first
+
+    merged: dict[str, Any] = median(list(probes))
+    return merged
 
 
 def summarise(

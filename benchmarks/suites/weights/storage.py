@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import memory_capped as limited
+from benchmarks.harness import memory_capped
 from benchmarks.harness.cache import cache_root
 from benchmarks.harness.disk import sequential_read_gb_per_s
 from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
@@ -65,9 +65,9 @@ class Settings:
     folder: str = ""
 
     @property
-    def load(self) -> limited.Load:
+    def load(self) -> memory_capped.Load:
         """Return what is decoded."""
-        return limited.Load(
+        return memory_capped.Load(
             prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, threads=self.threads
         )
 
@@ -96,7 +96,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     model = opt_dir(settings.shape, folder)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     step(f"{settings.shape}: {weights / 1e9:.1f} GB in {model}")
-    resident = limited.vllm_bytes(settings.load, folder)
+    resident = memory_capped.vllm_bytes(settings.load, folder)
     limit = int(settings.memory_share * weights) + resident
     step(f"vLLM alone has {resident / 1e9:.2f} GB resident: the limit is {limit / 1e9:.2f} GB")
     is_limited = can_limit()
@@ -115,7 +115,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     _empty(store)
     commands = {OURS: _our_command(settings, model, store, limit - resident), **commands}
     drop_cached([folder])
-    first = limited.measure(OURS, commands[OURS], limit_bytes, settings.threads)
+    first = memory_capped.measure(OURS, commands[OURS], limit_bytes, settings.threads)
     step(f"first start: weights in {first['weights_load_seconds']:.1f} s")
     rounds: list[dict[str, dict[str, Any]]] = []
     for index in range(settings.rounds):
@@ -124,8 +124,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         result: dict[str, dict[str, Any]] = {"disk": {"gb_per_s": disk}}
         for name, command in _rotated(list(commands.items()), index):
             drop_cached([folder])
-            result[name] = limited.measure(name, command, limit_bytes, settings.threads)
-            step(f"{name}: {limited.tokens_per_s(result[name]):.3f} tokens/s")
+            result[name] = memory_capped.measure(name, command, limit_bytes, settings.threads)
+            step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
         for name in skipped:
             step(f"{name}: skipped")
         rounds.append(result)
@@ -151,7 +151,7 @@ def _starts(
     runs = []
     for _ in range(2):
         drop_cached([folder])
-        runs.append(limited.measure(OURS, command, limit_bytes, settings.threads))
+        runs.append(memory_capped.measure(OURS, command, limit_bytes, settings.threads))
     _empty(store)
     return {
         "weights": [run["weights_load_seconds"] for run in runs],
@@ -163,7 +163,9 @@ def _our_command(settings: Settings, model: Path, store: Path, for_weights: int)
     """Return the plugin's command; near memory is the limit less vLLM, embeddings and KV cache."""
     shape = SHAPES[settings.shape]
     other_bytes = (shape.vocab_size + shape.max_positions) * shape.hidden_size * 2
-    near_bytes = for_weights - other_bytes - settings.load.kv_bytes(shape) - limited.MARGIN_BYTES
+    near_bytes = (
+        for_weights - other_bytes - settings.load.kv_bytes(shape) - memory_capped.MARGIN_BYTES
+    )
     return [
         *_base_command(settings, model, new_tokens=settings.new_tokens),
         *("--store", str(store), "--near-bytes", str(near_bytes)),

@@ -96,7 +96,7 @@ def summarise(answers: Mapping[str, Mapping[str, Any]], requests: int) -> dict[s
             if answer["tokens"] != expected:
                 raise MeasurementError(f"{part}, {name}: tokens differ from vLLM's on one rank")
             if part != "vLLM" and not answer["moved_bytes"]:
-                raise MeasurementError(f"{part}, {name}: nothing was brought from far memory")
+                raise MeasurementError(f"{part}, {name}: nothing was loaded from far memory")
             seconds = statistics.median(answer["seconds"])
             alone = statistics.median(by_ranks["1 rank"]["seconds"])
             parts[part][name] = {

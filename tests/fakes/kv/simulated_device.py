@@ -72,13 +72,13 @@ class SimulatedDevice(Device):
         rng: chooses the queues that advance, and when.
         haste: 0 runs a copy only when something waits for it, 1 runs everything at once; values in
             between mix both.
-        late_compute: compute is queued too, as on a GPU; if False, it runs when it is submitted.
+        defers_compute: compute is queued too, as on a GPU; if False, it runs when it is submitted.
     """
 
-    def __init__(self, rng: random.Random, *, haste: float, late_compute: bool = False) -> None:
+    def __init__(self, rng: random.Random, *, haste: float, defers_compute: bool = False) -> None:
         self._rng = rng
         self._haste = haste
-        self._late_compute = late_compute
+        self._defers_compute = defers_compute
         self._compute: deque[Operation] = deque()
         self._queues = {direction: deque[Operation]() for direction in Direction}
         self._bytes = dict.fromkeys(Direction, 0)
@@ -105,13 +105,13 @@ class SimulatedDevice(Device):
 
     def compute(self, kernel: Callable[[], None]) -> None:
         """Submit a kernel; its error is raised from the call in which it runs."""
-        if self._late_compute:
+        if self._defers_compute:
             self._enqueue(self._compute, (), _one_piece(kernel))
         else:
             kernel()
 
     def compute_event(self) -> Event:
-        if self._late_compute:
+        if self._defers_compute:
             return self._enqueue(self._compute, (), _one_piece(lambda: None))
         over = Operation(self, (), iter(()))
         over.advance()
@@ -123,14 +123,14 @@ class SimulatedDevice(Device):
     def signal(self, deferred_event: Event) -> None:
         assert isinstance(deferred_event, Operation), "a deferred event of another device"
         assert not deferred_event.over and deferred_event not in self._compute, "reached twice"
-        if self._late_compute:
+        if self._defers_compute:
             self._compute.append(deferred_event)
             self.run_a_while()
         else:
             deferred_event.advance()
 
     def wait(self, event: Event) -> float:
-        if self._late_compute:
+        if self._defers_compute:
             self._enqueue(self._compute, (event,), _one_piece(lambda: None))
             return 0.0
         stalled = not event.done()

@@ -157,9 +157,7 @@ dense = st.sampled_from([each for each in DECODERS.values() if each.num_experts 
 
 @settings(max_examples=100, deadline=None)
 @given(dense, devices, loads, l2_sizes, l2_sizes)
-def test_more_l2_never_slows_a_step_whose_operations_wait_for_themselves(
-    decoder, num_devices, load, one, other
-):
+def test_more_l2_never_slows_a_step_of_serial_operations(decoder, num_devices, load, one, other):
     seconds = [
         decode_step(
             table_2(size), decoder, num_devices, load, prefetch=True, wait="operation"

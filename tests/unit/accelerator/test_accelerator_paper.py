@@ -118,7 +118,7 @@ def test_the_fit_is_one():
             assert squares(changed) > least, (name, factor)
 
 
-def test_other_readings_are_told(answer):
+def test_other_readings_are_reported(answer):
     by_name = {each["reading"]: each for each in answer["readings"]}
     assert by_name["as read here"]["best_l2_mib"] == answer["with_prefetch"]["best_l2_mib"]
     assert by_name["context lengths 2k, 4k, 8k and 16k only"]["best_l2_mib"] == 80
@@ -142,7 +142,7 @@ def test_every_claim_says_how_it_came_about(answer):
     json.dumps(answer)
 
 
-def test_a_sweep_is_what_single_steps_give():
+def test_a_sweep_equals_single_steps():
     """The sweep reuses times of sizes that prefetch the same: against each on its own."""
     decoder = DECODERS["Mixtral-8x22B"]
     space = Space(decoders=(decoder,), batches=(8, 24), contexts=(4096, 16384))

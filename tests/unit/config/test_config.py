@@ -109,7 +109,7 @@ def test_unknown_key_names_the_nearest(values, named):
         ("verify", True),
     ],
 )
-def test_a_bad_value_is_named_with_what_to_set(key, value):
+def test_a_bad_value_is_named_with_the_valid_ones(key, value):
     with pytest.raises(ConfigError) as caught:
         TieredConfig.from_dict({"kv": {key: value}})
     assert f"tiered.kv.{key} is {value!r}: set it to " in str(caught.value)

@@ -13,7 +13,8 @@ from hypothesis import given
 from tests.fakes.gate import Gate
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
 from vllm_tiered.devices.base import Direction, LinkUse
-from vllm_tiered.devices.cpu import CpuDevice, CpuEvent, copy_pages
+from vllm_tiered.devices.copy_thread import CpuEvent, copy_pages
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -69,7 +70,7 @@ def test_compute_is_over_when_it_returns(device):
 # Threads and errors ----------------------------------------------------------------------
 
 
-def test_copying_threads_may_run_where_they_are_told():
+def test_copying_threads_run_on_the_given_cpus():
     where: list[set[int]] = []
 
     class Look(Gate):
@@ -87,7 +88,7 @@ def test_copying_threads_may_run_where_they_are_told():
     assert os.sched_getaffinity(0) == own
 
 
-def test_an_error_reaches_all_who_look_at_the_event(device):
+def test_an_error_reaches_all_users_of_the_event(device):
     gate, buffer = Gate(), make_buffer(2)
     gate.fail(OSError("link down"))
     event = copy(device, READ, buffer, pages_of(0), buffer, pages_of(1), [gate])
@@ -145,7 +146,7 @@ def test_done_never_says_yes_to_a_copy_that_fails_meanwhile(line):
 
 
 @pytest.mark.parametrize("line", range(4))
-def test_no_wake_up_is_lost_when_a_copy_ends_while_somebody_begins_to_wait(line):
+def test_no_wake_up_is_lost_when_a_copy_ends_as_a_wait_begins(line):
     """The copy ends just before a line of ``wait`` runs."""
     event = CpuEvent()
     lines_seen: list[int] = []
@@ -217,7 +218,7 @@ def test_an_event_tells_when_its_copy_began_and_ended(device):
     assert busy == pytest.approx(event.ended - event.began)
 
 
-def test_whoever_waits_for_an_event_is_let_go_however_the_threads_take_turns():
+def test_waits_for_an_event_end_in_every_order_of_threads():
     """Waits begin before, during and after the event's end; a lost wake-up would hang."""
     events = [CpuEvent() for _ in range(3000)]
     let_go = [0, 0, 0]

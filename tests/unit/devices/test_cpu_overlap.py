@@ -9,7 +9,8 @@ import torch
 
 from tests.fixtures.page_buffers import contents, copy, make_buffer
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cpu import CopyThread, CpuDevice
+from vllm_tiered.devices.copy_thread import CopyThread
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import Pages
 
 
@@ -56,7 +57,7 @@ def test_a_copy_ends_while_one_matmul_runs(timed):
     assert contents(dst) == ids.ids.tolist()
 
 
-def test_python_goes_on_while_one_copy_runs(timed):
+def test_python_runs_during_a_copy(timed):
     """``numpy.take`` releases the GIL; otherwise no line would run between begin and end."""
     device, spans = timed
     src, dst = make_buffer(2048, 64 * 1024), make_buffer(2048, 64 * 1024, value=-1)

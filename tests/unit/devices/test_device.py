@@ -135,7 +135,7 @@ def test_use_counts_each_direction(device):
     assert device.use(READ).busy_seconds > 0.0
 
 
-def test_close_fails_what_waits_for_compute_that_never_came(device):
+def test_close_fails_copies_that_wait_for_missing_compute(device):
     """A step that raises partway must not leave a thread that cannot be stopped."""
     dst = make_buffer(1, value=-1)
     reached, never = device.deferred_events(2)

@@ -37,7 +37,7 @@ def test_discarded_pages_take_no_memory():
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 3), (1, 2), (3, 1), (2, 0)])
-def test_pages_beside_the_range_stay(first, count):
+def test_pages_outside_the_range_stay(first, count):
     """Pages of 10 KiB share their first and last system pages with their neighbours."""
     buffer = touched(6, 10 * KIB)
     given = buffer.discard(first, count)
@@ -58,7 +58,7 @@ def test_a_part_discards_its_own_pages():
     assert not (buffer.data[[3, 4]] == 7).all()
 
 
-def test_where_it_is_impossible_nothing_happens():
+def test_nothing_happens_where_it_is_not_supported():
     assert PageBuffer(torch.empty((4, 4096), dtype=torch.uint8, device="meta")).discard(0, 4) == 0
     assert touched(1, 8).discard(0, 1) == 0
 

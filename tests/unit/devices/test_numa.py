@@ -113,7 +113,7 @@ def test_a_system_that_does_not_say(tmp_path):
 
 @pytest.mark.skipif(numa._libnuma() is None, reason="no libnuma, or a kernel without NUMA")
 @pytest.mark.parametrize("bind_it", [partial(bind, cpus={1}), partial(bind_near, number=0)])
-def test_the_kernel_is_told(bind_it, monkeypatch):
+def test_the_kernel_gets_the_setting(bind_it, monkeypatch):
     """The kernel's get_mempolicy reports that the address is bound to node 0."""
     two = [node(0, {0}, GIB), node(1, {1}, GIB, n0=20)]
     monkeypatch.setattr(numa, "nodes", lambda: two)

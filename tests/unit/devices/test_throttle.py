@@ -104,7 +104,7 @@ def test_a_change_reaches_transfers_under_way(change):
     assert seconds_of(lambda: transfer(throttle, 1000)) < SLACK_SECONDS
 
 
-def test_what_has_passed_stays_passed():
+def test_a_new_limit_applies_only_to_the_rest_of_a_transfer():
     """Half of the transfer runs at one bandwidth, half at another."""
     throttle = Throttle(1e4)
     begin = time.perf_counter()

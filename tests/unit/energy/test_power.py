@@ -86,7 +86,7 @@ def test_a_disk_that_is_not_used_draws_nothing_of_ours(clock, tmp_path):
     assert step(meter_of(clock, tmp_path, ssd=0.0), clock, 10.0).joules["ssd"] == 0
 
 
-def test_what_ranks_share_is_counted_once(clock, host, tmp_path):
+def test_shared_parts_of_ranks_are_counted_once(clock, host, tmp_path):
     """A host's second rank counts its own GPU, and its own memory if memory is not measured."""
     nvml = DescribedNvml()
     gpu = {"nvml": nvml, "gpu_uuids": ["GPU-a"]}
@@ -113,7 +113,7 @@ def test_idle_time_is_left_out(clock, host):
     assert drawn.assumed_joules == pytest.approx(2)
 
 
-def test_what_was_not_read_before_a_pause_gets_its_share_of_the_time(clock, tmp_path):
+def test_a_counter_not_read_before_a_pause_gets_its_share_of_the_time(clock, tmp_path):
     """The last step ends 50 ms after a reading, too early for another; then a pause follows."""
     meter = meter_of(clock, tmp_path, held=0)
     step(meter, clock, 1.0)
@@ -185,7 +185,7 @@ def test_a_gpu_that_is_lost_is_an_oserror():
         source.read_joules()
 
 
-def test_our_own_memory_is_what_constants_count(clock, tmp_path):
+def test_constants_count_only_our_own_memory(clock, tmp_path):
     meter = open_meter(
         dram_watts_per_gb=DRAM, ssd_watts=lambda: 0.0, powercap=tmp_path, clock=clock
     )

@@ -28,7 +28,7 @@ def test_packages_and_memory_are_counted_of_every_socket(tmp_path):
     assert taken(zones["cpu"]) == 0
 
 
-def test_what_is_in_a_package_or_around_it_is_not_counted_again(tmp_path):
+def test_nested_and_enclosing_domains_are_not_counted_twice(tmp_path):
     host = Powercap(tmp_path, DESKTOP)
     zones, _ = open_rapl(tmp_path)
     for folder in DESKTOP:
@@ -83,7 +83,7 @@ def test_a_sum_without_a_socket_is_no_sum(tmp_path, file):
     assert reason is not None and f"intel-rapl:1/{file}: No such file" in reason
 
 
-def test_what_is_no_number_is_named(tmp_path):
+def test_values_that_are_no_numbers_are_named(tmp_path):
     Powercap(tmp_path, SERVER)
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("a lot\n")
     _, reason = open_rapl(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of bundles: each bundle lies in as few blocks as its bytes need."""
+"""Layout of bundles: each bundle is in as few blocks as its bytes need."""
 
 import pytest
 

@@ -30,7 +30,7 @@ def test_a_few_neurons_get_twice_the_slots_that_a_token_wants() -> None:
     assert [slots[p] for p in Precision] == [2 * count for count in wanted]
 
 
-def test_buffers_of_a_model_that_wants_most_are_no_larger_than_the_dense_ffn() -> None:
+def test_buffers_are_no_larger_than_the_dense_ffn() -> None:
     plan = auto((0.25, 0.25, 0.5), 1.0, has_base=True)
     assert 0.95 * DENSE_BYTES < plan.cache_bytes <= DENSE_BYTES
     assert plan.cache_slots[Precision.INT4] == 1536

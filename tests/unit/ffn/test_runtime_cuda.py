@@ -265,7 +265,7 @@ def test_lists_are_not_changed_while_they_are_copied(monkeypatch, ffn):
                 assert numbers.tolist() == [n] * n and flags.tolist() == [n % 2 == 0] * 3
 
 
-def test_what_was_read_ahead_is_not_overwritten_before_it_is_copied(monkeypatch, ffn):
+def test_prefetched_neurons_are_not_overwritten_before_they_are_copied(monkeypatch, ffn):
     rig = DeferredRig(monkeypatch, ffn, seed=0, haste=0.0)
     neurons = np.arange(4)
     with ffn.open() as store, rig.torch:

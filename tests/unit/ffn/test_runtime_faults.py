@@ -168,7 +168,7 @@ def test_streamed_in_8_bit(ffn, monkeypatch) -> None:
     runtime.close()
 
 
-def test_a_base_alone(ffn) -> None:
+def test_only_a_base(ffn) -> None:
     runtime = FfnRuntime(ffn.open(), mixed(ffn, (0, 0, 1), has_base=True), CpuDevice())
     x_BH = torch.randn(2, 64)
     everyone = {Precision.INT4: torch.arange(96)}
@@ -207,7 +207,7 @@ def test_a_dense_layer_does_not_use_what_is_prefetched_for_others(ffn) -> None:
     runtime.close()
 
 
-def test_what_was_read_ahead_in_vain_may_be_damaged(tmp_path: Path) -> None:
+def test_unused_prefetched_neurons_may_be_damaged(tmp_path: Path) -> None:
     ffn = random_ffn(tmp_path / "ffn", gated=True)
     plan = replace(mixed(ffn, (0.25, 0, 0)), prefetches=True)
     runtime, predictors = scripted(ffn, plan)

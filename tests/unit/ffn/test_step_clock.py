@@ -20,7 +20,7 @@ def test_on_the_host_a_step_is_over_when_it_was_computed() -> None:
     assert len(reported) == 1 and 0.01 <= reported[0] < 1
 
 
-def test_on_a_gpu_it_is_told_when_it_is_known() -> None:
+def test_on_a_gpu_the_duration_is_reported_when_it_is_known() -> None:
     """Steps that end after the host has gone on are reported later, oldest first."""
     reported: list[tuple[str, float]] = []
     device = SimulatedCudaDevice(random.Random(0), haste=0.0)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: the blocks reserved when a request begins, and the changes sent to the workers."""
 
+import dataclasses
+
 import pytest
 
 from tests.fakes.kv.block_pool_model import BlockPool
@@ -37,7 +39,7 @@ def allocate(pool, count):
     return lambda num_reserved: pool.take(count) if count + num_reserved <= pool.num_free else None
 
 
-def test_a_request_is_admitted_if_its_partial_blocks_fit_beside_its_blocks(fixed, pool):
+def test_a_request_is_admitted_if_its_blocks_and_its_partial_blocks_fit(fixed, pool):
     reserved = fixed.elastic.blocks_to_reserve("a")
     assert reserved == 2
     assert fixed.admit("a", 4, allocate(pool, 3)) == [1, 2, 3]
@@ -55,7 +57,7 @@ def test_a_refused_request_changes_nothing(fixed, pool):
     assert not fixed.elastic.is_admitted("a") and not fixed.has_changes
 
 
-def test_workers_are_told_each_change_once(fixed, pool):
+def test_workers_get_each_change_once(fixed, pool):
     assert fixed.take_changes() == ([], [])
     fixed.admit("a", 4, allocate(pool, 1))
     reserved = sorted(fixed.elastic.reserved)
@@ -96,3 +98,24 @@ def test_a_level_that_falls_reserves_free_blocks_first(pool):
 
 def test_a_fixed_level_has_no_number_of_layers(fixed):
     assert fixed.change_level() == StepLevel(None, None, True)
+
+
+def test_levels_may_be_withdrawn(pool):
+    """The level falls once the blocks above the new limit are free and reserved."""
+    expansion = Expansion(
+        LEVELS, ElasticBlocks(geometry=LEVELS.geometry(Level(4)), usable_blocks=10), Level(4)
+    )
+    elastic = expansion._elastic
+    admission = Admission(elastic, pool, expansion)
+    admission.start()
+    held = admission.admit("a", 4, allocate(pool, 6))
+    fewer = dataclasses.replace(LEVELS, max_num_far=0, max_blocks=5)
+    expansion.restrict(fewer, fewer.ladder[-1])
+    admission.reserve_free_excess()
+    assert admission.change_level() == StepLevel(4, 4, True), "the request holds too many blocks"
+    pool.release(held)
+    admission.end_requests(["a"])
+    admission.reserve_free_excess()
+    assert admission.change_level() == StepLevel(0, 0, True)
+    assert elastic.released_blocks == elastic.limit == LEVELS.geometry(Level(0)).block_limit(0) == 5
+    elastic.check_integrity()

@@ -142,7 +142,7 @@ def test_small_differences_are_decided_by_the_means_once(tokens, is_loss):
     assert not any(verdicts[:7])
 
 
-def test_another_load_begins_a_record_anew():
+def test_another_load_begins_a_new_record():
     comparison = filled(BaselineComparison(), 0, [100] * 4).at_level(20)
     comparison = filled(comparison, 20, [75, 75])
     comparison = filled(comparison, 20, [75], running=40)
@@ -159,7 +159,7 @@ def test_the_base_is_waited_for_once():
     assert comparison.is_known and comparison.base.count == 1
 
 
-def test_what_was_evaluated_is_not_evaluated_again():
+def test_evaluated_samples_are_not_evaluated_again():
     comparison = filled(BaselineComparison(), 0, [100] * 4).at_level(20)
     comparison = dataclasses.replace(filled(comparison, 20, [110] * 8), is_evaluated=True)
     assert filled(comparison, 20, [60] * 8).loss(8, 0.01) is None

@@ -58,7 +58,7 @@ def test_pages_needed_grow_with_blocks_and_partial_blocks(geometry, blocks, num_
 
 
 @given(geometry=geometries(), blocks=st.integers(0, 60), num_partial=partial)
-def test_pages_needed_hold_what_a_step_has(geometry, blocks, num_partial):
+def test_the_needed_pages_hold_a_steps_blocks(geometry, blocks, num_partial):
     """A step has all blocks in every resident layer, all partial blocks in every offloaded layer,
     and at least one layer of all other blocks."""
     used_partial_blocks = min(blocks, num_partial)

@@ -71,7 +71,7 @@ def test_unknown_requests_are_ignored(elastic):
     assert elastic.num_partial == 0 and elastic.release() == []
 
 
-def test_no_room_for_another_request_means_every_block(elastic):
+def test_without_space_for_another_request_every_block_is_meant(elastic):
     for number in range(4):
         elastic.admit(f"{number}", prefill_tokens=1)
     assert elastic.blocks_to_reserve("new") == elastic.released_blocks

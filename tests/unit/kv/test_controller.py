@@ -33,7 +33,7 @@ def test_strides_double_while_the_link_is_idle():
 
 
 @pytest.mark.parametrize(("demand", "most"), [(130, 169), (200, 230)])
-def test_no_level_above_what_the_pressure_can_use(demand, most):
+def test_no_level_above_the_demand(demand, most):
     engine = ControlledEngine(demand=demand).run(500)
     needed = next(m for m in range(30) if limit_of(m, 0.2) >= demand)
     assert engine.level >= needed
@@ -89,7 +89,7 @@ def test_partial_blocks_come_back_when_the_load_falls():
     assert WITH_PARTIAL.ladder[engine.level].partial_blocks_resident and engine.level > 0
 
 
-def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
+def test_a_long_request_does_not_slow_running_requests():
     """A lower level with resident partial blocks holds the request, but a third fewer others."""
     engine = ControlledEngine(demand=200, partial_per_block=0.5, levels=WITH_PARTIAL).run(2000)
     before = engine.level
@@ -100,7 +100,7 @@ def test_a_long_request_is_not_served_at_the_cost_of_those_that_run():
     assert min(engine.path[2000:]) > before
 
 
-def test_the_link_is_told_from_the_blocks_that_are_read():
+def test_link_speed_is_estimated_from_the_loaded_blocks():
     """Half of the charges are for a second partial block, which no request really has."""
     engine = ControlledEngine(
         demand=150, partial_per_block=0.5, unit_link=4e-6, levels=WITH_PARTIAL
@@ -139,7 +139,7 @@ def test_a_request_that_does_not_fit_is_served_at_once():
     assert engine.reasons == ["a request needs 150 blocks"]
 
 
-def test_the_level_is_kept_while_the_request_lives_and_given_back_after():
+def test_the_level_is_kept_while_the_request_lives_and_lowered_after():
     engine = ControlledEngine(demand=50, needed_blocks=150).run(5000)
     assert min(engine.path) == engine.level > 0
     engine.needed_blocks = 10
@@ -170,7 +170,7 @@ def settled():
     return engine
 
 
-def test_contention_is_given_way_to_and_the_level_comes_back(settled):
+def test_the_level_falls_under_contention_and_rises_again(settled):
     before = settled.level
     settled.unit_link *= 3
     settled.run(150)
@@ -223,7 +223,7 @@ def test_mild_stall_is_given_way_to_when_it_lasts(settled):
     assert before - 3 < settled.level < before
 
 
-def test_no_growth_while_compute_waits_whatever_for():
+def test_no_growth_while_compute_waits_for_any_reason():
     """Every third step stalls, which is too few to give up layers, and the link is idle."""
     engine = ControlledEngine(unit_link=1e-9, stall_every=3, stall_share=0.06).run(3000)
     assert engine.level == 3
@@ -232,7 +232,7 @@ def test_no_growth_while_compute_waits_whatever_for():
 # Releasing unused -----------------------------------------------------------------------
 
 
-def test_steps_aside_when_nothing_is_blocked_and_returns_in_one_jump():
+def test_backs_off_when_nothing_is_blocked_and_returns_in_one_jump():
     engine = ControlledEngine(unit_link=1e-7).run(1000)
     top = engine.level
     assert top == LEVELS.max_num_far
@@ -246,7 +246,7 @@ def test_steps_aside_when_nothing_is_blocked_and_returns_in_one_jump():
     assert set(engine.path[seen:]) == {0, top}
 
 
-def test_never_steps_aside_below_the_blocks_in_use():
+def test_never_backs_off_below_the_blocks_in_use():
     engine = ControlledEngine(unit_link=1e-7).run(1000)
     engine.demand = 150
     engine.run(5000)
@@ -285,7 +285,7 @@ def test_requests_that_begin_together_do_not_keep_layers_far():
     assert LEVELS.block_limit(LEVELS.ladder[steady], 60) < 150
 
 
-def test_pressure_that_comes_and_goes_is_met_with_more_and_more_patience():
+def test_recurring_pressure_increases_the_patience():
     engine = ControlledEngine(unit_link=1e-7)
     counts = []
     for _ in range(3):
@@ -425,7 +425,7 @@ def test_the_public_names_are_those_of_the_contract():
     assert initial_state(LEVELS, Tuning()).decision.level_idx == 0
 
 
-def test_a_large_request_beside_many_small_ones_keeps_a_level():
+def test_a_large_request_among_many_small_ones_keeps_a_level():
     """With these partial blocks no level above 0 holds more blocks in all.
 
     But level 0 does not hold the large request.

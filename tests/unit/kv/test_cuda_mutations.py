@@ -9,8 +9,8 @@ import random
 import pytest
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.kv.deferred_setups import SETUPS as DEFERRED_SETUPS
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
-from tests.fakes.kv.late_setups import SETUPS as LATE_SETUPS
 from tests.fakes.kv.mutations import Mutation, mutation_id
 from tests.fakes.kv.worker_model import WorkerModel, WrongKv
 from vllm_tiered.devices.cuda import bounce_copy
@@ -24,7 +24,7 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner, PagePool
 
 SETUPS = (
-    *LATE_SETUPS,
+    *DEFERRED_SETUPS,
     Setup(num_layers=9, num_far=8, block_tokens=4, sure_blocks=3, spare_pages=8),
     Setup(num_layers=7, num_far=6, block_tokens=3, sure_blocks=3, ahead=True, adaptive=True),
 )
@@ -198,7 +198,7 @@ def run_bounced(num_seeds: int) -> None:
             device.close()
 
 
-def test_unbroken_passes_when_threads_carry_pages(monkeypatch):
+def test_unbroken_passes_when_threads_copy_pages(monkeypatch):
     monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 64)
     run_bounced(2 * len(SETUPS))
 
@@ -208,7 +208,7 @@ def test_unbroken_passes_when_threads_carry_pages(monkeypatch):
     [Mutation(BounceCopyWorker, "_run", bounce_without_waiting, AssertionError)],
     ids=mutation_id,
 )
-def test_broken_fails_when_threads_carry_pages(mutation, monkeypatch):
+def test_broken_fails_when_threads_copy_pages(mutation, monkeypatch):
     mutation.apply(monkeypatch)
     with pytest.raises(mutation.kind):
         run_bounced(20)

@@ -55,11 +55,11 @@ class Cuda(SimulatedCudaDevice):
         self.cuda.run_all()
 
 
-class Late(SimulatedDevice):
+class Deferred(SimulatedDevice):
     """Deferred-execution fake whose writes do not advance before ``run_all``."""
 
     def __init__(self) -> None:
-        super().__init__(random.Random(0), haste=0.0, late_compute=True)
+        super().__init__(random.Random(0), haste=0.0, defers_compute=True)
 
     def run_all_but_writes(self) -> None:
         queues = [self._compute, self._queues[Direction.READ]]
@@ -71,7 +71,7 @@ class Late(SimulatedDevice):
 class Model:
     """Model whose layers store their own number in every block of a step."""
 
-    def __init__(self, device: Cuda | Late) -> None:
+    def __init__(self, device: Cuda | Deferred) -> None:
         near = PageBuffer(torch.zeros((NEAR_PAGES, 64), dtype=torch.uint8))
         assert near.words is not None
         self.words = near.words
@@ -127,12 +127,12 @@ def run(device, plan):
     device.close()
 
 
-DEVICES = pytest.mark.parametrize("device_class", [Cuda, Late])
+DEVICES = pytest.mark.parametrize("device_class", [Cuda, Deferred])
 
 
 @DEVICES
 @pytest.mark.parametrize("case", PLANS)
-def test_what_was_computed_is_what_was_written_out(case, device_class, monkeypatch):
+def test_stored_blocks_equal_the_computed_ones(case, device_class, monkeypatch):
     plan, owner = PLANS[case]
     taken = []
     allocate = PagePool.allocate

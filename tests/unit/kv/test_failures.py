@@ -8,7 +8,8 @@ import pytest
 from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cpu import CopyThread, CpuDevice
+from vllm_tiered.devices.copy_thread import CopyThread
+from vllm_tiered.devices.cpu import CpuDevice
 
 SETUPS = (
     Setup(num_layers=5, num_far=3, spare_pages=12),

@@ -54,7 +54,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_what_moves_a_page(case):
+def test_plans_that_move_a_page(case):
     plan, expected = PLANS[case]
     orders = [interleave(4, num_far) for num_far in range(4)]
     swapper = Swapper(

@@ -43,7 +43,7 @@ def test_rows_start_at_home(table):
     table.check_integrity()
 
 
-def test_a_layer_goes_round(table):
+def test_a_layer_passes_through_all_states_and_back(table):
     for name in ("reserve", "publish", "evict", "reserve"):
         move(table, name, OFFLOADED)
         assert table.rows[OFFLOADED].state is MOVES[name][0]

@@ -49,7 +49,7 @@ def test_allocate_more_than_there_are_changes_nothing(pool):
 
 
 @pytest.mark.parametrize("leave", ["free", "drain"])
-def test_pages_of_another_owner_cannot_be_given_back(pool, leave):
+def test_pages_of_another_owner_cannot_be_freed(pool, leave):
     pages = take(pool, 2, Owner.RESIDENT)
     with pytest.raises(IntegrityError, match="not all PARTIAL's"):
         if leave == "free":
@@ -101,7 +101,7 @@ def test_pages_are_handed_over_behind_no_more_drains_than_they_must(pool):
     assert pool.num_free == 1 and pool.count(Owner.STAGING) == 3
 
 
-def test_a_drain_none_of_whose_pages_are_taken_is_not_waited_for(pool):
+def test_a_drain_without_allocated_pages_is_not_waited_for(pool):
     gate = Gate()
     take(pool, 2, Owner.RESIDENT)
     free = take(pool, 1, Owner.PARTIAL)
@@ -111,7 +111,7 @@ def test_a_drain_none_of_whose_pages_are_taken_is_not_waited_for(pool):
     assert pool.allocate(1, Owner.STAGING)[1] == (gate,)
 
 
-def test_an_error_of_the_copy_reaches_who_needs_the_pages(pool):
+def test_an_error_of_the_copy_reaches_the_users_of_the_pages(pool):
     failed = Gate()
     failed.fail(OSError("no such device"))
     pool.drain(take(pool, 4, Owner.PARTIAL), Owner.PARTIAL, failed)

@@ -156,7 +156,7 @@ def test_going_on_behind_a_block_that_is_no_partial_block(planner, scheduled):
     "partial_blocks_resident", [(True,), (False,), (True, True, True, True, False)], ids=str
 )
 @pytest.mark.parametrize("seed", range(8))
-def test_going_on_says_what_planning_would(seed, partial_blocks_resident):
+def test_a_continued_plan_equals_a_new_one(seed, partial_blocks_resident):
     """One planner looks only at requests whose blocks change, the other one at all requests."""
     rng = random.Random(seed)
     quick, thorough = (StepPlanner(num_blocks=999, block_tokens=8) for _ in range(2))

@@ -252,7 +252,7 @@ def test_more_buffers_are_taken_when_pages_have_drained():
     assert swapper.pool.count(Owner.STAGING) == 3 * 3
 
 
-def test_nothing_rotates_without_far_layers():
+def test_nothing_is_copied_without_far_layers():
     swapper, device = make_swapper(num_far=0)
     swapper.begin_step(plan_of(load=[1], store_new=[2], alloc_partial=[3]))
     compute(swapper)

@@ -88,5 +88,5 @@ def test_a_comparison_needs_more_than_its_noise():
 
 
 @pytest.mark.parametrize(("running", "is_like"), [(10, True), (15, True), (4, False), (30, False)])
-def test_a_sample_of_another_load_is_told_apart(running, is_like):
+def test_a_sample_of_another_load_is_distinguished(running, is_like):
     assert record_of([1000] * 3).is_like(sample(1000, running)) is is_like

@@ -93,7 +93,7 @@ def test_one_fork_and_one_join_around_all_that_an_all_reduce_hides(runtime, cuda
     assert cuda.take() == [], "nothing was forked since"
 
 
-def test_off_launches_nothing_but_counts_what_a_step_has(runtime, cuda):
+def test_off_launches_nothing_but_counts_the_bytes_of_a_step(runtime, cuda):
     step(runtime)
     step(runtime)
     assert cuda.take() == []
@@ -118,7 +118,6 @@ def test_kv_of_which_no_page_fits_is_skipped_and_a_dummy_step_has_none(runtime, 
     runtime.prefetch_kv(2, 1000)
     runtime.join()
     assert cuda.take() == []
-    assert runtime.num_kv_skipped == 1
 
 
 def test_prefetched_bytes_are_counted(runtime):

@@ -65,7 +65,7 @@ def test_an_interrupted_trial_starts_again() -> None:
     assert state.batch_size == 1 and len(state.seconds) == 3 and not state.verdicts
 
 
-def test_ranks_switch_together_whatever_they_measure() -> None:
+def test_ranks_switch_together_for_any_measurements() -> None:
     _, fast = drive(Trial(), 4, LENGTH, lambda is_on, index: 0.5)
     _, slow = drive(Trial(), 4, LENGTH, lambda is_on, index: 3.0 + index)
     assert fast == slow

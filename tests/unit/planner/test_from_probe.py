@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machine from a probe's file: its figures, their provenance, and files that are refused."""
 
-import copy
 import dataclasses
 import json
 
@@ -15,7 +14,6 @@ from vllm_tiered.planner.from_probe import (
     STEP_CALLS,
     load_machine,
     machine_from_probe,
-    median_probe,
     read_probe_file,
 )
 from vllm_tiered.planner.measured_curves import GemmCurve
@@ -72,7 +70,7 @@ def broken(change):
         pytest.param("[]", "is not a probe's result", id="list"),
         pytest.param('{"format": "x"}', "is not a probe's result", id="other"),
         pytest.param(
-            broken(lambda p: p.update(version=0)), "version 0, and this reads 1", id="old"
+            broken(lambda p: p.update(version=0)), "version 0, and this reads 2", id="old"
         ),
         pytest.param(broken(lambda p: p.pop("links")), "damaged: no 'links'", id="key"),
         pytest.param(
@@ -81,11 +79,11 @@ def broken(change):
             id="negative",
         ),
         pytest.param(
-            broken(lambda p: p["beside"].update(link_slowdown="much")),
+            broken(lambda p: p["contention"].update(link_slowdown="much")),
             "link_slowdown is 'much'",
             id="text",
         ),
-        pytest.param(broken(lambda p: p["products"].update(far=[])), "no GEMMs", id="empty"),
+        pytest.param(broken(lambda p: p["gemms"].update(far=[])), "no GEMMs", id="empty"),
         pytest.param(broken(lambda p: p["links"].update(read=[])), "is damaged", id="no link"),
         pytest.param(broken(lambda p: p.update(links=None)), "is damaged", id="null"),
     ],
@@ -96,15 +94,6 @@ def test_bad_files_are_refused(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_probe_file(path)
-
-
-def test_several_probes_are_as_good_as_their_median():
-    slow = copy.deepcopy(sample_probe())
-    for entry in slow["products"]["near"]:
-        entry["seconds"] *= 10
-    assert machine_from_probe(
-        median_probe([sample_probe(), slow, sample_probe()])
-    ) == machine_from_probe(sample_probe())
 
 
 # Curves ---------------------------------------------------------------------------------
@@ -164,7 +153,7 @@ def test_far_weights_take_the_other_product():
 def test_a_link_bound_step_takes_its_transfers_and_their_slowdown():
     """Transfers at 5 GB/s take 1.5 times as long while compute, which is shorter, runs."""
     probe = sample_probe()
-    for entry in probe["products"]["far"]:
+    for entry in probe["gemms"]["far"]:
         entry["seconds"] /= 20
     machine, _ = machine_from_probe(probe)
     placement = place("all_far", LLAMA.sublayers)

@@ -17,7 +17,7 @@ from tests.fixtures.placement_instances import (
     every_placement,
     small_model,
 )
-from vllm_tiered.planner import placement_milp as near_program
+from vllm_tiered.planner import choice_counts
 from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.planner.pipeline_time import NO_SLOWDOWN, Slowdown, transfer_seconds
 from vllm_tiered.planner.placement_milp import Links, NearScope, PlacementProblem, solve_placement
@@ -141,7 +141,7 @@ def test_the_solver_prints_nothing(monkeypatch, capfd):
         calls.append(args)
         return solver(*args, **kwargs)
 
-    monkeypatch.setattr(near_program, "milp", noisy)
+    monkeypatch.setattr(choice_counts, "milp", noisy)
     sublayers = small_model(4, (3, 2), (16, 8))
     place_for_latency(sublayers, by_kind(sublayers, 1e-3, 1e-3), LINK, 90 * PAGE)
     assert calls

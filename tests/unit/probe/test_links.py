@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_a_throttled_link_is_measured_as_what_it_was_set_to(direction):
+def test_a_throttled_link_is_measured_at_its_limit(direction):
     """No transfer is faster. Other processes may make it slower, so take the best of a few."""
     device = CpuDevice(throttles={direction: Throttle(200e6, latency_seconds=0.002)})
     try:

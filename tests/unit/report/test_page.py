@@ -42,10 +42,10 @@ def timeline_of(steps, *, events=(), layers=(), is_closed=True, **changes):
 @pytest.fixture(scope="module")
 def run():
     """Two minutes of an adaptive engine, with a step in detail."""
-    told = list(adaptive_run(120.0))
+    records = list(adaptive_run(120.0))
     return timeline_of(
-        [each for each in told if isinstance(each, StepSample)],
-        events=[each for each in told if isinstance(each, Event)],
+        [each for each in records if isinstance(each, StepSample)],
+        events=[each for each in records if isinstance(each, Event)],
         layers=[pipeline_step()],
         model="<b>Llama & friends</b>",
     )
@@ -114,7 +114,7 @@ def test_names_from_outside_are_escaped(folder, page):
     assert "<b>Llama & friends</b>" in page.text
 
 
-def test_the_page_says_what_was_configured(page):
+def test_the_page_has_the_configuration(page):
     for words in (
         "vllm-tiered 0.1.0, vLLM 0.32.0",
         "A processor, 2 CPUs, 24.00 GiB",
@@ -194,7 +194,7 @@ def test_a_timeline_without_an_end_says_so(tmp_path, is_closed):
     assert ("The timeline has no end" in index.read_text(encoding="utf-8")) is not is_closed
 
 
-def test_a_timeline_without_steps_is_an_error_that_says_what_to_do(tmp_path):
+def test_the_error_for_a_timeline_without_steps_has_advice(tmp_path):
     with pytest.raises(ConfigError, match="no steps yet: send the engine a request"):
         write_report(timeline_of([]), tmp_path)
 
@@ -230,7 +230,7 @@ def test_awkward_timelines_are_drawn_without_a_warning(name):
         assert png_size(render(partial(picture.draw, AWKWARD[name]))) > (1000, 250)
 
 
-def test_every_panel_names_what_it_shows_and_in_which_unit(run):
+def test_every_panel_names_its_quantity_and_unit(run):
     for picture in figures.PICTURES:
         axes = picture.draw(run).axes
         assert "(" in axes[-1].get_xlabel(), picture.name
@@ -338,7 +338,7 @@ def test_the_command_prints_where_the_page_is(path, out, capsys):
     assert "3 steps" in (folder / "index.html").read_text(encoding="utf-8")
 
 
-def test_the_command_names_what_is_wrong_with_a_file(path, capsys):
+def test_the_command_names_the_problem_of_a_file(path, capsys):
     path.write_text("not a timeline\n")
     assert main(["report", str(path)]) == 1
     printed = capsys.readouterr()
@@ -347,7 +347,9 @@ def test_the_command_names_what_is_wrong_with_a_file(path, capsys):
 
 
 @pytest.mark.parametrize("missing", report_command.EXTRA_MODULES)
-def test_without_the_extra_the_command_says_what_to_install(path, capsys, monkeypatch, missing):
+def test_without_the_extra_the_command_names_the_package_to_install(
+    path, capsys, monkeypatch, missing
+):
     for name in ("page", "figures", "layer_figure", "drawing"):
         monkeypatch.delitem(sys.modules, f"vllm_tiered.report.{name}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)

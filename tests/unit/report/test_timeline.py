@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline file: what is added is read back; it stays small and survives its engine."""
+"""The timeline file: added records are read back; it stays small and survives its engine."""
 
 import json
 import os
@@ -73,10 +73,10 @@ def one_after_another(steps, *, pause=0.0):
         yield each._replace(time=end)
 
 
-# What is told is what is read ---------------------------------------------------------------
+# What is written is what is read --------------------------------------------------------------
 
 
-def test_a_run_comes_back(path):
+def test_a_run_is_read_back(path):
     timeline = TimelineWriter(path, header())
     for k in range(5):
         timeline.add_step(step(0.1 * k + 0.05, used_blocks=10 * k, far_layers=k // 4))
@@ -228,10 +228,10 @@ time.sleep(60)
 """
 
 
-def test_a_killed_engine_leaves_what_it_added(path):
+def test_a_killed_engine_leaves_its_records(path):
     with subprocess.Popen([sys.executable, "-c", DYING_ENGINE, path], cwd=ROOT) as engine:
         try:
-            # It is idle: nothing but the writer's own clock brings its last steps to the file.
+            # It is idle: only the writer's own clock writes its last steps to the file.
             wait_for(lambda: path.exists() and path.read_text().count('"window"') == 2)
         finally:
             engine.send_signal(signal.SIGKILL)
@@ -327,7 +327,7 @@ def test_a_path_that_cannot_be_written_is_refused_with_the_reason(tmp_path):
     assert "Not a directory" in refused(tmp_path / "file" / "t.jsonl")
 
 
-def test_a_file_that_is_no_timeline_is_left_alone(path):
+def test_a_file_that_is_no_timeline_is_not_touched(path):
     path.write_text("my thesis\n")
     assert "would be lost" in refused(path)
     assert path.read_text() == "my thesis\n"
@@ -347,7 +347,7 @@ def test_a_second_engine_is_refused_while_the_first_writes(path):
     assert "another engine writes it" in refused(path)
     for end in (1.0, 2.0, 3.0):
         timeline.add_step(step(end))
-    wait_for(lambda: path.read_text().count('"window"') == 1)  # the file was written anew
+    wait_for(lambda: path.read_text().count('"window"') == 1)  # the file was written again
     assert "another engine writes it" in refused(path)
     timeline.close()
     assert merge_windows(read_timeline(path).windows).num_steps == 3

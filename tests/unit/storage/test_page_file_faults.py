@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from tests.fixtures.page_buffers import copy, make_buffer, pages_of
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageError, Pages
-from vllm_tiered.storage import deadline
-from vllm_tiered.storage.page_file import PageFile
+from vllm_tiered.storage import io_pool, page_file
+from vllm_tiered.storage.page_file import MIN_SPARES, PageFile
 
 PAGE_BYTES = 24 * 1024
 NUM_PAGES = 100
@@ -113,7 +114,8 @@ def test_a_flipped_bit(written, seed):
     page, position, bit = rng.randrange(NUM_PAGES), rng.randrange(PAGE_BYTES), rng.randrange(8)
     flip(written, page * PAGE_BYTES + position, 1 << bit)
     check_all_but(written, [page], PageError.CHECKSUM)
-    flip(written, page * PAGE_BYTES + position, 1 << bit)
+    check_all_but(written, [page], PageError.UNWRITTEN)  # it has a spare slot now
+    written.write(make_buffer(NUM_PAGES, PAGE_BYTES), IDS[[page]], IDS[[page]])
     check_all_but(written, [], PageError.CHECKSUM)
 
 
@@ -183,9 +185,64 @@ def test_a_bad_block_costs_its_own_page(written, monkeypatch, caplog):
     inject(monkeypatch, written, "preadv", when=lambda page: page in (17, 60), error=errno.EIO)
     with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
         check_all_but(written, [17, 60], PageError.IO)
-        check_all_but(written, [17, 60], PageError.IO)
+        written.write(make_buffer(NUM_PAGES, PAGE_BYTES), IDS, IDS)
+        check_all_but(written, [], PageError.IO)  # from their spare slots
+        inject(monkeypatch, written, "preadv", when=lambda page: page in (18, 61), error=errno.EIO)
+        check_all_but(written, [18, 61], PageError.IO)
     assert len(caplog.records) == 1, "one warning; the rest is counted"
     assert "Input/output error" in caplog.text
+
+
+def test_a_bad_slot_is_never_used_again(written, monkeypatch):
+    """Without spare slots a page that the disk never keeps is lost each time it is used."""
+    new = make_buffer(NUM_PAGES, PAGE_BYTES)
+    inject(monkeypatch, written, "pwritev", when=lambda page: page == 42, error=errno.EIO)
+    written.write(new, IDS, IDS)
+    assert written.errors[PageError.WRITE] == 1 == written.slots.num_retired
+    check_all_but(written, [42], PageError.UNWRITTEN)
+    for _ in range(100):
+        written.write(new, IDS, IDS)
+        check_all_but(written, [], PageError.UNWRITTEN)
+    assert written.errors[PageError.WRITE] == 1 and written.failure is None
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_file_whose_spare_slots_run_out_has_failed(written, monkeypatch, name):
+    """It then moves no page, so that a failing disk costs no time."""
+    new = make_buffer(NUM_PAGES, PAGE_BYTES)
+    inject(monkeypatch, written, name, error=errno.ENOSPC)
+    written.write(new, IDS, IDS)
+    read_all(written)
+    assert "No space left on device" in written.failure
+    assert written.slots.num_retired == MIN_SPARES
+    calls = []
+    for call in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, call, lambda *args: calls.append(args))
+    written.write(new, IDS, IDS)
+    check_all_but(written, IDS.tolist(), PageError.UNWRITTEN)
+    assert calls == []
+
+
+def test_spare_slots_are_forgotten_too(written, monkeypatch):
+    flip(written, 7 * PAGE_BYTES, 1)
+    assert read_all(written)[1] == [7]
+    written.write(make_buffer(NUM_PAGES, PAGE_BYTES), IDS, IDS)
+    written.forget(5, 5)
+    check_all_but(written, [5, 6, 7, 8, 9], PageError.UNWRITTEN)
+
+
+def test_an_error_that_the_file_system_kept_for_later_is_said(written, monkeypatch, caplog):
+    """A full disk may accept a write, and lose it; only fsync reports that."""
+    flip(written, 7 * PAGE_BYTES, 1)
+
+    def fsync(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
+        check_all_but(written, [7], PageError.CHECKSUM)
+        assert written._writers.close(60)
+    assert "did not keep what was written: [Errno 28] No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
@@ -234,8 +291,8 @@ def test_late_pages_are_lost_and_what_comes_then_touches_nothing(impatient, monk
     released, returned = threading.Event(), threading.Semaphore(0)
     read_extent = impatient._read_extent
 
-    def noted_read_extent(extent):
-        read_extent(extent)
+    def noted_read_extent(*args):
+        read_extent(*args)
         returned.release()
 
     impatient._read_extent = noted_read_extent
@@ -325,7 +382,7 @@ def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
     Each give-up makes requests recompute pages, and too many of those stop the engine.
     """
     released = threading.Event()
-    monkeypatch.setattr(deadline, "PROBING_SECONDS", 0.3)
+    monkeypatch.setattr(io_pool, "PROBING_SECONDS", 0.3)
     impatient._readers.probe_seconds = 0.05
     impatient._readers.size = 2
     inject(monkeypatch, impatient, "preadv", before=lambda: released.wait(timeout=60))
@@ -334,6 +391,30 @@ def test_an_outage_is_waited_for_again_after_a_while(impatient, monkeypatch):
         check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
     released.set()
     assert time.perf_counter() - begin >= 3 * DEADLINE_SECONDS
+
+
+def test_a_long_outage_is_a_failure(impatient, monkeypatch):
+    """A short one is not, and the next outage is counted from its own beginning."""
+    monkeypatch.setattr(io_pool, "PROBING_SECONDS", 0.1)
+    monkeypatch.setattr(page_file, "MAX_SILENT_SECONDS", 2.5 * DEADLINE_SECONDS)
+    impatient._readers.probe_seconds = 0.05
+    impatient._readers.size = 2
+    for num_reads, is_failure in ((1, False), (1, False), (3, True)):
+        released = threading.Event()
+        with monkeypatch.context() as patch:
+            inject(patch, impatient, "preadv", before=partial(released.wait, timeout=60))
+            for _ in range(num_reads):
+                check_all_but(impatient, list(range(NUM_PAGES)), PageError.LATE)
+                time.sleep(0.1)
+            assert (impatient.failure is not None) == is_failure
+            released.set()
+            end = time.monotonic() + 60
+            while impatient._readers._num_unfinished and time.monotonic() < end:
+                time.sleep(0.01)
+        if not is_failure:
+            check_all_but(impatient, [], PageError.LATE)
+    assert "has not answered for" in impatient.failure
+    check_all_but(impatient, list(range(NUM_PAGES)), PageError.UNWRITTEN)
 
 
 def test_a_slow_disk_is_not_a_dead_one(impatient, monkeypatch):
@@ -382,7 +463,7 @@ def test_close_in_the_middle(impatient, monkeypatch, name):
             lost.extend(impatient.read(IDS, near, Pages(IDS)).tolist())
         else:
             impatient.write(near, IDS, IDS)
-            lost.extend(np.flatnonzero(impatient._checksums == 0).tolist())
+            lost.extend(np.flatnonzero(impatient._checksums[:NUM_PAGES] == 0).tolist())
 
     copying = threading.Thread(target=run)
     fd = fd_of(impatient)
@@ -409,7 +490,7 @@ def test_random_faults_never_bring_wrong_bytes(tmp_path, monkeypatch, seed):
     1,200 copies over all seeds; a third of them run with faults.
     """
     rng = random.Random(seed)
-    file = PageFile(tmp_path, NUM_PAGES, PAGE_BYTES, deadline_seconds=60.0)
+    file = PageFile(tmp_path, NUM_PAGES, PAGE_BYTES, deadline_seconds=60.0, num_spares=9999)
     near = make_buffer(NUM_PAGES, PAGE_BYTES)
     assert near.words is not None
     fd = fd_of(file)

@@ -29,10 +29,10 @@ class Model:
     """
 
     def __init__(
-        self, num_pages, *, prefetch_depth=1, seed=0, haste=0.5, late_compute=True, device=None
+        self, num_pages, *, prefetch_depth=1, seed=0, haste=0.5, defers_compute=True, device=None
     ):
         self.device = device or SimulatedDevice(
-            random.Random(seed), haste=haste, late_compute=late_compute
+            random.Random(seed), haste=haste, defers_compute=defers_compute
         )
         pairs = [(count, 0) if isinstance(count, int) else count for count in num_pages]
         sizes = [(far * BUFFER_ALIGNMENT, stored * BUFFER_ALIGNMENT) for far, stored in pairs]
@@ -41,15 +41,15 @@ class Model:
             PageBuffer(torch.zeros((sum(counts), BUFFER_ALIGNMENT), dtype=torch.uint8))
             for counts in zip(*pairs, strict=True)
         )
-        slot_pages = max(e.buffer_page + e.num_pages for e in self.extents)
-        near = PageBuffer(torch.zeros((slot_pages, BUFFER_ALIGNMENT), dtype=torch.uint8))
+        num_buffer_pages = max(e.buffer_page + e.num_pages for e in self.extents)
+        near = PageBuffer(torch.zeros((num_buffer_pages, BUFFER_ALIGNMENT), dtype=torch.uint8))
         assert far.words is not None and near.words is not None and stored.words is not None
         for position, extent in enumerate(self.extents):
             far.words[extent.far_page : extent.far_page + extent.num_far_pages] = position
             stored.words[extent.stored_page : extent.stored_page + extent.num_stored_pages] = (
                 position
             )
-        self.slots = near.words
+        self.memory = near.words
         self.buffer_pool = WeightBufferPool(
             device=self.device,
             far=far,
@@ -71,7 +71,7 @@ class Model:
 
     def look(self, position):
         extent = self.extents[position]
-        pages = self.slots[extent.buffer_page : extent.buffer_page + extent.num_pages]
+        pages = self.memory[extent.buffer_page : extent.buffer_page + extent.num_pages]
         if not (pages == position).all():
             self.wrong.append((position, int(np.unique(pages)[0])))
 
@@ -90,13 +90,17 @@ PAGES = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any)
     prefetch_depth=st.integers(1, 4),
     seed=st.integers(0, 10**6),
     haste=st.sampled_from([0.0, 0.3, 0.9]),
-    late_compute=st.booleans(),
+    defers_compute=st.booleans(),
 )
 def test_each_sublayer_computes_with_its_own_weights(
-    num_pages, prefetch_depth, seed, haste, late_compute
+    num_pages, prefetch_depth, seed, haste, defers_compute
 ):
     model = Model(
-        num_pages, prefetch_depth=prefetch_depth, seed=seed, haste=haste, late_compute=late_compute
+        num_pages,
+        prefetch_depth=prefetch_depth,
+        seed=seed,
+        haste=haste,
+        defers_compute=defers_compute,
     )
     model.buffer_pool.start()
     for _ in range(3):
@@ -156,7 +160,7 @@ def test_a_step_moves_each_sublayer_once(prefetch_depth, next_pages):
     assert model.device.use(Direction.READ).num_bytes == num_pages * BUFFER_ALIGNMENT
 
 
-def test_what_has_a_slot_for_itself_in_a_longer_round_is_moved_once():
+def test_weights_with_a_buffer_of_their_own_are_loaded_once():
     model = Model([2, 3] * 5, prefetch_depth=3)  # rounds of 4 and 6
     model.buffer_pool.start()
     for _ in range(5):
@@ -182,7 +186,7 @@ def test_so_many_are_on_their_way_while_one_computes(prefetch_depth):
 @pytest.mark.parametrize(
     ("num_pages", "prefetch_depth"), [([3], 1), ([3, 2], 1), ([3, 2, 3], 1), ([1, 2, 3, 4], 3)]
 )
-def test_what_fits_the_slots_is_read_once(num_pages, prefetch_depth):
+def test_weights_that_fit_the_buffers_are_read_once(num_pages, prefetch_depth):
     model = Model(num_pages, prefetch_depth=prefetch_depth)
     model.buffer_pool.start()
     for _ in range(5):
@@ -191,11 +195,15 @@ def test_what_fits_the_slots_is_read_once(num_pages, prefetch_depth):
     assert model.device.use(Direction.READ).num_bytes == sum(num_pages) * BUFFER_ALIGNMENT
 
 
-def test_a_slot_in_use_is_not_filled_however_a_compiler_orders_modules():
+def test_a_buffer_in_use_is_not_filled_however_a_compiler_orders_modules():
     """The FFN's first module may begin before attention's last module ends."""
     for seed in range(30):
         model = Model(
-            [2] * 12, prefetch_depth=1 + seed % 3, seed=seed, haste=0.9, late_compute=bool(seed % 2)
+            [2] * 12,
+            prefetch_depth=1 + seed % 3,
+            seed=seed,
+            haste=0.9,
+            defers_compute=bool(seed % 2),
         )
         model.buffer_pool.start()
         for _ in range(3):
@@ -221,7 +229,7 @@ def test_leaving_without_entering_is_found():
         model.buffer_pool.release(0)
 
 
-@pytest.mark.parametrize("broken", ["fills a slot in use", "does not wait"])
+@pytest.mark.parametrize("broken", ["fills a buffer in use", "does not wait"])
 @pytest.mark.parametrize("prefetch_depth", [1, 3])
 def test_the_model_sees_wrong_weights(prefetch_depth, broken, monkeypatch):
     """The fake model detects wrong weights, on which the other tests rely."""

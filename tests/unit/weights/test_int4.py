@@ -74,7 +74,7 @@ def test_leading_dimensions_and_strides_are_kept():
     torch.testing.assert_close(linear(x, weight, 128)[1, 2], linear(x[1, 2], weight, 128))
 
 
-def test_the_size_is_what_the_planner_says():
+def test_the_size_matches_the_planner():
     for dtype in DTYPES:
         found = compress(torch.randn((192, 320)).to(dtype)).nbytes
         assert found == compressed_bytes(192, 320, dtype.itemsize)
@@ -102,7 +102,7 @@ def test_it_is_written_where_it_is_to_be():
         ((64, 128), torch.float64, False),
     ],
 )
-def test_what_the_kernels_do_not_take_stays(shape, dtype, can):
+def test_matrices_that_the_kernels_do_not_support_stay_unchanged(shape, dtype, can):
     assert can_compress_matrix(torch.zeros(shape, dtype=dtype)) == can
 
 

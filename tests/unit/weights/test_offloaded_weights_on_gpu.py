@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.fakes.cuda import SimulatedCudaDevice
-from vllm_tiered.devices.cuda import bounce_copy as cuda_stored
+from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.kernels.dequant_linear import reference
@@ -170,7 +170,7 @@ def test_outputs_are_equal_in_four_bit(haste, kernels):
         assert not wrong_steps(model), seed
 
 
-def test_what_was_moved_while_it_was_loaded_is_taken_from_there():
+def test_parameters_moved_during_loading_are_read_from_their_new_place():
     """vLLM moves weights that it processes to the GPU, and back to other memory."""
     model = Model(0, 0.3)
     model.load()
@@ -183,7 +183,7 @@ def test_what_was_moved_while_it_was_loaded_is_taken_from_there():
 
 @pytest.mark.parametrize("haste", HASTES)
 def test_stored_weights_with_the_first_start_and_the_second(haste, tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda_stored, "BOUNCE_BYTES", 3 << 16)  # several pieces per sublayer
+    monkeypatch.setattr(bounce_copy, "BOUNCE_BYTES", 3 << 16)  # several pieces per sublayer
     about = {"name": "model", "fingerprint": "0", "changed": "0"}
     for is_filled in (False, True):
         store = WeightStore(tmp_path, rank=0, num_ranks=1, model=about, settings={})
@@ -206,7 +206,7 @@ def long_over(device):
         return event
 
 
-@pytest.mark.parametrize("broken", ["does not wait", "fills a slot in use"])
+@pytest.mark.parametrize("broken", ["does not wait", "fills a buffer in use"])
 def test_a_ring_that_does_not_keep_the_order_is_found(broken, monkeypatch):
     """The fake model detects a wrong order, on which the other tests rely."""
     if broken == "does not wait":
@@ -221,14 +221,14 @@ def test_a_ring_that_does_not_keep_the_order_is_found(broken, monkeypatch):
     assert wrong
 
 
-def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
+def test_a_buffer_waits_for_modules_that_compute_in_streams_of_their_own():
     """A module's last kernel may run after another module's, in another stream."""
     for seed in range(4):
         model = Model(seed, 0.6)
         model.load()
         cuda, device = model.device.cuda, model.device
         buffer_pool = model.far.start_streaming()
-        main, aside = cuda.compute_stream(), cuda.new_stream()
+        main, second_stream = cuda.compute_stream(), cuda.new_stream()
         seen: list[bool] = []
 
         def look(layer, name, seen=seen, model=model):
@@ -236,7 +236,7 @@ def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
 
         for position, (layer, names) in enumerate(model.sublayers * 2):
             position %= len(model.sublayers)
-            for stream, name in ((aside, names[0]), (main, names[-1])):
+            for stream, name in ((second_stream, names[0]), (main, names[-1])):
                 cuda._compute = stream
                 buffer_pool.acquire(position)
                 for _ in range(12 if stream is main else 0):  # other work keeps the stream busy
@@ -249,7 +249,7 @@ def test_a_slot_waits_for_modules_that_compute_in_streams_of_their_own():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_matrices_are_packed_as_the_kernel_wants_them(dtype, monkeypatch):
+def test_matrices_are_packed_for_the_kernel(dtype, monkeypatch):
     monkeypatch.setattr(packing, "_CHUNK_WEIGHTS", 5 * 128)  # chunks of five rows, and a rest
     weight = torch.randn((64, 128)).to(dtype)
     assert torch.equal(packing.compress_for_kernels(weight), reference.pack(weight))

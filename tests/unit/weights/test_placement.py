@@ -52,7 +52,7 @@ def test_flexgens_share_of_storage_as_in_the_paper():
     assert placement.resident_bytes / total == pytest.approx(0.083, abs=0.002)
 
 
-def test_helm_halves_what_the_ffn_moves():
+def test_helm_halves_the_transfer_of_the_ffn():
     """FFN transfers are 49.33 % shorter, attention's 32.55 % longer; a third is near (V-B)."""
     flexgen = place("flexgen", model(opt_layer()), [20, 80, 0])
     helm = place("helm", model(opt_layer()))
@@ -118,7 +118,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_parameters_are_told_by_their_names(name):
+def test_parameters_are_distinguished_by_their_names(name):
     found = {
         parameter.name: (sublayer.kind, parameter.role)
         for sublayer in sublayers_of(0, {name: 2 for name, _, _ in LAYERS[name]})
@@ -141,7 +141,7 @@ def test_attention_comes_first():
     share=st.floats(0, 1.2),
     num_layers=st.integers(1, 12),
 )
-def test_what_far_memory_does_not_hold_is_stored(policy, share, num_layers):
+def test_weights_beyond_far_memory_are_stored(policy, share, num_layers):
     whole = place(policy, model(opt_layer(), num_layers=num_layers))
     placement = spill_to_storage(whole, int(share * whole.far_bytes))
     assert placement.far_bytes <= share * whole.far_bytes
@@ -157,7 +157,7 @@ def test_what_far_memory_does_not_hold_is_stored(policy, share, num_layers):
         assert abs(sum(stored[: end + 1]) - expected) <= largest + BUFFER_ALIGNMENT * end
 
 
-def test_far_and_stored_parameters_of_a_sublayer_share_its_slot():
+def test_far_and_stored_parameters_of_a_sublayer_share_its_buffer():
     placement = place("flexgen", model(opt_layer()), [0, 40, 60])
     (far, stored) = placement.offloaded[1]
     assert [p.name for p in stored] + [p.name for p in far] == [
@@ -205,33 +205,35 @@ def test_budgets_are_checked_with_the_numbers():
     sizes=st.lists(st.integers(1, 20).map(lambda n: n * BUFFER_ALIGNMENT), max_size=30),
     prefetch_depth=st.integers(1, 4),
 )
-def test_a_slot_is_never_that_of_the_sublayers_before(sizes, prefetch_depth):
+def test_a_buffer_is_never_that_of_the_sublayers_before(sizes, prefetch_depth):
     """A buffer differs from those of the sublayers before, so that prefetches can arrive."""
     count = len(sizes)
-    slots = buffer_sizes(sizes, prefetch_depth)
+    sizes_of_buffers = buffer_sizes(sizes, prefetch_depth)
     for position, size in enumerate(sizes):
-        slot = buffer_of(position, count, prefetch_depth)
-        assert slots[slot] >= size
+        buffer = buffer_of(position, count, prefetch_depth)
+        assert sizes_of_buffers[buffer] >= size
         for further in range(1, min(prefetch_depth, count - 1) + 1):
-            assert slot != buffer_of((position + further) % count, count, prefetch_depth)
+            assert buffer != buffer_of((position + further) % count, count, prefetch_depth)
     moved = moved_each_step(count, prefetch_depth)
-    assert any(moved) == (len(slots) < count)
+    assert any(moved) == (len(sizes_of_buffers) < count)
     for position in range(count):
         others = [buffer_of(at, count, prefetch_depth) for at in range(count) if at != position]
         assert moved[position] == (buffer_of(position, count, prefetch_depth) in others)
     if (
         count >= (prefetch_depth + 1) * prefetch_depth * 2
     ):  # enough rounds: none is longer by more than two
-        assert prefetch_depth + 1 <= len(slots) <= prefetch_depth + 3
-    assert sum(slots) <= sum(sizes)
+        assert prefetch_depth + 1 <= len(sizes_of_buffers) <= prefetch_depth + 3
+    assert sum(sizes_of_buffers) <= sum(sizes)
 
 
 @given(num_layers=st.integers(1, 40), prefetch_depth=st.sampled_from([1, 3]))
-def test_attention_and_ffn_keep_slots_of_their_own(num_layers, prefetch_depth):
+def test_attention_and_ffn_keep_buffers_of_their_own(num_layers, prefetch_depth):
     """With an even number of buffers, each has its kind's size, for any number of layers."""
-    slots = buffer_sizes([BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT] * num_layers, prefetch_depth)
-    assert set(slots) == {BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT}
-    assert sum(slots) == len(slots) // 2 * 10 * BUFFER_ALIGNMENT
+    sizes_of_buffers = buffer_sizes(
+        [BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT] * num_layers, prefetch_depth
+    )
+    assert set(sizes_of_buffers) == {BUFFER_ALIGNMENT, 9 * BUFFER_ALIGNMENT}
+    assert sum(sizes_of_buffers) == len(sizes_of_buffers) // 2 * 10 * BUFFER_ALIGNMENT
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=8))

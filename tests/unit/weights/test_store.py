@@ -89,9 +89,7 @@ def test_a_damaged_table_of_contents_is_filled_anew_at_once(folder, path, caplog
     with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
         store = start(folder)
     assert not store.is_filled
-    assert (
-        "table of contents is damaged" in caplog.text and "the file is filled anew: " in caplog.text
-    )
+    assert "table of contents is damaged" in caplog.text and "is filled anew" in caplog.text
     pages = fill(store)
     assert [read(pages, page) for page in range(NUM_PAGES)] == [1, 2, 3]
     store.close()

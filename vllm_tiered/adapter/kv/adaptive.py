@@ -38,7 +38,6 @@ class AdaptiveExpansion:
         uses_storage: bool = False,
     ) -> None:
         self.expansion = Expansion(levels, elastic, levels.ladder[0])
-        self._levels = levels
         self._elastic = elastic
         self._max_model_blocks = max_model_blocks
         self._max_num_seqs = max_num_seqs
@@ -46,8 +45,19 @@ class AdaptiveExpansion:
         self._tuning = STORAGE_TUNING if uses_storage else DEFAULT_TUNING
         self._state = controller.initial_state(levels, self._tuning)
 
+    @property
+    def _levels(self) -> KvLevels:
+        return self.expansion.levels
+
+    def restrict(self, levels: KvLevels) -> None:
+        """Start anew with fewer levels."""
+        self.expansion.restrict(levels, levels.ladder[0])
+        self._state = controller.initial_state(levels, self._tuning)
+
     def decide(self, step: Step) -> None:
         """Pass a finished step to the controller, and make its decision the target level."""
+        if self.expansion.level not in self._levels.ladder:
+            return  # the level was withdrawn, and some blocks are still in use
         signals = controller.Signals(
             level_idx=self._levels.ladder.index(self.expansion.level),
             is_settled=self.expansion.is_settled,

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.config import KvConfig
 from vllm_tiered.errors import BudgetError, UnsupportedError
-from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels, expansion_of
+from vllm_tiered.kv.layout import KvGeometry, KvLevels, expansion_of
 from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.units import GIB, format_bytes
 
@@ -110,16 +110,8 @@ def adaptive_levels(
             format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
             expansion_of(levels.num_layers, allowed.max_num_far),
         )
-    _check_longest(_largest_for_one_request(allowed), allowed.max_blocks, max_model_len)
+    _check_longest(kv_plan.largest_for_one_request(allowed), allowed.max_blocks, max_model_len)
     return allowed
-
-
-def _largest_for_one_request(levels: KvLevels) -> KvGeometry:
-    """Return the sizes at the level that holds the longest single request."""
-    return max(
-        (levels.geometry(level) for level in levels.ladder),
-        key=lambda geometry: geometry.block_limit(PARTIAL_WHILE_PREFILLING),
-    )
 
 
 def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None:
@@ -155,7 +147,7 @@ def tiered_kv_cache_configs(
         reachable = kv_plan.make_levels(config.kv, spec, len(specs), near_pages)
         levels = adaptive_levels(config.kv, reachable, **sizes)
         steps_aside = not levels.max_num_far
-        geometry, num_blocks = _largest_for_one_request(levels), levels.max_blocks + 1
+        geometry, num_blocks = kv_plan.largest_for_one_request(levels), levels.max_blocks + 1
     else:
         order = POLICIES[config.kv.policy](len(specs), num_far)
         steps_aside = not order.offloaded

@@ -214,6 +214,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_lost_blocks() if self._worker else set()
 
     @property
+    def scheduler_side(self) -> TieredScheduler | None:
+        """The scheduler side; None in a worker, or if no layer is ever offloaded."""
+        return self._scheduler
+
+    @property
     def recent_steps(self) -> RecentSteps:
         assert self._scheduler is not None
         return self._scheduler.recent

@@ -12,6 +12,9 @@ when it scheduled the step. So all blocks that the latest steps wrote leave the 
 that has hit one of them since then also counts as affected, whichever request wrote the block. No
 other request is affected.
 
+When the storage tier has failed, all requests are preempted, and the levels of expansion that need
+it are given up. A request that cannot be served any more ends with an error. The engine goes on.
+
 A session that waits for its client's next input holds blocks too. It starts over when the input
 comes. It cannot start over earlier, as until then vLLM uses its number of computed tokens to decide
 which output tokens belong to it.
@@ -19,6 +22,7 @@ which output tokens belong to it.
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_tiered.adapter import compat
@@ -32,16 +36,13 @@ def install() -> None:
 
     compat.wrap_once(Scheduler, "_handle_invalid_blocks", _handle_invalid_blocks)
     compat.wrap_once(Scheduler, "_update_request_as_session", _update_request_as_session)
+    compat.wrap_once(Scheduler, "update_from_output", _update_from_output)
 
 
 def _handle_invalid_blocks(
     original: Any, scheduler: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
 ) -> set[str]:
-    """Recompute requests that used lost blocks; return those whose output of this step is invalid.
-
-    Raises:
-        IntegrityError: one request lost blocks too often.
-    """
+    """Recompute requests that used lost blocks; return those whose output is invalid."""
     from vllm.v1.request import RequestStatus
 
     from vllm_tiered.adapter.kv.connector import TieredConnector
@@ -71,11 +72,7 @@ def _handle_invalid_blocks(
         else:
             _start_over(scheduler, session)
     affected = [request for request in scheduler.running if is_affected(request)]
-    now = time.monotonic()
-    for request in reversed(affected):  # in reverse, so that they resume in their order
-        scheduler.running.remove(request)
-        scheduler._preempt_request(request, now, drop_stale_output=True)
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    _preempt(scheduler, affected)
     affected_ids = {request.request_id for request in affected}
     scheduler.connector.recomputed(affected_ids | {session.request_id for session in sessions})
     logger.warning(
@@ -97,6 +94,55 @@ def _update_request_as_session(original: Any, scheduler: Any, session: Any, upda
         if recomputes is not None and session.request_id in recomputes.postponed:
             recomputes.postponed.remove(session.request_id)
             _start_over(scheduler, session)
+
+
+def _update_from_output(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give up a failed storage tier after the step, and end the requests that cannot be served."""
+    from vllm_tiered.adapter.kv.connector import TieredConnector
+
+    outputs = original(scheduler, *args, **kwargs)
+    connector = scheduler.connector
+    ours = connector.scheduler_side if isinstance(connector, TieredConnector) else None
+    if ours is not None and ours.must_give_up_storage:
+        ours.give_up_storage()
+        _preempt(scheduler, list(scheduler.running))
+        # Blocks that stay in the prefix cache are lost when they are read back.
+        if not scheduler.kv_cache_manager.reset_prefix_cache():  # a session holds blocks
+            ours.reserve_excess()
+    if ours is not None and ours.unservable:
+        _end_with_error(scheduler, ours.unservable, outputs)
+        ours.unservable.clear()
+    return outputs
+
+
+def _preempt(scheduler: Any, requests: list[Any]) -> None:
+    """Preempt running requests, and drop the tokens that running steps sample for them."""
+    now = time.monotonic()
+    for request in reversed(requests):  # in reverse, so that they resume in their order
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, now, drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def _end_with_error(scheduler: Any, reasons: Mapping[str, str], outputs: Any) -> None:
+    """End requests as vLLM ends those whose KV cannot be loaded, and add this to ``outputs``."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR):
+        logger.error(
+            "tiered kv: request %s ends with an error: %s",
+            request.request_id,
+            reasons[request.request_id],
+        )
+        end = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+        )
+        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(end)
 
 
 def _start_over(scheduler: Any, session: Any) -> None:

@@ -14,6 +14,7 @@ from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import (
+    PARTIAL_WHILE_PREFILLING,
     KvGeometry,
     KvLevels,
     Level,
@@ -36,7 +37,9 @@ class KvPlan:
         order: the layers' roles at the start.
         near_pages: pages of the near-tier pool.
         num_blocks: number of vLLM's block ids, the null block 0 included.
-        levels: the levels of an adaptive expansion; None if the offloaded layers are fixed.
+        levels: the levels that the engine may change to; None if the offloaded layers are fixed. A
+            configured expansion with a storage tier has levels too: without that tier, if it fails,
+            fewer layers are offloaded.
     """
 
     geometry: KvGeometry
@@ -80,7 +83,17 @@ class KvPlan:
     @property
     def released_blocks(self) -> int:
         """Blocks that the engine may use at the start."""
-        return self.levels.block_limit(Level(0), 0) if self.levels else self.num_blocks - 1
+        return self.levels.block_limit(self.start, 0) if self.levels else self.num_blocks - 1
+
+    @property
+    def start(self) -> Level:
+        """The level at the start."""
+        return Level(self.order.num_far)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the expansion is chosen at run time."""
+        return self.levels is not None and self.config.expansion == "auto"
 
     @property
     def offloadable_layers(self) -> tuple[int, ...]:
@@ -162,6 +175,19 @@ def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
     return dataclasses.replace(levels, max_num_far=highest, max_blocks=blocks_of[highest])
 
 
+def largest_for_one_request(levels: KvLevels) -> KvGeometry:
+    """Return the sizes at the level that holds the longest single request."""
+    return max(
+        (levels.geometry(level) for level in levels.ladder),
+        key=lambda geometry: geometry.block_limit(PARTIAL_WHILE_PREFILLING),
+    )
+
+
+def max_request_tokens(levels: KvLevels) -> int:
+    """Return the tokens of the longest request that one of the levels holds."""
+    return largest_for_one_request(levels).max_request_tokens(levels.max_blocks)
+
+
 def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
     """Remove the levels that ``budget`` bytes of far memory cannot hold."""
 
@@ -209,9 +235,22 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         levels = with_max_num_far(levels, fitting[-1] if fitting else 0)
         if not levels.max_num_far:
             levels = None
+    elif num_far and config.kv.tier == "storage" and config.kv.policy == "interleave":
+        levels = KvLevels(
+            num_layers=num_layers,
+            page_bytes=spec.page_size_bytes,
+            block_tokens=spec.block_size,
+            near_pages=near_pages,
+            max_num_far=num_far,
+            max_blocks=num_blocks - 1,
+        )
     order = POLICIES[config.kv.policy](num_layers, num_far or 0)
     return KvPlan(
-        geometry=levels.geometry(Level(0)) if levels else make_geometry(order, spec, near_pages),
+        geometry=(
+            levels.geometry(Level(order.num_far))
+            if levels
+            else make_geometry(order, spec, near_pages)
+        ),
         order=order,
         near_pages=near_pages,
         num_blocks=num_blocks,

@@ -2,6 +2,7 @@
 """Scheduler side of the connector: plans each step and reserves blocks of vLLM's pool."""
 
 import functools
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,16 +13,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv.free_list import VllmFreeList
 from vllm_tiered.adapter.kv.gauges import kv_gauges
-from vllm_tiered.adapter.kv.plan import KvPlan
+from vllm_tiered.adapter.kv.plan import KvPlan, max_request_tokens, with_max_num_far
 from vllm_tiered.adapter.kv.steps import DecodeStreak, StepReport, StepWatch
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.adapter.telemetry.timeline import Timeline
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.admission import Admission
 from vllm_tiered.kv.block_limit import ElasticBlocks
-from vllm_tiered.kv.recompute import RecentSteps, RecomputeLog
+from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.layout import expansion_of
+from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
+
+logger = logging.getLogger("vllm.tiered")
 
 
 @dataclass
@@ -45,6 +50,11 @@ class TieredScheduler:
         max_model_len: tokens of the longest request that the engine accepts.
         max_num_seqs: the most requests that the engine runs at a time.
         timeline: records steps and events; None without a report.
+
+    Attributes:
+        expansion: the transition between levels; None if the level never changes.
+        storage_failure: why the storage tier is not used any more; "" while it is, or without one.
+        unservable: requests that cannot be served, by the reason, until they are taken out.
     """
 
     def __init__(
@@ -64,7 +74,8 @@ class TieredScheduler:
         )
         self.elastic = ElasticBlocks(geometry=plan.geometry, usable_blocks=plan.num_blocks - 1)
         self.adaptive: AdaptiveExpansion | None = None
-        if plan.levels is not None:
+        self.expansion: Expansion | None = None
+        if plan.levels is not None and plan.is_adaptive:
             max_model_blocks = -(-max_model_len // plan.levels.block_tokens)
             self.adaptive = AdaptiveExpansion(
                 plan.levels,
@@ -74,6 +85,13 @@ class TieredScheduler:
                 on_change=self._record_event,
                 uses_storage=plan.config.tier == "storage",
             )
+            self.expansion = self.adaptive.expansion
+        elif plan.levels is not None:
+            self.expansion = Expansion(plan.levels, self.elastic, plan.start)
+        self.storage_failure = ""
+        self.unservable: dict[str, str] = {}
+        self._max_request_tokens = max_model_len
+        self._latest_report = StepReport()
         self._watch = StepWatch(plan.geometry.block_tokens)
         self._timeline = timeline
         self._admission: Admission
@@ -100,8 +118,7 @@ class TieredScheduler:
         """
         pool = kv_cache_manager.block_pool
         free_list = VllmFreeList(pool)
-        expansion = self.adaptive.expansion if self.adaptive else None
-        self._admission = Admission(self.elastic, free_list, expansion)
+        self._admission = Admission(self.elastic, free_list, self.expansion)
         self._admission.start()
         kv_cache_manager.allocate_slots = self._wrap_allocate(kv_cache_manager.allocate_slots)
         kv_cache_manager.reset_prefix_cache = self._wrap_reset(
@@ -157,12 +174,55 @@ class TieredScheduler:
 
     def report(self, report: StepReport) -> None:
         """Record the workers' measurements of a step."""
+        self._latest_report = report
         self._watch.report(report)
 
     def recomputed(self, request_ids: set[str]) -> None:
-        """Record that requests are recomputed because they lost blocks."""
+        """Record that requests are recomputed because they lost blocks.
+
+        A request that loses blocks again and again is ``unservable``.
+        """
         self._record_event("load error", f"{len(request_ids)} requests are computed anew")
-        self.recomputes.add(request_ids)
+        for request_id in self.recomputes.add(request_ids):
+            self.unservable[request_id] = (
+                f"it lost KV blocks more than {MAX_RECOMPUTES} times: see the storage device's "
+                "health, move kv.path, or set kv.tier=far"
+            )
+
+    @property
+    def must_give_up_storage(self) -> bool:
+        """Whether the storage tier has failed since it was last used."""
+        return bool(self._latest_report.storage_failure) and not self.storage_failure
+
+    def give_up_storage(self) -> None:
+        """Restrict the levels to those whose far layers are in memory.
+
+        The caller then preempts all requests and calls :meth:`storage_is_given_up`.
+        """
+        self.storage_failure = self._latest_report.storage_failure
+        levels = self._plan.levels
+        if levels is None or self.expansion is None:
+            text = f'{self.storage_failure}; kv.policy="{self._plan.config.policy}" needs it'
+        else:
+            num_far = min(self._latest_report.memory_layers, levels.max_num_far)
+            levels = with_max_num_far(levels, num_far)
+            if self.adaptive:
+                self.adaptive.restrict(levels)
+            else:
+                self.expansion.restrict(levels, levels.ladder[-1])
+            self._max_request_tokens = max_request_tokens(levels)
+            text = (
+                f"{self.storage_failure}: it is not used any more. Near and far memory hold "
+                f"{levels.max_blocks} blocks (expansion "
+                f"{expansion_of(levels.num_layers, levels.max_num_far):.2f}), and "
+                f"{self._max_request_tokens} tokens of one request"
+            )
+        logger.error("tiered kv: %s. Restart with another kv.path to use a disk again", text)
+        self._record_event("load error", text)
+
+    def reserve_excess(self) -> None:
+        """Reserve the free blocks above the limit at once."""
+        self._admission.reserve_free_excess()
 
     def close(self) -> None:
         """Close the timeline."""
@@ -177,13 +237,14 @@ class TieredScheduler:
 
     def stats(self) -> TieredStats:
         """Return the gauges, and the level changes and recomputes since the last call."""
-        expansion = self.adaptive.expansion if self.adaptive else None
+        expansion = self.expansion
         stats = kv_gauges(
             self._plan,
             self._world_size,
             level=expansion.level if expansion else None,
             num_reserved=len(self.elastic.reserved),
         )
+        stats.data["kv_storage_failed"] = int(bool(self.storage_failure))
         num_changes = expansion.num_changes if expansion else 0
         num_recomputed = self.recomputes.num_recomputed
         stats.data["kv_level_changes"] = num_changes - self._reported_changes
@@ -204,9 +265,7 @@ class TieredScheduler:
         if self.adaptive:
             self.adaptive.decide(step)
         if self._timeline:
-            num_far = self._plan.order.num_far
-            if self.adaptive:
-                num_far = self.adaptive.expansion.level.num_far
+            num_far = self.expansion.level.num_far if self.expansion else self._plan.order.num_far
             self._timeline.record_step(step, self.elastic, num_far)
 
     def _usage(self) -> float:
@@ -215,6 +274,8 @@ class TieredScheduler:
         It is vLLM's ``kv_cache_usage_perc``. Reserved blocks do not count as used.
         """
         num_partial, levels = self.elastic.num_partial, self._plan.levels
+        if self.expansion is not None:
+            levels = self.expansion.levels
         if levels is None:
             most = self._plan.geometry.block_limit(num_partial)
         else:
@@ -244,6 +305,11 @@ class TieredScheduler:
                 blocks = self._admission.admit(request_id, prefill_tokens, allocate_beside)
             if blocks is None:
                 self._watch.record_blocked(request_id, request.num_tokens)
+                if self.storage_failure and request.num_tokens >= self._max_request_tokens:
+                    self.unservable[request_id] = (
+                        f"it has {request.num_tokens} tokens, and without the storage tier, which "
+                        f"failed, one request can have {self._max_request_tokens}"
+                    )
             return blocks
 
         return allocate

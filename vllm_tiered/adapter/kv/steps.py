@@ -15,6 +15,10 @@ class StepReport(KVConnectorWorkerMetadata):
     """Measurements of one step that a worker sends to the scheduler.
 
     Seconds are the slowest rank's; bytes and joules are summed over ranks.
+
+    Attributes:
+        storage_failure: why the storage tier keeps no page any more; "" while it works.
+        memory_layers: layers whose far regions are in memory, if the storage tier fails.
     """
 
     stall_seconds: float = 0.0
@@ -25,6 +29,8 @@ class StepReport(KVConnectorWorkerMetadata):
     joules: float = 0.0
     assumed_joules: float = 0.0
     layers: list[LayerTimeline] = field(default_factory=list)
+    storage_failure: str = ""
+    memory_layers: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Return the combined report of two ranks about the same step."""
@@ -38,6 +44,8 @@ class StepReport(KVConnectorWorkerMetadata):
             joules=self.joules + other.joules,
             assumed_joules=self.assumed_joules + other.assumed_joules,
             layers=self.layers or other.layers,
+            storage_failure=self.storage_failure or other.storage_failure,
+            memory_layers=max(self.memory_layers, other.memory_layers),
         )
 
     def followed_by(self, later: "StepReport") -> "StepReport":
@@ -51,6 +59,8 @@ class StepReport(KVConnectorWorkerMetadata):
             joules=self.joules + later.joules,
             assumed_joules=self.assumed_joules + later.assumed_joules,
             layers=self.layers + later.layers,
+            storage_failure=later.storage_failure,
+            memory_layers=later.memory_layers,
         )
 
 

@@ -349,6 +349,9 @@ class TieredWorker:
             self._errors_before = errors
         self._stall_before = self.swapper.stall_seconds
         report = self._report = StepReport(stall_seconds=stall_seconds)
+        if failure := self._device.storage_failure():
+            report.storage_failure = failure
+            report.memory_layers = self._homes.memory_layers or 0
         for direction, before in self._use_before.items():
             use = self._device.use(direction)
             if use == before:

@@ -71,6 +71,7 @@ GAUGES = {
     "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
     "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
     "kv_storage_bytes": "KV pages in files, bytes, all ranks.",
+    "kv_storage_failed": "1 if the storage tier failed and is not used any more.",
     "kv_blocks_released": "KV blocks that requests may use now.",
     "kv_blocks_reserved": "KV blocks held back: more far layers would free them, or partial blocks "
     "that stay near take their memory.",

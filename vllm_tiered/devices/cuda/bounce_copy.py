@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.cpu import copy_pages
+from vllm_tiered.devices.copy_thread import copy_pages
 from vllm_tiered.devices.cuda.copy import BounceCopy, CopyJob, CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer

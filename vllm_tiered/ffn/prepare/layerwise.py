@@ -8,7 +8,7 @@
     logits = model.logits(text, hidden[text])
 
 The model may be larger than memory. Each layer is read once, for any number of texts and runs.
-T tokens, H features of the hidden state.
+T tokens, H features of the hidden state, N neurons.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
 
 _PATHS_OF_LAYERS = ("layers", "decoder.layers", "h")
@@ -34,21 +35,23 @@ class LayerwiseModel:
 
     Args:
         folder: a folder with config.json and safetensors.
-        dtype: dtype to compute in; the weights are converted from the checkpoint's dtype.
+
+    Attributes:
+        dtype: dtype to compute in, float32; the weights are converted from the checkpoint's dtype.
 
     Raises:
         ConfigError: the folder has no checkpoint, or the checkpoint lacks tensors.
         UnsupportedError: the model's structure in transformers is not known.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self.dtype = dtype
+        self.dtype = torch.float32
         self._files = TensorFiles(folder)
         with _parameters_on_meta():
-            self._model = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval()
+            self._model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype).eval()
         self._prefix: str = self._model.base_model_prefix
         base = self._model.base_model
         for path in _PATHS_OF_LAYERS:
@@ -162,6 +165,54 @@ class LayerwiseModel:
         """Return a parameter's name in the checkpoint, which may lack the base model's prefix."""
         candidates = (name, name.removeprefix(f"{self._prefix}."))
         return next((candidate for candidate in candidates if candidate in self._files), None)
+
+
+def ffn_weights(layer: nn.Module, activation: str) -> FfnWeights:
+    """Return a layer's FFN weights; raise UnsupportedError for an unknown kind of layer."""
+    for names in (("gate_proj", "up_proj"), ("gate_up_proj",), ("fc1",), ("dense_h_to_4h",)):
+        ffn = layer if hasattr(layer, names[0]) else getattr(layer, "mlp", None)
+        if ffn is None or not hasattr(ffn, names[0]):
+            continue
+        into = [getattr(ffn, name) for name in names]
+        weights = [module.weight for module in into]
+        if names[0] == "gate_up_proj":
+            weights = list(weights[0].chunk(2))
+        down = next(
+            getattr(ffn, name)
+            for name in ("down_proj", "fc2", "dense_4h_to_h")
+            if hasattr(ffn, name)
+        )
+        biases = [getattr(module, "bias", None) for module in into]
+        if len(weights) == 2 and any(bias is not None for bias in biases):
+            break  # the neuron store cannot hold a bias of the gate
+        rows = torch.stack([*(weight.detach() for weight in weights), down.weight.detach().T], 1)
+        bias_H = getattr(down, "bias", None)
+        return FfnWeights(
+            rows,
+            None if biases[-1] is None else biases[-1].detach(),
+            None if bias_H is None else bias_H.detach(),
+            activation,
+        )
+    raise UnsupportedError(
+        f"the feed-forward network of {type(layer).__name__} is of no kind that the neuron store"
+        " knows (gate, up and down; fc1 and fc2): leave tiered.ffn.store out"
+    )
+
+
+def replace_ffn(layer: nn.Module, ffn: nn.Module) -> None:
+    """Replace a layer's FFN by ``ffn``, which maps the hidden state to the FFN's output."""
+    if hasattr(layer, "fc1"):
+        # OPT has no module around fc1 and fc2.
+        layer.fc1, layer.activation_fn, layer.fc2 = nn.Identity(), nn.Identity(), ffn
+    else:
+        layer.mlp = ffn
+
+
+def first_linear(layer: nn.Module) -> nn.Module:
+    """Return the first module of a layer's FFN; its input is the FFN's input."""
+    ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
+    names = ("fc1", "gate_proj", "gate_up_proj", "dense_h_to_4h")
+    return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))
 
 
 class _StandIn(nn.Module):

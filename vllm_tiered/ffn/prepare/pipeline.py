@@ -16,7 +16,7 @@ import torch
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul.quantise import default_group
-from vllm_tiered.ffn.prepare.calibrated import Calibration, calibrated_steps
+from vllm_tiered.ffn.prepare.calibration import Calibration, calibrated_steps
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.steps import Here, Progress, Runner, Step, run_steps
 from vllm_tiered.ffn.store import format as fmt
@@ -158,8 +158,8 @@ def _neurons(checkpoint: Checkpoint, writer: NeuronStoreWriter) -> Step:
 
 
 def _do_layer(checkpoint: Checkpoint, draft: Path, form: StoreFormat, layer: int) -> None:
-    weights_NMH, up_bias, down_bias = checkpoint.layer(layer)
-    write_layer(draft, form, layer, weights_NMH, up_bias, down_bias)
+    weights = checkpoint.layer(layer)
+    write_layer(draft, form, layer, weights.rows_NMH, weights.up_bias_N, weights.down_bias_H)
 
 
 def _is_there(out: Path, form: StoreFormat, notes: Mapping[str, str]) -> bool:

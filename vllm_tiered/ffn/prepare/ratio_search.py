@@ -19,14 +19,12 @@ criteria picked the same of 8 mixes (256 tokens, 2026-11-22).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.selection import Mix
 
 FULL_BITS = 16
-
-Criterion = Literal["perplexity", "entropy"]
 
 _EPSILON = 1e-9
 
@@ -75,9 +73,8 @@ def search(
     step: float = 0.125,
     rounds: int = 2,
     full_bits: int = FULL_BITS,
-    criterion: Criterion = "entropy",
 ) -> SearchResult:
-    """Evaluate mixes of equal bytes, then halve the step around the best one.
+    """Evaluate mixes of equal bytes, then halve the step around the one of least entropy.
 
     Args:
         evaluate: runs the model with each mix.
@@ -85,7 +82,6 @@ def search(
         step: first step of the share in full precision; halved after each round.
         rounds: number of rounds.
         full_bits: bits of a weight in full precision.
-        criterion: the attribute of :class:`Uncertainty` to minimise.
 
     Raises:
         ConfigError: no mix fits the budget.
@@ -100,7 +96,7 @@ def search(
             raise ConfigError(
                 f"no mix fits {budget_bits} bits a weight: give the ratio search a larger budget"
             )
-        best = min(tried.values(), key=lambda tried: getattr(tried.uncertainty, criterion))
+        best = min(tried.values(), key=lambda tried: tried.uncertainty.entropy)
         step /= 2
         shares = [
             share for share in (best.mix.full - step, best.mix.full + step) if 0 <= share <= 1

@@ -8,15 +8,17 @@ T tokens, H features of the hidden state.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
+from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, first_linear
+
+_HELD_OUT = 0.25
+"""Share of the tokens that training does not use."""
 
 
 def inputs_path(folder: Path, layer: int) -> Path:
@@ -28,13 +30,11 @@ def record(
     model: LayerwiseModel,
     texts: Sequence[Sequence[int]],
     folder: Path,
-    advance: Callable[[int], None] | None = None,
 ) -> None:
     """Run the texts through the model and record each FFN's inputs; resume an earlier call.
 
     Args:
         folder: folder for these texts and this model only; created if missing.
-        advance: called with the layer's index after each layer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     hidden = model.embed(texts)
@@ -45,7 +45,7 @@ def record(
     for layer in range(first, model.num_layers):
         inputs: list[torch.Tensor] = []
         with model.layer(layer) as module:
-            hook = _first_linear(module).register_forward_pre_hook(
+            hook = first_linear(module).register_forward_pre_hook(
                 lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, -2))
             )
             hidden = [model.run(module, text, x) for text, x in enumerate(hidden)]
@@ -57,8 +57,6 @@ def record(
         if layer + 1 < model.num_layers:
             _save({str(text): x for text, x in enumerate(hidden)}, _hidden_path(folder, layer + 1))
         _hidden_path(folder, layer).unlink(missing_ok=True)
-        if advance:
-            advance(layer)
 
 
 def num_recorded(folder: Path, num_layers: int) -> int:
@@ -75,25 +73,18 @@ def recorded_inputs(folder: Path, layer: int) -> tuple[torch.Tensor, list[int]]:
         return file.get_tensor("x"), file.get_tensor("lengths").tolist()
 
 
-def num_training_tokens(lengths: Sequence[int], held_out: float = 0.25) -> int:
+def num_training_tokens(lengths: Sequence[int]) -> int:
     """Return the number of tokens in the training texts.
 
-    The last texts are held out, at least one. A single text is cut instead.
+    The last texts are held out: at least one, and about a quarter of the tokens. Of a single text
+    the end is held out.
     """
     total, taken = sum(lengths), 0
     for length in lengths[:-1]:
-        if taken + length > (1 - held_out) * total and taken:
+        if taken + length > (1 - _HELD_OUT) * total and taken:
             break
         taken += length
-    # With a single text, hold out its end.
-    return taken or max(1, int((1 - held_out) * total))
-
-
-def _first_linear(layer: nn.Module) -> nn.Module:
-    """Return the first module of a layer's FFN; its input is the FFN's input."""
-    ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
-    names = ("fc1", "gate_proj", "gate_up_proj", "dense_h_to_4h")
-    return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))
+    return taken or max(1, int((1 - _HELD_OUT) * total))
 
 
 def _hidden_path(folder: Path, layer: int) -> Path:

@@ -7,8 +7,6 @@
                     (M2Cache, figure 6; LLM in a flash, figure 4)
     window          neurons active for any of the last k tokens: how many a window cache holds, and
                     how many a token adds to it (LLM in a flash, 3.1)
-    friends         how often a neuron's closest friend is active when the neuron is active (LLM in
-                    a flash, 3.2)
 
 T tokens, N neurons.
 """
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.train import importance
 
 TOP_SHARE = 0.25
@@ -36,14 +34,13 @@ class LayerStatistics:
     Attributes:
         active_share: neurons that are positive (ReLU), or that carry 90 % of the energy (others).
         top_energy: share of the energy that the top quarter of the neurons carries.
-        followed_share: neurons that `overlap`, `window` and `friends` count: the active ones
+        followed_share: neurons that `overlap` and `window` count: the active ones
             (ReLU), or the top quarter (others).
         overlap: share of a token's followed neurons that the previous token followed too.
         overlap_by_chance: the overlap if tokens were independent, from how often each neuron is
             active.
         window: neurons in a window of k tokens, by k.
         window_new: neurons that a token adds to such a window, by k.
-        friends: see the module; mean over neurons that are active at least once.
         never: neurons that are active for no token.
         num_tokens: number of tokens.
     """
@@ -55,7 +52,6 @@ class LayerStatistics:
     overlap_by_chance: float
     window: dict[int, float] = field(default_factory=dict)
     window_new: dict[int, float] = field(default_factory=dict)
-    friends: float
     never: float
     num_tokens: int
 
@@ -100,7 +96,6 @@ def layer_statistics(
         overlap_by_chance=_overlap_by_chance(followed_TN),
         window={k: _window(texts, k)[0] for k in _WINDOWS},
         window_new={k: _window(texts, k)[1] for k in _WINDOWS},
-        friends=_friends(followed_TN),
         never=(~followed_TN.any(0)).float().mean().item(),
         num_tokens=tokens,
     )
@@ -133,14 +128,3 @@ def _window(texts: Sequence[torch.Tensor], tokens: int) -> tuple[float, float]:
                 count += 1
             age[active_N] = 0
     return held / max(1, count * neurons), added / max(1, count * neurons)
-
-
-def _friends(active_TN: torch.Tensor) -> float:
-    """Return the mean over neurons of the largest P(other active | neuron active)."""
-    active = active_TN[:, active_TN.any(0)].float()
-    if active.shape[1] < 2:
-        return 0.0
-    together_NN = active.T @ active
-    times_N = together_NN.diagonal().clone()
-    together_NN.fill_diagonal_(0)
-    return (together_NN.amax(1) / times_N).mean().item()

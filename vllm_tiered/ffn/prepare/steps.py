@@ -72,16 +72,13 @@ class Here:
 class OnRay:
     """Runner that processes layers in parallel on Ray, as many as its processors allow.
 
-    All of Ray's machines must have the folders under the same paths.
-
-    Args:
-        threads: torch threads for each layer, and processors that each layer requests from Ray.
+    All of Ray's machines must have the folders under the same paths. A layer runs on one thread.
 
     Raises:
         UnsupportedError: Ray is not installed.
     """
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self) -> None:
         try:
             import ray
         except ModuleNotFoundError as error:
@@ -91,7 +88,6 @@ class OnRay:
                 '--ray: Ray is not installed: pip install "vllm-tiered[ray]", or leave --ray out'
             ) from error
         self._ray: Any = ray
-        self._threads = threads
 
     def run(self, step: Step) -> Iterator[int]:
         ray = self._ray
@@ -99,15 +95,15 @@ class OnRay:
         if is_own:
             ray.init(log_to_driver=False, include_dashboard=False)
         try:
-            remote = ray.remote(num_cpus=self._threads, max_retries=0)(_remote_work)
+            remote = ray.remote(num_cpus=1, max_retries=0)(_remote_work)
             # Submit no more tasks than can run: each submitted task holds its arguments.
             waiting = list(step.pending)
-            at_most = max(1, int(ray.cluster_resources().get("CPU", 1)) // self._threads)
+            at_most = max(1, int(ray.cluster_resources().get("CPU", 1)))
             running: dict[Any, int] = {}
             while waiting or running:
                 while waiting and len(running) < at_most:
                     layer = waiting.pop(0)
-                    running[remote.remote(step.work, layer, self._threads)] = layer
+                    running[remote.remote(step.work, layer)] = layer
                 (done, *_), _ = ray.wait(list(running), num_returns=1)
                 try:
                     ray.get(done)
@@ -119,10 +115,10 @@ class OnRay:
                 ray.shutdown()
 
 
-def _remote_work(work: Callable[[int], None], layer: int, threads: int) -> None:
+def _remote_work(work: Callable[[int], None], layer: int) -> None:
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     work(layer)
 
 

@@ -21,12 +21,14 @@ import torch.nn.functional as F
 
 from vllm_tiered.ffn.predictor.activation import activation_function
 from vllm_tiered.ffn.predictor.low_rank import LowRank
-from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
-from vllm_tiered.ffn.prepare.reduced_rank import reduced_rank
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 
 _MARGIN = 0.6
 """Factor on the allowed share of missed neurons, for the tokens that set the threshold. More are
 missed on other tokens (5.8 % instead of 5 %; small ReLU model, 6,000 tokens, 2026-11-22)."""
+
+_RIDGE = 1e-2
+"""Share of the mean variance added to each feature's: few tokens do not span all features."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +185,42 @@ def _threshold(scores_TN: torch.Tensor, wanted_TN: torch.Tensor, missed: float) 
     """Return the score below which the share ``missed`` of the active neurons lies."""
     active = scores_TN[wanted_TN > 0].sort().values
     return active[int(missed * len(active))].item() if len(active) else float("inf")
+
+
+def reduced_rank(
+    x_TH: torch.Tensor, weights: FfnWeights, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fit A [R, H], B [N, R] and bias [N], float32, so that B (A x) + bias approximates fc1.
+
+        B A = W C^(1/2) V V' C^(-1/2)      C: covariance of the inputs
+                                           V: leading eigenvectors of C^(1/2) W' W C^(1/2)
+
+    This is the best approximation of its rank on the given inputs.
+    In a gated ReLU model the gate is fitted in place of fc1. In other gated models gate and up are
+    fitted together, gate above up, and B and bias have 2 N rows.
+    """
+    rows = weights.rows_NMH.float()
+    if weights.is_gated and not weights.is_relu:
+        w = torch.cat([rows[:, 0], rows[:, 1]])
+    else:
+        w = rows[:, 0]
+    x = x_TH.float()
+    mean_H = x.mean(0)
+    centred = x - mean_H
+    covariance = centred.T @ centred / len(x)
+    covariance.diagonal().add_(_RIDGE * covariance.diagonal().mean())
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values.clamp(min=1e-12)
+    root = (vectors * values.sqrt()) @ vectors.T
+    inverse_root = (vectors * values.rsqrt()) @ vectors.T
+    w_root = w @ root
+    leading = torch.linalg.eigh(w_root.T @ w_root).eigenvectors[:, -rank:]
+    a_RH = leading.T @ inverse_root
+    b_NR = w_root @ leading
+    bias = w @ mean_H - b_NR @ (a_RH @ mean_H)
+    if weights.up_bias_N is not None:
+        bias += weights.up_bias_N.float()
+    return a_RH.contiguous(), b_NR.contiguous(), bias
 
 
 def _train(

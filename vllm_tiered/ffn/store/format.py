@@ -154,8 +154,11 @@ class StoreFormat:
             if group is not None and type(group) is not int:
                 raise ValueError("a group is no whole number")
         dtype = getattr(torch, contents["dtype"], None)
-        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if not is_float or dtype.itemsize != shape.dtype_bytes:
+        if (
+            not isinstance(dtype, torch.dtype)
+            or not dtype.is_floating_point
+            or dtype.itemsize != shape.dtype_bytes
+        ):
             raise ValueError(f"dtype {contents['dtype']} of {shape.dtype_bytes} bytes")
         found = cls(
             model=contents["model"]["name"],

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.matmul.quantise import quantise
-from vllm_tiered.ffn.store import format as fmt
+from vllm_tiered.ffn.store import format as store_format
 from vllm_tiered.ffn.store.format import NEURONS, StoreFormat
 from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.units import MIB
@@ -45,16 +45,19 @@ def write_layer(
     """
     expected = (form.shape.neurons, form.shape.num_matrices, form.shape.hidden)
     assert weights_NMH.shape == expected and weights_NMH.dtype == form.dtype
-    tables = {fmt.down_norms_name(layer): _norms(weights_NMH[:, -1])}
-    biases = {fmt.up_bias_name(layer): up_bias, fmt.down_bias_name(layer): down_bias}
+    tables = {store_format.down_norms_name(layer): _norms(weights_NMH[:, -1])}
+    biases = {
+        store_format.up_bias_name(layer): up_bias,
+        store_format.down_bias_name(layer): down_bias,
+    }
     tables |= {name: bias.contiguous() for name, bias in biases.items() if bias is not None}
     fd = os.open(draft / NEURONS, os.O_RDWR | os.O_CLOEXEC)
     try:
         for precision in form.precisions:
             scales, sums = _write_section(fd, form, layer, precision, weights_NMH)
             if precision is not Precision.FULL:
-                tables[fmt.scales_name(layer, precision)] = scales
-            tables[fmt.checksums_name(layer, precision)] = sums
+                tables[store_format.scales_name(layer, precision)] = scales
+            tables[store_format.checksums_name(layer, precision)] = sums
         os.fdatasync(fd)
         # The written pages are not read again soon; free the page cache for others.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -73,7 +76,7 @@ def is_intact(draft: Path, form: StoreFormat, layer: int) -> bool:
     try:
         tables = load_file(tables_of(draft, layer))
         for precision in form.precisions:
-            sums = tables[fmt.checksums_name(layer, precision)].tolist()
+            sums = tables[store_format.checksums_name(layer, precision)].tolist()
             if sums != list(_sums_on_disk(fd, form, layer, precision)):
                 return False
     except (SafetensorError, KeyError):

@@ -15,7 +15,7 @@ from safetensors.torch import load
 from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.store import format as fmt
+from vllm_tiered.ffn.store import format as store_format
 from vllm_tiered.ffn.store.format import HEADER, NEURONS, TABLES, StoreFormat
 from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.storage.direct_file import DirectFile
@@ -115,11 +115,11 @@ class NeuronStore:
         if precision is Precision.FULL:
             size = (self.shape.neurons, self.shape.num_matrices, 0)
             return torch.empty(size, dtype=torch.float16)
-        return self._of_shard(fmt.scales_name(layer, precision))
+        return self._of_shard(store_format.scales_name(layer, precision))
 
     def up_bias(self, layer: int) -> torch.Tensor | None:
         """Return the up bias, [N] in the model's dtype; None if the model has none."""
-        name = fmt.up_bias_name(layer)
+        name = store_format.up_bias_name(layer)
         return self._of_shard(name) if name in self._tables else None
 
     def down_bias(self, layer: int) -> torch.Tensor | None:
@@ -127,11 +127,11 @@ class NeuronStore:
 
         It is the whole bias in every shard.
         """
-        return self._tables.get(fmt.down_bias_name(layer))
+        return self._tables.get(store_format.down_bias_name(layer))
 
     def down_norms(self, layer: int) -> torch.Tensor:
         """Return the Euclidean norms of the down columns, float32 [N]."""
-        return self._of_shard(fmt.down_norms_name(layer))
+        return self._of_shard(store_format.down_norms_name(layer))
 
     @property
     def table_bytes(self) -> int:
@@ -223,7 +223,7 @@ class NeuronStore:
             offset=self._form.offset(layer, precision),
             stride=bundle_stride(self.shape, precision),
             num_bytes=bundle_bytes(self.shape, precision),
-            checksums=self._tables[fmt.checksums_name(layer, precision)].numpy(),
+            checksums=self._tables[store_format.checksums_name(layer, precision)].numpy(),
             describe=lambda neuron: f"layer {layer}, neuron {neuron}, {precision.value}",
         )
 
@@ -233,19 +233,20 @@ class NeuronStore:
         try:
             tables: dict[str, torch.Tensor] = load(content)
         except SafetensorError as error:
-            raise IntegrityError(f"{path} is damaged ({error}): {fmt.ANEW}") from error
+            raise IntegrityError(f"{path} is damaged ({error}): {store_format.ANEW}") from error
         shape, layers = self._form.shape, range(self._form.shape.num_layers)
         for layer in layers:
             for precision in self.precisions:
                 groups = (shape.num_matrices, self._form.num_groups(precision))
-                sums = tables.get(fmt.checksums_name(layer, precision))
-                scales = tables.get(fmt.scales_name(layer, precision))
+                sums = tables.get(store_format.checksums_name(layer, precision))
+                scales = tables.get(store_format.scales_name(layer, precision))
                 is_whole = sums is not None and sums.shape == (shape.neurons,)
                 if precision is not Precision.FULL:
                     is_whole &= scales is not None and scales.shape == (shape.neurons, *groups)
                 if not is_whole:
                     raise IntegrityError(
-                        f"{path} lacks tables of layer {layer}, {precision.value}: {fmt.ANEW}"
+                        f"{path} lacks tables of layer {layer}, {precision.value}: "
+                        f"{store_format.ANEW}"
                     )
         return tables
 
@@ -257,11 +258,11 @@ class NeuronStore:
             expected, num_bytes = entry["xxh3"], int(entry["bytes"])
             content = read_regular_file(path, max_bytes=num_bytes)
         except (KeyError, TypeError, FileNotFoundError) as error:
-            raise IntegrityError(f"{self.path} has lost its {name}: {fmt.ANEW}") from error
+            raise IntegrityError(f"{self.path} has lost its {name}: {store_format.ANEW}") from error
         except ValueError as error:
-            raise IntegrityError(f"{path} {error}: {fmt.ANEW}") from error
+            raise IntegrityError(f"{path} {error}: {store_format.ANEW}") from error
         if f"{checksum(content):016x}" != expected:
-            raise IntegrityError(f"{path} is damaged (checksum): {fmt.ANEW}")
+            raise IntegrityError(f"{path} is damaged (checksum): {store_format.ANEW}")
         return content
 
 
@@ -278,8 +279,8 @@ def check_store(folder: Path) -> None:
 def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
     header = folder / HEADER
     try:
-        text = read_regular_file(header, max_bytes=fmt.MAX_HEADER_BYTES)
-        contents = fmt.unseal(text, header)
+        text = read_regular_file(header, max_bytes=store_format.MAX_HEADER_BYTES)
+        contents = store_format.unseal(text, header)
         neurons_bytes = (folder / NEURONS).stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
@@ -291,14 +292,14 @@ def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise IntegrityError(f"{header} {error}: {fmt.ANEW}") from error
+        raise IntegrityError(f"{header} {error}: {store_format.ANEW}") from error
     try:
         form = StoreFormat.from_json(contents)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(f"{header} is damaged ({error!r}): {fmt.ANEW}") from error
+        raise IntegrityError(f"{header} is damaged ({error!r}): {store_format.ANEW}") from error
     if neurons_bytes != form.neurons_bytes:
         raise IntegrityError(
             f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "
-            f"{fmt.ANEW}"
+            f"{store_format.ANEW}"
         )
     return contents, form

@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import FfnShape, Precision
-from vllm_tiered.ffn.store import format as fmt
+from vllm_tiered.ffn.store import format as store_format
 from vllm_tiered.ffn.store.format import HEADER, NEURONS, TABLES, StoreFormat
 from vllm_tiered.ffn.store.layer import (
     is_intact,
@@ -205,7 +205,7 @@ class NeuronStoreWriter:
             # Delete the header last: after a kill, files without it are not known to be a draft.
             for path in sorted(paths, key=lambda path: path in headers):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            put(self.draft / _DRAFT_HEADER, fmt.seal(mine))
+            put(self.draft / _DRAFT_HEADER, store_format.seal(mine))
         self._reserve()
 
     def _reserve(self) -> None:
@@ -257,7 +257,10 @@ class NeuronStoreWriter:
             sync(path)
             content = path.read_bytes()
             files[path.name] = {"bytes": len(content), "xxh3": f"{checksum(content):016x}"}
-        put(self.draft / HEADER, fmt.seal({**self.form.to_json(), "notes": notes, "files": files}))
+        put(
+            self.draft / HEADER,
+            store_format.seal({**self.form.to_json(), "notes": notes, "files": files}),
+        )
 
     @contextlib.contextmanager
     def said(self, what: str) -> Iterator[None]:
@@ -282,7 +285,7 @@ class NeuronStoreWriter:
 
 def _is_of(header: Path, mine: Mapping[str, Any]) -> bool:
     try:
-        found = fmt.unseal(header.read_bytes(), header)
+        found = store_format.unseal(header.read_bytes(), header)
     except (ConfigError, IntegrityError):
         return False
     return {key: found.get(key) for key in mine} == dict(mine)

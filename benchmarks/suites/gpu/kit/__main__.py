@@ -100,14 +100,15 @@ def _parser() -> argparse.ArgumentParser:
         "--host-packages",
         type=Path,
         metavar="JSON",
-        help="the host's `pip list --format json`: what it has is left out",
+        help="the host's `pip list --format json`; packages that it has are left out",
     )
     collect.add_argument(
         "--accept-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="take this from the host whatever version is asked for (may be repeated)",
+        help="use the host's version of this package even if another one is required (may be "
+        "repeated)",
     )
     collect.add_argument("--part-mib", type=float, default=60)
     receive = commands.add_parser("receive", help="take parts over from SOURCE")

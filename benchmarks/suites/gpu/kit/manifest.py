@@ -83,9 +83,9 @@ def read_kit(folder: Path) -> Kit:
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise KitError(f"{path} is missing: bring {MANIFEST} along with the parts") from None
+        raise KitError(f"{path} is missing: copy {MANIFEST} here with the parts") from None
     except ValueError as error:
-        raise KitError(f"{path} is damaged ({error}): bring it again") from None
+        raise KitError(f"{path} is damaged ({error}): copy it again") from None
     found = data.pop("format", None)
     if found != FORMAT:
         raise KitError(f"{path} is of format {found}, this reads {FORMAT}: collect it again")

@@ -106,7 +106,7 @@ def receive(kit: Kit, source: Path, into: Path) -> list[str]:
         if not (source / part.name).is_file() or is_there(part, into):
             continue
         if not is_there(part, source):
-            raise KitError(f"{source / part.name} is damaged: bring {part.name} again")
+            raise KitError(f"{source / part.name} is damaged: copy {part.name} again")
         with (source / part.name).open("rb") as there, _published(into / part.name) as here:
             shutil.copyfileobj(there, here, _AT_ONCE)
         taken.append(part.name)
@@ -129,7 +129,7 @@ def join(kit: Kit, folder: Path, wheels: Path) -> list[Path]:
         return paths
     if missing := missing_parts(kit, folder):
         raise KitError(
-            f"{len(missing)} of {len(kit.parts)} parts are missing or damaged in {folder}: bring"
+            f"{len(missing)} of {len(kit.parts)} parts are missing or damaged in {folder}: copy"
             f" {', '.join(missing)}"
         )
     with _Stream([folder / part.name for part in kit.parts]) as stream:

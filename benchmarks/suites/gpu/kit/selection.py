@@ -108,10 +108,10 @@ def select(
         if found == provided:
             break
         provided = found
-    brought = [name for name in asked if name not in provided and name not in dropped]
+    included = [name for name in asked if name not in provided and name not in dropped]
     left_out = []
     for name, distribution in sorted(resolution.distributions.items()):
-        if name in brought:
+        if name in included:
             continue
         why = dropped.get(name) or _why(name, asked.get(name), host, provided)
         left_out.append(
@@ -122,7 +122,7 @@ def select(
                 why=why,
             )
         )
-    chosen = tuple(resolution.distributions[name] for name in sorted(brought))
+    chosen = tuple(resolution.distributions[name] for name in sorted(included))
     return Selection(chosen=chosen, left_out=tuple(left_out))
 
 

@@ -148,7 +148,7 @@ class LinkDown(Exception):
 
 
 @pytest.mark.parametrize("engine_run_bytes", [1 << 60, 0], ids=["kernel", "engine"])
-def test_a_launch_that_fails_fails_what_comes_after(engine_run_bytes):
+def test_a_failed_launch_fails_later_copies(engine_run_bytes):
     device = make_device(engine_run_bytes=engine_run_bytes)
     device.cuda.failures[3] = LinkDown()
     far, dst = device.far_buffer(9, 64), make_buffer(9, value=-1)

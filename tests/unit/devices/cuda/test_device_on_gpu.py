@@ -53,7 +53,7 @@ def test_pages_come_back_bit_by_bit(device):
     assert device.use(READ).busy_seconds > 0
 
 
-def test_copies_wait_for_compute_that_comes_later(device):
+def test_copies_wait_for_later_compute(device):
     """They wait for a deferred event, a copy of the other direction, and long compute."""
     near, far = near_buffer(64), device.far_buffer(64, PAGE_BYTES)
     back, everything = near_buffer(64), Pages(np.arange(64), ascending=True)
@@ -74,7 +74,7 @@ def test_copies_wait_for_compute_that_comes_later(device):
         device.wait(behind)
 
 
-def test_standstill_is_about_what_the_copy_took(device):
+def test_the_stall_is_about_the_time_of_the_copy(device):
     """Compute does nothing but wait. A copy that is done before the wait counts as no stall."""
     far, near = device.far_buffer(2000, PAGE_BYTES), near_buffer(2000)
     everything = Pages(np.arange(2000), ascending=True)

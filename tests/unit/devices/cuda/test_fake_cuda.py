@@ -34,7 +34,7 @@ def test_a_stream_does_not_wait_for_an_event_that_was_not_recorded():
     assert log == ["behind"] and not cuda.is_done(raw_event)
 
 
-def test_a_second_recording_counts_for_those_who_wait_later():
+def test_a_second_recording_counts_for_later_waits():
     cuda = make_cuda()
     log: list[object] = []
     early, late, raw_event = cuda.new_stream(), cuda.new_stream(), cuda.new_event()
@@ -52,7 +52,7 @@ def test_a_second_recording_counts_for_those_who_wait_later():
     assert log == ["early", "late"] and cuda.is_done(raw_event)
 
 
-def test_streams_run_late_in_their_own_order():
+def test_streams_are_delayed_and_keep_their_own_order():
     orders = set()
     for seed in range(20):
         cuda = SimulatedCuda(random.Random(seed), haste=0.5)
@@ -95,7 +95,7 @@ def test_a_copy_is_made_when_it_runs_and_poisons_its_target_before(by):
     assert seen[-1] == [[14, 15], [16, 17], [0, 0], [0, 0]]
 
 
-def test_what_a_gpu_would_not_survive_is_found():
+def test_errors_that_would_crash_a_gpu_are_found():
     cuda = SimulatedCuda(random.Random(0), haste=0.0)
     stream, pages = cuda.new_stream(), torch.zeros((4, 2), dtype=torch.int32)
     ids = ids_in_pinned_memory(cuda, 0, 9)
@@ -112,7 +112,7 @@ def test_what_a_gpu_would_not_survive_is_found():
         cuda.run_all()
 
 
-def test_waiting_for_what_never_comes_is_no_hang():
+def test_a_wait_without_a_signal_does_not_hang():
     cuda = make_cuda()
     cuda.patience_seconds = 0.01
     cuda.hold_compute()

@@ -32,8 +32,8 @@ steps = st.lists(st.one_of(st.integers(1, 7), st.just("done")), max_size=40)
 
 
 @given(steps=steps, num_ids=st.integers(1, 24))
-def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
-    ring = PageIdBuffer(allocate, num_ids)
+def test_ids_of_copies_in_flight_are_not_overwritten(steps, num_ids):
+    buffer = PageIdBuffer(allocate, num_ids)
     under_way: deque[tuple[Copy, tuple[torch.Tensor, torch.Tensor], list[int]]] = deque()
     next_id = 0
     for step in steps:
@@ -44,7 +44,7 @@ def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
         ids = list(range(next_id, next_id + 2 * step))
         next_id += 2 * step
         copy = Copy()
-        lists = ring.store(np.array(ids[:step]), np.array(ids[step:]), copy)
+        lists = buffer.store(np.array(ids[:step]), np.array(ids[step:]), copy)
         under_way.append((copy, lists, ids))
         for _, (src_ids, dst_ids), expected in under_way:
             assert src_ids.tolist() + dst_ids.tolist() == expected
@@ -52,17 +52,17 @@ def test_ids_of_copies_under_way_are_left_alone(steps, num_ids):
 
 
 def test_it_grows_only_when_it_must():
-    ring = PageIdBuffer(allocate, 16)
+    buffer = PageIdBuffer(allocate, 16)
     copies = deque[Copy]()
     for _ in range(50):  # three of four places are in use each time
         copies.append(Copy())
-        ring.store(np.array([1, 2]), np.array([3, 4]), copies[-1])
+        buffer.store(np.array([1, 2]), np.array([3, 4]), copies[-1])
         if len(copies) == 3:
             copies.popleft().is_done = True
-    assert ring.num_ids == 16
+    assert buffer.num_ids == 16
     for _ in range(4):
-        ring.store(np.array([1, 2]), np.array([3, 4]), Copy())
-    assert 16 < ring.num_ids <= 64
+        buffer.store(np.array([1, 2]), np.array([3, 4]), Copy())
+    assert 16 < buffer.num_ids <= 64
 
 
 def test_no_memory_before_the_first_copy():

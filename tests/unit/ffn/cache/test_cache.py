@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neuron caches: whatever is wanted when, each used slot holds its neuron's bytes."""
+"""Neuron caches: for all sequences of tokens, each used slot holds its neuron's bytes."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ def test_every_slot_holds_its_neuron(name, capacity, schedule):
 
 @given(capacity=st.integers(12, NUM_NEURONS), schedule=st.lists(wants, max_size=20))
 @settings(deadline=None)
-def test_atu_keeps_what_the_token_wants_and_no_more(capacity, schedule):
+def test_atu_keeps_only_the_tokens_neurons(capacity, schedule):
     cache = AdjacentTokenCache(capacity, NUM_NEURONS)
     for wanted in schedule:
         before = cache.num_resident
@@ -132,7 +132,7 @@ def test_more_wanted_than_there_are_slots(name):
     assert cache.resident().tolist() == [1, 2]
 
 
-def test_what_makes_no_cache():
+def test_bad_cache_settings_are_refused():
     with pytest.raises(BudgetError, match="holds none"):
         AdjacentTokenCache(0, NUM_NEURONS)
     with pytest.raises(ConfigError, match="window of 0"):
@@ -185,13 +185,13 @@ def test_a_neuron_is_in_one_buffer_of_its_layer(name, schedule):
         assert layer.num_resident == {p: cache.num_resident for p, cache in layer.caches.items()}
 
 
-def test_a_better_precision_will_do_while_there_is_room():
+def test_a_better_precision_is_kept_while_slots_are_free():
     """Its bytes are there; a neuron that needs more bits than before is loaded."""
     full, int8 = Precision.FULL, Precision.INT8
     layer = LayerCache({full: AdjacentTokenCache(4, 20), int8: AdjacentTokenCache(4, 20)})
     layer.commit(layer.plan({full: ids(1, 2, 3), int8: ids(4, 5)}))
     plan = layer.plan({full: ids(4, 7), int8: ids(1, 2, 3)})
-    assert plan.hits == 2 and plan.num_loads == 3  # 1 and 2 stay; 3 has no room beside 4 and 7
+    assert plan.hits == 2 and plan.num_loads == 3  # 1 and 2 stay; 3 does not fit with 4 and 7
     layer.commit(plan)
     assert set(layer.caches[full].resident()) == {1, 2, 4, 7}
     assert set(layer.caches[int8].resident()) == {3}
@@ -214,7 +214,7 @@ def test_for_each_that_stays_better_one_may_stay_worse():
 
 
 def test_none_of_the_upper_half_stays_worse():
-    """Wanted for long, it would never come in the precision that its rank asks for."""
+    """A neuron that is wanted for long would never be loaded in the precision of its rank."""
     full, int8 = Precision.FULL, Precision.INT8
     layer = LayerCache({full: AdjacentTokenCache(6, 20), int8: AdjacentTokenCache(6, 20)})
     layer.commit(layer.plan({full: ids(1, 2, 4, 5), int8: ids(3, 7)}))
@@ -233,7 +233,7 @@ def test_none_of_the_upper_half_stays_worse():
     scores=st.permutations(range(NUM_NEURONS)),
 )
 @settings(deadline=None)
-def test_precisions_with_better_ones_have_what_was_asked_for(name, schedule, scores):
+def test_precisions_and_better_ones_have_the_requested_counts(name, schedule, scores):
     """Neurons change places; no more of them are read, and none is missing or there twice."""
     scores_N = np.array(scores, dtype=np.float32)
     layer = LayerCache({p: CACHES[name](14, NUM_NEURONS) for p in Precision})

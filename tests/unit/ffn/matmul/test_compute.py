@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM over a cache buffer: that of the weights it holds, whatever lies behind its last slot."""
+"""GEMM over a cache buffer uses its weights only, and nothing behind the last used slot."""
 
 import functools
 
@@ -17,7 +17,7 @@ from vllm_tiered.storage.direct_file import aligned_pages
 KERNELS = ["reference", *native.LIBRARIES]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Of the sum of a product's terms without their signs: sums are float32 whatever the weights are.
+# Relative to the sum of the absolute terms: sums are float32 for every dtype of weights.
 TOLERANCE = 8 * torch.finfo(torch.float32).eps
 
 

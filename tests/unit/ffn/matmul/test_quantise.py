@@ -148,7 +148,7 @@ def test_rows_of_one_value(precision, value):
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e20])
-def test_what_no_scale_reaches_is_refused(precision, value):
+def test_weights_beyond_every_scale_are_refused(precision, value):
     w_nMH = weights(4, 2, 64)
     w_nMH[2, 1, 5] = value
     with pytest.raises(ConfigError, match="not finite, or beyond what a scale"):

@@ -5,9 +5,14 @@ import pytest
 import torch
 
 from vllm_tiered.ffn.predictor.low_rank import LowRank
-from vllm_tiered.ffn.prepare.ffn_modules import FfnWeights
-from vllm_tiered.ffn.prepare.reduced_rank import reduced_rank
-from vllm_tiered.ffn.prepare.train import TrainSettings, importance, measure, train_layer
+from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
+from vllm_tiered.ffn.prepare.train import (
+    TrainSettings,
+    importance,
+    measure,
+    reduced_rank,
+    train_layer,
+)
 
 H, N, T = 48, 96, 1600
 INNER = 6

@@ -22,9 +22,9 @@ from tests.fixtures.neuron_stores import (
     MIDDLE,
     SMALL,
     bundles,
+    cache_memory,
     down_bias,
     ids,
-    region,
     up_bias,
     weights,
     written,
@@ -76,7 +76,7 @@ def test_any_neurons_come_to_any_rows(stores, name, precision, is_aligned, seed,
     rows = rng.permutation(shape.neurons + 5)[:count]
     if data.draw(st.booleans()):
         rows.sort()
-    into = region(shape, precision, shape.neurons + 5, is_aligned=is_aligned)
+    into = cache_memory(shape, precision, shape.neurons + 5, is_aligned=is_aligned)
     store.read(layer, precision, neurons, into, rows)
     expected, _ = bundles(shape, layer, precision)
     assert torch.equal(into[torch.from_numpy(rows)], expected[torch.from_numpy(neurons)])
@@ -87,14 +87,14 @@ def test_any_neurons_come_to_any_rows(stores, name, precision, is_aligned, seed,
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("precision", Precision)
 def test_one_neuron_may_go_to_two_rows(stores, name, precision):
-    into = region(SHAPES[name], precision, 4)
+    into = cache_memory(SHAPES[name], precision, 4)
     stores[name].read(1, precision, ids(9, 8, 9), into, ids(3, 1, 0))
     expected, _ = bundles(SHAPES[name], 1, precision)
     assert torch.equal(into[[3, 1, 0]], expected[[9, 8, 9]])
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_a_store_says_of_itself(stores, name):
+def test_a_stores_description(stores, name):
     store, shape = stores[name], SHAPES[name]
     assert (store.shape, store.activation, store.precisions) == (shape, "relu", tuple(Precision))
     assert store.group == GROUPS and store.contents["model"]["name"] == "model-0"
@@ -135,7 +135,7 @@ def test_shards_together_are_the_model(folders, name, num_ranks):
         for first, end in pairwise(cuts):
             with NeuronStore.open(folders[name], None, first, end - first) as store:
                 assert store.shape.neurons == end - first
-                into = region(shape, precision, end - first)
+                into = cache_memory(shape, precision, end - first)
                 neurons = np.arange(end - first)
                 store.read(1, precision, neurons, into, neurons)
                 parts.append(into)
@@ -155,7 +155,7 @@ def test_shards_together_are_the_model(folders, name, num_ranks):
 def test_neighbours_travel_together(stores):
     """70 adjacent bundles of 16 KiB take one call for each 256 KiB, for any order of rows."""
     store = stores["large"]
-    into = region(LARGE, Precision.FULL, 70)
+    into = cache_memory(LARGE, Precision.FULL, 70)
     before = store.num_reads, store.num_bytes_read, store.read_seconds
     store.read(0, Precision.FULL, np.arange(70), into, np.random.default_rng(0).permutation(70))
     assert store.num_reads - before[0] == 5
@@ -168,7 +168,7 @@ def test_neighbours_travel_together(stores):
 def test_small_bundles_of_a_block_are_read_once(stores):
     store = stores["small"]
     per_block = 4096 // bundle_stride(SMALL, Precision.INT8)
-    into = region(SMALL, Precision.INT8, 10)
+    into = cache_memory(SMALL, Precision.INT8, 10)
     before = store.num_reads, store.num_bytes_read
     store.read(1, Precision.INT8, ids(0, per_block - 1, 5), into, ids(0, 1, 2))
     assert (store.num_reads - before[0], store.num_bytes_read - before[1]) == (1, 4096)
@@ -184,7 +184,7 @@ def test_reads_overlap_and_their_seconds_count_once(stores, monkeypatch):
         return real(fd, buffers, offset)
 
     store = stores["large"]
-    into, other = (region(LARGE, Precision.FULL, 1) for _ in range(2))
+    into, other = (cache_memory(LARGE, Precision.FULL, 1) for _ in range(2))
     before = store.read_seconds
     monkeypatch.setattr(os, "preadv", preadv)
     begin = time.perf_counter()
@@ -206,19 +206,21 @@ def test_without_queues_of_the_system_threads_read(folders, monkeypatch):
 
     monkeypatch.setattr(scatter_reader, "AioQueue", refuse)
     with NeuronStore.open(folders["large"]) as store:
-        into, far = region(LARGE, Precision.FULL, 35), np.arange(0, 70, 2)
+        into, far = cache_memory(LARGE, Precision.FULL, 35), np.arange(0, 70, 2)
         store.read(0, Precision.FULL, far, into, np.arange(35))
         assert torch.equal(into, bundles(LARGE, 0, Precision.FULL)[0][::2])
         assert not store._file.use_aio
 
 
 def test_nothing_to_read(stores):
-    read = stores["large"].submit(0, Precision.INT8, ids(), region(LARGE, Precision.INT8, 1), ids())
+    read = stores["large"].submit(
+        0, Precision.INT8, ids(), cache_memory(LARGE, Precision.INT8, 1), ids()
+    )
     assert read.done()
     read.wait()
 
 
-def test_at_most_as_many_readers_as_said(folders, monkeypatch):
+def test_no_more_readers_than_configured(folders, monkeypatch):
     real, lock = os.preadv, threading.Lock()
     inside, most, is_crowded = 0, 0, threading.Event()
 
@@ -239,7 +241,7 @@ def test_at_most_as_many_readers_as_said(folders, monkeypatch):
         store._file.use_aio = False
         monkeypatch.setattr(os, "preadv", preadv)
         far = np.arange(0, 70, 2)
-        store.read(0, Precision.FULL, far, region(LARGE, Precision.FULL, 35), np.arange(35))
+        store.read(0, Precision.FULL, far, cache_memory(LARGE, Precision.FULL, 35), np.arange(35))
     assert 16 < most <= scatter_reader.NUM_READERS == 32
 
 
@@ -252,7 +254,7 @@ def test_without_direct_io_it_warns_and_reads(folders, monkeypatch, caplog):
         assert not store.is_direct
         assert "does not take O_DIRECT" in caplog.text
         for precision in Precision:
-            into = region(MIDDLE, precision, 200, is_aligned=False)
+            into = cache_memory(MIDDLE, precision, 200, is_aligned=False)
             store.read(2, precision, np.arange(200), into, np.arange(200)[::-1].copy())
             assert torch.equal(into.flip(0), bundles(MIDDLE, 2, precision)[0])
 
@@ -267,7 +269,7 @@ def test_a_store_in_memory_is_read_and_warned_of(caplog, tmp_path):
             NeuronStore.open(folder) as store,
         ):
             assert "is in a file system that is memory itself" in caplog.text
-            into = region(SMALL, Precision.FULL, 3)
+            into = cache_memory(SMALL, Precision.FULL, 3)
             store.read(1, Precision.FULL, ids(5, 300, 7), into, ids(2, 0, 1))
             assert torch.equal(into[[2, 0, 1]], bundles(SMALL, 1, Precision.FULL)[0][[5, 300, 7]])
     finally:

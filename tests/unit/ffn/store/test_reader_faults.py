@@ -10,12 +10,22 @@ import random
 import shutil
 import threading
 import time
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from tests.fixtures.neuron_stores import LARGE, MIDDLE, SMALL, bundles, flip, ids, region, written
+from tests.fixtures.neuron_stores import (
+    LARGE,
+    MIDDLE,
+    SMALL,
+    bundles,
+    cache_memory,
+    flip,
+    ids,
+    written,
+)
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.store import format as store_format
@@ -25,11 +35,22 @@ from vllm_tiered.storage.aio import AioQueue
 from vllm_tiered.storage.checksums import checksum
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """Return a function that copies a store, which is written once: quantising takes most time."""
+
+    @cache
+    def source(shape):
+        return written(tmp_path_factory.mktemp("source") / "store", shape)
+
+    return lambda folder, shape: shutil.copytree(source(shape), folder)
+
+
 @pytest.fixture(params=["large-queued", "large-threads", "small-queued", "small-threads"])
-def case(request, tmp_path, monkeypatch):
+def case(request, tmp_path, monkeypatch, copied):
     """Open a store with large or small bundles, read by asynchronous I/O or by threads."""
     shape = SMALL if request.param.startswith("small") else LARGE
-    store = NeuronStore.open(written(tmp_path / "store", shape))
+    store = NeuronStore.open(copied(tmp_path / "store", shape))
     store._file.use_aio &= request.param.endswith("queued")
     monkeypatch.setattr(scatter_reader, "MIN_AIO_EXTENTS", 1)
     yield store, shape
@@ -59,7 +80,7 @@ def offset_of(store, layer, precision, neuron):
 
 def read_all(store, layer, precision):
     count = store.shape.neurons
-    into = region(store.shape, precision, count)
+    into = cache_memory(store.shape, precision, count)
     store.read(layer, precision, np.arange(count), into, np.arange(count))
     return into
 
@@ -81,7 +102,7 @@ def test_a_flipped_bit_is_found_and_named(case, precision, seed, caplog):
         read_all(store, layer, precision)
     assert caplog.text.count("reading it again") == 1
     others = np.delete(np.arange(shape.neurons), neuron)
-    into = region(shape, precision, len(others))
+    into = cache_memory(shape, precision, len(others))
     store.read(layer, precision, others, into, np.arange(len(others)))
     assert torch.equal(into, bundles(shape, layer, precision)[0][torch.from_numpy(others)])
     flip(store.path / "neurons.bin", at, mask)
@@ -207,12 +228,12 @@ def test_a_system_that_takes_no_more_requests(tmp_path, monkeypatch, caplog):
     far = np.arange(0, 70, 2)
     with NeuronStore.open(written(tmp_path / "store", LARGE)) as store:
         for _ in range(2):
-            into = region(LARGE, Precision.FULL, 35)
+            into = cache_memory(LARGE, Precision.FULL, 35)
             store.read(0, Precision.FULL, far, into, np.arange(35))
             assert torch.equal(into, bundles(LARGE, 0, Precision.FULL)[0][::2])
 
 
-def test_after_an_error_a_store_goes_on(case, monkeypatch):
+def test_a_store_works_after_an_error(case, monkeypatch):
     """Tasks of a failed read do not run during the next read."""
     store, shape = case
     with monkeypatch.context() as patch:
@@ -223,7 +244,7 @@ def test_after_an_error_a_store_goes_on(case, monkeypatch):
         assert torch.equal(read_all(store, 1, Precision.FULL), bundles(shape, 1, Precision.FULL)[0])
 
 
-def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
+def test_a_silent_disk_is_waited_for_and_logged(case, monkeypatch, caplog):
     store, shape = case
     released, real = threading.Event(), os.preadv
 
@@ -233,7 +254,7 @@ def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
 
     patch_reads(monkeypatch, hang)
     monkeypatch.setattr(scatter_reader, "SILENCE_SECONDS", 0.05)
-    into = region(shape, Precision.INT8, 1)
+    into = cache_memory(shape, Precision.INT8, 1)
     read = store.submit(0, Precision.INT8, ids(5), into, ids(0))
     threading.Timer(0.3, released.set).start()
     begin = time.monotonic()
@@ -247,14 +268,9 @@ def test_a_silent_disk_is_waited_for_and_said_so(case, monkeypatch, caplog):
 # Opening --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("original") / "store", MIDDLE)
-
-
 @pytest.fixture
-def folder(original, tmp_path):
-    return shutil.copytree(original, tmp_path / "store")
+def folder(tmp_path, copied):
+    return copied(tmp_path / "store", MIDDLE)
 
 
 def rewrite(folder, **changes):
@@ -414,7 +430,7 @@ def test_there_is_no_store(tmp_path, name):
         NeuronStore.open(tmp_path / name)
 
 
-def test_a_damaged_file_beside_is_named(tmp_path):
+def test_another_damaged_file_of_the_store_is_named(tmp_path):
     from tests.fixtures.neuron_stores import add, writer
 
     filling = writer(tmp_path / "store", SMALL)

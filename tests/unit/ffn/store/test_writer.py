@@ -30,7 +30,7 @@ def expected(tmp_path):
     return content(written(tmp_path / "expected", MIDDLE))
 
 
-def test_what_is_published_is_whole_and_alone(folder, expected):
+def test_a_published_store_is_whole_and_has_no_other_files(folder, expected):
     filling = writer(folder, MIDDLE)
     for layer in (2, 0, 1):
         assert not folder.exists()
@@ -99,7 +99,7 @@ def test_a_damaged_layer_is_done_again(folder, expected, precision, what, caplog
         {"activation": "silu"},
     ],
 )
-def test_another_draft_is_begun_anew(folder, expected, other, caplog):
+def test_a_draft_of_other_settings_is_begun_again(folder, expected, other, caplog):
     first = writer(folder, MIDDLE, **other)
     first.path_of("predictors.safetensors").write_bytes(b"of the other")
     for layer in range(2):
@@ -114,7 +114,7 @@ def test_another_draft_is_begun_anew(folder, expected, other, caplog):
     assert content(second.publish()) == expected
 
 
-def test_a_damaged_drafts_header_begins_anew(folder):
+def test_a_draft_with_a_damaged_header_is_begun_again(folder):
     first = writer(folder, MIDDLE)
     add(first, 0)
     first.close()
@@ -124,7 +124,7 @@ def test_a_damaged_drafts_header_begins_anew(folder):
     second.close()
 
 
-def test_a_strangers_folder_is_left_alone(folder):
+def test_a_folder_with_other_files_is_not_touched(folder):
     draft = folder.with_name("store.draft")
     draft.mkdir()
     (draft / "thesis.tex").write_text("years of work")
@@ -210,7 +210,7 @@ def test_without_the_space_it_does_not_begin(folder, monkeypatch):
     writer(folder, MIDDLE).close()
 
 
-def test_what_a_draft_holds_already_is_not_asked_for_again(folder, monkeypatch):
+def test_layers_in_the_draft_are_not_written_again(folder, monkeypatch):
     first = writer(folder, MIDDLE)
     add(first, 0)
     first.close()

@@ -86,7 +86,7 @@ def steps_without_the_host(
                     rig.due.append((found, ffn.dense(layer, x_BH)))
                 continue
             owned += batch <= MAX_DEVICE_TOKENS
-            # After most steps nothing waits to learn what is near.
+            # After most steps nothing waits for the list of cached neurons.
             if rig.rng.random() < 0.3:
                 runtime.layers[layer].check_integrity()
                 with now():
@@ -117,7 +117,7 @@ def host_never_waits():
 
 @pytest.mark.parametrize("num_tokens", [1, 6])
 def test_statistics_of_steps_without_the_host(monkeypatch, ffn, num_tokens):
-    """Counts and bytes, and what the cost model judges the next step by."""
+    """Counts and bytes, which the cost model uses for the next step."""
     rig = DeferredRig(monkeypatch, ffn, 0, 0.6)
     gpu, shape = DeferredGpu(monkeypatch, rig.torch), ffn.shape
     reported, asked = [], []
@@ -130,7 +130,7 @@ def test_statistics_of_steps_without_the_host(monkeypatch, ffn, num_tokens):
         return len(asked) > 8
 
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", prefers_dense)
-    # Room for half of what is wanted in full precision.
+    # Slots for half of the neurons that are wanted in full precision.
     plan = replace(mixed(ffn, (0.25, 0.25, 0)), num_far_layers=shape.num_layers)
     plan = replace(plan, cache_slots={Precision.FULL: 12, Precision.INT8: 48})
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
@@ -170,7 +170,7 @@ def test_statistics_of_steps_without_the_host(monkeypatch, ffn, num_tokens):
 
 
 def test_neurons_count_as_the_last_tokens_after_their_index_migrated(monkeypatch, ffn):
-    """A window begins anew with all that was near; none stays beyond it."""
+    """A window starts with all cached neurons; none stays beyond the window."""
     rig = DeferredRig(monkeypatch, ffn, 0, 1.0)
     DeferredGpu(monkeypatch, rig.torch)
     shape, mix = ffn.shape, (0.15, 0, 0)

@@ -10,10 +10,10 @@ import torch
 from tests.fixtures.tiny_models import LAYERS, tiny_model, tiny_tokenizer
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
-from vllm_tiered.ffn.prepare.calibrated import Calibration
-from vllm_tiered.ffn.prepare.calibration import calibration_texts
+from vllm_tiered.ffn.prepare.calibration import Calibration
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.pipeline import prepare
+from vllm_tiered.ffn.prepare.texts import calibration_texts
 from vllm_tiered.ffn.prepare.train import TrainSettings
 from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
 from vllm_tiered.ffn.store.reader import NeuronStore
@@ -116,7 +116,7 @@ def test_goes_on_where_it_was_killed(model, text, tmp_path, step):
     NeuronStore.open(out).close()
 
 
-def test_other_text_is_recorded_anew(model, text, tmp_path):
+def test_other_text_is_recorded_again(model, text, tmp_path):
     out = tmp_path / "store"
     with pytest.raises(Killed):
         prepare(model, out, progress=KilledAfter("recording", 1), calibration=calibration(text))
@@ -150,7 +150,7 @@ def test_texts_of_a_file(model, text):
 
 def test_conversations_of_the_package(model, monkeypatch):
     pairs = [("abc\n\n", "defg"), ("h" * 400, "ij"), ("k", "l")]
-    monkeypatch.setattr("vllm_tiered.ffn.prepare.calibration._conversations", lambda: iter(pairs))
+    monkeypatch.setattr("vllm_tiered.ffn.prepare.texts._conversations", lambda: iter(pairs))
     texts = calibration_texts(model, 12, tokens_per_text=8)
     assert [len(found.token_ids) for found in texts] == [8, 4]
     assert [found.num_given for found in texts] == [4, 3]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness import throttled_engine as slowed
+from benchmarks.harness import throttled_engine
 from benchmarks.harness.jobs import EngineSpec
-from benchmarks.harness.throttled_engine import Slowed, SublayerClock
+from benchmarks.harness.throttled_engine import SublayerClock, ThrottledEngine
 from tests.fixtures.rounds import make_round
 from vllm_tiered.adapter.weights import kv_sharing, offloader
 from vllm_tiered.adapter.weights.measurements import MeasuredSublayers
@@ -56,9 +56,11 @@ class Layer(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def products(monkeypatch):
+def sizes(monkeypatch):
     """Give each path the same number of weights, as there are no linear modules of vLLM here."""
-    monkeypatch.setattr(slowed, "_products", lambda layer: dict.fromkeys(PATHS, WEIGHTS))
+    monkeypatch.setattr(
+        throttled_engine, "_linear_sizes", lambda layer: dict.fromkeys(PATHS, WEIGHTS)
+    )
 
 
 def watched(rate, layers=2):
@@ -79,7 +81,7 @@ def forward(model):
         layer(torch.ones(1))
 
 
-def test_products_last_as_long_as_the_rate_says_and_waits_are_not_theirs():
+def test_matmuls_last_as_long_as_the_rate_says_without_their_waits():
     model, clock, _ = watched(WEIGHTS / HOLD)
     start = time.perf_counter()
     forward(model)
@@ -96,7 +98,7 @@ def test_without_a_rate_nothing_is_held():
         assert min(clock._seconds[kind]) < WAIT  # the other may have lost its core
 
 
-def test_a_slot_is_given_free_when_the_product_has_had_its_time():
+def test_a_weight_buffer_is_freed_after_the_time_of_the_matmul():
     model, _, left = watched(WEIGHTS / HOLD, layers=1)
     start = time.perf_counter()
     forward(model)
@@ -116,7 +118,7 @@ def test_the_engines_device_has_the_link(monkeypatch):
     for name in ("make_device", "measure_sublayers"):
         monkeypatch.setattr(offloader, name, getattr(offloader, name))
     monkeypatch.setattr(kv_sharing, "measure_machine", kv_sharing.measure_machine)
-    slow = Slowed(SPEC)
+    slow = ThrottledEngine(SPEC)
     slow.prepare()
     device = offloader.make_device()
     try:
@@ -144,7 +146,7 @@ def test_the_engines_own_measurement_sees_the_rate(monkeypatch):
     monkeypatch.setattr(offloader, "make_device", offloader.make_device)
     monkeypatch.setattr(offloader, "measure_sublayers", lambda *_: measured)
     monkeypatch.setattr(kv_sharing, "measure_machine", kv_sharing.measure_machine)
-    Slowed(SPEC).prepare()
+    ThrottledEngine(SPEC).prepare()
     measure: Any = offloader.measure_sublayers
     held = measure(None, [Layer()], sublayers, None)
     assert held.times.compute == pytest.approx((2 * HOLD, 0.5))
@@ -162,7 +164,7 @@ def test_so_does_the_machine_that_it_plans_from(monkeypatch):
     monkeypatch.setattr(offloader, "make_device", offloader.make_device)
     monkeypatch.setattr(offloader, "measure_sublayers", offloader.measure_sublayers)
     monkeypatch.setattr(kv_sharing, "measure_machine", lambda *_: found)
-    Slowed(SPEC).prepare()
+    ThrottledEngine(SPEC).prepare()
     measure_machine: Any = kv_sharing.measure_machine
     layer = torch.nn.Linear(10, 10)
     held = measure_machine(None, [layer])
@@ -178,26 +180,29 @@ def test_so_does_the_machine_that_it_plans_from(monkeypatch):
     assert (held.curves.compute_slowdown, held.curves.link_slowdown) == (1.0, 1.0)
 
 
-def test_a_round_has_what_clock_and_link_say(monkeypatch):
-    slow = Slowed(SPEC)
+def test_a_round_has_the_figures_of_clock_and_link(monkeypatch):
+    slow = ThrottledEngine(SPEC)
     uses = iter([{}, {"weights_read_bytes": 7.0, "weights_read_seconds": 0.5}])
-    monkeypatch.setattr(slowed, "_take_use", lambda: next(uses))
+    monkeypatch.setattr(throttled_engine, "_drain_metrics", lambda: next(uses))
     slow.begin_round()
     for kind in Kind:
         slow.clock._seconds[kind] = [0.25, 0.5, 0.75]
     counters = slow.end_round(make_round()).counters
-    assert counters[slowed.FAR_BYTES] == 7.0 and counters[slowed.LINK_SECONDS] == 0.5
-    assert {counters[name] for name in slowed.COMPUTE_SECONDS.values()} == {0.5}
+    assert (
+        counters[throttled_engine.FAR_BYTES] == 7.0
+        and counters[throttled_engine.LINK_SECONDS] == 0.5
+    )
+    assert {counters[name] for name in throttled_engine.COMPUTE_SECONDS.values()} == {0.5}
 
 
 def test_without_placed_weights_there_is_no_use_of_the_link():
-    assert slowed._take_use() == {}
+    assert throttled_engine._drain_metrics() == {}
 
 
 def test_the_layers_of_a_model_are_its_one_list():
     model = torch.nn.Module()
     model.decoder = torch.nn.Module()
     model.decoder.layers = torch.nn.ModuleList([Layer()])
-    assert slowed.decoder_layers(model) is model.decoder.layers
+    assert throttled_engine.decoder_layers(model) is model.decoder.layers
     with pytest.raises(ValueError, match="0 lists of layers"):
-        slowed.decoder_layers(Layer())
+        throttled_engine.decoder_layers(Layer())

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from tests.fakes.kv.deferred_setups import SETUPS
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
-from tests.fakes.kv.late_setups import SETUPS
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import WrongKv
 from vllm_tiered.devices.base import Direction
@@ -26,8 +26,8 @@ from vllm_tiered.kv.swapper import Swapper
         "on-demand",
     ],
 )
-def test_late_compute_reads_its_own_kv(setup):
-    run_late(setup)
+def test_deferred_compute_reads_its_own_kv(setup):
+    run_deferred(setup)
 
 
 def test_reads_into_an_buffer_still_computed_on_are_found(monkeypatch):
@@ -39,10 +39,10 @@ def test_reads_into_an_buffer_still_computed_on_are_found(monkeypatch):
 
     monkeypatch.setattr(Swapper, "_queue_copies", read_at_once)
     with pytest.raises(WrongKv):
-        run_late(SETUPS[0])
+        run_deferred(SETUPS[0])
 
 
-def test_the_far_tier_is_not_given_back_while_it_is_read():
+def test_far_memory_is_not_released_while_it_is_read():
     """Layers that return are still being read when the next step has no offloaded layer."""
     for seed in range(60):
         rng = random.Random(seed)
@@ -55,7 +55,7 @@ def test_the_far_tier_is_not_given_back_while_it_is_read():
             adaptive=True,
         )
         haste = rng.choice((0.0, 0.2, 0.5, 0.8))
-        device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=True)
+        device = SimulatedDevice(random.Random(seed), haste=haste, defers_compute=True)
         driver = Driver(setup, device, poison_freed=False)
         for _ in range(60):
             if rng.random() < 0.2 and len(driver.requests) < 6:
@@ -73,15 +73,15 @@ def test_the_far_tier_is_not_given_back_while_it_is_read():
         driver.close()
 
 
-def run_late(setup):
+def run_deferred(setup):
     for haste in (0.0, 0.3, 0.7, 1.0):
         for seed in range(8):
-            device = SimulatedDevice(random.Random(seed), haste=haste, late_compute=True)
+            device = SimulatedDevice(random.Random(seed), haste=haste, defers_compute=True)
             driver = Driver(setup, device, poison_freed=False)
             run_schedule(driver, random.Random(seed), num_steps=40)
 
 
-def test_what_layers_write_on_their_way_out_is_written_once():
+def test_blocks_of_layers_that_become_far_are_stored_once():
     """This also holds if no layer was far before, and the write ends before the layers are far."""
     setup = Setup(num_layers=5, num_far=3, block_tokens=2, spare_pages=40, adaptive=True)
     driver = Driver(setup, SimulatedDevice(random.Random(0), haste=1.0))

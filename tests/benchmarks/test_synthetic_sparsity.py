@@ -7,26 +7,26 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.inputs.synthetic_sparsity import model as planted
+from benchmarks.inputs.synthetic_sparsity import model as synthetic
 from benchmarks.inputs.synthetic_sparsity.check import DEFINITIONS, measure, table
 from benchmarks.inputs.synthetic_sparsity.model import (
-    PLANTED,
     PREDICTOR_FILE,
+    SYNTHETIC_SHAPES,
     Sparsity,
-    planted_dir,
+    synthetic_model_dir,
 )
-from benchmarks.inputs.synthetic_sparsity.record import planted_sparsity, record
-from benchmarks.inputs.synthetic_sparsity.values import GROWTH, LATENT_ENERGY, PlantedValues
+from benchmarks.inputs.synthetic_sparsity.record import record, sparsity_of_model
+from benchmarks.inputs.synthetic_sparsity.values import GROWTH, LATENT_ENERGY, SyntheticValues
 from benchmarks.peers.checkpoint import Checkpoint, to_float32
 from benchmarks.peers.model import SHAPES, to_bfloat16
 
-TINY = PLANTED["opt-tiny"]
+TINY = SYNTHETIC_SHAPES["opt-tiny"]
 NUM_LATENT = 2 * TINY.sparsity.rank
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return planted_dir("opt-tiny", tmp_path_factory.mktemp("models"))
+    return synthetic_model_dir("opt-tiny", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def whole_model(folder):
     return loaded.eval()
 
 
-def test_what_was_planted_is_there(model, prompts):
+def test_the_model_has_its_sparsity(model, prompts):
     for dtype in ("float32", "bfloat16"):
         result = measure(model, dtype=dtype, prompts=prompts)
         for layer in [result, *result["by_layer"]]:
@@ -63,7 +63,7 @@ def test_every_neuron_has_its_time(model, prompts):
         assert (layer.active.any(axis=0)).mean() > 0.6
 
 
-def test_the_record_is_what_transformers_computes(model, prompts):
+def test_the_record_matches_transformers(model, prompts):
     loaded = whole_model(model)
     seen: list[torch.Tensor] = []
     for layer in loaded.model.decoder.layers:
@@ -131,7 +131,7 @@ def test_tensors_begin_at_blocks_of_the_disk(model):
 
 def test_the_seed_decides_the_numbers_not_the_order():
     name, shape = "model.decoder.layers.1.fc2.weight", (256, 1024)
-    values = [PlantedValues(TINY.sizes, TINY.sparsity, seed) for seed in (0, 0, 1)]
+    values = [SyntheticValues(TINY.sizes, TINY.sparsity, seed) for seed in (0, 0, 1)]
     list(values[1]("model.decoder.layers.0.fc1.weight", (1024, 256)))
     first, same, other = (np.concatenate([p.ravel() for p in v(name, shape)]) for v in values)
     np.testing.assert_array_equal(first, same)
@@ -139,7 +139,7 @@ def test_the_seed_decides_the_numbers_not_the_order():
 
 
 def test_the_latent_turns_as_the_overlap_asks_for():
-    values = PlantedValues(TINY.sizes, TINY.sparsity, 0)
+    values = SyntheticValues(TINY.sizes, TINY.sparsity, 0)
     u = values.latent()
     np.testing.assert_allclose(np.square(u).mean(axis=1), 1, rtol=1e-4)
     adjacent = (u[1:] * u[:-1]).mean(axis=1)
@@ -148,32 +148,32 @@ def test_the_latent_turns_as_the_overlap_asks_for():
     assert np.abs(far).mean() < 0.3
 
 
-def test_without_a_tokenizer_the_demo_model_is_not_asked_for(tmp_path, monkeypatch):
+def test_without_a_tokenizer_the_demo_model_is_not_needed(tmp_path, monkeypatch):
     def lacking():
         raise FileNotFoundError
 
-    monkeypatch.setattr(planted, "write_planted", lambda *arguments, **options: None)
-    monkeypatch.setattr(planted, "demo_model_dir", lacking)
+    monkeypatch.setattr(synthetic, "write_synthetic_model", lambda *arguments, **options: None)
+    monkeypatch.setattr(synthetic, "demo_model_dir", lacking)
     with pytest.raises(FileNotFoundError):
-        planted_dir("opt-1.3b", tmp_path)
-    bare = planted_dir("opt-1.3b", tmp_path, has_tokenizer=False)
+        synthetic_model_dir("opt-1.3b", tmp_path)
+    bare = synthetic_model_dir("opt-1.3b", tmp_path, has_tokenizer=False)
     assert bare.is_dir() and bare.name.endswith("-bare")
 
 
 def test_a_folder_is_made_once(model, monkeypatch):
-    monkeypatch.setattr(planted, "write_planted", None)  # a second writing would fail
-    assert planted_dir("opt-tiny", model.parent) == model
-    assert planted_sparsity(model) == TINY.sparsity
-    assert json.loads((model / "planted.json").read_text())["planted"]["rank"] == 32
+    monkeypatch.setattr(synthetic, "write_synthetic_model", None)  # a second writing would fail
+    assert synthetic_model_dir("opt-tiny", model.parent) == model
+    assert sparsity_of_model(model) == TINY.sparsity
+    assert json.loads((model / "synthetic.json").read_text())["sparsity"]["rank"] == 32
     with pytest.raises(KeyError, match=r"opt-tiny, opt-1.3b, opt-6.7b"):
-        planted_dir("opt-66b", model.parent)
-    assert {PLANTED[name].sizes for name in SHAPES} == set(SHAPES.values())
+        synthetic_model_dir("opt-66b", model.parent)
+    assert {SYNTHETIC_SHAPES[name].sizes for name in SHAPES} == set(SHAPES.values())
 
 
 @pytest.mark.parametrize("rank", [7, 66])
 def test_ranks_that_do_not_fit_are_refused(rank):
     with pytest.raises(ValueError, match=f"rank {rank}: expected an even number of at most a"):
-        PlantedValues(TINY.sizes, Sparsity(rank=rank), 0)
+        SyntheticValues(TINY.sizes, Sparsity(rank=rank), 0)
 
 
 def test_rounding_is_to_the_nearest():
