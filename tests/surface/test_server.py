@@ -2,11 +2,14 @@
 """`vllm serve MODEL --plugin tiered`: the literal command, with processes of its own."""
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -19,6 +22,7 @@ COMMAND = str(Path(sys.executable).with_name("vllm"))
 
 START_TIMEOUT_S = 500
 NEAR_BYTES = 128 << 20
+KEY = "a-key"
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def log_path(tmp_path):
 
 
 @pytest.fixture
-def server(clean_env, model_dir, log_path):
+def server(clean_env, model_dir, log_path, tmp_path):
     """The address of a server with half of its layers far; its log is shown if it fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -38,6 +42,7 @@ def server(clean_env, model_dir, log_path):
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", "512", "--kv-cache-memory-bytes", str(NEAR_BYTES)),
         *("--tiered-config.kv.expansion", "2", "--tiered-config.kv.far_gib", "1"),
+        *("--tiered-config.report.path", str(tmp_path / "timeline.jsonl"), "--api-key", KEY),
     ]
     # vLLM's own defaults: the engine in a process of its own, and a full log.
     env = clean_env(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="INFO")
@@ -68,18 +73,43 @@ def wait_until_up(process, address, log_path):
     pytest.fail(f"the server did not start:\n{log_path.read_text()[-8000:]}")
 
 
-def fetch(url):
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
+def fetch(url, key=None):
+    """Return status and body of a GET."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=60
+        ) as found:
+            return found.status, found.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def metric(server, name):
+    """Return a metric's value on /metrics, which is open to all in vLLM."""
+    lines = fetch(f"{server}/metrics")[1].splitlines()
+    (line,) = [line for line in lines if line.startswith(f"vllm:tiered_{name}{{")]
+    return float(line.split()[-1])
 
 
 @pytest.mark.timeout(700)
 def test_the_flags_reach_the_worker_and_the_manifest_comes_back(server, log_path):
-    answer = json.loads(fetch(f"{server}/tiered"))
+    assert fetch(f"{server}/tiered") == fetch(f"{server}/v1/models")
+    assert fetch(f"{server}/tiered", "wrong") == (401, '{"error":"Unauthorized"}')
+    answer = state(server)
     assert answer["config"]["kv"]["expansion"] == 2
+    assert answer["config"]["report"]["path"].endswith("timeline.jsonl")
     (worker,) = answer["workers"]
     kv = worker["kv"]
-    assert kv["active"] is True
+    assert (kv["state"], kv["active"]) == ("on", True)
+    assert (worker["weights"]["state"], worker["ffn"]["state"]) == ("off", "off")
+    assert worker["l2"]["state"] == "stepped aside" and "rank" in worker["l2"]["reason"]
+    assert kv["counters"].get("kv_steps", 0) == 0
+    # Gauges are set before the first step.
+    assert metric(server, "kv_expansion") == pytest.approx(kv["expansion"])
+    assert metric(server, "kv_near_bytes") == kv["near_bytes"]
+    assert metric(server, "kv_far_bytes") == kv["far_bytes"]
+    assert metric(server, "kv_blocks_released") == kv["num_blocks"]
     assert 0 < kv["far_layers"] < kv["num_layers"]
     # Logical capacity over what the near bytes hold alone.
     alone = kv["near_bytes"] // (kv["page_bytes"] * kv["num_layers"])
@@ -87,16 +117,44 @@ def test_the_flags_reach_the_worker_and_the_manifest_comes_back(server, log_path
     assert kv["near_bytes"] <= NEAR_BYTES
     assert 0 < kv["far_bytes"] <= 1 << 30
 
-    with OpenAI(base_url=f"{server}/v1", api_key="none") as client:
+    with OpenAI(base_url=f"{server}/v1", api_key=KEY) as client:
         completion = client.completions.create(
             model="demo", prompt="The capital of France is", max_tokens=8, temperature=0
         )
     assert completion.usage is not None
     assert completion.usage.completion_tokens == 8
-    metrics = fetch(f"{server}/metrics").splitlines()
-    (steps,) = [line for line in metrics if line.startswith("vllm:tiered_kv_steps_total{")]
-    assert float(steps.split()[-1]) >= 8
+    assert metric(server, "kv_steps_total") >= 8
+    answer = state(server)
+    (engine,) = answer["engines"]
+    counters = answer["workers"][0]["kv"]["counters"]
+    assert counters["kv_steps"] == metric(server, "kv_steps_total")
+    assert counters["kv_step_seconds"] == pytest.approx(metric(server, "kv_step_seconds_total"))
+    assert engine["kv_blocks_released"] == metric(server, "kv_blocks_released")
     check_log(log_path.read_text())
+    check_hanging_worker(server, worker["pid"])
+
+
+def state(server):
+    status, body = fetch(f"{server}/tiered", KEY)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def check_hanging_worker(server, pid):
+    """Stop the worker's process: the answer comes in time and names it; then let it go on."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        status, body = fetch(f"{server}/tiered", KEY)
+        assert time.monotonic() - begin < 15
+        assert status == 503
+        assert f"worker rank 0 (pid {pid}) is stopped" in json.loads(body)["error"]
+        assert json.loads(body)["workers"][0]["kv"]["state"] == "on"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert state(server)["workers"][0]["pid"] == pid
+    with OpenAI(base_url=f"{server}/v1", api_key=KEY) as client:
+        assert client.completions.create(model="demo", prompt="Two and", max_tokens=4).choices
 
 
 def check_log(log):
