@@ -48,7 +48,7 @@ def weight_bytes_of_a_tile(constants):
     code_bits = {"bfloat16": 16, "int8": 8, "int4": 4}[constants["CODEC"]]
     activating = constants["ACTIVATES"] * (2 if constants["GATED"] else 1)
     matrices = activating + constants["MULTIPLIES"]
-    return constants["ROWS"] * matrices * constants["HIDDEN"] * code_bits // 8
+    return constants["NEURONS"] * matrices * constants["HIDDEN"] * code_bits // 8
 
 
 def test_weights_come_in_16_bytes(found):
