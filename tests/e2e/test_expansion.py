@@ -54,7 +54,7 @@ def test_grows_when_requests_wait() -> None:
     assert tokens == vllm_tokens("deep", PROMPTS)
 
 
-def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None:
+def test_gauges_and_state_follow_the_level_and_the_partly_filled_blocks(monkeypatch) -> None:
     def climb(signals, state, levels, tuning):
         return Decision(level_idx=len(levels.ladder) - 1, reason="as high as can be"), state
 
@@ -62,6 +62,13 @@ def test_a_gauge_says_that_partly_filled_blocks_are_far_too(monkeypatch) -> None
     with engine("deep", {}, **TIGHT) as llm:
         tokens, num_changes = drive(llm)
         assert num_changes >= 1 and metric("tiered_kv_partial_blocks_far") == 1
+        (worker_state,) = llm.collective_rpc("tiered_state")
+        kv = worker_state["kv"]  # as it is now, not as it was at start
+        assert kv["far_layers"] == metric("tiered_kv_far_layers") > 0
+        assert kv["expansion"] == pytest.approx(metric("tiered_kv_expansion"))
+        assert len(kv["offloaded_layers"]) >= kv["far_layers"]
+        assert (kv["state"], kv["reason"]) == ("on", None)
+        assert kv["counters"]["kv_read_bytes"] == metric("tiered_kv_read_bytes")
     assert tokens == vllm_tokens("deep", PROMPTS)
 
 

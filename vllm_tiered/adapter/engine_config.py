@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter import checks
 from vllm_tiered.adapter.checks import Part
-from vllm_tiered.adapter.checks.folders import check_folders
 from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
 from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
@@ -142,6 +141,8 @@ def _check_engine_args(config: TieredConfig, engine_args: "EngineArgs") -> None:
 
 def _check_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     """Raise an error if the model rules a configured part out, or a folder cannot be used."""
+    from vllm_tiered.adapter.checks.folders import check_folders  # imports torch
+
     if config.kv.enabled:
         checks.check_vllm_config(Part.KV, vllm_config)
     if config.weights.places:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tiered import __version__
 from vllm_tiered.adapter.compat import wrap_once
-from vllm_tiered.adapter.telemetry import metrics
 from vllm_tiered.adapter.telemetry.monitor import WORKER_METHOD, Answer, EngineMonitor
-from vllm_tiered.adapter.telemetry.state import GAUGES_KEY
+from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, SECTIONS
 
 if TYPE_CHECKING:
@@ -73,6 +72,8 @@ class TieredEndpoint:
         self, engine_client: "EngineClient | None", state: "State", args: "Namespace"
     ) -> None:
         """Prepare the route, and set the gauges of /metrics that no step has set yet."""
+        from vllm_tiered.adapter.telemetry import metrics
+
         state.tiered_guard = Guard.of_server(args)
         state.tiered_monitor = monitor = EngineMonitor(engine_client)
         answer = await monitor.ask(TIMEOUT_S)
@@ -160,6 +161,8 @@ def _worker_state(worker: Any) -> dict[str, Any] | None:
 
 def _content(monitor: EngineMonitor, answer: Answer, shows_paths: bool) -> dict[str, Any]:
     """Return the body: version, configuration, the schedulers' figures, one state per rank."""
+    from vllm_tiered.adapter.telemetry import metrics  # imports vLLM, which `doctor` must not
+
     config = monitor.config
     workers = [
         {name: value for name, value in worker.items() if name not in (GAUGES_KEY, "host")}

@@ -12,12 +12,10 @@ from typing import Any
 
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.adapter.telemetry.metrics import COUNTERS, GAUGES
+from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 
 ON, OFF, ASIDE, STARTING = "on", "off", "stepped aside", "starting"
-
-GAUGES_KEY = "gauges"
-"""Key of the gauges in a worker's answer, with which a server fills those of ``/metrics``."""
 
 
 def worker_state(worker: Any) -> dict[str, Any] | None:

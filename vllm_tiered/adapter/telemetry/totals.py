@@ -7,6 +7,9 @@ asks. Reading them changes nothing; what ``/metrics`` counts is drained elsewher
 
 from collections.abc import Callable, Mapping
 
+GAUGES_KEY = "gauges"
+"""Key of the gauges in a worker's answer, with which a server fills those of ``/metrics``."""
+
 Read = Callable[[], Mapping[str, float]]
 """Function that returns a part's counters since the start and its gauges, by metric."""
 
