@@ -41,6 +41,7 @@ def test_bytes_are_exactly_the_full_blocks(policy) -> None:
     assert result.metrics["tiered_kv_steps"] == output_tokens
     assert result.manifest["kv"] == {
         "active": True,
+        "why_not": None,
         "policy": policy,
         "expansion": 2.0,
         "max_expansion": 2.0,
