@@ -294,7 +294,9 @@ def complete(llm: Any, prompts: Tokens, max_tokens: int) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(requests, sampling, use_tqdm=False)]
 
 
-def test_only_a_request_that_memory_cannot_hold_fails(monkeypatch, tmp_path: Path) -> None:
+def test_only_a_request_that_memory_cannot_hold_fails(
+    monkeypatch, tmp_path: Path, caplog_vllm
+) -> None:
     """The longest request needs the far layers; the others are served."""
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": 3.0}
     longest = [token for prompt in random_prompts(12, seed=3) for token in prompt][:230]
@@ -307,6 +309,11 @@ def test_only_a_request_that_memory_cannot_hold_fails(monkeypatch, tmp_path: Pat
         monkeypatch.setattr(os, "pwritev", fail)
         outputs = complete(llm, prompts, 8)
         assert metric("tiered_kv_storage_failed") == 1
+        # What memory holds to the last token is served, also while another one takes the blocks.
+        exact = complete(llm, [longest[:192], longest[-192:]], 1)
+    assert f"{len(longest)} tokens, and without the storage tier" in caplog_vllm.text
+    assert "can have 192" in caplog_vllm.text
+    assert [output.finish_reason for output in exact] == ["length"] * 2
     assert [output.finish_reason for output in outputs] == [
         *["length"] * 3,
         "error",

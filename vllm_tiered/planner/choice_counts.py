@@ -153,7 +153,7 @@ def _count_rows(problem: CountProblem, flat: _Flat, flags: Sequence[_SizeFlag]) 
         for index, flag in enumerate(flags, start=len(flat)):
             # One constraint for all of a class's choices of this size or more. With one for each
             # choice, and the size as a variable, the relaxation is weak: the 400 programs of four
-            # plans took 29 s instead of 10 s (a Xeon core, 2026-11-25).
+            # plans took 29 s instead of 10 s (an EPYC core, 2026-11-25).
             if flag.buffer == problem.buffers[group]:
                 larger = [at == group and choice.extent >= flag.extent for at, choice in flat]
                 used = _factors(flat, flags, larger)

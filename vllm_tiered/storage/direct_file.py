@@ -28,6 +28,9 @@ moved."""
 ALIGNMENT = 4096
 """Alignment for O_DIRECT in bytes, a multiple of the block size of all but very unusual disks."""
 
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+"""File systems whose files are memory."""
+
 
 class DirectFile:
     """Open file as a context manager: ``with file as fd`` keeps the descriptor open.
@@ -51,7 +54,7 @@ class DirectFile:
         self._num_users = 0
         self._is_closed = False
         self.is_direct = make_direct(fd)
-        if file_system(path) in ("tmpfs", "ramfs"):
+        if file_system(path) in MEMORY_FILE_SYSTEMS:
             logger.warning(
                 "tiered: %s is in a file system that is memory itself: give a folder on an SSD",
                 path,

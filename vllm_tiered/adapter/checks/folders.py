@@ -17,15 +17,12 @@ from vllm_tiered.errors import BudgetError
 from vllm_tiered.ffn.store.reader import check_store
 from vllm_tiered.kv.layout import STAGING_BUFFERS, expansion_of, max_num_far
 from vllm_tiered.report.writer import check_timeline_path
-from vllm_tiered.storage.direct_file import file_system
+from vllm_tiered.storage.direct_file import MEMORY_FILE_SYSTEMS, file_system
 from vllm_tiered.storage.tmpfile import count_free_bytes, open_tmpfile
 from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
-"""File systems whose files are memory."""
 
 _CERTAIN_SHARE = 0.9
 """Share of an estimated region that is surely needed: block counts are rounded down."""

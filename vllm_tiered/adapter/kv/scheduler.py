@@ -305,7 +305,7 @@ class TieredScheduler:
                 blocks = self._admission.admit(request_id, prefill_tokens, allocate_beside)
             if blocks is None:
                 self._watch.record_blocked(request_id, request.num_tokens)
-                if self.storage_failure and request.num_tokens >= self._max_request_tokens:
+                if self.storage_failure and request.num_tokens > self._max_request_tokens:
                     self.unservable[request_id] = (
                         f"it has {request.num_tokens} tokens, and without the storage tier, which "
                         f"failed, one request can have {self._max_request_tokens}"

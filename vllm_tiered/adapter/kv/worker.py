@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from vllm_tiered.adapter.checks import check_attention_backends
-from vllm_tiered.adapter.checks.folders import MEMORY_FILE_SYSTEMS
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
@@ -29,7 +28,7 @@ from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import Level
 from vllm_tiered.kv.step_plan import StepPlan
 from vllm_tiered.kv.swapper import Swapper
-from vllm_tiered.storage.direct_file import file_system
+from vllm_tiered.storage.direct_file import MEMORY_FILE_SYSTEMS, file_system
 from vllm_tiered.units import format_bytes
 
 logger = logging.getLogger("vllm.tiered")
