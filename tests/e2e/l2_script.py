@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs two ranks with compiled graphs; prints tokens, manifests and metrics as JSON.
+"""Runs two ranks with compiled graphs; prints tokens, ranks' states and metrics as JSON.
 
 Usage: l2_script.py MODEL_DIR PROMPTS_JSON MAX_TOKENS TIERED_JSON [LLM_ARGUMENTS_JSON]
 """
@@ -10,6 +10,7 @@ import sys
 from vllm import LLM, SamplingParams
 
 from tests.e2e import script_start
+from vllm_tiered.adapter.telemetry.monitor import WORKER_METHOD
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
     outputs = llm.generate(requests, sampling, use_tqdm=False)
     result = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "manifests": llm.collective_rpc("tiered_manifest"),
+        "states": llm.collective_rpc(WORKER_METHOD),
         "metrics": {m.name: getattr(m, "value", None) for m in llm.get_metrics()},
     }
     print("L2_RESULT " + json.dumps(result), flush=True)

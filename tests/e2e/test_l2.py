@@ -47,14 +47,18 @@ def on_two_ranks(cache: Path, tiered: dict[str, Any], max_tokens: int) -> tuple[
     return json.loads(line.removeprefix("L2_RESULT ")), log
 
 
+def _without_counters(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "counters"}
+
+
 @pytest.mark.ranks
 def test_tokens_and_prefetches(tmp_path) -> None:
     tiered = {"l2": {"prefetch": "on", "budget_mib": 4}}
     result, _ = on_two_ranks(tmp_path, tiered, 24)
     assert len(list((tmp_path / "torch_compile_cache" / "torch_aot_compile").iterdir())) == 1
     assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
-    stated = [found["l2"] for found in result["manifests"]]
-    assert stated[0] == stated[1]
+    stated = [found["l2"] for found in result["states"]]
+    assert _without_counters(stated[0]) == _without_counters(stated[1])
     assert stated[0]["active"] and stated[0]["verdicts"] == []
     # The embedding is summed before the first layer; nothing follows the last FFN.
     assert stated[0]["num_weights"] == 4 * LAYERS and stated[0]["num_attentions"] == LAYERS
@@ -69,7 +73,7 @@ def test_auto_measures_and_both_ranks_decide_alike(tmp_path) -> None:
     """Packed float32 weights have no address: KV alone is prefetched, and weights stay packed."""
     result, log = on_two_ranks(tmp_path, {"kv": {"enabled": False}}, 72)
     assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=72)
-    first, second = (found["l2"] for found in result["manifests"])
+    first, second = (_without_counters(found["l2"]) for found in result["states"])
     assert first == second and first["num_attentions"] == LAYERS
     (verdict,) = first["verdicts"]
     assert verdict["batch_size"] == len(PROMPTS)

@@ -22,6 +22,7 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.shapes import planned_model_dir, random_model_dir
+from vllm_tiered.adapter.telemetry.monitor import WORKER_METHOD
 
 RESULT_KEYS = (
     "tokens_equal",
@@ -225,9 +226,9 @@ def _timed(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _manifest(llm: Any) -> dict[str, Any]:
-    stated = llm.collective_rpc("tiered_manifest")[0] or {}
-    answer: dict[str, Any] = stated.get("l2", {"active": False, "why_not": "off"})
-    return answer
+    (state, *_) = llm.collective_rpc(WORKER_METHOD)
+    stated: dict[str, Any] = state["l2"]
+    return {"active": False, "why_not": stated["reason"]} | stated
 
 
 def _switch(llm: Any, is_on: bool) -> tuple[int, int]:
