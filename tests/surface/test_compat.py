@@ -117,3 +117,13 @@ def test_registering_again_changes_nothing():
     before = EngineArgs.create_engine_config, EngineArgs.add_cli_args
     plugin.register()
     assert (EngineArgs.create_engine_config, EngineArgs.add_cli_args) == before
+
+
+def test_the_block_size_is_foreseen_and_not_changed(make_engine_args):
+    """vLLM 0.33 says 16 until the model is loaded, and then what the attention backends want."""
+    given = make_engine_args(block_size=64).create_engine_config()
+    assert compat.block_tokens(given) == 64
+    vllm_config = make_engine_args().create_engine_config()
+    before = vllm_config.cache_config.block_size
+    compat.block_tokens(vllm_config)
+    assert vllm_config.cache_config.block_size == before
