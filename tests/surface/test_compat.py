@@ -62,7 +62,7 @@ def test_a_missing_extension_point_stops_a_start_by_name(
     make_engine_args, monkeypatch, owner, attribute, problem
 ):
     missing = (owner, (attribute,), "testing")
-    monkeypatch.setattr(extension_points, "_POINTS", (*extension_points._POINTS, missing))
+    monkeypatch.setattr(extension_points, "POINTS", (*extension_points.POINTS, missing))
     engine_args = make_engine_args(additional_config={"tiered": {}})
     with pytest.raises(VersionError) as refused:
         engine_args.create_engine_config()

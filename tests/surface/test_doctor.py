@@ -56,7 +56,7 @@ def test_lines_say_the_same_as_json(capsys):
 
 def test_a_missing_extension_point_fails_by_name(capsys, monkeypatch):
     missing = ("vllm.v1.engine.core", ("no_such_function",), "testing")
-    monkeypatch.setattr(extension_points, "_POINTS", (*extension_points._POINTS, missing))
+    monkeypatch.setattr(extension_points, "POINTS", (*extension_points.POINTS, missing))
     status, found = report(capsys)
     assert status == 1
     assert found["ok"] is False

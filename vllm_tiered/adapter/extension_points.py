@@ -35,7 +35,7 @@ class ExtensionPoint:
 
 
 _CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-_POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "vllm.engine.arg_utils.EngineArgs",
         ("add_cli_args", "create_engine_config"),
@@ -213,7 +213,7 @@ def extension_points() -> list[ExtensionPoint]:
     """
     found = [
         _find_attribute(owner, attribute, needed_for)
-        for owner, attributes, needed_for in _POINTS
+        for owner, attributes, needed_for in POINTS
         for attribute in attributes
     ]
     overrides = [point for entry in _OVERRIDES for point in _find_overrides(*entry)]
