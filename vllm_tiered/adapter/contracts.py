@@ -62,7 +62,12 @@ def find_call_problem(function: Callable[..., Any], call: str, *, is_method: boo
 
 
 def _misfit(theirs: inspect.Signature, ours: inspect.Signature, *, is_method: bool) -> str | None:
-    """Return why a call with all of their parameters does not fit ours; None if it does."""
+    """Return why a call with all of their parameters does not fit ours; None if it does.
+
+    Nothing follows from a function that takes `*args`, such as a decorator's.
+    """
+    if any(p.kind is p.VAR_POSITIONAL for p in theirs.parameters.values()):
+        return None
     passed = [p for p in theirs.parameters.values() if p.kind in _POSITIONAL]
     by_name = [p.name for p in theirs.parameters.values() if p.kind is p.KEYWORD_ONLY]
     try:
