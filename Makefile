@@ -13,10 +13,15 @@ COMPILED := setup.py $(foreach type,cpp h,$(wildcard vllm_tiered/*/native/*.$(ty
 # How many tests run side by side, each with its share of the cores and up to 3 GiB.
 TEST_PROCESSES ?= 2
 
+# The newest supported release of vLLM, and what is tested on it.
+NEXT ?= 0.33.0
+OVERLAY ?= .cache/vllm-$(NEXT)
+NEXT_TESTS ?= tests/surface/test_contracts.py
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test bench lint docs
+.PHONY: install demo test test-next vllm-diff bench lint docs
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -33,6 +38,14 @@ test: $(STAMP)
 # Triton interprets in a whole process or not at all, and vLLM is not to find it interpreting.
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) tests/kernels
 	$(BIN)/python -m pytest -m ranks tests/e2e
+
+test-next: $(STAMP)
+# The newest supported release has no CPU build yet: its Python runs over the installed compiled files.
+	$(BIN)/python -m scripts.vllm_overlay $(NEXT) $(OVERLAY)
+	PYTHONPATH=$(abspath $(OVERLAY)) $(BIN)/python -m pytest -p no:cacheprovider $(NEXT_TESTS)
+
+vllm-diff: $(STAMP)
+	$(BIN)/python -m scripts.vllm_diff $(NEW)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks run kv_swap --profile quick

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness import integrity
+from benchmarks.harness import damage, integrity
 from benchmarks.harness.background_copier import Copier
 from benchmarks.harness.jobs import EngineSpec, ExpansionAt, RequestTimes, RoundResult
 from benchmarks.harness.summary import COPIED_BYTES
@@ -81,9 +81,8 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
     Raises RuntimeError if the prefix cache cannot be reset, or if a request ends with another
     number of tokens than it asked for (the systems would not have done equal work).
     """
-    resets = spec.enable_prefix_caching and spec.resets_prefix_cache
-    if resets and not llm.reset_prefix_cache():
-        raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+    if spec.enable_prefix_caching and spec.resets_prefix_cache:
+        reset_prefix_cache(llm)
     gc.collect()
     counters_before, _ = read_metrics()
     num_blocks = int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
@@ -122,7 +121,15 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         aborted_ids=[name for name, track in clock.tracks.items() if track.is_aborted],
         expansions=clock.expansions,
         integrity_checks=integrity.num_checks(),
+        damaged_pages=damage.num_damaged(),
+        num_descriptors=psutil.Process().num_fds(),
     )
+
+
+def reset_prefix_cache(llm: Any) -> None:
+    """Empty the prefix cache. Raises RuntimeError if blocks are in use."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
 
 
 def _copier(spec: EngineSpec) -> Copier | None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from benchmarks.inputs.workload import Request
 
+RESET = "reset prefix cache"
+"""Job that empties the prefix cache."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
@@ -17,8 +20,9 @@ class EngineSpec:
     `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
     `kv_cache_memory_bytes` is None where the plugin's own plan sets the size of the KV cache. If
     `resets_prefix_cache` is false, prefixes stay cached from round to round. `checks_integrity`
-    checks the plugin's structures at every step (slower: not for timing). `copies_gb_per_s` runs a
-    thread that copies unused host memory during each round, at most at this rate (0: none).
+    checks the plugin's structures at every step (slower: not for timing). Before a share
+    `damaged_reads` of the reads from far memory one bit of a page is flipped. `copies_gb_per_s`
+    runs a thread that copies unused host memory during each round, at most at this rate (0: none).
     `random_weights` needs no more than a config.json in the folder. `cpus` are those of the compute
     threads, as in vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves them to vLLM). `weights_per_s` and
     `link_bytes_per_s` hold matmuls and far weights to a speed (0: not held), see
@@ -38,6 +42,7 @@ class EngineSpec:
     tiered: Mapping[str, Any] | None = None
     resets_prefix_cache: bool = True
     checks_integrity: bool = False
+    damaged_reads: float = 0.0
     copies_gb_per_s: float = 0.0
     random_weights: bool = False
     cpus: str = ""
@@ -86,8 +91,8 @@ class RoundResult:
     between consecutive steps that gave a request tokens. `foreign_cpu_share` is the share of all
     cores' time that other processes took meanwhile. `requests` leaves out aborted ones, whose ids
     are `aborted_ids`; `output_token_ids` has all. `expansions` is the level at the first step and
-    after each change (empty without the plugin). `integrity_checks` counts the checks since the
-    engine started.
+    after each change (empty without the plugin). `integrity_checks` and `damaged_pages` count since
+    the engine started; `num_descriptors` are its open file descriptors at the end of the round.
     """
 
     label: str
@@ -109,6 +114,8 @@ class RoundResult:
     aborted_ids: Sequence[str] = field(default_factory=list)
     expansions: Sequence[ExpansionAt] = field(default_factory=list)
     integrity_checks: int = 0
+    damaged_pages: int = 0
+    num_descriptors: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `RoundResult.from_json` reads back."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from benchmarks.harness.cache import REPO_ROOT
-from benchmarks.harness.jobs import EngineSpec, RoundResult, request_to_json
+from benchmarks.harness.jobs import RESET, EngineSpec, RoundResult, request_to_json
 from benchmarks.harness.progress import Step
 from benchmarks.harness.summary import count_equal
 from benchmarks.inputs.workload import Request
@@ -93,6 +93,11 @@ class EngineProcess:
         """Run one round. Raises MeasurementError, with the end of the log, if it fails."""
         self._send([request_to_json(request) for request in requests])
         return RoundResult.from_json(self._receive(_ROUND_TIMEOUT_S))
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache. Raises as `run` does."""
+        self._send(RESET)
+        self._receive(_START_TIMEOUT_S)
 
     def set_link(self, bytes_per_s: float) -> None:
         """Change the speed of a throttled engine's link. Raises as `run` does."""

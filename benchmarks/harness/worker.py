@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import IO, TYPE_CHECKING, Any
 
-from benchmarks.harness.jobs import EngineSpec, request_from_json
+from benchmarks.harness.jobs import RESET, EngineSpec, request_from_json
 
 if TYPE_CHECKING:
     from benchmarks.harness.throttled_engine import ThrottledEngine
@@ -36,12 +36,14 @@ def main(read_fd: int, write_fd: int) -> int:
 
 
 def _serve(jobs: IO[str], answers: IO[str]) -> None:
-    from benchmarks.harness import integrity
-    from benchmarks.harness.engine import run_round, start_engine
+    from benchmarks.harness import damage, integrity
+    from benchmarks.harness.engine import reset_prefix_cache, run_round, start_engine
 
     spec = EngineSpec(**json.loads(jobs.readline()))
     if spec.checks_integrity:
         integrity.install()
+    if spec.damaged_reads:
+        damage.install(spec.damaged_reads, seed=0)
     throttled = _throttled_engine(spec)
     start = time.perf_counter()
     llm = start_engine(spec)
@@ -50,6 +52,10 @@ def _serve(jobs: IO[str], answers: IO[str]) -> None:
     _answer(answers, {"start_seconds": time.perf_counter() - start})
     for line in jobs:
         job = json.loads(line)
+        if job == RESET:
+            reset_prefix_cache(llm)
+            _answer(answers, {})
+            continue
         if throttled and isinstance(job, dict):
             throttled.set_link(job["link_bytes_per_s"])
             _answer(answers, job)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endless load of the soak test: random arrivals, lengths, aborts and shared prefixes.
+"""Endless load of the soak test: random arrivals, lengths, aborts, shared prefixes and dialogs.
 
 A round is one to three phases in a row, each with a pressure of its own, so that the KV demand
 rises and falls while requests run. Between rounds the engine is empty. Rounds of all kinds
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -21,8 +21,9 @@ from benchmarks.inputs.workload import Request
 class Pressure:
     """One kind of load; ranges are inclusive.
 
-    `shared` is the share of requests that begin with one of the common prefixes, `aborted` the
-    share whose client disconnects, `rate` the arrivals per second (inf: all at once).
+    `shared` is the share of requests that begin with one of the common prefixes, or with a dialog
+    of an earlier round (its prompt and the answer that the engine gave). `aborted` is the share
+    whose client disconnects, `rate` the arrivals per second (inf: all at once).
     """
 
     name: str
@@ -101,9 +102,12 @@ _PHASE_S = (1.0, 5.0)
 _FLOOD_ROUNDS, _EBB_ROUNDS = 8, 12
 
 
-def soak_rounds(texts: Sequence[Sequence[int]], seed: int) -> Iterator[list[Request]]:
+def soak_rounds(
+    texts: Sequence[Sequence[int]], seed: int
+) -> Generator[list[Request], Sequence[Sequence[int]] | None, None]:
     """Yield rounds without end, requests in order of arrival; equal arguments give equal rounds.
 
+    What is sent are the answers' token ids, by request; some of them are continued as dialogs.
     `texts` are token ids of real prompts. Raises ValueError unless some are as long as the longest
     prompt of `PRESSURES`.
     """
@@ -117,19 +121,25 @@ def soak_rounds(texts: Sequence[Sequence[int]], seed: int) -> Iterator[list[Requ
     prefixes = [
         tuple(text[: rng.randint(*_PREFIX_TOKENS)]) for text in rng.sample(texts, _NUM_PREFIXES)
     ]
+    dialogs: list[tuple[int, ...]] = []
     for round_index in count():
         drawn: list[Request] = []
         start_s = 0.0
         for _ in range(rng.randint(1, _MAX_PHASES)):
             is_ebb = round_index % (_FLOOD_ROUNDS + _EBB_ROUNDS) >= _FLOOD_ROUNDS
             pressure = CALM if is_ebb else rng.choice(PRESSURES)
-            drawn += _phase(rng, pressure, texts, prefixes, start_s)
+            drawn += _phase(rng, pressure, texts, [*prefixes, *dialogs], start_s)
             start_s += rng.uniform(*_PHASE_S)
         drawn.sort(key=lambda request: request.arrival_s)
-        yield [
+        requests = [
             replace(request, request_id=f"s{round_index:05d}-{index:03d}")
             for index, request in enumerate(drawn)
         ]
+        answers = yield requests
+        for request, answer in zip(requests, answers or (), strict=False):
+            if len(request.prompt_token_ids) + len(answer) <= _PREFIX_TOKENS[1]:
+                dialogs.append((*request.prompt_token_ids, *answer))
+        dialogs = dialogs[-_NUM_PREFIXES:]
 
 
 def _phase(

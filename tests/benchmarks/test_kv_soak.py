@@ -3,13 +3,14 @@
 
 import json
 from dataclasses import replace
-from itertools import count, repeat
+from itertools import count
 from typing import Any
 
 import pytest
 
 from benchmarks.harness import summary
 from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.soak_load import soak_rounds
 from benchmarks.inputs.workload import Request
 from benchmarks.suites.kv import soak as kv_soak
 from tests.fakes.benchmark_engines import FakeEngines
@@ -20,6 +21,11 @@ def request(name, num_output=4):
     return Request(request_id=name, prompt_token_ids=(1, 2), num_output_tokens=num_output)
 
 
+def same_round_again():
+    while True:
+        yield [request("a")]
+
+
 class Minutes:
     """Clock that advances by `per_round` minutes with each round."""
 
@@ -27,30 +33,55 @@ class Minutes:
         self.spec: Any = None
         self.now = 100.0
         self._per_round = per_round
+        self.rounds: list[str] = []
 
     def __call__(self):
         return self.now
 
     def run(self, requests):
         self.now += 60 * self._per_round
+        self.rounds.append("round")
         return make_round(tiered=True, output_token_ids=[(7,) for _ in requests])
+
+    def reset_prefix_cache(self):
+        self.rounds.append("reset")
 
 
 def test_it_ends_after_its_minutes_and_reports_each():
     clock = Minutes(per_round=0.4)
     lines: list[str] = []
-    done = kv_soak.soak(clock, repeat([request("a")]), 2.0, lines.append, clock)
+    done = kv_soak.soak(clock, same_round_again(), 2.0, lines.append, clock)
     assert len(done.rounds) == 5
     assert done.minutes[-1] == pytest.approx(2.0)
     assert len(lines) == 2
     assert lines[1].startswith("minute 2: 5 requests, 5 tokens, expansion 1.00 to 1.00")
 
 
+def test_the_prefix_cache_is_emptied_now_and_then():
+    clock = Minutes(per_round=0.4)
+    kv_soak.soak(clock, same_round_again(), 2.0, lambda line: None, clock, reset_every=2)
+    assert clock.rounds == ["round", "reset", "round", "round", "reset", "round", "round"]
+
+
+def test_answers_are_continued_as_dialogs():
+    load = soak_rounds([range(1000 * i, 1000 * i + 400) for i in range(1, 20)], seed=3)
+    requests = next(load)
+    answered = requests[0]
+    for _ in range(40):
+        answers = [(7, 8, 9) if request is answered else () for request in requests]
+        dialog = (*answered.prompt_token_ids, 7, 8, 9)
+        requests = load.send(answers)
+        if any(request.prompt_token_ids[: len(dialog)] == dialog for request in requests):
+            return
+        answered = min(requests, key=lambda request: len(request.prompt_token_ids))
+    pytest.fail("no dialog went on in 40 rounds")
+
+
 @pytest.mark.parametrize("minutes", [0.01, 1.0, 2.5])
 def test_a_long_round_still_reports_every_minute(minutes):
     clock = Minutes(per_round=7.0)
     lines: list[str] = []
-    kv_soak.soak(clock, repeat([request("a")]), minutes, lines.append, clock)
+    kv_soak.soak(clock, same_round_again(), minutes, lines.append, clock)
     assert (
         len(lines) == kv_soak.num_steps(kv_soak.Settings(minutes=minutes, control_requests=1)) - 3
     )
@@ -188,7 +219,8 @@ def test_result_has_its_keys_and_every_step_is_reported(run_with_fakes):
     plugin, vllm = fakes.specs
     assert plugin.checks_integrity and not plugin.resets_prefix_cache
     assert plugin.enable_prefix_caching and not vllm.enable_prefix_caching
-    assert plugin.tiered == {"kv": {"expansion": "auto"}}
+    assert plugin.tiered == {"kv": {"expansion": "auto", "verify": "full"}}
+    assert plugin.damaged_reads and not vllm.damaged_reads
     assert plugin.dtype == vllm.dtype == "float32"
 
 

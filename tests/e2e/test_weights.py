@@ -13,7 +13,7 @@ from vllm.model_executor.offloader import get_offloader
 from tests.e2e.harness import engine, generate, layers, model_path, random_prompts, run, vllm_tokens
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.telemetry import manifest
-from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.adapter.weights import kv_sharing, offloader
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.cpu import CpuDevice
@@ -94,6 +94,22 @@ def test_near_memory_is_shared_with_the_kv_cache(model, near_gib, placement) -> 
     rest = int(near_gib * 2**30) - stated["near_bytes"] - stated["buffer_bytes"]
     assert result.num_blocks == rest // BLOCK_BYTES[model]
     assert result.num_blocks > 512 // 32, "a request of the longest length fits"
+
+
+def test_the_plan_is_for_the_blocks_that_the_engine_uses(monkeypatch) -> None:
+    """On CUDA, and since vLLM 0.33 on the CPU, the block size is final after the plan."""
+    planned = []
+    workload_of = kv_sharing.workload_of
+
+    def record(vllm_config):
+        planned.append(workload_of(vllm_config).block_tokens)
+        return workload_of(vllm_config)
+
+    monkeypatch.setattr(kv_sharing, "workload_of", record)
+    weights = {"placement": "auto", "near_gib": 0.02}
+    arguments = {"kv_cache_memory_bytes": None, "block_size": None}
+    with engine("llama3", KV_OFF, weights=weights, **arguments) as llm:
+        assert {*planned} == {llm.llm_engine.vllm_config.cache_config.block_size}
 
 
 def test_one_request_at_a_time_is_planned_for_latency() -> None:

@@ -22,6 +22,9 @@ class FakeEngine:
         self.rounds.append(list(requests))
         return self._answer(self.spec, requests)
 
+    def reset_prefix_cache(self):
+        self.rounds.append([])
+
 
 class FakeEngines:
     """Replacement for `runner.engines`; `started` lists all engines that it has started."""

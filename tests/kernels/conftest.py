@@ -5,11 +5,51 @@ Triton decides at import whether it interprets, and vLLM must not import it in t
 tests run in a separate process with TRITON_INTERPRET=1 (``make test``).
 """
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from triton import knobs
+from triton.runtime import interpreter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once_a_grid() -> Iterator[None]:
+    """Keep Triton's interpreter from patching its language again in every call between kernels.
+
+    Each time it searches all members of the language's modules, which took two thirds of these
+    tests' time (Triton 3.9). What was patched for one function of a grid is patched for all.
+    """
+    patch = interpreter._patch_lang
+    patched: set[int] = set()
+    scopes: list[Any] = []
+
+    class GridScope:
+        def restore(self) -> None:
+            while scopes:
+                scopes.pop().restore()
+            patched.clear()
+
+    def patch_lang(function: Any) -> GridScope:
+        needed = _language_modules(function)
+        if not needed <= patched:
+            scopes.append(patch(function))
+            patched.update(needed)
+        return GridScope()  # Triton restores that of the grid, and none of a call within it
+
+    interpreter._patch_lang = patch_lang
+    yield
+    interpreter._patch_lang = patch
+
+
+@functools.cache
+def _language_modules(function: Any) -> frozenset[int]:
+    """Return the ids of the modules that Triton patches for a function."""
+    language = (interpreter.tl, interpreter.tl.core)
+    found = function.__globals__.values()
+    return frozenset(id(module) for module in language if any(module is v for v in found))
 
 
 @pytest.fixture

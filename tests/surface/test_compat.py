@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered.adapter import compat, plugin
+from vllm_tiered.adapter import compat, extension_points, plugin
 from vllm_tiered.errors import VersionError
 
 
@@ -16,7 +16,10 @@ from vllm_tiered.errors import VersionError
         ("0.32.0", True),
         ("0.32.7+cpu", True),
         ("0.32.1.post1", True),
-        ("0.33.0", False),
+        ("0.33.0", True),
+        ("0.33.1+cpu", True),
+        ("0.31.2", False),
+        ("0.34.0", False),
         ("0.3.2", False),
         ("0.320.0", False),
         ("1.32.0", False),
@@ -29,15 +32,15 @@ def test_which_versions_are_supported(version, supported):
 
 def test_the_installed_vllm_is_supported_and_complete():
     compat.check_vllm_version()
-    compat.check_extension_points()
-    points = compat.extension_points()
-    assert len(points) > 20
-    assert [point.name for point in points if not point.present] == []
+    extension_points.check_extension_points()
+    points = extension_points.extension_points()
+    assert len(points) > 60
+    assert [point for point in points if not point.is_usable] == []
 
 
 def test_another_version_is_refused_with_both_versions(monkeypatch):
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.40.1")
-    with pytest.raises(VersionError, match=r"needs vLLM 0\.32\.\*, but vLLM 0\.40\.1"):
+    with pytest.raises(VersionError, match=r"needs vLLM 0\.32 or 0\.33, but vLLM 0\.40\.1"):
         plugin.register()
 
 
@@ -59,7 +62,7 @@ def test_a_missing_extension_point_stops_a_start_by_name(
     make_engine_args, monkeypatch, owner, attribute, problem
 ):
     missing = (owner, (attribute,), "testing")
-    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, missing))
+    monkeypatch.setattr(extension_points, "POINTS", (*extension_points.POINTS, missing))
     engine_args = make_engine_args(additional_config={"tiered": {}})
     with pytest.raises(VersionError) as refused:
         engine_args.create_engine_config()
@@ -114,3 +117,13 @@ def test_registering_again_changes_nothing():
     before = EngineArgs.create_engine_config, EngineArgs.add_cli_args
     plugin.register()
     assert (EngineArgs.create_engine_config, EngineArgs.add_cli_args) == before
+
+
+def test_the_block_size_is_foreseen_and_not_changed(make_engine_args):
+    """vLLM 0.33 says 16 until the model is loaded, and then what the attention backends want."""
+    given = make_engine_args(block_size=64).create_engine_config()
+    assert compat.block_tokens(given) == 64
+    vllm_config = make_engine_args().create_engine_config()
+    before = vllm_config.cache_config.block_size
+    compat.block_tokens(vllm_config)
+    assert vllm_config.cache_config.block_size == before

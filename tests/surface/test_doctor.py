@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from vllm_tiered import __version__
-from vllm_tiered.adapter import compat, distribution
+from vllm_tiered.adapter import compat, distribution, extension_points
 from vllm_tiered.cli import doctor
 from vllm_tiered.cli.main import main
 from vllm_tiered.devices.available_memory import HostMemory
@@ -56,7 +56,7 @@ def test_lines_say_the_same_as_json(capsys):
 
 def test_a_missing_extension_point_fails_by_name(capsys, monkeypatch):
     missing = ("vllm.v1.engine.core", ("no_such_function",), "testing")
-    monkeypatch.setattr(compat, "_POINTS", (*compat._POINTS, missing))
+    monkeypatch.setattr(extension_points, "POINTS", (*extension_points.POINTS, missing))
     status, found = report(capsys)
     assert status == 1
     assert found["ok"] is False
@@ -83,7 +83,7 @@ def test_an_unsupported_vllm_fails_with_both_versions(monkeypatch):
     check = doctor.check_vllm()
     assert check.status is doctor.Status.FAIL
     assert "0.99.0" in check.found
-    assert compat.SUPPORTED_VLLM in check.advice
+    assert compat.supported_versions() in check.advice
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_entry_points(group, name, target):
 
 
 def test_names_other_parts_and_users_rely_on():
-    assert compat.SUPPORTED_VLLM == "0.32"
+    assert compat.SUPPORTED_VLLM == ("0.32", "0.33")
     assert cli_args.PLUGIN_NAMES == ("tiered",)
     assert engine_config.CONFIG_FILE_VARIABLE == "VLLM_TIERED_CONFIG"
     assert (engine_config.CONNECTOR_MODULE, engine_config.CONNECTOR) == (

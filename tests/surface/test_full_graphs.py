@@ -267,10 +267,14 @@ def test_v2_choosing_again_finds_what_the_rank_still_has(runner, taken, monkeypa
     others = np.array([DECODE, FULL.value, 1, 1, 0, DECODE])  # another rank, with whole steps
 
     def all_reduce(tensor: Any, group: Any) -> None:
-        tensor[:, 1] = tensor.new_tensor(others)
+        tensor[: len(others), 1] = tensor.new_tensor(others)  # 0.33 adds a row
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
+    # vLLM 0.32 reduces over the group's processes, 0.33 by the group's method.
+    group = SimpleNamespace(
+        cpu_group=None, cpu_all_reduce_=lambda tensor, *_, **__: all_reduce(tensor, None)
+    )
+    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: group)
     watched(runner)
     step(runner, FAR if taken else NEAR)
     found, _ = dp_utils.dispatch_cg_and_sync_dp(

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tiered.adapter.compat import SUPPORTED_VLLM
+from vllm_tiered.adapter.compat import SUPPORTED_VLLM, vllm_version
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
-SERIES = PATCHES / f"vllm-{SUPPORTED_VLLM}"
+ALL_SERIES = [PATCHES / f"vllm-{release}" for release in SUPPORTED_VLLM]
+SERIES = PATCHES / f"vllm-{'.'.join((vllm_version() or '').split('.')[:2])}"
 PARTS = ("Why", "How", "Remove when")
 
 
-def patch_files() -> list[Path]:
-    return sorted(SERIES.glob("*.patch"))
+def patch_files(series: Path = SERIES) -> list[Path]:
+    return sorted(series.glob("*.patch"))
 
 
 def touched(patch: str) -> set[str]:
@@ -27,8 +28,8 @@ def touched(patch: str) -> set[str]:
 
 
 def ledger_entries(ledger: str) -> dict[str, str]:
-    """Patch path -> text of its entry, for every heading that names a patch."""
-    heading = r"^#+ `?(vllm-[\d.]+/[\w.-]+\.patch)`?\s*$"
+    """Patch name -> text of its entry, for every heading that names a patch."""
+    heading = r"^#+ `?([\w.-]+\.patch)`?\s*$"
     parts = re.split(heading, ledger, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -62,10 +63,14 @@ def vllm_copy(tmp_path):
     return tmp_path
 
 
-def test_the_series_is_for_the_supported_version():
-    assert [path.name for path in PATCHES.iterdir() if path.is_dir()] == [SERIES.name]
-    assert patch_files(), "no patches: delete the directory and this test with it"
-    numbers = [path.name[:5] for path in patch_files()]
+def test_each_supported_release_has_a_series():
+    assert sorted(path for path in PATCHES.iterdir() if path.is_dir()) == ALL_SERIES
+
+
+@pytest.mark.parametrize("series", ALL_SERIES, ids=lambda path: path.name)
+def test_a_series_is_numbered(series):
+    assert patch_files(series), "no patches: delete the directory and this test with it"
+    numbers = [path.name[:5] for path in patch_files(series)]
     assert numbers == [f"{index:04}-" for index in range(1, len(numbers) + 1)]
 
 
@@ -91,17 +96,17 @@ def test_a_patch_that_does_not_fit_is_noticed(tmp_path):
 
 def test_the_ledger_accounts_for_each_patch():
     entries = ledger_entries((PATCHES / "README.md").read_text())
-    assert sorted(entries) == [f"{SERIES.name}/{path.name}" for path in patch_files()]
+    assert set(entries) == {path.name for series in ALL_SERIES for path in patch_files(series)}
     gaps = {name: missing_parts(entry) for name, entry in entries.items()}
     assert not any(gaps.values()), gaps
 
 
 def test_a_gap_in_the_ledger_is_noticed():
     ledger = (
-        "### `vllm-9.9/0001-a.patch`\n\n**Why.** Text.\n\n**How.** Text.\n\n"
+        "### `0001-a.patch`\n\n**Why.** Text.\n\n**How.** Text.\n\n"
         "**Remove when.** Text.\n\n"
-        "### vllm-9.9/0002-b.patch\n\n**Why.**\n\n**Remove when.** Text.\n"
+        "### 0002-b.patch\n\n**Why.**\n\n**Remove when.** Text.\n"
     )
     entries = ledger_entries(ledger)
-    assert list(entries) == ["vllm-9.9/0001-a.patch", "vllm-9.9/0002-b.patch"]
+    assert list(entries) == ["0001-a.patch", "0002-b.patch"]
     assert [missing_parts(entry) for entry in entries.values()] == [[], ["Why", "How"]]

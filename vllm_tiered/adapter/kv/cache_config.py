@@ -7,10 +7,12 @@ single allocation is reduced to the near pages.
 """
 
 import dataclasses
-import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.config import KvConfig
 from vllm_tiered.errors import BudgetError, UnsupportedError
@@ -127,12 +129,21 @@ def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None
 
 
 def tiered_kv_cache_configs(
-    original: Any, vllm_config: Any, kv_cache_specs: list[Any], available_memory: list[int]
+    original: Any,
+    vllm_config: Any,
+    kv_cache_specs: list[Any],
+    available_memory: list[int],
+    *args: Any,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call ``get_kv_cache_configs`` for the logical number of blocks, but allocate near pages."""
     config = kv_plan.tiered_config(vllm_config)
+
+    def plan(memory: list[int]) -> list[Any]:
+        return list(original(vllm_config, kv_cache_specs, memory, *args, **kwargs))
+
     if config is None or not any(kv_cache_specs):
-        return list(original(vllm_config, kv_cache_specs, available_memory))
+        return plan(available_memory)
     specs = kv_cache_specs[0]
     spec = next(iter(specs.values()))
     block_bytes = spec.page_size_bytes * len(specs)
@@ -154,10 +165,12 @@ def tiered_kv_cache_configs(
         geometry = kv_plan.make_geometry(order, spec, near_pages)
         num_blocks = 0 if steps_aside else logical_blocks(config.kv, geometry, **sizes)
     if steps_aside:
-        configs = list(original(vllm_config, kv_cache_specs, available_memory))
+        configs = plan(available_memory)
         check_supported_groups(vllm_config, configs)
         return configs
-    configs = _with_blocks(original, vllm_config, kv_cache_specs, num_blocks, block_bytes)
+    # One block more than is usable, as vLLM's check subtracts the null block.
+    with _no_blocks_override(vllm_config.cache_config):
+        configs = plan([num_blocks * block_bytes] * len(kv_cache_specs))
     check_supported_groups(vllm_config, configs)
     model_config = vllm_config.model_config
     if (
@@ -189,16 +202,12 @@ def _near_bytes(vllm_config: Any, available: int, block_bytes: int) -> int:
     return available // block_bytes * block_bytes
 
 
-def _with_blocks(
-    original: Any, vllm_config: Any, kv_cache_specs: list[Any], num_blocks: int, block_bytes: int
-) -> list[Any]:
-    """Let vLLM plan for ``num_blocks``, with its own checks and groups."""
-    cache_config = vllm_config.cache_config
+@contextmanager
+def _no_blocks_override(cache_config: Any) -> Iterator[None]:
+    """Let vLLM plan for the memory that it is given, with its own checks and groups."""
     override, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
     try:
-        # One block more than is usable, as vLLM's check subtracts the null block.
-        memory = [num_blocks * block_bytes] * len(kv_cache_specs)
-        return list(original(vllm_config, kv_cache_specs, memory))
+        yield
     finally:
         cache_config.num_gpu_blocks_override = override
 
@@ -207,15 +216,4 @@ def install() -> None:
     """Wrap ``get_kv_cache_configs`` where the engine core imported it. Idempotent."""
     from vllm.v1.engine import core
 
-    original = core.get_kv_cache_configs
-    if getattr(original, "_tiered_original", None) is not None:
-        return
-
-    @functools.wraps(original)
-    def get_kv_cache_configs(
-        vllm_config: Any, kv_cache_specs: list[Any], available_memory: list[int]
-    ) -> list[Any]:
-        return tiered_kv_cache_configs(original, vllm_config, kv_cache_specs, available_memory)
-
-    get_kv_cache_configs._tiered_original = original  # type: ignore[attr-defined]
-    core.get_kv_cache_configs = get_kv_cache_configs
+    wrap_once(core, "get_kv_cache_configs", tiered_kv_cache_configs)

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered.adapter.compat import SUPPORTED_VLLM, vllm_version, wrap_once
+from vllm_tiered.adapter.compat import supported_versions, vllm_version, wrap_once
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import IntegrityError, VersionError
 from vllm_tiered.kv.step_plan import StepPlan
@@ -176,8 +176,8 @@ def _check_known(runner: Any) -> None:
     if not known:
         raise VersionError(
             f"vllm-tiered has to remove CUDA graphs of whole steps from {type(runner).__name__}."
-            f"{where}, where vLLM {vllm_version()} does not keep them as vLLM {SUPPORTED_VLLM} "
-            "does: set the cudagraph_mode PIECEWISE"
+            f"{where}, where vLLM {vllm_version()} does not keep them as vLLM "
+            f"{supported_versions()} does: set the cudagraph_mode PIECEWISE"
         )
 
 

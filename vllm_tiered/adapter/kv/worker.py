@@ -75,6 +75,7 @@ class TieredWorker:
         self._waits_here: dict[str, int] = {}  # of these, layers whose KV update does not wait
         self._offloaded: dict[str, int] = {}
         self._to_come: Container[int] = ()  # layers that this step must wait for
+        self._updated: set[int] = set()  # of these, layers whose KV update has waited
         self._report: StepReport | None = None
         self._lost: set[int] = set()
         self._step_start = 0.0
@@ -200,6 +201,7 @@ class TieredWorker:
         ):
             self._bind_views()
         self._to_come = self.swapper.layers_to_come
+        self._updated.clear()
         self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
@@ -225,10 +227,24 @@ class TieredWorker:
         self._bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
-        """Wait for the layer's pages, unless its KV update waits for them."""
+        """Wait for the layer's pages, unless its KV update has waited for them.
+
+        Raises:
+            UnsupportedError: the model wrote the layer's new KV without the backend's KV update, so
+                into pages that were not there yet.
+        """
+        layer = self._layer_of.get(layer_name)
+        is_awaited = layer is not None and layer in self._to_come
+        waits_here = layer_name in self._waits_here
+        if is_awaited and not waits_here and layer not in self._updated:
+            raise UnsupportedError(
+                f"{layer_name} writes its KV by other means than its attention backend's "
+                "do_kv_cache_update (a fused operation), before its pages are there: set "
+                "kv.enabled=false"
+            )
         if self._trace:
             self._traced_wait(self._names.index(layer_name))
-        elif (layer := self._waits_here.get(layer_name)) is not None and layer in self._to_come:
+        elif layer is not None and is_awaited and waits_here:
             self._wait(layer)
 
     def layer_done(self, layer_name: str) -> None:
@@ -304,6 +320,8 @@ class TieredWorker:
             return False
 
         def do_kv_cache_update(*args: Any, **kwargs: Any) -> Any:
+            if layer in self._to_come:
+                self._updated.add(layer)
             if self._trace:
                 self._traced_wait(layer)
             elif layer in self._to_come:

@@ -57,7 +57,7 @@ class L2Engine:
     def __init__(self, config: L2Config, vllm_config: Any, group: Any) -> None:
         self._config, self._group = config, group
         context = vllm_config.compilation_config.static_forward_context
-        kv = StepKv(context, vllm_config.cache_config.block_size)
+        kv = StepKv(context, vllm_config.cache_config)
         self._device = open_device(config, device_type(), kv, group)
         self.runtime, self.budget_bytes = self._device.runtime, self._device.budget_bytes
         self.graph_pass = PrefetchPass(VLLM_OPS, self.budget_bytes)

@@ -19,12 +19,12 @@ class StepKv:
     Args:
         context: vLLM's attention layers by name (``static_forward_context``), filled as the model
             is built.
-        block_tokens: tokens of a KV block.
+        cache_config: vLLM's CacheConfig, whose block size is final once the model is loaded.
     """
 
-    def __init__(self, context: dict[str, Any], block_tokens: int) -> None:
+    def __init__(self, context: dict[str, Any], cache_config: Any) -> None:
         self._context = context
-        self._block_tokens = block_tokens
+        self._cache_config = cache_config
         self._names: list[str] = []
         self._table: torch.Tensor | None = None
         self._pages = np.empty(0, dtype=np.int64)
@@ -37,7 +37,7 @@ class StepKv:
         # Layers share a table, unless their pages are translated one by one.
         if of_layer.block_table is not self._table:
             self._table = of_layer.block_table
-            self._pages = _pages(of_layer, self._block_tokens)
+            self._pages = _pages(of_layer, self._cache_config.block_size)
         page_bytes = math.prod(cache.shape[1:]) * cache.element_size()
         spans = np.empty((len(self._pages), 2), dtype=np.int64)
         spans[:, 0] = cache.data_ptr() + self._pages * (cache.stride(0) * cache.element_size())
@@ -56,7 +56,7 @@ class StepKv:
             cache_PX=cache,
             block_table_BM=of_layer.block_table[:num_requests],
             seq_lens_B=of_layer.seq_lens,
-            block_tokens=self._block_tokens,
+            block_tokens=self._cache_config.block_size,
         )
 
     def _cache_and_metadata(self, attention: int) -> tuple[torch.Tensor, Any] | None:

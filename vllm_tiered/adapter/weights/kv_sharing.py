@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vllm_tiered.adapter.compat import block_tokens
 from vllm_tiered.adapter.weights.measurements import matrices_of, measure_machine
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Device
@@ -166,7 +167,7 @@ def workload_of(vllm_config: "VllmConfig") -> Workload:
         prompt_tokens=prompt,
         output_tokens=max(1, longest - prompt),
         max_requests=scheduler.max_num_seqs,
-        block_tokens=vllm_config.cache_config.block_size,
+        block_tokens=block_tokens(vllm_config),
         max_batched_tokens=scheduler.max_num_batched_tokens,
     )
 

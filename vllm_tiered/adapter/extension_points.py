@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything of vLLM that the adapter attaches to, and whether the installed vLLM still fits.
+
+Presence is not enough: `contracts` compares calls. The functions import vLLM themselves, so that
+this module loads without vLLM.
+"""
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_tiered.adapter.compat import supported_versions, vllm_version
+from vllm_tiered.adapter.contracts import find_call_problem, find_override_problem
+from vllm_tiered.errors import VersionError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtensionPoint:
+    """Attribute of vLLM that the adapter wraps, calls or overrides.
+
+    Attributes:
+        name: full dotted name.
+        needed_for: feature that does not work without it.
+        problem: why it cannot be used; None if it can.
+    """
+
+    name: str
+    needed_for: str
+    problem: str | None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.problem is None
+
+
+_CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "vllm.engine.arg_utils.EngineArgs",
+        ("add_cli_args", "create_engine_config"),
+        "the command line flags and switching the plugin on",
+    ),
+    ("vllm.config", ("KVTransferConfig",), "installing the connector"),
+    ("vllm.v1.engine.core", ("get_kv_cache_configs",), "sizing the block pool"),
+    (
+        "vllm.v1.kv_cache_interface",
+        ("FullAttentionSpec", "KVCacheTensor"),
+        "one page pool under all layers",
+    ),
+    (
+        f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
+        (
+            "bind_connector_metadata",
+            "bind_kv_cache_manager",
+            "build_connector_meta",
+            "get_num_new_matched_tokens",
+            "handle_preemptions",
+            "on_new_request",
+            "register_kv_caches",
+            "request_finished",
+            "requires_kv_delivery",
+            "requires_piecewise_for_cudagraph",
+            "save_kv_layer",
+            "shutdown",
+            "start_load_kv",
+            "update_state_after_alloc",
+            "wait_for_layer_load",
+            "wait_for_save",
+        ),
+        "swapping layers before and after each one's attention",
+    ),
+    (
+        _CONNECTOR_BASE,
+        ("KVConnectorMetadata", "KVConnectorRole", "SupportsHMA"),
+        "the scheduler's and the worker's side of the connector",
+    ),
+    (
+        f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
+        ("build_kv_connector_stats", "build_prom_metrics", "get_kv_connector_stats"),
+        "the vllm:tiered_* metrics",
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+        ("KVConnectorPromMetrics", "KVConnectorStats"),
+        "the vllm:tiered_* metrics",
+    ),
+    (
+        "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware",
+        ("verify_token(headers)",),
+        "keeping GET /tiered behind --api-key",
+    ),
+    (
+        "vllm.forward_context",
+        ("get_forward_context()", "is_forward_context_available()"),
+        "translating block tables",
+    ),
+    (
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        ("execute_model",),
+        "CUDA graphs of whole steps until the first layer is far",
+    ),
+    (
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+        ("execute_model",),
+        "CUDA graphs of whole steps until the first layer is far",
+    ),
+    ("vllm.model_executor.models.utils", ("extract_layer_index(name)",), "the order of the layers"),
+    (
+        "vllm.v1.core.kv_cache_manager.KVCacheManager",
+        (
+            "allocate_slots(request, num_new_tokens, reserved_blocks=)",
+            "evict_blocks(block_ids)",
+            "get_block_ids(request_id)",
+            "reset_prefix_cache()",
+        ),
+        "reserving and releasing blocks",
+    ),
+    (
+        "vllm.v1.core.block_pool.BlockPool",
+        (
+            "evict_blocks(block_ids)",
+            "free_blocks(blocks)",
+            "get_new_blocks(count)",
+            "get_num_free_blocks()",
+            "touch(blocks)",
+        ),
+        "reserving and releasing blocks",
+    ),
+    (
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        (
+            "_free_request_blocks(request)",
+            "_handle_invalid_blocks",
+            "_preempt_request(request, now, drop_stale_output=)",
+            "_update_request_as_session",
+            "finish_requests(request_ids, status)",
+            "update_from_output",
+        ),
+        "recomputing requests whose far pages were lost",
+    ),
+    (
+        f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
+        (
+            "build_connector_worker_meta",
+            "get_block_ids_with_load_errors",
+            "update_connector_output",
+        ),
+        "the workers' reports to the scheduler",
+    ),
+    (
+        "vllm.model_executor.offloader.base.BaseOffloader",
+        ("_start_prefetch", "_wait_for_layer", "post_init", "wrap_modules"),
+        "placing weights",
+    ),
+    (
+        "vllm.v1.worker.worker_base.WorkerWrapperBase",
+        ("init_device", "shutdown"),
+        "placing weights",
+    ),
+    ("vllm.v1.engine.core", ("EngineCore",), "placing weights"),
+    (
+        "vllm.v1.executor.ray_executor_v2.RayExecutorV2",
+        ("_get_actor_resource_kwargs", "_init_executor"),
+        "ranks over Ray on the CPU backend",
+    ),
+    (
+        "vllm.v1.executor.ray_executor_v2.RayWorkerProc",
+        ("get_node_and_physical_gpu_ids",),
+        "ranks over Ray on the CPU backend",
+    ),
+    ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),
+    ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),
+)
+
+# (class of ours, vLLM's class): methods of both are called by vLLM with the base class's arguments.
+_OVERRIDES = (
+    (
+        "vllm_tiered.adapter.kv.connector.TieredConnector",
+        f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
+        "the KV connector",
+    ),
+    (
+        "vllm_tiered.adapter.telemetry.metrics.TieredStats",
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorStats",
+        "the vllm:tiered_* metrics",
+    ),
+    (
+        "vllm_tiered.adapter.telemetry.metrics.TieredPromMetrics",
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorPromMetrics",
+        "the vllm:tiered_* metrics",
+    ),
+    (
+        "vllm_tiered.adapter.weights.offloader.TieredOffloader",
+        "vllm.model_executor.offloader.base.BaseOffloader",
+        "placing weights",
+    ),
+)
+
+_postponed: list[ExtensionPoint] = []
+"""Functions that could not be wrapped; said when an engine switches the plugin on."""
+
+
+def postpone(needed_for: str, error: VersionError) -> None:
+    """Keep the error of a wrap: an engine without the plugin does not need it."""
+    _postponed.append(ExtensionPoint(name="a wrapper", needed_for=needed_for, problem=str(error)))
+
+
+def extension_points() -> list[ExtensionPoint]:
+    """Look up every attribute that the adapter uses in the installed vLLM, and compare calls.
+
+    This imports the attributes' modules, which takes about 2 s the first time.
+    """
+    found = [
+        _find_attribute(owner, attribute, needed_for)
+        for owner, attributes, needed_for in POINTS
+        for attribute in attributes
+    ]
+    overrides = [point for entry in _OVERRIDES for point in _find_overrides(*entry)]
+    return found + overrides + _postponed
+
+
+def check_extension_points() -> None:
+    """Raise VersionError that names each extension point that cannot be used."""
+    points = extension_points()
+    unusable = [point for point in points if not point.is_usable]
+    if unusable:
+        lines = "; ".join(f"{p.name} ({p.needed_for}): {p.problem}" for p in unusable)
+        raise VersionError(
+            f"vLLM {vllm_version()} differs in {len(unusable)} of the {len(points)} extension "
+            f"points that vllm-tiered relies on: {lines}. Install an unmodified vLLM "
+            f"{supported_versions()}"
+        )
+
+
+def _find_attribute(owner: str, attribute: str, needed_for: str) -> ExtensionPoint:
+    name, parenthesis, call = attribute.partition("(")
+    holder, problem = _find(owner)
+    if problem is None and not hasattr(holder, name):
+        problem = f"{owner} has no attribute {name}"
+    if problem is None and parenthesis:
+        problem = find_call_problem(
+            getattr(holder, name), call.removesuffix(")"), is_method=_is_method(holder, name)
+        )
+    return ExtensionPoint(name=f"{owner}.{name}", needed_for=needed_for, problem=problem)
+
+
+def _find_overrides(ours: str, base: str, needed_for: str) -> list[ExtensionPoint]:
+    """Compare the methods that `ours` defines with those of the same name in `base`."""
+    our_class, _ = _find(ours)
+    base_class, problem = _find(base)
+    if problem is not None:
+        return [ExtensionPoint(name=base, needed_for=needed_for, problem=problem)]
+    return [
+        ExtensionPoint(
+            name=f"{base}.{name}",
+            needed_for=needed_for,
+            problem=find_override_problem(
+                getattr(our_class, name),
+                getattr(base_class, name),
+                is_method=_is_method(base_class, name),
+            ),
+        )
+        for name in vars(our_class)
+        if (not name.startswith("__") or (name == "__init__" and name in vars(base_class)))
+        and callable(getattr(our_class, name))
+        and callable(getattr(base_class, name, None))
+    ]
+
+
+def _is_method(holder: Any, name: str) -> bool:
+    """Return whether calls of `holder.name` through the class pass the instance first."""
+    if not isinstance(holder, type):
+        return False
+    return inspect.isfunction(inspect.getattr_static(holder, name))
+
+
+def _find(name: str) -> tuple[Any, str | None]:
+    """Return the module or class of this name, and why it cannot be found, or None."""
+    module_name, class_name = name, None
+    if name.rpartition(".")[2][0].isupper():
+        module_name, _, class_name = name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        return None, f"{module_name} cannot be imported: {error}"
+    if class_name is None:
+        return module, None
+    holder = getattr(module, class_name, None)
+    return holder, None if holder is not None else f"{module_name} has no {class_name}"
