@@ -53,6 +53,8 @@ class TieredEndpoint:
         from fastapi import Request
         from fastapi.responses import JSONResponse
 
+        from vllm_tiered.adapter.telemetry.scrape import RefreshBeforeScrape
+
         async def tiered(request: Request) -> JSONResponse:
             """Return what vllm-tiered does now, per worker: parts, bytes per tier, counters.
 
@@ -67,12 +69,13 @@ class TieredEndpoint:
             return JSONResponse(content, status_code=status, headers={"Cache-Control": "no-store"})
 
         app.add_api_route(PATH, tiered, methods=["GET"])
+        app.add_middleware(RefreshBeforeScrape)
 
     async def init_state(
         self, engine_client: "EngineClient | None", state: "State", args: "Namespace"
     ) -> None:
         """Prepare the route, and set the gauges of /metrics that no step has set yet."""
-        from vllm_tiered.adapter.telemetry import metrics
+        from vllm_tiered.adapter.telemetry import metrics, scrape
 
         state.tiered_guard = Guard.of_server(args)
         state.tiered_monitor = monitor = EngineMonitor(engine_client)
@@ -81,6 +84,7 @@ class TieredEndpoint:
             logger.warning("tiered: no state at start: %s", answer.problem)
         for worker in answer.workers[:1]:
             metrics.fill_gauges(worker[GAUGES_KEY])
+        state.tiered_scraped = scrape.open_scraped(engine_client, monitor)
 
 
 class Guard:

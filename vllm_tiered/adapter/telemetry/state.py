@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_tiered.adapter.telemetry import manifest, totals
-from vllm_tiered.adapter.telemetry.metrics import COUNTERS, GAUGES
+from vllm_tiered.adapter.telemetry.figures import COUNTERS, GAUGES
 from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 
