@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from scripts import query_dashboard
 from vllm_tiered.adapter.telemetry.figures import read_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,8 +134,25 @@ def test_the_flags_reach_the_worker_and_the_manifest_comes_back(server, log_path
     assert counters["kv_steps"] == metric(server, "kv_steps")
     assert counters["kv_step_seconds"] == pytest.approx(metric(server, "kv_step_seconds"))
     assert engine["kv_blocks_released"] == metric(server, "kv_blocks_released")
+    check_dashboard(server)
     check_log(log_path.read_text())
     check_hanging_worker(server, worker["pid"])
+
+
+def check_dashboard(server):
+    """Run the dashboard's queries in a real Prometheus; those of parts at work have data."""
+    if shutil.which("prometheus") is None:
+        return
+    with query_dashboard.prometheus(server) as url:
+        for _ in range(5):
+            with OpenAI(base_url=f"{server}/v1", api_key=KEY) as client:
+                client.completions.create(model="demo", prompt="A list:", max_tokens=8)
+            time.sleep(1)
+        found = query_dashboard.run_queries(url)
+    empty = {query for query, count in found.items() if not count}
+    idle = ("weights", "ffn", "l2", "energy", "kv_page_errors")
+    assert not [query for query in empty if not any(f"tiered_{part}" in query for part in idle)]
+    assert found["max by (part, reason) (vllm:tiered_part_active{})"] == 4
 
 
 def state(server):
