@@ -1,44 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics that a scrape of /metrics brings up to date, with and without vLLM's KV connector."""
 
-import asyncio
 import contextlib
 from argparse import Namespace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY, make_asgi_app
 
+from tests.fakes.engine_client import FakeEngineClient, worker_state
 from vllm_tiered.adapter.telemetry import endpoint, figures, scrape
-
-
-def worker(rank=0, **changes):
-    """The state of a rank whose weights are placed and whose KV is vLLM's."""
-    off = {"state": "off", "reason": "text", "counters": {}}
-    state: dict[str, Any] = {"rank": rank, "pid": 1, "host": "elsewhere", "gauges": {}}
-    state |= {part: dict(off) for part in scrape.PARTS} | {"energy": {"counters": {}}}
-    state["weights"] = {"state": "on", "reason": None, "counters": {"weights_read_bytes": 100}}
-    return state | changes
-
-
-class Engine:
-    def __init__(self, *workers, has_connector=False, client_index=0):
-        self.workers, self.num_calls, self.hangs = list(workers), 0, False
-        self.engine_core = SimpleNamespace(client_index=client_index)
-        self.vllm_config = SimpleNamespace(
-            additional_config={"tiered": {}},
-            kv_transfer_config=SimpleNamespace() if has_connector else None,
-            model_config=SimpleNamespace(served_model_name="a-model"),
-        )
-
-    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        self.num_calls += 1
-        while self.hangs:
-            await asyncio.sleep(0.01)
-        return self.workers
 
 
 @contextlib.contextmanager
@@ -60,7 +32,7 @@ def lines_of(client, name):
 
 
 def test_without_a_connector_the_workers_counters_are_read_at_each_scrape(monkeypatch):
-    engine = Engine(worker(0), worker(1))
+    engine = FakeEngineClient(worker_state(0), worker_state(1))
     with served(engine, monkeypatch) as client:
         series = 'vllm:tiered_weights_read_bytes_total{engine="0",model_name="a-model"}'
         assert lines_of(client, "weights_read_bytes_total") == [f"{series} 200.0"]
@@ -72,7 +44,7 @@ def test_without_a_connector_the_workers_counters_are_read_at_each_scrape(monkey
 
 
 def test_nobody_is_asked_while_nobody_scrapes(monkeypatch):
-    engine = Engine(worker())
+    engine = FakeEngineClient(worker_state())
     with served(engine, monkeypatch) as client:
         before = engine.num_calls
         client.get("/docs")
@@ -80,18 +52,18 @@ def test_nobody_is_asked_while_nobody_scrapes(monkeypatch):
 
 
 def test_with_a_connector_vllm_carries_the_counters(monkeypatch):
-    with served(Engine(worker(), has_connector=True), monkeypatch) as client:
+    with served(FakeEngineClient(worker_state(), has_connector=True), monkeypatch) as client:
         assert lines_of(client, "weights_read_bytes") == []
         assert len(lines_of(client, "part_active")) == 4
 
 
 def test_of_several_api_servers_the_first_counts(monkeypatch):
-    with served(Engine(worker(), client_index=1), monkeypatch) as client:
+    with served(FakeEngineClient(worker_state(), client_index=1), monkeypatch) as client:
         assert lines_of(client, "") == []
 
 
 def test_a_part_has_one_reason_at_a_time(monkeypatch):
-    engine = Engine(worker())
+    engine = FakeEngineClient(worker_state())
     with served(engine, monkeypatch) as client:
         assert (
             'vllm:tiered_part_active{engine="0",model_name="a-model",part="kv",reason="off"} 0.0'
@@ -115,12 +87,12 @@ def test_a_part_has_one_reason_at_a_time(monkeypatch):
     ],
 )
 def test_reasons_are_of_few_words(part, state, gauges, reason):
-    assert scrape.part_reason(part, worker(**{part: state}, gauges=gauges)) == reason
+    assert scrape.part_reason(part, worker_state(**{part: state}, gauges=gauges)) == reason
 
 
 def test_workers_that_hang_delay_a_scrape_by_little(monkeypatch):
     monkeypatch.setattr(scrape, "PATIENCE_S", 0.1)
-    engine = Engine(worker())
+    engine = FakeEngineClient(worker_state())
     with served(engine, monkeypatch) as client:
         lines_of(client, "part_active")
         engine.hangs = True

@@ -146,7 +146,7 @@ def check_dashboard(server):
     with query_dashboard.prometheus(server) as url:
         for _ in range(5):
             with OpenAI(base_url=f"{server}/v1", api_key=KEY) as client:
-                client.completions.create(model="demo", prompt="A list:", max_tokens=8)
+                client.completions.create(model="demo", prompt="A list: one," * 50, max_tokens=48)
             time.sleep(1)
         found = query_dashboard.run_queries(url)
     empty = {query for query, count in found.items() if not count}

@@ -291,7 +291,8 @@ class TieredWorker:
         if self.swapper.num_steps:  # then only the scheduler knows these
             for name in ("kv_partial_blocks_far", "kv_blocks_released", "kv_blocks_reserved"):
                 del gauges[name]
-        return total.data | gauges | self._gauges
+        failed = {"kv_storage_failed": 1} if self._device.storage_failure() else {}
+        return total.data | gauges | self._gauges | failed
 
     def take_lost_blocks(self) -> set[int]:
         """Return the blocks that lost a page in the last step."""
