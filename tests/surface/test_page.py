@@ -95,7 +95,7 @@ def opened(browser):
         shown = context.new_page()
         shown.set_default_timeout(20_000)
         found: dict[str, list[str]] = {"errors": [], "asked": []}
-        shown.on("console", lambda m: m.type == "error" and found["errors"].append(m.text))
+        shown.on("console", lambda m: found["errors"].extend([m.text] * (m.type == "error")))
         shown.on("pageerror", lambda error: found["errors"].append(str(error)))
         shown.on("request", lambda request: found["asked"].append(request.url))
         shown.goto(url)

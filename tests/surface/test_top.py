@@ -4,14 +4,22 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 
 from tests.fakes.engine_client import worker_state
 from vllm_tiered.cli import top
 from vllm_tiered.cli.main import main
+from vllm_tiered.units import format_bytes
 
-KV = {"state": "on", "reason": None, "near_bytes": 1 << 20, "far_bytes": 1 << 22, "counters": {}}
+KV: dict[str, Any] = {
+    "state": "on",
+    "reason": None,
+    "near_bytes": 1 << 20,
+    "far_bytes": 1 << 22,
+    "counters": {},
+}
 
 
 class Server:
@@ -63,7 +71,14 @@ def server(monkeypatch):
 def test_a_picture_has_the_parts_the_tiers_and_the_rates(server, capsys):
     assert main(["top", server.url, "--once"]) == 0
     shown = capsys.readouterr().out
-    for text in ("vllm-tiered 9.9", "KV cache", "2.50x, 20 layers far", "30.0%", "4 MiB", "text"):
+    for text in (
+        "vllm-tiered 9.9",
+        "KV cache",
+        "2.50x, 20 layers far",
+        "30.0%",
+        format_bytes(1 << 22),
+        "text",
+    ):
         assert text in shown
     assert "KV read, written" in shown and "not measured" in shown
 

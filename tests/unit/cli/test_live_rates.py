@@ -10,7 +10,7 @@ from vllm_tiered.cli.live_rates import Rates, bytes_by_tier, events_between, rat
 
 def answer(seconds: float, *, pid: int = 7, tokens: int | None = 0, **kv: Any) -> dict[str, Any]:
     off = {"state": "off", "reason": "it is", "counters": {}}
-    part = {"state": "on", "reason": None, "near_bytes": 5, "counters": {}}
+    part: dict[str, Any] = {"state": "on", "reason": None, "near_bytes": 5, "counters": {}}
     worker = {"pid": pid, "monotonic_seconds": seconds, "kv": part | kv}
     worker |= {name: dict(off) for name in ("weights", "ffn", "l2")} | {"energy": {"counters": {}}}
     engines = [{"kv_far_layers": kv.get("far_layers", 0)}]

@@ -129,8 +129,9 @@ class RefreshBeforeScrape:
 def open_scraped(engine_client: Any, monitor: EngineMonitor) -> Scraped | None:
     """Return the metrics of an engine that is tiered; None in any but the first API server."""
     vllm_config = getattr(engine_client, "vllm_config", None)
-    core = getattr(engine_client, "engine_core", None)
-    if vllm_config is None or getattr(core, "client_index", 0):
+    core: Any = getattr(engine_client, "engine_core", None)
+    is_first = not vars(core).get("client_index") if core else True
+    if vllm_config is None or not is_first:
         return None
     additional = vllm_config.additional_config
     if not isinstance(additional, Mapping) or ROOT_KEY not in additional:
