@@ -22,13 +22,13 @@ from benchmarks.harness.background_copier import Copier
 from benchmarks.harness.jobs import EngineSpec, ExpansionAt, RequestTimes, RoundResult
 from benchmarks.harness.summary import COPIED_BYTES
 from benchmarks.inputs.workload import Request
+from vllm_tiered.adapter.telemetry import figures
 
 _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 _RELEASED_GAUGE = "vllm:tiered_kv_blocks_released"
 _EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
 _PARTIAL_BLOCKS_GAUGE = "vllm:tiered_kv_partial_blocks_far"
 _EXTRA_METRICS = ("vllm:num_preemptions",)
-_TIERED_PREFIX = "vllm:tiered_"
 
 
 def start_engine(spec: EngineSpec) -> Any:
@@ -54,7 +54,7 @@ def start_engine(spec: EngineSpec) -> Any:
 
 
 def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
-    """Return (counters, gauges) of this process by name: the plugin's, and preemptions.
+    """Return (counters, gauges) of this process: the plugin's figures, and preemptions.
 
     They come from the Prometheus registry, because `LLM.get_metrics()` truncates counters to whole
     numbers, which loses counters of seconds.
@@ -63,13 +63,14 @@ def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
 
     counters: dict[str, float] = {}
     gauges: dict[str, float] = {}
-    for metric in REGISTRY.collect():
-        if not metric.name.startswith(_TIERED_PREFIX) and metric.name not in _EXTRA_METRICS:
-            continue
-        values = counters if metric.type == "counter" else gauges
-        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        samples = [sample.value for sample in metric.samples if sample.name == name]
-        values[metric.name] = sum(samples)
+    families = list(REGISTRY.collect())
+    for figure, value in figures.read_figures(families).items():
+        values = counters if figure in figures.COUNTERS else gauges
+        values[f"{figures.PREFIX}{figure}"] = value
+    for metric in families:
+        if metric.name in _EXTRA_METRICS:
+            samples = [s.value for s in metric.samples if s.name == f"{metric.name}_total"]
+            counters[metric.name] = sum(samples)
     return counters, gauges
 
 

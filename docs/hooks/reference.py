@@ -65,13 +65,25 @@ def cli_page() -> str:
 
 def metrics_page() -> str:
     """Return the page of every metric, from the tables that register them."""
-    from vllm_tiered.adapter.telemetry import metrics
+    from vllm_tiered.adapter.telemetry import figures
 
     lines = ["# Metrics", "", "On vLLM's own `/metrics`, summed over ranks.", ""]
-    for title, names in (("Counters", metrics.COUNTERS), ("Gauges", metrics.GAUGES)):
-        rows = ((f"`vllm:tiered_{name}`", text) for name, text in names.items())
-        lines += [f"## {title}", "", *table(("metric", "meaning"), rows), ""]
-    return "\n".join(lines)
+    for title, suffix, metrics in (
+        ("Counters", "_total", figures.COUNTER_METRICS),
+        ("Gauges", "", figures.GAUGE_METRICS),
+    ):
+        rows = (
+            (
+                f"`{figures.PREFIX}{metric.name}{suffix}`",
+                f"`{metric.label}`: {', '.join(metric.figures)}" if metric.label else "",
+                metric.help,
+            )
+            for metric in metrics
+        )
+        lines += [f"## {title}", "", *table(("metric", "label", "meaning"), rows), ""]
+    lines += ["## Histograms", "", "Seconds that compute of a rank waited in an engine step.", ""]
+    lines += [f"* `{figures.PREFIX}{name}`" for name in figures.STEP_HISTOGRAMS]
+    return "\n".join([*lines, ""])
 
 
 def compatibility_page() -> str:

@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.shapes import random_model_dir
 from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry.figures import read_figures
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store.reader import NeuronStore
@@ -150,7 +151,9 @@ def generate(llm: Any, prompts: Tokens, max_tokens: int = 40) -> Tokens:
 
 
 def metric(name: str) -> float:
-    """Return the sum of a ``vllm:`` metric over its labels, as /metrics would show it."""
+    """Return ``tiered_`` and a figure, or a ``vllm:`` metric, summed as /metrics would show it."""
+    if name.startswith("tiered_"):
+        return read_figures(REGISTRY.collect())[name.removeprefix("tiered_")]
     names = {f"vllm:{name}", f"vllm:{name}_total"}
     samples = [s for family in REGISTRY.collect() for s in family.samples if s.name in names]
     assert samples, f"no metric {name}"

@@ -6,11 +6,18 @@ Usage: l2_script.py MODEL_DIR PROMPTS_JSON MAX_TOKENS TIERED_JSON [LLM_ARGUMENTS
 
 import json
 import sys
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
 from tests.e2e import script_start
 from vllm_tiered.adapter.telemetry.monitor import WORKER_METHOD
+
+
+def name_of(metric: Any) -> str:
+    """Return a metric's name, with its own label's value: ``vllm:tiered_kv_bytes{read}``."""
+    own = [v for k, v in metric.labels.items() if k not in ("model_name", "engine")]
+    return f"{metric.name}{{{own[0]}}}" if own else str(metric.name)
 
 
 def main() -> None:
@@ -35,7 +42,7 @@ def main() -> None:
     result = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "states": llm.collective_rpc(WORKER_METHOD),
-        "metrics": {m.name: getattr(m, "value", None) for m in llm.get_metrics()},
+        "metrics": {name_of(m): getattr(m, "value", None) for m in llm.get_metrics()},
     }
     print("L2_RESULT " + json.dumps(result), flush=True)
 

@@ -64,7 +64,7 @@ def test_tokens_and_prefetches(tmp_path) -> None:
     assert stated[0]["num_weights"] == 4 * LAYERS and stated[0]["num_attentions"] == LAYERS
     assert stated[0]["weight_bytes"] == 4 * sum(LAYER_WEIGHTS) * LAYERS
     asked = result["metrics"]
-    total = asked["vllm:tiered_l2_prefetched_bytes"] + asked["vllm:tiered_l2_dropped_bytes"]
+    total = asked["vllm:tiered_l2_bytes{prefetched}"] + asked["vllm:tiered_l2_bytes{dropped}"]
     assert total >= 20 * 2 * stated[0]["weight_bytes"], "20 decode steps of two ranks"
 
 

@@ -19,10 +19,10 @@ def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
     assert result["tokens"] == vllm_tokens("deep", PROMPTS, max_tokens=24)
     metrics = result["metrics"]
     assert metrics["vllm:tiered_kv_expansion"] == 2.5
-    assert metrics["vllm:tiered_kv_read_bytes"] > 0
-    assert metrics["vllm:tiered_ffn_dense_steps"] > 0
-    assert metrics["vllm:tiered_ffn_storage_bytes"] > 0
-    assert metrics["vllm:tiered_ffn_far_bytes"] > 0
+    assert metrics["vllm:tiered_kv_bytes{read}"] > 0
+    assert metrics["vllm:tiered_ffn_layer_steps{dense}"] > 0
+    assert metrics["vllm:tiered_ffn_loaded_bytes{storage}"] > 0
+    assert metrics["vllm:tiered_ffn_loaded_bytes{far}"] > 0
 
 
 def test_an_installed_plugin_that_is_off_changes_no_output() -> None:

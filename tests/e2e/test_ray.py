@@ -36,10 +36,10 @@ def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) ->
     )
     assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
     metrics = result["metrics"]
-    assert metrics["vllm:tiered_kv_near_bytes"] == 2 * (4 << 20)
-    assert metrics["vllm:tiered_kv_read_bytes"] > 0
+    assert metrics["vllm:tiered_kv_memory_bytes{near}"] == 2 * (4 << 20)
+    assert metrics["vllm:tiered_kv_bytes{read}"] > 0
     assert metrics["vllm:tiered_weights_read_bytes"] > 0
-    assert metrics["vllm:tiered_ffn_storage_bytes"] > 0
+    assert metrics["vllm:tiered_ffn_loaded_bytes{storage}"] > 0
 
 
 def not_ended(processes: list[psutil.Process]) -> list[psutil.Process]:

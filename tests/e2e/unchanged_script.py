@@ -6,8 +6,15 @@ Usage: unchanged_script.py MODEL_DIR PROMPTS_JSON [LLM_ARGUMENTS_JSON]
 
 import json
 import sys
+from typing import Any
 
 from vllm import LLM, SamplingParams
+
+
+def name_of(metric: Any) -> str:
+    """Return a metric's name, with its own label's value: ``vllm:tiered_kv_bytes{read}``."""
+    own = [v for k, v in metric.labels.items() if k not in ("model_name", "engine")]
+    return f"{metric.name}{{{own[0]}}}" if own else str(metric.name)
 
 
 def main() -> None:
@@ -31,7 +38,7 @@ def main() -> None:
             {
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],
                 "logprobs": [output.outputs[0].cumulative_logprob for output in outputs],
-                "metrics": {m.name: getattr(m, "value", None) for m in llm.get_metrics()},
+                "metrics": {name_of(m): getattr(m, "value", None) for m in llm.get_metrics()},
             }
         )
     )

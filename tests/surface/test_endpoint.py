@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm_tiered import __version__
 from vllm_tiered.adapter import plugin
 from vllm_tiered.adapter.telemetry import endpoint, manifest, metrics, monitor
+from vllm_tiered.adapter.telemetry.figures import read_figures
 
 MANIFEST = {"kv": {"active": True, "far_layers": 17}}  # of a worker, in part
 
@@ -113,7 +114,11 @@ class FakeEngine:
     def __init__(self, *states, config=None):
         self.states = list(states)
         config = {"kv": {"far_gib": 8.0}} if config is None else config
-        self.vllm_config = SimpleNamespace(additional_config={"tiered": config})
+        self.vllm_config = SimpleNamespace(
+            additional_config={"tiered": config},
+            kv_transfer_config=SimpleNamespace(),
+            model_config=SimpleNamespace(served_model_name="a-model"),
+        )
         self.hangs = False
         self.error = None
         self.num_calls = 0
@@ -154,8 +159,10 @@ def shown(rank=0):
 
 def test_the_answer_has_version_configuration_and_a_state_per_rank(monkeypatch):
     monkeypatch.setattr(metrics, "latest_of_schedulers", dict)
+    monkeypatch.setattr(metrics, "generation_tokens", lambda: 12)
     assert answer(FakeEngine(state(0), state(1))) == {
         "version": __version__,
+        "generation_tokens": 12,
         "config": {"kv": {"far_gib": 8.0}},
         "engines": [{"engine": 0} | GAUGES],
         "workers": [shown(0), shown(1)],
@@ -348,11 +355,22 @@ def served_metrics(monkeypatch):
     }
     monkeypatch.setattr(metrics, "_served", [])
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}), model_config=None
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        model_config=None,
+        parallel_config=SimpleNamespace(world_size=2),
     )
     made = metrics.TieredPromMetrics(config, types, ["engine"], {0: ["0"]})
-    read = lambda name: registry.get_sample_value(f"vllm:tiered_{name}", {"engine": "0"})  # noqa: E731
-    return made, read
+    return made, lambda figure: read_figures(registry.collect())[figure]
+
+
+def test_a_steps_stall_is_a_histogram_per_rank(served_metrics):
+    made, _ = served_metrics
+    made.observe({"kv_steps": 2, "kv_stall_seconds": 0.01})  # two ranks, one step
+    made.observe({"kv_steps": 2})
+    made.observe({"kv_level_changes": 1})  # the scheduler's, of no step
+    (found,) = made._histograms["kv_step_stall_seconds"].collect()
+    values = {sample.name.rpartition("_")[2]: sample.value for sample in found.samples}
+    assert (values["sum"], values["count"]) == (0.005, 2)
 
 
 def test_gauges_are_set_at_start_and_then_by_steps(served_metrics):

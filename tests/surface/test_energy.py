@@ -8,7 +8,8 @@ from tests.fixtures.powercap import SERVER, Powercap
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.telemetry import energy
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy
-from vllm_tiered.adapter.telemetry.metrics import COUNTERS, TieredStats
+from vllm_tiered.adapter.telemetry.figures import COUNTERS
+from vllm_tiered.adapter.telemetry.metrics import TieredStats
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_tiered import __version__
-from vllm_tiered.cli import doctor, dse, plan, prepare, probe, report
+from vllm_tiered.cli import doctor, dse, plan, prepare, probe, report, top
 from vllm_tiered.errors import TieredError
 
 
@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser with every subcommand; `run` in its result is the chosen one's function."""
     parser = argparse.ArgumentParser(
         prog="vllm-tiered",
-        description="Tools for the vllm-tiered plugin: measure, plan, prepare, report.",
+        description="Tools for the vllm-tiered plugin: measure, plan, prepare, report, watch.",
     )
     parser.add_argument("--version", action="version", version=f"vllm-tiered {__version__}")
     subcommands = parser.add_subparsers(title="subcommands", metavar="NAME", required=True)
@@ -35,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     dse.add_parser(subcommands)
     report.add_parser(subcommands)
     doctor.add_parser(subcommands)
+    top.add_parser(subcommands)
     return parser
 
 

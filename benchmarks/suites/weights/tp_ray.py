@@ -220,24 +220,19 @@ def private_bytes(worker: Any) -> int:
 def _counted(part: str) -> dict[str, Any]:
     from prometheus_client import REGISTRY
 
-    values = {
-        sample.name: sample.value
-        for family in REGISTRY.collect()
-        for sample in family.samples
-        if sample.name.startswith("vllm:tiered_")
-    }
+    from vllm_tiered.adapter.telemetry.figures import read_figures
+
+    values = read_figures(REGISTRY.collect())
     moved = {
         "vLLM": (),
         "kv": ("kv_read_bytes",),
         "weights": ("weights_read_bytes",),
         "ffn": ("ffn_far_bytes", "ffn_storage_bytes"),
     }[part]
-    steps = values.get("vllm:tiered_kv_step_seconds_total")
+    steps = values.get("kv_step_seconds")
     return {
-        "moved_bytes": sum(values[f"vllm:tiered_{name}_total"] for name in moved),
-        "coordination_share": values["vllm:tiered_kv_bookkeeping_seconds_total"] / steps
-        if steps
-        else None,
+        "moved_bytes": sum(values[name] for name in moved),
+        "coordination_share": values["kv_bookkeeping_seconds"] / steps if steps else None,
     }
 
 

@@ -20,7 +20,8 @@ from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.translation import Translator
 from vllm_tiered.adapter.telemetry import manifest, totals
-from vllm_tiered.adapter.telemetry.metrics import TieredStats, page_errors_metric
+from vllm_tiered.adapter.telemetry.figures import page_errors_figure
+from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.devices.base import Direction, LinkUse
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError, UnsupportedError
@@ -290,7 +291,8 @@ class TieredWorker:
         if self.swapper.num_steps:  # then only the scheduler knows these
             for name in ("kv_partial_blocks_far", "kv_blocks_released", "kv_blocks_reserved"):
                 del gauges[name]
-        return total.data | gauges | self._gauges
+        failed = {"kv_storage_failed": 1} if self._device.storage_failure() else {}
+        return total.data | gauges | self._gauges | failed
 
     def take_lost_blocks(self) -> set[int]:
         """Return the blocks that lost a page in the last step."""
@@ -362,7 +364,7 @@ class TieredWorker:
         errors = self._device.page_errors()
         if errors != self._errors_before:
             for kind, count in errors.items():
-                data[page_errors_metric(kind)] = count - self._errors_before[kind]
+                data[page_errors_figure(kind)] = count - self._errors_before[kind]
             self._errors_before = errors
         self._stall_before = self.swapper.stall_seconds
         report = self._report = StepReport(stall_seconds=stall_seconds)

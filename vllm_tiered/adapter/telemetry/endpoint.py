@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route GET /tiered on vLLM's API server: the state of every rank now, as JSON.
+"""The route GET /tiered on vLLM's API server: the state of every rank now, as JSON or as a page.
+
+A browser gets `page.html`, which asks for the JSON every two seconds while somebody looks at it.
 
 Who may read it: with `--api-key` (or VLLM_API_KEY) the route wants the key as vLLM's guarded routes
 do, which are those below /v1. Without a key it answers everybody, as those do, but paths of the
 configuration are left out: vLLM itself shows its configuration (/server_info) only with
-VLLM_SERVER_DEV_MODE=1, and so are they.
+VLLM_SERVER_DEV_MODE=1, and so are they. The page is served without a key: it is a file of this
+package, has no data of the server, and asks for the key that it then sends.
 
 vLLM serves an endpoint plugin only if VLLM_PLUGINS names it. `--plugin tiered` names it just as
 plainly, so then the route is added as well. VLLM_PLUGINS itself is left unchanged: it is one list
@@ -51,28 +54,35 @@ class TieredEndpoint:
 
     def attach_router(self, app: "FastAPI") -> None:
         from fastapi import Request
-        from fastapi.responses import JSONResponse
+        from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-        async def tiered(request: Request) -> JSONResponse:
+        from vllm_tiered.adapter.telemetry.page import page, prefers_html, security_policy
+        from vllm_tiered.adapter.telemetry.scrape import RefreshBeforeScrape
+
+        async def tiered(request: Request) -> Response:
             """Return what vllm-tiered does now, per worker: parts, bytes per tier, counters.
 
             503 if the workers do not answer in time; the body has what is known of them.
             """
+            headers = {"Cache-Control": "no-store", "Vary": "Accept"}
+            if prefers_html(request.headers.get("accept", "")):
+                headers["Content-Security-Policy"] = security_policy()
+                return HTMLResponse(page(), headers=headers)
             state = request.app.state
             if not state.tiered_guard.admits(request.headers):
-                return JSONResponse({"error": "Unauthorized"}, status_code=401)  # as vLLM's
+                return JSONResponse({"error": "Unauthorized"}, 401, headers)  # as vLLM's
             answer = await state.tiered_monitor.ask(TIMEOUT_S)
             content = _content(state.tiered_monitor, answer, state.tiered_guard.shows_paths)
-            status = 503 if answer.problem else 200
-            return JSONResponse(content, status_code=status, headers={"Cache-Control": "no-store"})
+            return JSONResponse(content, 503 if answer.problem else 200, headers)
 
         app.add_api_route(PATH, tiered, methods=["GET"])
+        app.add_middleware(RefreshBeforeScrape)
 
     async def init_state(
         self, engine_client: "EngineClient | None", state: "State", args: "Namespace"
     ) -> None:
         """Prepare the route, and set the gauges of /metrics that no step has set yet."""
-        from vllm_tiered.adapter.telemetry import metrics
+        from vllm_tiered.adapter.telemetry import metrics, scrape
 
         state.tiered_guard = Guard.of_server(args)
         state.tiered_monitor = monitor = EngineMonitor(engine_client)
@@ -81,6 +91,7 @@ class TieredEndpoint:
             logger.warning("tiered: no state at start: %s", answer.problem)
         for worker in answer.workers[:1]:
             metrics.fill_gauges(worker[GAUGES_KEY])
+        state.tiered_scraped = scrape.open_scraped(engine_client, monitor)
 
 
 class Guard:
@@ -175,6 +186,7 @@ def _content(monitor: EngineMonitor, answer: Answer, shows_paths: bool) -> dict[
     gauges = answer.workers[0][GAUGES_KEY] if answer.workers else {}
     content = {
         "version": __version__,
+        "generation_tokens": metrics.generation_tokens(),
         "config": config,
         "engines": [{"engine": engine} | gauges | known for engine, known in latest.items()]
         or [{"engine": 0} | gauges],

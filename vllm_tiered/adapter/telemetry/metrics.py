@@ -2,82 +2,24 @@
 """The plugin's counters and gauges on vLLM's own ``/metrics``."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from vllm_tiered.devices.pages import PageError
-
-_REASONS = {
-    PageError.CHECKSUM: "their bytes differed from those that were written",
-    PageError.SHORT: "the file ended before them",
-    PageError.IO: "the system reported an error",
-    PageError.LATE: "the device did not answer in time",
-    PageError.UNWRITTEN: "read, but never written, or the last write had failed",
-    PageError.WRITE: "their write failed",
-}
-
-COUNTERS = {
-    "kv_read_bytes": "KV bytes staged from the far to the near tier.",
-    "kv_write_bytes": "KV bytes written from the near to the far tier.",
-    "kv_read_seconds": "Seconds in which the far-to-near direction was copying.",
-    "kv_write_seconds": "Seconds in which the near-to-far direction was copying.",
-    "kv_stall_seconds": "Seconds in which compute waited for staging.",
-    "kv_bookkeeping_seconds": "Seconds of planning, translation and hooks, without stall.",
-    "kv_step_seconds": "Seconds of the steps of which stall and bookkeeping are shares.",
-    "kv_steps": "Engine steps under KV swapping.",
-    "kv_lost_blocks": "KV blocks with a page that did not come back intact from the far tier.",
-    "kv_recomputed_requests": "Requests recomputed because one of their blocks was lost.",
-    "kv_level_changes": "Changes of the number of far layers at run time.",
-    "weights_read_bytes": "Bytes of far weights that passed through weight buffers.",
-    "weights_read_seconds": "Seconds in which far weights were copied.",
-    "weights_stall_seconds": "Seconds in which compute waited for far weights.",
-    "ffn_far_bytes": "Bytes of FFN neurons loaded from far memory.",
-    "ffn_storage_bytes": "Bytes of FFN neurons loaded from the neuron store.",
-    "ffn_wait_seconds": "Seconds in which compute waited for FFN neurons.",
-    "ffn_hits": "FFN neurons that a sparse step needed and found near.",
-    "ffn_misses": "FFN neurons that a sparse step needed and had to load.",
-    "ffn_sparse_steps": "Layer steps computed with selected neurons.",
-    "ffn_dense_steps": "Layer steps computed with all neurons.",
-    "l2_prefetched_bytes": "Bytes prefetched into the last-level cache behind all-reduces.",
-    "l2_dropped_bytes": "Bytes that were not yet prefetched when their all-reduce was over.",
-    "energy_joules": "Joules drawn while steps ran: processor and memory of the host by RAPL, GPUs "
-    "by NVML, where these can be read; else memory by constants, and the disk always.",
-    "energy_assumed_joules": "Joules of tiered_energy_joules that are assumed, by constants.",
-    "co2e_grams": "Operational emissions of tiered_energy_joules, gCO2e, at "
-    "report.carbon_intensity.",
-}
-"""Counters of the workers, summed over ranks; recomputed requests and level changes count once."""
-
-
-def page_errors_metric(kind: PageError) -> str:
-    """Return the name of the counter of far pages that were lost for this reason."""
-    return f"kv_page_errors_{kind.value}"
-
-
-COUNTERS |= {
-    page_errors_metric(kind): f"Far pages lost: {reason}." for kind, reason in _REASONS.items()
-}
-
-GAUGES = {
-    "kv_expansion": "Full KV blocks that fit over those that the near memory holds alone.",
-    "kv_far_layers": "Layers whose KV lives in the far tier.",
-    "kv_partial_blocks_far": "1 if their partial blocks live there too, 0 if those stay near.",
-    "kv_near_bytes": "Near-tier bytes of the KV page pool, all ranks.",
-    "kv_far_bytes": "Far memory reserved for KV, bytes, all ranks.",
-    "kv_storage_bytes": "KV pages in files, bytes, all ranks.",
-    "kv_storage_failed": "1 if the storage tier failed and is not used any more.",
-    "kv_blocks_released": "KV blocks that requests may use now.",
-    "kv_blocks_reserved": "KV blocks held back: more far layers would free them, or partial blocks "
-    "that stay near take their memory.",
-}
-"""Gauges that the scheduler sets, except for the bytes of far pages."""
-
+from vllm_tiered.adapter.telemetry.figures import (
+    COUNTER_METRICS,
+    COUNTERS,
+    GAUGE_METRICS,
+    PREFIX,
+    STEP_BUCKETS,
+    STEP_HISTOGRAMS,
+    Metric,
+)
 
 _SCHEDULER_COUNTERS = ("kv_level_changes", "kv_recomputed_requests")
 
@@ -128,38 +70,65 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, dict[int, Any]] = {}
+        self._num_ranks = vllm_config.parallel_config.world_size
         self._latest: dict[int, dict[str, float]] = {
             engine: {} for engine in per_engine_labelvalues
         }
+        self._counters = self._register(COUNTER_METRICS, metric_types[Counter])
+        self._gauges = self._register(GAUGE_METRICS, metric_types[Gauge])
+        self._histograms = {
+            name: metric_types[Histogram](
+                name=f"{PREFIX}{name}",
+                documentation="Seconds that compute of a rank waited in an engine step.",
+                buckets=list(STEP_BUCKETS),
+                labelnames=labelnames,
+            )
+            for name in STEP_HISTOGRAMS
+        }
         _served.append(weakref.ref(self))
-        for names, kind in ((COUNTERS, Counter), (GAUGES, Gauge)):
-            for name, documentation in names.items():
-                metric = metric_types[kind](
-                    name=f"vllm:tiered_{name}", documentation=documentation, labelnames=labelnames
-                )
-                self._metrics[name] = {
-                    engine: metric.labels(*labels)
-                    for engine, labels in per_engine_labelvalues.items()
-                }
+
+    def _register(self, metrics: Sequence[Metric], kind: Any) -> dict[str, dict[int, Any]]:
+        """Return the registered metrics' children, by figure and engine."""
+        return {
+            figure: {
+                engine: child
+                for engine, labels in self.per_engine_labelvalues.items()
+                for child in [registered.labels(*labels, *([value] if metric.label else []))]
+            }
+            for metric in metrics
+            for registered in [register(metric, kind, self._labelnames)]
+            for value, figure in metric.figures.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         latest = self._latest[engine_idx]
-        for name, value in transfer_stats_data.items():
-            metric = self._metrics[name][engine_idx]
-            if name in COUNTERS:
-                metric.inc(value)
+        for figure, value in transfer_stats_data.items():
+            if figure in COUNTERS:
+                self._counters[figure][engine_idx].inc(value)
             else:
-                metric.set(value)
-                latest[name] = value
-            if name in _SCHEDULER_COUNTERS:
-                latest[name] = latest.get(name, 0) + value
+                self._gauges[figure][engine_idx].set(value)
+                latest[figure] = value
+            if figure in _SCHEDULER_COUNTERS:
+                latest[figure] = latest.get(figure, 0) + value
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, (figure, sign) in STEP_HISTOGRAMS.items():
+            if sign in transfer_stats_data:
+                seconds = transfer_stats_data.get(figure, 0.0) / self._num_ranks
+                self._histograms[name].labels(*labels).observe(seconds)
 
     def fill_gauges(self, gauges: Mapping[str, float]) -> None:
         """Set gauges of every engine that has not reported them yet."""
         for engine, latest in self._latest.items():
             new = {name: value for name, value in gauges.items() if name not in latest}
             self.observe(new, engine)
+
+
+def register(metric: Metric, kind: Any, labelnames: Sequence[str]) -> Any:
+    """Return a metric registered with vLLM's labels and its own."""
+    own = [] if metric.label is None else [metric.label]
+    return kind(
+        name=f"{PREFIX}{metric.name}", documentation=metric.help, labelnames=[*labelnames, *own]
+    )
 
 
 def fill_gauges(gauges: Mapping[str, float]) -> None:
@@ -177,6 +146,18 @@ def latest_of_schedulers() -> dict[int, dict[str, float]]:
     return {
         engine: dict(latest) for metrics in _live() for engine, latest in metrics._latest.items()
     }
+
+
+def generation_tokens() -> int | None:
+    """Return the output tokens of this API server so far; None if vLLM does not count them."""
+    name = "vllm:generation_tokens_total"
+    samples = [
+        sample.value
+        for family in REGISTRY.restricted_registry([name]).collect()
+        for sample in family.samples
+        if sample.name == name
+    ]
+    return int(sum(samples)) if samples else None
 
 
 def _live() -> list[TieredPromMetrics]:

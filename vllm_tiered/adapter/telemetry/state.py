@@ -2,16 +2,18 @@
 """State of one worker now: each part on, off or stepped aside, with its reason and its figures.
 
 It is the worker's answer to ``GET /tiered``. The names of figures are those of ``/metrics`` without
-``vllm:tiered_``; here they count one rank and one engine, since its start.
+``vllm:tiered_``; here they count one rank and one engine, since its start. Two answers give rates:
+`monotonic_seconds` is the rank's clock as it was asked, which no change of the time of day moves.
 """
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_tiered.adapter.telemetry import manifest, totals
-from vllm_tiered.adapter.telemetry.metrics import COUNTERS, GAUGES
+from vllm_tiered.adapter.telemetry.figures import COUNTERS, GAUGES
 from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 
@@ -35,7 +37,12 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         name: {"state": state, "reason": reason} | stated.get(name, {}) | _counters(name)
         for name, (state, reason) in parts.items()
     }
-    where = {"rank": worker.rank, "pid": os.getpid(), "host": socket.gethostname()}
+    where = {
+        "rank": worker.rank,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "monotonic_seconds": time.monotonic(),
+    }
     gauges = {name: value for name, value in totals.current("kv").items() if name in GAUGES}
     return where | described | {"energy": _counters("energy"), GAUGES_KEY: gauges}
 
@@ -54,7 +61,11 @@ def _kv_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
         return OFF, "kv.enabled is false"
     if stated is None:
         return STARTING, None
-    return (ON, None) if stated["active"] else (ASIDE, stated["why_not"])
+    if not stated["active"]:
+        return ASIDE, stated["why_not"]
+    if totals.current("kv").get("kv_storage_failed"):
+        return ON, "the storage tier failed and was given up: the log has the reason"
+    return ON, None
 
 
 def _weights_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of `/metrics` that are read from the workers when somebody scrapes it.
+
+vLLM carries figures from workers to `/metrics` only for a KV connector, which is ours only with
+`kv.enabled`. A connector that moves no KV would switch other things of vLLM off. So without one,
+the workers' counters since the start are asked for as `GET /tiered` does, before each scrape: no
+cost per step, and none while nobody looks. What a part does, and why not, is asked for in the same
+way with and without a connector.
+
+Limits: the metrics are those of a server (not of `LLM.get_metrics()`), of the first API server if
+there are several, and of the first engine with data parallelism. If the workers do not answer
+within `PATIENCE_S`, the scrape shows what they said last.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY, Counter, Gauge
+
+from vllm_tiered.adapter.telemetry import metrics
+from vllm_tiered.adapter.telemetry.figures import COUNTER_METRICS, PREFIX
+from vllm_tiered.adapter.telemetry.monitor import EngineMonitor
+from vllm_tiered.config import ROOT_KEY
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+PATIENCE_S = 2.0
+"""Longest delay of a scrape; Prometheus gives up after 10 s by default."""
+
+PARTS = ("kv", "weights", "ffn", "l2")
+_OF_PARTS = ("weights", "ffn", "l2", "energy")
+"""Sections of a worker's state whose counters have no other way to `/metrics`."""
+
+_REFRESH_S = 0.5
+_LABELS = ("model_name", "engine")
+
+_ASIDE = {"kv": "nothing to swap", "weights": "all near", "ffn": "not used"}
+"""The reason of a part that stepped aside, of few values; `GET /tiered` has the text."""
+
+
+class Scraped:
+    """Metrics of one engine that a scrape refreshes.
+
+    Args:
+        monitor: asks the workers.
+        model_name: label of vLLM's metrics.
+        has_connector: whether vLLM carries the parts' counters.
+    """
+
+    def __init__(self, monitor: EngineMonitor, model_name: str, *, has_connector: bool) -> None:
+        _unregister()
+        self._monitor = monitor
+        self._labels = (model_name, "0")
+        self._active = Gauge(
+            f"{PREFIX}part_active",
+            "1 if a part is at work, 0 if it is off or stepped aside, and why.",
+            [*_LABELS, "part", "reason"],
+            multiprocess_mode="mostrecent",
+        )
+        self._counters: dict[str, Any] = {}
+        _registered.append(self._active)
+        for metric in COUNTER_METRICS:
+            if not has_connector and metric.name.partition("_")[0] in (*_OF_PARTS, "co2e"):
+                registered = metrics.register(metric, Counter, _LABELS)
+                _registered.append(registered)
+                for value, figure in metric.figures.items():
+                    own = [value] if metric.label else []
+                    self._counters[figure] = registered.labels(*self._labels, *own)
+        self._reasons: dict[str, str] = {}
+        self._shown: dict[str, float] = {}
+        self._asked = float("-inf")
+
+    async def refresh(self) -> None:
+        """Bring the metrics up to date; scrapes in quick succession ask once."""
+        if time.monotonic() - self._asked < _REFRESH_S:
+            return
+        self._asked = time.monotonic()
+        answer = await self._monitor.ask(PATIENCE_S)
+        if answer.workers and not answer.problem:
+            self.show(answer.workers)
+
+    def show(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Set the metrics to the state of these workers, which are all ranks."""
+        for part in PARTS:
+            reason, is_active = part_reason(part, workers[0])
+            if reason != (before := self._reasons.get(part)):
+                if before is not None:
+                    self._active.remove(*self._labels, part, before)
+                self._reasons[part] = reason
+            self._active.labels(*self._labels, part, reason).set(is_active)
+        for figure, child in self._counters.items():
+            total = sum(
+                worker.get(part, {}).get("counters", {}).get(figure, 0.0)
+                for worker in workers
+                for part in _OF_PARTS
+            )
+            child.inc(max(0.0, total - self._shown.get(figure, 0.0)))
+            self._shown[figure] = total
+
+
+def part_reason(part: str, worker: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the reason in one of a few fixed words, and whether the part is at work."""
+    state = worker[part]["state"]
+    if state == "on":
+        failed = part == "kv" and worker["gauges"].get("kv_storage_failed")
+        return ("storage failed" if failed else "on"), True
+    if state == "stepped aside" and part == "l2":
+        return ("no gain" if worker[part].get("verdicts") else "nothing to prefetch"), False
+    return (_ASIDE[part] if state == "stepped aside" else state), False
+
+
+class RefreshBeforeScrape:
+    """ASGI middleware that refreshes the metrics before `/metrics` is answered."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self._app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
+            scraped: Scraped | None = getattr(scope["app"].state, "tiered_scraped", None)
+            if scraped is not None:
+                await scraped.refresh()
+        await self._app(scope, receive, send)
+
+
+def open_scraped(engine_client: Any, monitor: EngineMonitor) -> Scraped | None:
+    """Return the metrics of an engine that is tiered; None in any but the first API server."""
+    vllm_config = getattr(engine_client, "vllm_config", None)
+    core: Any = getattr(engine_client, "engine_core", None)
+    is_first = not vars(core).get("client_index") if core else True
+    if vllm_config is None or not is_first:
+        return None
+    additional = vllm_config.additional_config
+    if not isinstance(additional, Mapping) or ROOT_KEY not in additional:
+        return None
+    return Scraped(
+        monitor,
+        str(vllm_config.model_config.served_model_name),
+        has_connector=vllm_config.kv_transfer_config is not None,
+    )
+
+
+_registered: list[Any] = []
+
+
+def _unregister() -> None:
+    """Remove an earlier server's metrics from this process."""
+    while _registered:
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(_registered.pop())
