@@ -13,8 +13,8 @@ import fcntl
 import json
 import mmap
 import os
-import stat
 import secrets
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
