@@ -368,7 +368,7 @@ def test_a_steps_stall_is_a_histogram_per_rank(served_metrics):
     made.observe({"kv_steps": 2, "kv_stall_seconds": 0.01})  # two ranks, one step
     made.observe({"kv_steps": 2})
     made.observe({"kv_level_changes": 1})  # the scheduler's, of no step
-    (found,) = made._histograms["kv_step_stall_seconds"].collect()
+    (found,) = made._histograms["kv_step_stall_seconds"][0].collect()
     values = {sample.name.rpartition("_")[2]: sample.value for sample in found.samples}
     assert (values["sum"], values["count"]) == (0.005, 2)
 

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import secrets
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
@@ -187,6 +188,24 @@ def _remove_abandoned(folder: Path) -> None:
             path.unlink()
 
 
+def _check_owner(fd: int, path: Path) -> None:
+    """Raise ConfigError if another user may have written the file.
+
+    Checksums tell damage, not who wrote: a file with other weights can have the right ones.
+    """
+    found, own = os.fstat(fd), os.geteuid()
+    if found.st_uid not in (own, 0):
+        raise ConfigError(
+            f"{path} belongs to user id {found.st_uid}, and this process is {own}: remove it, or "
+            f"make it this user's (chown {own} {path}) if you trust who wrote it"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): "
+            "remove it, or chmod 600 it if you trust its contents"
+        )
+
+
 class ImmutableFile(PageStore):
     """Page store in a published file. Every read is verified, and retried once if it fails.
 
@@ -202,7 +221,7 @@ class ImmutableFile(PageStore):
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: the file has another format or version.
+        ConfigError: the file has another format or version, or somebody else may have written it.
         IntegrityError: the file is damaged.
     """
 
@@ -211,6 +230,7 @@ class ImmutableFile(PageStore):
         self.path = path
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            _check_owner(fd, path)
             checksums, self.page_bytes, text = _read_description(fd, path)
             self.contents: dict[str, Any] = json.loads(text)
         except BaseException:

@@ -138,6 +138,26 @@ def test_it_is_the_owners_alone(tmp_path):
     assert filled(tmp_path, 1).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_refused(tmp_path, mode):
+    """Its checksums may be right and its weights somebody else's."""
+    path = filled(tmp_path)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"other users \(mode {mode:04o}\): .*chmod 600"):
+        ImmutableFile(path)
+    path.chmod(0o640)
+    ImmutableFile(path).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_refused(tmp_path):
+    path = filled(tmp_path)
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match=r"belongs to user id 12345, and this process is 0: "):
+        ImmutableFile(path)
+    assert path.exists(), "it is not ours to remove"
+
+
 @pytest.mark.parametrize("where", ["flush", "tail"])
 def test_a_disk_that_fails_while_publishing(tmp_path, monkeypatch, where):
     draft = Draft(tmp_path, 4, PAGE, knob="weights.storage_path")

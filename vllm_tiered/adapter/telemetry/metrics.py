@@ -77,13 +77,19 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         self._counters = self._register(COUNTER_METRICS, metric_types[Counter])
         self._gauges = self._register(GAUGE_METRICS, metric_types[Gauge])
         self._histograms = {
-            name: metric_types[Histogram](
-                name=f"{PREFIX}{name}",
-                documentation="Seconds that compute of a rank waited in an engine step.",
-                buckets=list(STEP_BUCKETS),
-                labelnames=labelnames,
-            )
+            name: {
+                engine: histogram.labels(*labels)
+                for engine, labels in per_engine_labelvalues.items()
+            }
             for name in STEP_HISTOGRAMS
+            for histogram in [
+                metric_types[Histogram](
+                    name=f"{PREFIX}{name}",
+                    documentation="Seconds that compute of a rank waited in an engine step.",
+                    buckets=list(STEP_BUCKETS),
+                    labelnames=labelnames,
+                )
+            ]
         }
         _served.append(weakref.ref(self))
 
@@ -105,16 +111,15 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         for figure, value in transfer_stats_data.items():
             if figure in COUNTERS:
                 self._counters[figure][engine_idx].inc(value)
-            else:
+            elif latest.get(figure) != value:  # most gauges stay from step to step
                 self._gauges[figure][engine_idx].set(value)
                 latest[figure] = value
             if figure in _SCHEDULER_COUNTERS:
                 latest[figure] = latest.get(figure, 0) + value
-        labels = self.per_engine_labelvalues[engine_idx]
         for name, (figure, sign) in STEP_HISTOGRAMS.items():
             if sign in transfer_stats_data:
                 seconds = transfer_stats_data.get(figure, 0.0) / self._num_ranks
-                self._histograms[name].labels(*labels).observe(seconds)
+                self._histograms[name][engine_idx].observe(seconds)
 
     def fill_gauges(self, gauges: Mapping[str, float]) -> None:
         """Set gauges of every engine that has not reported them yet."""
