@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route GET /tiered on vLLM's API server: the state of every rank now, as JSON.
+"""The route GET /tiered on vLLM's API server: the state of every rank now, as JSON or a page.
+
+A browser gets a page (page.py) that asks this route for the JSON; a program gets the JSON.
 
 Who may read it: with `--api-key` (or VLLM_API_KEY) the route wants the key as vLLM's guarded routes
 do, which are those below /v1. Without a key it answers everybody, as those do, but paths of the
 configuration are left out: vLLM itself shows its configuration (/server_info) only with
-VLLM_SERVER_DEV_MODE=1, and so are they.
+VLLM_SERVER_DEV_MODE=1, and so are they. The page itself needs no key: a browser cannot send one when
+it opens an address, and the page is a file of this package without any data. It asks for the key.
 
 vLLM serves an endpoint plugin only if VLLM_PLUGINS names it. `--plugin tiered` names it just as
 plainly, so then the route is added as well. VLLM_PLUGINS itself is left unchanged: it is one list
@@ -21,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered import __version__
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.telemetry.monitor import WORKER_METHOD, Answer, EngineMonitor
+from vllm_tiered.adapter.telemetry.page import load_page, page_headers, prefers_html
+from vllm_tiered.adapter.telemetry.serving import ServerFigures
 from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, SECTIONS
 
@@ -40,6 +45,8 @@ TIMEOUT_S = 10.0
 HIDDEN = "(set; shown with the server's --api-key)"
 """What is shown instead of a path to whom it is not shown."""
 
+_HEADERS = {"Cache-Control": "no-store", "Vary": "Accept"}
+
 _announced = False
 
 
@@ -51,22 +58,27 @@ class TieredEndpoint:
 
     def attach_router(self, app: "FastAPI") -> None:
         from fastapi import Request
-        from fastapi.responses import JSONResponse
+        from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-        async def tiered(request: Request) -> JSONResponse:
+        async def tiered(request: Request) -> Response:
             """Return what vllm-tiered does now, per worker: parts, bytes per tier, counters.
 
-            503 if the workers do not answer in time; the body has what is known of them.
+            A page that shows it if the Accept header prefers text/html. 503 if the workers do not
+            answer in time; the body has what is known of them.
             """
+            if prefers_html(",".join(request.headers.getlist("accept"))):
+                return HTMLResponse(load_page(), headers=_HEADERS | page_headers())
             state = request.app.state
             if not state.tiered_guard.admits(request.headers):
-                return JSONResponse({"error": "Unauthorized"}, status_code=401)  # as vLLM's
+                # The body is vLLM's.
+                return JSONResponse({"error": "Unauthorized"}, status_code=401, headers=_HEADERS)
             answer = await state.tiered_monitor.ask(TIMEOUT_S)
             content = _content(state.tiered_monitor, answer, state.tiered_guard.shows_paths)
+            content["server"] = state.tiered_server.read()
             status = 503 if answer.problem else 200
-            return JSONResponse(content, status_code=status, headers={"Cache-Control": "no-store"})
+            return JSONResponse(content, status_code=status, headers=_HEADERS)
 
-        app.add_api_route(PATH, tiered, methods=["GET"])
+        app.add_api_route(PATH, tiered, methods=["GET"], response_model=None)
 
     async def init_state(
         self, engine_client: "EngineClient | None", state: "State", args: "Namespace"
@@ -75,6 +87,7 @@ class TieredEndpoint:
         from vllm_tiered.adapter.telemetry import metrics
 
         state.tiered_guard = Guard.of_server(args)
+        state.tiered_server = ServerFigures(engine_client)
         state.tiered_monitor = monitor = EngineMonitor(engine_client)
         answer = await monitor.ask(TIMEOUT_S)
         if answer.problem:
