@@ -6,8 +6,9 @@ A browser gets a page (page.py) that asks this route for the JSON; a program get
 Who may read it: with `--api-key` (or VLLM_API_KEY) the route wants the key as vLLM's guarded routes
 do, which are those below /v1. Without a key it answers everybody, as those do, but paths of the
 configuration are left out: vLLM itself shows its configuration (/server_info) only with
-VLLM_SERVER_DEV_MODE=1, and so are they. The page itself needs no key: a browser cannot send one when
-it opens an address, and the page is a file of this package without any data. It asks for the key.
+VLLM_SERVER_DEV_MODE=1, and so are they. The page itself needs no key: a browser cannot send one
+when it opens an address, and the page is a file of this package without any data. The page asks for
+the key when its own question for the JSON is answered with 401.
 
 vLLM serves an endpoint plugin only if VLLM_PLUGINS names it. `--plugin tiered` names it just as
 plainly, so then the route is added as well. VLLM_PLUGINS itself is left unchanged: it is one list
