@@ -187,6 +187,26 @@ def test_the_schedulers_latest_figures_are_shown(monkeypatch):
     assert engine == {"engine": 0} | GAUGES | {"kv_expansion": 2.5, "kv_level_changes": 7}
 
 
+@pytest.mark.parametrize(
+    ("failed", "kv", "says"),
+    [
+        (1, {"state": "on", "reason": None, "tier": "storage"}, True),
+        (0, {"state": "on", "reason": None, "tier": "storage"}, False),
+        (1, {"state": "on", "reason": None, "tier": "far"}, False),  # another engine's
+        (1, {"state": "stepped aside", "reason": "a", "tier": "storage"}, False),
+    ],
+)
+def test_a_storage_tier_that_was_given_up_is_the_reason(failed, kv, says, monkeypatch):
+    latest = {0: {"kv_storage_failed": 0}, 1: {"kv_storage_failed": failed}}
+    monkeypatch.setattr(metrics, "latest_of_schedulers", lambda: latest)
+    (worker,) = answer(FakeEngine(state(kv=kv)))["workers"]
+    assert worker["kv"]["state"] == kv["state"]
+    if says:
+        assert worker["kv"]["reason"].startswith("the storage tier failed and is not used any more")
+    else:
+        assert worker["kv"] == kv
+
+
 # Who may read it ------------------------------------------------------------------------------
 
 PATHS = {

@@ -186,6 +186,8 @@ def _content(monitor: EngineMonitor, answer: Answer, shows_paths: bool) -> dict[
         config = _without_paths(config)
         workers = [_without_paths(worker) for worker in workers]
     latest = metrics.latest_of_schedulers()
+    if any(known.get("kv_storage_failed") for known in latest.values()):
+        workers = [_with_failed_storage(worker) for worker in workers]
     gauges = answer.workers[0][GAUGES_KEY] if answer.workers else {}
     content = {
         "version": __version__,
@@ -198,6 +200,18 @@ def _content(monitor: EngineMonitor, answer: Answer, shows_paths: bool) -> dict[
         problem = {"error": answer.problem, "workers_seen_seconds_ago": answer.age_seconds}
         return problem | {"processes": answer.processes} | content
     return content
+
+
+def _with_failed_storage(worker: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a worker's state whose KV part says that its storage tier is not used any more.
+
+    Only the scheduler gives the tier up, so the worker does not know. The part stays on.
+    """
+    kv = worker.get("kv", {})
+    if kv.get("state") != "on" or kv.get("tier") != "storage":
+        return dict(worker)
+    reason = "the storage tier failed and is not used any more; a restart tries it again"
+    return dict(worker) | {"kv": kv | {"reason": reason}}
 
 
 def _without_paths(sections: Mapping[str, Any]) -> dict[str, Any]:
