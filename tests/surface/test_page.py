@@ -23,6 +23,7 @@ from vllm_tiered.adapter.telemetry import endpoint, metrics, page
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 KEY = "k-<b>1</b>"
+LOST = ("ERR_CONNECTION", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE", "ERR_SOCKET")
 
 
 class FakeEngine:
@@ -37,6 +38,7 @@ class FakeEngine:
         self.num_calls = 0
         self.far_layers = 12
         self.kv = {"state": "on", "reason": None}
+        self.weights = {"state": "off", "reason": 'weights.placement is "off"'}
 
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         self.num_calls += 1
@@ -54,6 +56,7 @@ class FakeEngine:
             "kv_stall_seconds": 0.2 * now,
             "kv_lost_blocks": 0,
         }
+        copied = {"weights_read_bytes": (100 << 20) * now, "weights_read_seconds": 0.5 * now}
         kv = {
             "num_layers": 24,
             "far_layers": self.far_layers,
@@ -65,15 +68,14 @@ class FakeEngine:
             "tier": "far",
             "counters": counters,
         }
-        off = {"state": "off", "counters": {}}
         energy = {"energy_joules": 20 * now, "energy_assumed_joules": 20 * now}
         return {
             "rank": 0,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "kv": kv | self.kv,
-            "weights": off | {"reason": 'weights.placement is "off"'},
-            "ffn": off | {"reason": "ffn.store is <not> set"},
+            "weights": self.weights | {"counters": copied},
+            "ffn": {"state": "off", "reason": "ffn.store is <not> set", "counters": {}},
             "l2": {"state": "stepped aside", "reason": "one rank", "counters": {}},
             "energy": {"counters": energy},
             "gauges": {
@@ -293,6 +295,17 @@ def test_it_says_in_words_what_the_server_does(opened, served, engine):
     assert "This page was opened." in text_of(tab, "#events")
 
 
+def test_a_links_rate_is_shown_against_its_measured_peak(opened, served, engine):
+    url, _ = served()
+    tab = opened(url)
+    wait_for_text(tab, "#live", "live")
+    stated = {"num_sublayers": 60, "far_sublayers": 20, "placement": "latency", "compress": "none"}
+    peak = {"peak_read_bytes_per_s": 400 << 20}
+    engine.weights = {"state": "on", "reason": None} | stated | peak
+    wait_for_text(tab, "#links", "400 MiB/s (50.0 % used)")
+    wait_for_text(tab, "#headline", "Weights of 20 of 60 sublayers are read from far memory")
+
+
 def test_it_asks_every_two_seconds_while_it_is_visible_and_else_never(opened, served, engine):
     url, _ = served()
     tab = opened(url)
@@ -359,9 +372,23 @@ def test_a_hanging_engine_is_told_in_words_over_the_greyed_last_picture(
     assert tab.locator("main.stale").count() == 0
 
 
+def test_a_server_that_ended_keeps_its_last_words(opened, served, engine, monkeypatch):
+    monkeypatch.setattr(endpoint, "TIMEOUT_S", 0.3)
+    url, end = served()
+    tab = opened(url, may_fail=[*LOST, "503 (Service Unavailable)"])
+    wait_for_text(tab, "#live", "live")
+    engine.hangs = True
+    wait_for_text(tab, "#notice", "the workers did not answer within 0.3 s")
+    engine.hangs = False
+    end()
+    wait_for_text(tab, "#notice", "The server cannot be reached")
+    assert "Before that: The server answers, but the workers did not" in text_of(tab, "#notice")
+    wait_for_text(tab, "#events", "The server cannot be reached")
+
+
 def test_a_server_that_ended_is_told_and_asked_more_and_more_seldom(opened, served, engine):
     url, end = served()
-    tab = opened(url, may_fail=["ERR_CONNECTION", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE"])
+    tab = opened(url, may_fail=LOST)
     wait_for_text(tab, "#live", "live")
     asked = []
     end()
