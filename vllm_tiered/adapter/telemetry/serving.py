@@ -2,7 +2,6 @@
 """Figures of the API server itself for GET /tiered: its clock, model, requests and tokens."""
 
 import time
-from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -49,7 +48,7 @@ def _model_name(engine_client: Any) -> str | None:
     return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
-def _vllm_figures() -> Mapping[str, float | None]:
+def _vllm_figures() -> dict[str, float | None]:
     """Read vLLM's own metrics from this process's registry."""
     from prometheus_client import REGISTRY
 
