@@ -83,7 +83,9 @@ def run_queries(url: str) -> dict[str, int]:
     """
     found = {}
     for query in dashboard.all_queries():
-        text = query.replace("{}", "").replace("$__rate_interval", INTERVAL)
+        text = dashboard.selected(query).replace("$__rate_interval", INTERVAL)
+        for name in dashboard.VARIABLES:
+            text = text.replace(f'"${name}"', '".*"')  # Grafana's "All"
         asked = f"{url}/api/v1/query?{urllib.parse.urlencode({'query': text})}"
         with urllib.request.urlopen(asked, timeout=30) as answer:
             found[query] = len(json.load(answer)["data"]["result"])

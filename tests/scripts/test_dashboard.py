@@ -2,6 +2,7 @@
 """Grafana's dashboard and the alerts: generated, valid, and of metrics that exist."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,7 +20,7 @@ RULES = dashboard.PATH.with_name("vllm_tiered.rules.yml")
 def known_metrics() -> set[str]:
     """The names on /metrics of this plugin, and the texts in vLLM's own table of metrics."""
     ours = {f"{metric.name}_total" for metric in figures.COUNTER_METRICS}
-    ours |= {metric.name for metric in figures.GAUGE_METRICS} | {"part_active"}
+    ours |= {metric.name for metric in figures.GAUGE_METRICS} | {figures.PART_ACTIVE}
     ours |= {f"{name}_{end}" for name in figures.STEP_HISTOGRAMS for end in ("bucket", "sum")}
     return {f"{figures.PREFIX}{name}" for name in ours}
 
@@ -43,6 +44,12 @@ def test_every_metric_of_the_dashboard_and_the_alerts_exists():
     assert ours - known_metrics() == set()
     assert {name for name in names - ours if not is_vllms(name)} == set()
     assert not is_vllms("vllm:num_preemption_total")
+
+
+def test_the_reasons_that_the_alerts_name_exist():
+    named = re.findall(r'reason=~"([^"]*)"', RULES.read_text())
+    assert named
+    assert {reason for each in named for reason in each.split("|")} <= set(figures.PART_REASONS)
 
 
 def test_every_metric_is_on_the_dashboard():
