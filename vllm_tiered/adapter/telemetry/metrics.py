@@ -76,14 +76,20 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         }
         self._counters = self._register(COUNTER_METRICS, metric_types[Counter])
         self._gauges = self._register(GAUGE_METRICS, metric_types[Gauge])
+        # Labels are looked up once, not per step.
         self._histograms = {
-            name: metric_types[Histogram](
-                name=f"{PREFIX}{name}",
-                documentation="Seconds that compute of a rank waited in an engine step.",
-                buckets=list(STEP_BUCKETS),
-                labelnames=labelnames,
-            )
+            name: {
+                engine: made.labels(*labels) for engine, labels in per_engine_labelvalues.items()
+            }
             for name in STEP_HISTOGRAMS
+            for made in [
+                metric_types[Histogram](
+                    name=f"{PREFIX}{name}",
+                    documentation="Seconds that compute of a rank waited in an engine step.",
+                    buckets=list(STEP_BUCKETS),
+                    labelnames=labelnames,
+                )
+            ]
         }
         _served.append(weakref.ref(self))
 
@@ -110,11 +116,10 @@ class TieredPromMetrics(KVConnectorPromMetrics):
                 latest[figure] = value
             if figure in _SCHEDULER_COUNTERS:
                 latest[figure] = latest.get(figure, 0) + value
-        labels = self.per_engine_labelvalues[engine_idx]
         for name, (figure, sign) in STEP_HISTOGRAMS.items():
             if sign in transfer_stats_data:
                 seconds = transfer_stats_data.get(figure, 0.0) / self._num_ranks
-                self._histograms[name].labels(*labels).observe(seconds)
+                self._histograms[name][engine_idx].observe(seconds)
 
     def fill_gauges(self, gauges: Mapping[str, float]) -> None:
         """Set gauges of every engine that has not reported them yet."""
