@@ -147,7 +147,7 @@ def check_dashboard(server):
         for _ in range(5):
             with OpenAI(base_url=f"{server}/v1", api_key=KEY) as client:
                 client.completions.create(model="demo", prompt="A list:", max_tokens=8)
-            time.sleep(1)
+            time.sleep(3)
         found = query_dashboard.run_queries(url)
     empty = {query for query, count in found.items() if not count}
     idle = ("weights", "ffn", "l2", "energy", "kv_page_errors")
