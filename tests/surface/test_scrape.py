@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY, make_asgi_app
 
-from vllm_tiered.adapter.engine_config import CONNECTOR
+from vllm_tiered.adapter.connector_name import CONNECTOR
 from vllm_tiered.adapter.telemetry import endpoint, figures, scrape
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
 
-from vllm_tiered.adapter.engine_config import CONNECTOR
+from vllm_tiered.adapter.connector_name import CONNECTOR
 from vllm_tiered.adapter.telemetry import metrics
 from vllm_tiered.adapter.telemetry.figures import COUNTER_METRICS, PART_ACTIVE, PREFIX
 from vllm_tiered.adapter.telemetry.monitor import EngineMonitor
