@@ -76,6 +76,7 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         }
         self._counters = self._register(COUNTER_METRICS, metric_types[Counter])
         self._gauges = self._register(GAUGE_METRICS, metric_types[Gauge])
+        # Labels are looked up once, not per step.
         self._histograms = {
             name: {
                 engine: histogram.labels(*labels)
