@@ -12,7 +12,7 @@ from vllm_tiered.adapter.telemetry import figures
 from vllm_tiered.adapter.telemetry.metrics import TieredPromMetrics, TieredStats
 
 NUM_RANKS = 2
-ENGINES = {0: ["m", "0"], 1: ["m", "1"]}
+ENGINES: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
 
 
 @pytest.fixture

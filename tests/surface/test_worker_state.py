@@ -4,6 +4,7 @@
 import json
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_prefetching_that_was_measured_slower_has_stepped_aside():
 
 
 def test_weights_state_the_links_peak_if_it_was_measured():
-    placement = SimpleNamespace(
+    placement: Any = SimpleNamespace(
         policy="latency",
         sublayers=(1, 2, 3),
         extents=(1,),
