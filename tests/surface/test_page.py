@@ -32,7 +32,9 @@ class FakeEngine:
     def __init__(self):
         model = SimpleNamespace(served_model_name=["demo"])
         self.vllm_config = SimpleNamespace(
-            additional_config={"tiered": {"kv": {"far_gib": 8.0}}}, model_config=model
+            kv_transfer_config=None,
+            additional_config={"tiered": {"kv": {"far_gib": 8.0}}},
+            model_config=model,
         )
         self.hangs = False
         self.num_calls = 0
