@@ -29,7 +29,7 @@ from vllm_tiered.config import ROOT_KEY
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-PATIENCE_S = 2.0
+PATIENCE_S = 0.5
 """Longest delay of a scrape; Prometheus gives up after 10 s by default."""
 
 PARTS = ("kv", "weights", "ffn", "l2")
