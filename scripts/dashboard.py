@@ -30,6 +30,7 @@ class Panel:
         queries: PromQL by legend; `{}` in a query stands for the variables.
         kind: Grafana's type of panel.
         width: of the dashboard's 24 columns.
+        text: what a panel of kind `stat` writes, Grafana's `textMode`.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Panel:
     queries: dict[str, str]
     kind: str = "timeseries"
     width: int = 12
+    text: str = "auto"
 
 
 def _rate(name: str, by: str = "") -> str:
@@ -61,13 +63,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "What is going on": (
         Panel(
             title="Parts",
-            help="1: the part is at work. 0: it is off or stepped aside, for the reason shown. "
-            "*storage failed*: the KV cache goes on without its file.",
+            help="Each part with the reason why it is at work (*on*) or not. *storage_failed*: the "
+            "KV cache goes on without its file. *nothing_to_swap*, *no_gain*: switched on, and of "
+            "no use here; GET /tiered says why.",
             unit="none",
             queries={
-                "{{part}}: {{reason}}": "max by (part, reason) (vllm:tiered_part_active{})",
+                "{{part}}: {{reason}}": "max by (part, reason) (vllm:tiered_part_active{} == 1)",
             },
             kind="stat",
+            text="name",
         ),
         Panel(
             title="Expansion",
@@ -319,7 +323,7 @@ def _panel(panel: Panel, identity: int, where: dict[str, int]) -> dict[str, Any]
             "colorMode": "none",
             "graphMode": "area",
             "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
-            "textMode": "auto",
+            "textMode": panel.text,
         }
     return {
         "type": panel.kind,

@@ -22,11 +22,12 @@ from pathlib import Path
 
 from scripts import dashboard
 
-INTERVAL = "10s"
+INTERVAL = "1m"
 """Stands for Grafana's $__rate_interval."""
 
+# A scrape takes as long as `scrape.PATIENCE_S` (2 s) while a step is longer than that.
 _CONFIG = """
-global: {{scrape_interval: 1s, scrape_timeout: 900ms}}
+global: {{scrape_interval: 3s, scrape_timeout: 3s}}
 rule_files: [{rules}]
 scrape_configs:
   - job_name: vllm
@@ -79,19 +80,29 @@ def run_queries(url: str) -> dict[str, int]:
     """Return the number of series that each query of the dashboard returns.
 
     Raises:
+        RuntimeError: the server was not scraped, so that no query can have data.
         urllib.error.HTTPError: a query is wrong.
     """
+    if not _num_series(url, "up == 1"):
+        raise RuntimeError("Prometheus could not scrape the server; its targets page says why")
     found = {}
     for query in dashboard.all_queries():
-        text = query.replace("{}", "").replace("$__rate_interval", INTERVAL)
-        asked = f"{url}/api/v1/query?{urllib.parse.urlencode({'query': text})}"
-        with urllib.request.urlopen(asked, timeout=30) as answer:
-            found[query] = len(json.load(answer)["data"]["result"])
+        text = dashboard.selected(query).replace("$__rate_interval", INTERVAL)
+        for name in dashboard.VARIABLES:
+            text = text.replace(f'"${name}"', '".*"')  # Grafana's "All"
+        found[query] = _num_series(url, text)
     return found
 
 
+def _num_series(url: str, query: str) -> int:
+    asked = f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        result = json.load(answer)["data"]["result"]
+    return sum(series["value"][1] != "NaN" for series in result)  # NaN: a quantile of no samples
+
+
 def main() -> None:
-    server, seconds = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 20.0
+    server, seconds = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 30.0
     with prometheus(server) as url:
         time.sleep(seconds)
         for query, count in run_queries(url).items():

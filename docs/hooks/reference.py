@@ -81,6 +81,13 @@ def metrics_page() -> str:
             for metric in metrics
         )
         lines += [f"## {title}", "", *table(("metric", "label", "meaning"), rows), ""]
+    lines += [
+        f"`{figures.PREFIX}{figures.PART_ACTIVE}` has the labels `part` and `reason`: 1 for the "
+        "reason that holds now, 0 for reasons that held before.",
+        "",
+        *table(("reason", "meaning"), ((f"`{r}`", m) for r, m in figures.PART_REASONS.items())),
+        "",
+    ]
     lines += ["## Histograms", "", "Seconds that compute of a rank waited in an engine step.", ""]
     lines += [f"* `{figures.PREFIX}{name}`" for name in figures.STEP_HISTOGRAMS]
     return "\n".join([*lines, ""])

@@ -5,6 +5,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_tiered.adapter.connector_name import CONNECTOR
 from vllm_tiered.adapter.telemetry import scrape
 
 
@@ -28,7 +29,7 @@ class FakeEngineClient:
         self.engine_core = SimpleNamespace(client_index=client_index)
         self.vllm_config = SimpleNamespace(
             additional_config={"tiered": {"kv": {"far_gib": 8.0}}},
-            kv_transfer_config=SimpleNamespace() if has_connector else None,
+            kv_transfer_config=SimpleNamespace(kv_connector=CONNECTOR) if has_connector else None,
             model_config=SimpleNamespace(served_model_name="a-model"),
         )
 

@@ -2,7 +2,11 @@
 """Metrics that a scrape of /metrics brings up to date, with and without vLLM's KV connector."""
 
 import contextlib
+import os
+import subprocess
+import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -65,29 +69,60 @@ def test_of_several_api_servers_the_first_counts(monkeypatch):
 def test_a_part_has_one_reason_at_a_time(monkeypatch):
     engine = FakeEngineClient(worker_state())
     with served(engine, monkeypatch) as client:
-        assert (
-            'vllm:tiered_part_active{engine="0",model_name="a-model",part="kv",reason="off"} 0.0'
-            in (lines_of(client, "part_active"))
-        )
+        series = 'vllm:tiered_part_active{engine="0",model_name="a-model",part="kv",reason='
+        assert f'{series}"off"}} 1.0' in lines_of(client, "part_active")
         engine.workers[0]["kv"] = {"state": "on", "reason": None, "counters": {}}
-        (kv,) = [line for line in lines_of(client, "part_active") if 'part="kv"' in line]
-        assert kv.endswith('reason="on"} 1.0')
+        kv = [line for line in lines_of(client, "part_active") if 'part="kv"' in line]
+        assert kv == [f'{series}"off"}} 0.0', f'{series}"on"}} 1.0']
+
+
+def test_a_reason_that_is_over_is_0_with_several_api_servers(tmp_path):
+    code = """
+from types import SimpleNamespace
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from vllm_tiered.adapter.telemetry import scrape
+off = {"state": "off", "reason": "text", "counters": {}}
+state = {part: dict(off) for part in scrape.PARTS} | {"energy": {"counters": {}}, "gauges": {}}
+scraped = scrape.Scraped(SimpleNamespace(), "m", has_connector=True)
+scraped.show([state | {"kv": {"state": "starting"}}])
+scraped.show([state | {"kv": {"state": "on"}}])
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+    shown = subprocess.run(
+        [sys.executable, "-W", "error:Removal", "-c", code],
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    kv = {line.partition("reason=")[2] for line in shown.splitlines() if 'part="kv"' in line}
+    assert kv == {'"starting"} 0.0', '"on"} 1.0'}
+
+
+def test_another_connector_does_not_carry_our_counters(monkeypatch):
+    engine = FakeEngineClient(worker_state())
+    engine.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="NixlConnector")
+    with served(engine, monkeypatch) as client:
+        assert len(lines_of(client, "weights_read_bytes_total")) == 1
 
 
 @pytest.mark.parametrize(
     ("part", "state", "gauges", "reason"),
     [
-        ("kv", {"state": "on"}, {}, ("on", True)),
-        ("kv", {"state": "on"}, {"kv_storage_failed": 1}, ("storage failed", True)),
-        ("kv", {"state": "stepped aside"}, {}, ("nothing to swap", False)),
-        ("weights", {"state": "stepped aside"}, {}, ("all near", False)),
-        ("l2", {"state": "stepped aside", "verdicts": [{}]}, {}, ("no gain", False)),
-        ("l2", {"state": "stepped aside", "verdicts": []}, {}, ("nothing to prefetch", False)),
-        ("ffn", {"state": "starting"}, {}, ("starting", False)),
+        ("kv", {"state": "on"}, {}, "on"),
+        ("kv", {"state": "on"}, {"kv_storage_failed": 1}, "storage_failed"),
+        ("weights", {"state": "on"}, {"kv_storage_failed": 1}, "on"),
+        ("kv", {"state": "stepped aside"}, {}, "nothing_to_swap"),
+        ("weights", {"state": "stepped aside"}, {}, "all_near"),
+        ("l2", {"state": "stepped aside", "verdicts": [{}]}, {}, "no_gain"),
+        ("l2", {"state": "stepped aside", "verdicts": []}, {}, "nothing_to_prefetch"),
+        ("ffn", {"state": "starting"}, {}, "starting"),
+        ("ffn", {"state": "off"}, {}, "off"),
     ],
 )
 def test_reasons_are_of_few_words(part, state, gauges, reason):
     assert scrape.part_reason(part, worker_state(**{part: state}, gauges=gauges)) == reason
+    assert reason in figures.PART_REASONS
 
 
 def test_workers_that_hang_delay_a_scrape_by_little(monkeypatch):

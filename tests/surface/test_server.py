@@ -152,7 +152,7 @@ def check_dashboard(server):
     empty = {query for query, count in found.items() if not count}
     idle = ("weights", "ffn", "l2", "energy", "kv_page_errors")
     assert not [query for query in empty if not any(f"tiered_{part}" in query for part in idle)]
-    assert found["max by (part, reason) (vllm:tiered_part_active{})"] == 4
+    assert found["max by (part, reason) (vllm:tiered_part_active{} == 1)"] == 4
 
 
 def state(server):

@@ -50,7 +50,12 @@ class Server:
         worker = worker_state(kv=KV | {"counters": counters}) | {"monotonic_seconds": self.steps}
         engines = [{"kv_expansion": 2.5, "kv_far_layers": 20}]
         return json.dumps(
-            {"version": "9.9", "workers": [worker], "engines": engines, "generation_tokens": 40}
+            {
+                "version": "9.9",
+                "workers": [worker],
+                "engines": engines,
+                "server": {"generated_tokens": 40},
+            }
         )
 
     def close(self) -> None:

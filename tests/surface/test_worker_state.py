@@ -4,6 +4,7 @@
 import json
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,23 @@ def test_prefetching_that_was_measured_slower_has_stepped_aside():
     manifest.publish_l2(L2Manifest(prefetch="auto", why_not="one rank"))
     l2 = state({})["l2"]
     assert (l2["state"], l2["reason"]) == ("stepped aside", "one rank")
+
+
+def test_weights_state_the_links_peak_if_it_was_measured():
+    placement: Any = SimpleNamespace(
+        policy="latency",
+        sublayers=(1, 2, 3),
+        extents=(1,),
+        resident_bytes=2,
+        buffer_bytes=2,
+        prefetch_depth=1,
+        far_bytes=1,
+        storage_bytes=0,
+    )
+    for peak in (None, 5e9):
+        manifest.publish_weights(manifest.WeightsManifest.of(placement, "none", peak))
+        weights = state({"weights": {"placement": "latency", "near_gib": 1}})["weights"]
+        assert (weights["state"], weights["peak_read_bytes_per_s"]) == ("on", peak)
 
 
 def test_counters_are_those_since_the_start_and_reading_them_changes_nothing():

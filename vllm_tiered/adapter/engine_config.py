@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered.adapter import checks
 from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.compat import device_type, wrap_once
+from vllm_tiered.adapter.connector_name import CONNECTOR, CONNECTOR_MODULE
 from vllm_tiered.adapter.extension_points import check_extension_points
 from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tiered")  # inside the hierarchy that vLLM configures
 
 CONFIG_FILE_VARIABLE = "VLLM_TIERED_CONFIG"
-CONNECTOR = "TieredConnector"
-CONNECTOR_MODULE = "vllm_tiered.adapter.kv.connector"
 
 
 def install() -> None:

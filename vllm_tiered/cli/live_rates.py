@@ -56,7 +56,9 @@ def rates_between(before: State, now: State) -> Rates:
 
     waited = per_second("weights", "weights_stall_seconds")
     hits, misses = (_change(before, now, "ffn", name) or 0.0 for name in ("ffn_hits", "ffn_misses"))
-    tokens: list[Any] = [answer.get("generation_tokens") for answer in (before, now)]
+    tokens: list[Any] = [
+        answer.get("server", {}).get("generated_tokens") for answer in (before, now)
+    ]
     return Rates(
         read=per_second("kv", "kv_read_bytes"),
         write=per_second("kv", "kv_write_bytes"),

@@ -14,7 +14,7 @@ def answer(seconds: float, *, pid: int = 7, tokens: int | None = 0, **kv: Any) -
     worker = {"pid": pid, "monotonic_seconds": seconds, "kv": part | kv}
     worker |= {name: dict(off) for name in ("weights", "ffn", "l2")} | {"energy": {"counters": {}}}
     engines = [{"kv_far_layers": kv.get("far_layers", 0)}]
-    return {"workers": [worker, worker], "engines": engines, "generation_tokens": tokens}
+    return {"workers": [worker, worker], "engines": engines, "server": {"generated_tokens": tokens}}
 
 
 def test_rates_are_of_all_ranks_and_shares_of_their_time():

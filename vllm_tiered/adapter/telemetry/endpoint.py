@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route GET /tiered on vLLM's API server: the state of every rank now, as JSON or as a page.
+"""The route GET /tiered on vLLM's API server: the state of every rank now, as JSON or a page.
 
-A browser gets `page.html`, which asks for the JSON every two seconds while somebody looks at it.
+A browser gets a page (page.py) that asks this route for the JSON; a program gets the JSON.
 
 Who may read it: with `--api-key` (or VLLM_API_KEY) the route wants the key as vLLM's guarded routes
 do, which are those below /v1. Without a key it answers everybody, as those do, but paths of the
 configuration are left out: vLLM itself shows its configuration (/server_info) only with
-VLLM_SERVER_DEV_MODE=1, and so are they. The page is served without a key: it is a file of this
-package, has no data of the server, and asks for the key that it then sends.
+VLLM_SERVER_DEV_MODE=1, and so are they. The page itself needs no key: a browser cannot send one
+when it opens an address, and the page is a file of this package without any data. The page asks for
+the key when its own question for the JSON is answered with 401.
 
 vLLM serves an endpoint plugin only if VLLM_PLUGINS names it. `--plugin tiered` names it just as
 plainly, so then the route is added as well. VLLM_PLUGINS itself is left unchanged: it is one list
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered import __version__
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.telemetry.monitor import WORKER_METHOD, Answer, EngineMonitor
+from vllm_tiered.adapter.telemetry.page import load_page, page_headers, prefers_html
+from vllm_tiered.adapter.telemetry.serving import ServerFigures
 from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, SECTIONS
 
@@ -43,6 +46,8 @@ TIMEOUT_S = 10.0
 HIDDEN = "(set; shown with the server's --api-key)"
 """What is shown instead of a path to whom it is not shown."""
 
+_HEADERS = {"Cache-Control": "no-store", "Vary": "Accept"}
+
 _announced = False
 
 
@@ -56,26 +61,27 @@ class TieredEndpoint:
         from fastapi import Request
         from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-        from vllm_tiered.adapter.telemetry.page import page, prefers_html, security_policy
         from vllm_tiered.adapter.telemetry.scrape import RefreshBeforeScrape
 
         async def tiered(request: Request) -> Response:
             """Return what vllm-tiered does now, per worker: parts, bytes per tier, counters.
 
-            503 if the workers do not answer in time; the body has what is known of them.
+            A page that shows it if the Accept header prefers text/html. 503 if the workers do not
+            answer in time; the body has what is known of them.
             """
-            headers = {"Cache-Control": "no-store", "Vary": "Accept"}
-            if prefers_html(request.headers.get("accept", "")):
-                headers["Content-Security-Policy"] = security_policy()
-                return HTMLResponse(page(), headers=headers)
+            if prefers_html(",".join(request.headers.getlist("accept"))):
+                return HTMLResponse(load_page(), headers=_HEADERS | page_headers())
             state = request.app.state
             if not state.tiered_guard.admits(request.headers):
-                return JSONResponse({"error": "Unauthorized"}, 401, headers)  # as vLLM's
+                # The body is vLLM's.
+                return JSONResponse({"error": "Unauthorized"}, status_code=401, headers=_HEADERS)
             answer = await state.tiered_monitor.ask(TIMEOUT_S)
             content = _content(state.tiered_monitor, answer, state.tiered_guard.shows_paths)
-            return JSONResponse(content, 503 if answer.problem else 200, headers)
+            content["server"] = state.tiered_server.read()
+            status = 503 if answer.problem else 200
+            return JSONResponse(content, status_code=status, headers=_HEADERS)
 
-        app.add_api_route(PATH, tiered, methods=["GET"])
+        app.add_api_route(PATH, tiered, methods=["GET"], response_model=None)
         app.add_middleware(RefreshBeforeScrape)
 
     async def init_state(
@@ -85,6 +91,7 @@ class TieredEndpoint:
         from vllm_tiered.adapter.telemetry import metrics, scrape
 
         state.tiered_guard = Guard.of_server(args)
+        state.tiered_server = ServerFigures(engine_client)
         state.tiered_monitor = monitor = EngineMonitor(engine_client)
         answer = await monitor.ask(TIMEOUT_S)
         if answer.problem:
@@ -186,7 +193,6 @@ def _content(monitor: EngineMonitor, answer: Answer, shows_paths: bool) -> dict[
     gauges = answer.workers[0][GAUGES_KEY] if answer.workers else {}
     content = {
         "version": __version__,
-        "generation_tokens": metrics.generation_tokens(),
         "config": config,
         "engines": [{"engine": engine} | gauges | known for engine, known in latest.items()]
         or [{"engine": 0} | gauges],

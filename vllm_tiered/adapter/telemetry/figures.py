@@ -162,6 +162,21 @@ STEP_HISTOGRAMS = {
 }
 """Histogram of a figure per engine step and rank; the second figure is there if the part ran."""
 
+PART_ACTIVE = "part_active"
+"""Gauge of which parts are at work, labelled by part and reason."""
+
+PART_REASONS = {
+    "on": "at work",
+    "storage_failed": "KV only: at work, but its storage tier failed and is not used any more",
+    "off": "not switched on",
+    "starting": "switched on, and not set up yet",
+    "nothing_to_swap": "KV only: stepped aside",
+    "all_near": "weights only: stepped aside, since all layers fit near",
+    "nothing_to_prefetch": "L2 only: stepped aside",
+    "no_gain": "L2 only: stepped aside, since steps with prefetches were not faster",
+}
+"""Values of the label `reason`; `GET /tiered` has the reason as text."""
+
 STEP_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 COUNTERS = {f: metric for metric in COUNTER_METRICS for f in metric.figures.values()}

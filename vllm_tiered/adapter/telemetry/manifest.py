@@ -126,6 +126,8 @@ class WeightsManifest:
         far_bytes: far memory of parameters.
         storage_bytes: bytes of parameters in a file.
         compress: format of the matrices: "int4", or "none" for the checkpoint's own dtype.
+        peak_read_bytes_per_s: rate of the far-to-near link as the placement "latency" measured it
+            with transfers of weights; None if nothing measured it.
     """
 
     placement: str
@@ -137,9 +139,12 @@ class WeightsManifest:
     far_bytes: int
     storage_bytes: int
     compress: str
+    peak_read_bytes_per_s: float | None = None
 
     @classmethod
-    def of(cls, placement: Placement, compress: str) -> "WeightsManifest":
+    def of(
+        cls, placement: Placement, compress: str, peak_read_bytes_per_s: float | None = None
+    ) -> "WeightsManifest":
         return cls(
             placement=placement.policy,
             num_sublayers=len(placement.sublayers),
@@ -150,6 +155,7 @@ class WeightsManifest:
             far_bytes=placement.far_bytes,
             storage_bytes=placement.storage_bytes,
             compress=compress,
+            peak_read_bytes_per_s=peak_read_bytes_per_s,
         )
 
     def to_dict(self) -> dict[str, Any]:

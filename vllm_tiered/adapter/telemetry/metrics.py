@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -76,6 +76,7 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         }
         self._counters = self._register(COUNTER_METRICS, metric_types[Counter])
         self._gauges = self._register(GAUGE_METRICS, metric_types[Gauge])
+        # Labels are looked up once, not per step.
         self._histograms = {
             name: {
                 engine: histogram.labels(*labels)
@@ -151,18 +152,6 @@ def latest_of_schedulers() -> dict[int, dict[str, float]]:
     return {
         engine: dict(latest) for metrics in _live() for engine, latest in metrics._latest.items()
     }
-
-
-def generation_tokens() -> int | None:
-    """Return the output tokens of this API server so far; None if vLLM does not count them."""
-    name = "vllm:generation_tokens_total"
-    samples = [
-        sample.value
-        for family in REGISTRY.restricted_registry([name]).collect()
-        for sample in family.samples
-        if sample.name == name
-    ]
-    return int(sum(samples)) if samples else None
 
 
 def _live() -> list[TieredPromMetrics]:

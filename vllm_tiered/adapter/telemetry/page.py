@@ -1,50 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that a browser gets from GET /tiered: one file, and the headers it is served with."""
+"""The page that GET /tiered shows in a browser: one file without data, which asks for the JSON."""
 
 import base64
 import functools
 import hashlib
 import re
-from pathlib import Path
+from importlib import resources
+
+JSON, HTML = "application/json", "text/html"
+
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+_STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 
 
 @functools.cache
-def page() -> str:
+def load_page() -> str:
     """Return the page's HTML."""
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 
 @functools.cache
-def security_policy() -> str:
-    """Return its Content-Security-Policy: its own script and style, and this server alone."""
-    sources = {}
-    for tag in ("script", "style"):
-        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page(), flags=re.DOTALL)
-        digest = hashlib.sha256(text.encode()).digest()
-        sources[tag] = f"'sha256-{base64.b64encode(digest).decode()}'"
-    return (
-        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
+def page_headers() -> dict[str, str]:
+    """Return the page's headers: only its own script and style, and questions to its own server."""
+    scripts, styles = (_hashes(pattern, load_page()) for pattern in (_SCRIPT, _STYLE))
+    policy = {
+        "default-src": "'none'",
+        "script-src": scripts,
+        "style-src": styles,
+        "connect-src": "'self'",
+        "img-src": "data:",  # the empty icon, without which a browser asks for /favicon.ico
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
 
 
 def prefers_html(accept: str) -> bool:
-    """Return whether an Accept header names HTML, and does not prefer JSON; `*/*` is no browser."""
-    weights = {"text/html": 0.0, "application/json": 0.0}
-    for entry in accept.lower().split(","):
-        kind, *parameters = (part.strip() for part in entry.split(";"))
-        if kind in weights:
-            weights[kind] = max(weights[kind], _weight(parameters))
-    return weights["text/html"] > weights["application/json"]
+    """Return whether an Accept header names text/html and ranks it above JSON (RFC 9110, 12.5.1).
+
+    A browser's does. ``*/*``, which curl and Python's clients send, does not.
+    """
+    weights = _parse_accept(accept)
+    html = weights.get(HTML, 0.0)
+    json = next((weights[name] for name in (JSON, "application/*", "*/*") if name in weights), 0.0)
+    return html > json
 
 
-def _weight(parameters: list[str]) -> float:
-    for parameter in parameters:
-        name, _, value = parameter.partition("=")
-        if name.strip() == "q":
-            try:
-                return float(value)
-            except ValueError:
-                return 0.0
-    return 1.0
+def _parse_accept(accept: str) -> dict[str, float]:
+    """Return the weight of each media range; a weight that is not a number counts as 0."""
+    weights = {}
+    for media_range in accept.lower().split(","):
+        name, *parameters = (part.strip() for part in media_range.split(";"))
+        weight = next((p.removeprefix("q=") for p in parameters if p.startswith("q=")), "1")
+        is_number = re.fullmatch(r"[01](\.\d{0,3})?", weight) is not None
+        weights[name] = float(weight) if is_number else 0.0
+    return weights
+
+
+def _hashes(pattern: re.Pattern[str], html: str) -> str:
+    """Return the CSP sources of the inline elements that a pattern finds."""
+    digests = (hashlib.sha256(text.encode()).digest() for text in pattern.findall(html))
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -7,9 +7,10 @@ the workers' counters since the start are asked for as `GET /tiered` does, befor
 cost per step, and none while nobody looks. What a part does, and why not, is asked for in the same
 way with and without a connector.
 
-Limits: the metrics are those of a server (not of `LLM.get_metrics()`), of the first API server if
-there are several, and of the first engine with data parallelism. If the workers do not answer
-within `PATIENCE_S`, the scrape shows what they said last.
+Limits: the metrics are those of a server (not of `LLM.get_metrics()`) and of the first engine with
+data parallelism. Of several API servers only the first asks, so that nothing is counted twice; the
+others show what it last heard. If the workers do not answer within `PATIENCE_S`, the scrape shows
+what they said last.
 """
 
 import contextlib
@@ -19,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
 
+from vllm_tiered.adapter.connector_name import CONNECTOR
 from vllm_tiered.adapter.telemetry import metrics
-from vllm_tiered.adapter.telemetry.figures import COUNTER_METRICS, PREFIX
+from vllm_tiered.adapter.telemetry.figures import COUNTER_METRICS, PART_ACTIVE, PREFIX
 from vllm_tiered.adapter.telemetry.monitor import EngineMonitor
 from vllm_tiered.config import ROOT_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-PATIENCE_S = 2.0
+PATIENCE_S = 0.5
 """Longest delay of a scrape; Prometheus gives up after 10 s by default."""
 
 PARTS = ("kv", "weights", "ffn", "l2")
@@ -37,8 +39,7 @@ _OF_PARTS = ("weights", "ffn", "l2", "energy")
 _REFRESH_S = 0.5
 _LABELS = ("model_name", "engine")
 
-_ASIDE = {"kv": "nothing to swap", "weights": "all near", "ffn": "not used"}
-"""The reason of a part that stepped aside, of few values; `GET /tiered` has the text."""
+_ASIDE = {"kv": "nothing_to_swap", "weights": "all_near"}
 
 
 class Scraped:
@@ -55,8 +56,8 @@ class Scraped:
         self._monitor = monitor
         self._labels = (model_name, "0")
         self._active = Gauge(
-            f"{PREFIX}part_active",
-            "1 if a part is at work, 0 if it is off or stepped aside, and why.",
+            f"{PREFIX}{PART_ACTIVE}",
+            "1 for the reason why a part is at work or not, 0 for reasons that held before.",
             [*_LABELS, "part", "reason"],
             multiprocess_mode="mostrecent",
         )
@@ -85,12 +86,13 @@ class Scraped:
     def show(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Set the metrics to the state of these workers, which are all ranks."""
         for part in PARTS:
-            reason, is_active = part_reason(part, workers[0])
-            if reason != (before := self._reasons.get(part)):
-                if before is not None:
-                    self._active.remove(*self._labels, part, before)
-                self._reasons[part] = reason
-            self._active.labels(*self._labels, part, reason).set(is_active)
+            reason = part_reason(part, workers[0])
+            # prometheus_client cannot remove a series that several API servers share, so a reason
+            # that is over becomes 0.
+            if (before := self._reasons.get(part, reason)) != reason:
+                self._active.labels(*self._labels, part, before).set(0)
+            self._reasons[part] = reason
+            self._active.labels(*self._labels, part, reason).set(1)
         for figure, child in self._counters.items():
             total = sum(
                 worker.get(part, {}).get("counters", {}).get(figure, 0.0)
@@ -101,15 +103,16 @@ class Scraped:
             self._shown[figure] = total
 
 
-def part_reason(part: str, worker: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the reason in one of a few fixed words, and whether the part is at work."""
-    state = worker[part]["state"]
-    if state == "on":
-        failed = part == "kv" and worker["gauges"].get("kv_storage_failed")
-        return ("storage failed" if failed else "on"), True
-    if state == "stepped aside" and part == "l2":
-        return ("no gain" if worker[part].get("verdicts") else "nothing to prefetch"), False
-    return (_ASIDE[part] if state == "stepped aside" else state), False
+def part_reason(part: str, worker: Mapping[str, Any]) -> str:
+    """Return why a part is at work or not, as one of `figures.PART_REASONS`."""
+    state: str = worker[part]["state"]
+    if state == "on" and part == "kv" and worker["gauges"].get("kv_storage_failed"):
+        return "storage_failed"
+    if state != "stepped aside":
+        return state
+    if part == "l2":
+        return "no_gain" if worker[part].get("verdicts") else "nothing_to_prefetch"
+    return _ASIDE[part]
 
 
 class RefreshBeforeScrape:
@@ -139,7 +142,7 @@ def open_scraped(engine_client: Any, monitor: EngineMonitor) -> Scraped | None:
     return Scraped(
         monitor,
         str(vllm_config.model_config.served_model_name),
-        has_connector=vllm_config.kv_transfer_config is not None,
+        has_connector=getattr(vllm_config.kv_transfer_config, "kv_connector", None) == CONNECTOR,
     )
 
 

@@ -107,6 +107,7 @@ class TieredOffloader(BaseOffloader):
         self.buffer_pool: WeightBufferPool | None = None
         self._is_on_gpu = False
         self.is_used = False
+        self._link_bytes_per_s: float | None = None  # measured for the placement "latency"
         self._use_before: dict[str, float] = {}
         self._use_at_start: dict[str, float] = {}
 
@@ -370,6 +371,7 @@ class TieredOffloader(BaseOffloader):
             compressed=compressed,
             storage_folder=folder,
         )
+        self._link_bytes_per_s = measured.link.bytes_per_s
         return place_for_latency(
             sublayers, measured.times, measured.link, near_bytes, far_bytes, measured.storage
         )
@@ -403,7 +405,9 @@ class TieredOffloader(BaseOffloader):
         )
 
     def _announce(self, placement: Placement) -> None:
-        stated = manifest.WeightsManifest.of(placement, self._config.compress)
+        stated = manifest.WeightsManifest.of(
+            placement, self._config.compress, self._link_bytes_per_s
+        )
         manifest.publish_weights(stated)
         if self._rank == 0:
             logger.info("%s", stated.describe())
