@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of GET /tiered: who gets it, and what it shows in a real browser."""
+"""The page of GET /tiered in a real browser: live, in words, and safe."""
 
-import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
-import socket
 import threading
 import time
-from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
-from vllm_tiered.adapter.telemetry import endpoint, metrics, page
+from tests.fakes.engine_client import BusyEngineClient, make_app
+from vllm_tiered.adapter.telemetry import endpoint, metrics, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
@@ -26,167 +22,10 @@ KEY = "k-<b>1</b>"
 LOST = ("ERR_CONNECTION", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE", "ERR_SOCKET")
 
 
-class FakeEngine:
-    """Engine of one worker whose counters grow with each question."""
-
-    def __init__(self):
-        model = SimpleNamespace(served_model_name=["demo"])
-        self.vllm_config = SimpleNamespace(
-            kv_transfer_config=None,
-            additional_config={"tiered": {"kv": {"far_gib": 8.0}}},
-            model_config=model,
-        )
-        self.hangs = False
-        self.num_calls = 0
-        self.far_layers = 12
-        self.kv = {"state": "on", "reason": None}
-        self.weights = {"state": "off", "reason": 'weights.placement is "off"'}
-
-    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        self.num_calls += 1
-        while self.hangs:
-            await asyncio.sleep(0.01)
-        return [self.worker()]
-
-    def worker(self):
-        now = time.monotonic()
-        counters = {
-            "kv_read_bytes": 3e6 * now,
-            "kv_write_bytes": 1e6 * now,
-            "kv_read_seconds": 0.5 * now,
-            "kv_step_seconds": 0.8 * now,
-            "kv_stall_seconds": 0.2 * now,
-            "kv_lost_blocks": 0,
-        }
-        copied = {"weights_read_bytes": (100 << 20) * now, "weights_read_seconds": 0.5 * now}
-        kv = {
-            "num_layers": 24,
-            "far_layers": self.far_layers,
-            "max_far_layers": 20,
-            "policy": "interleave",
-            "near_bytes": 64 << 20,
-            "far_bytes": 256 << 20,
-            "storage_bytes": 0,
-            "tier": "far",
-            "counters": counters,
-        }
-        energy = {"energy_joules": 20 * now, "energy_assumed_joules": 20 * now}
-        return {
-            "rank": 0,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "kv": kv | self.kv,
-            "weights": self.weights | {"counters": copied},
-            "ffn": {"state": "off", "reason": "ffn.store is <not> set", "counters": {}},
-            "l2": {"state": "stepped aside", "reason": "one rank", "counters": {}},
-            "energy": {"counters": energy},
-            "gauges": {
-                "kv_expansion": 24 / (26 - self.far_layers),
-                "kv_far_layers": self.far_layers,
-                "kv_blocks_released": 70 * self.far_layers,
-                "kv_blocks_reserved": 100,
-            },
-        }
-
-
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(metrics, "latest_of_schedulers", dict)
-    return FakeEngine()
-
-
-def make_app(engine, **args):
-    plugin = endpoint.make_endpoint_plugin()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app):
-        await plugin.init_state(engine, app.state, Namespace(**args))
-        yield
-
-    app = FastAPI(lifespan=lifespan)
-    plugin.attach_router(app)
-    return app
-
-
-# Who gets the page ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("accept", "is_page"),
-    [
-        (BROWSER, True),
-        ("text/html", True),
-        ("TEXT/HTML;q=0.5, application/json;q=0.4", True),
-        ("*/*", False),  # curl, requests, httpx
-        ("", False),
-        ("application/json", False),
-        ("application/json, text/html", False),  # no preference
-        ("application/json, text/plain, */*", False),  # axios
-        ("text/html;q=0, */*", False),
-        ("text/html;q=x", False),
-        ("text/html;q=nan;;,,", False),
-        ("text/*", False),
-    ],
-)
-def test_only_who_prefers_html_gets_the_page(accept, is_page):
-    assert page.prefers_html(accept) is is_page
-
-
-@contextlib.contextmanager
-def client_of(engine, **args):
-    with TestClient(make_app(engine, **args)) as client:
-        yield client
-
-
-def test_the_page_and_the_json_are_kept_apart_by_caches_and_by_nobody_stored(engine):
-    with client_of(engine) as client:
-        html = client.get("/tiered", headers={"Accept": BROWSER})
-        found = client.get("/tiered", headers={"Accept": "*/*"})
-    assert html.headers["content-type"] == "text/html; charset=utf-8"
-    assert found.headers["content-type"] == "application/json"
-    for response in (html, found):
-        assert response.status_code == 200
-        assert response.headers["vary"] == "Accept"
-        assert response.headers["cache-control"] == "no-store"
-
-
-def test_the_page_has_no_data_needs_no_key_and_asks_no_worker(engine):
-    with client_of(engine, api_key=[KEY]) as client:
-        num_calls = engine.num_calls
-        html = client.get("/tiered", headers={"Accept": BROWSER})
-        assert client.get("/tiered").status_code == 401
-        assert engine.num_calls == num_calls
-    assert html.status_code == 200
-    assert html.text == page.load_page()
-
-
-def test_the_page_may_load_nothing_and_run_only_its_own_script(engine):
-    with client_of(engine) as client:
-        html = client.get("/tiered", headers={"Accept": BROWSER})
-    policy = html.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy and "http" not in policy and "*" not in policy
-    assert "innerHTML" not in html.text and "document.write" not in html.text
-    addresses = set(re.findall(r"https?://[\w./]+", html.text))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # the name of a namespace
-    assert html.text.count("<script") == html.text.count("<style") == 1
-    assert " style=" not in html.text and not re.search(r"\son\w+=", html.text)
-
-
-def test_the_server_says_its_time_and_model_and_what_it_does_not_know(engine):
-    with client_of(engine) as client:
-        begin = client.get("/tiered").json()["server"]
-        time.sleep(0.02)
-        end = client.get("/tiered").json()["server"]
-    assert begin["model"] == "demo"
-    assert 0 <= begin["uptime_seconds"] < end["uptime_seconds"]
-    assert abs(end["time_seconds"] - time.time()) < 10
-    engine.vllm_config.model_config.served_model_name = "/home/alice/opt-125m"
-    with client_of(engine) as client:
-        assert client.get("/tiered").json()["server"]["model"] == "opt-125m"
-
-
-# In a browser ---------------------------------------------------------------------------------
+    return BusyEngineClient()
 
 
 @pytest.fixture(scope="module")
@@ -435,3 +274,17 @@ def test_what_it_collected_can_be_saved(opened, served, engine):
     assert saved["samples"][-1]["kv_stall"] == pytest.approx(0.25)
     assert saved["samples"][-1].get("hit_ratio") is None
     assert saved["last_answer"]["workers"][0]["kv"]["far_layers"] == 12
+
+
+def test_a_change_of_the_time_of_day_changes_no_rate(opened, served, engine, monkeypatch):
+    read = serving.ServerFigures.read
+    jumps = itertools.count()
+    monkeypatch.setattr(
+        serving.ServerFigures,
+        "read",
+        lambda self: read(self) | {"time_seconds": 1e9 - 3600 * next(jumps)},
+    )
+    address, _ = served()
+    tab = opened(address)
+    wait_for_polls(engine, 3)
+    wait_for_text(tab, "body", "5.7 MiB/s")  # 6e6 bytes per second of reading

@@ -135,6 +135,15 @@ def test_workers_that_hang_delay_a_scrape_by_little(monkeypatch):
         engine.hangs = False
 
 
+def test_a_state_that_is_not_understood_costs_vllms_metrics_nothing(monkeypatch, caplog_vllm):
+    engine = FakeEngineClient(worker_state())
+    with served(engine, monkeypatch) as client:
+        del engine.workers[0]["l2"]
+        for _ in range(2):
+            assert "python_info" in client.get("/metrics/").text
+    assert caplog_vllm.text.count("could not be refreshed") == 1, "said once"
+
+
 # The table ------------------------------------------------------------------------------------
 
 

@@ -203,7 +203,9 @@ _postponed: list[ExtensionPoint] = []
 
 def postpone(needed_for: str, error: VersionError) -> None:
     """Keep the error of a wrap: an engine without the plugin does not need it."""
-    _postponed.append(ExtensionPoint(name="a wrapper", needed_for=needed_for, problem=str(error)))
+    point = ExtensionPoint(name="a wrapper", needed_for=needed_for, problem=str(error))
+    if point not in _postponed:  # vLLM may load the plugin more than once in a process
+        _postponed.append(point)
 
 
 def extension_points() -> list[ExtensionPoint]:

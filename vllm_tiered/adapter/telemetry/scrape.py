@@ -14,6 +14,7 @@ what they said last.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from vllm_tiered.config import ROOT_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+logger = logging.getLogger("vllm.tiered")
 
 PATIENCE_S = 0.5
 """Longest delay of a scrape; Prometheus gives up after 10 s by default."""
@@ -120,13 +123,23 @@ class RefreshBeforeScrape:
 
     def __init__(self, app: "ASGIApp") -> None:
         self._app = app
+        self._has_failed = False
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
             scraped: Scraped | None = getattr(scope["app"].state, "tiered_scraped", None)
             if scraped is not None:
-                await scraped.refresh()
+                await self._refresh(scraped)
         await self._app(scope, receive, send)
+
+    async def _refresh(self, scraped: Scraped) -> None:
+        """Refresh, and keep vLLM's own metrics on `/metrics` whatever goes wrong here."""
+        try:
+            await scraped.refresh()
+        except Exception:
+            if not self._has_failed:
+                logger.exception("tiered: the metrics of /metrics could not be refreshed")
+            self._has_failed = True
 
 
 def open_scraped(engine_client: Any, monitor: EngineMonitor) -> Scraped | None:
