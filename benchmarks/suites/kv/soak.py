@@ -67,9 +67,9 @@ class Settings:
     """Settings of one profile. `near_blocks` counts float32 blocks.
 
     `damaged_reads` is the share of reads from far memory (not from storage) before which a page is
-    damaged;
-    `expansion` is a number, "auto", or "off": vLLM alone, to compare its memory. `tier` is "far" or
-    "storage" (in the folder `path`).
+    damaged; `expansion` is a number, "auto", or "off": vLLM alone, to compare its memory. `tier` is
+    "far" or "storage" (in the folder `path`, beyond `far_gib`). A file system that is smaller than
+    what expansion 3 takes beyond `far_gib` (some 120 MiB) shows what a full disk does.
     """
 
     minutes: float
@@ -77,6 +77,7 @@ class Settings:
     expansion: str = "auto"
     tier: str = "far"
     path: str = ""
+    far_gib: float = 0.0
     damaged_reads: float = 0.0005
     reset_every: int = 7  # rounds; the first is not reset
     near_blocks: int = 40
@@ -87,9 +88,10 @@ class Settings:
     @property
     def kv(self) -> dict[str, Any]:
         """Return the plugin's section `kv` without the expansion."""
-        if self.tier == "far":
-            return {"verify": "full"} if self.damaged_reads else {}
-        return {"tier": self.tier, "path": self.path, "far_gib": 0.0}
+        kv: dict[str, Any] = {"verify": "full"} if self.damaged_reads else {}
+        if self.tier != "far":
+            kv |= {"tier": self.tier, "path": self.path, "far_gib": self.far_gib}
+        return kv
 
 
 PROFILES: Mapping[str, Settings] = {
