@@ -249,7 +249,13 @@ def test_the_far_tier_may_be_a_folder(run_with_fakes):
     )
     _, _, fakes = run_with_fakes(echo, settings)
     assert fakes.specs[0].tiered == {
-        "kv": {"expansion": 2.5, "tier": "storage", "path": "/ssd", "far_gib": 0.0}
+        "kv": {
+            "expansion": 2.5,
+            "verify": "full",
+            "tier": "storage",
+            "path": "/ssd",
+            "far_gib": 0.0,
+        }
     }
 
 

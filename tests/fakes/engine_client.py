@@ -64,6 +64,7 @@ class BusyEngineClient:
         self.num_calls = 0
         self.far_layers = 12
         self.kv: dict[str, Any] = {"state": "on", "reason": None}
+        self.link: dict[str, Any] = {}
         self.weights: dict[str, Any] = {"state": "off", "reason": 'weights.placement is "off"'}
 
     async def collective_rpc(
@@ -85,6 +86,7 @@ class BusyEngineClient:
             "kv_lost_blocks": 0,
         }
         copied = {"weights_read_bytes": (100 << 20) * now, "weights_read_seconds": 0.5 * now}
+        copied |= {"weights_steps": 50 * now, "weights_stall_seconds": 0.25 * now}
         kv = {
             "num_layers": 24,
             "far_layers": self.far_layers,
@@ -104,6 +106,7 @@ class BusyEngineClient:
             "monotonic_seconds": now,
             "kv": kv | self.kv,
             "weights": self.weights | {"counters": copied},
+            "link": self.link,
             "ffn": {"state": "off", "reason": "ffn.store is <not> set", "counters": {}},
             "l2": {"state": "stepped aside", "reason": "one rank", "counters": {}},
             "energy": {"counters": energy},

@@ -141,10 +141,28 @@ def test_a_links_rate_is_shown_against_its_measured_peak(opened, served, engine)
     tab = opened(url)
     wait_for_text(tab, "#live", "live")
     stated = {"num_sublayers": 60, "far_sublayers": 20, "placement": "latency", "compress": "none"}
-    peak = {"peak_read_bytes_per_s": 400 << 20}
-    engine.weights = {"state": "on", "reason": None} | stated | peak
+    engine.link = {"peak_read_bytes_per_s": 400 << 20}
+    engine.weights = {"state": "on", "reason": None} | stated
     wait_for_text(tab, "#links", "400 MiB/s (50.0 % used)")
     wait_for_text(tab, "#headline", "Weights of 20 of 60 sublayers are read from far memory")
+
+
+def test_a_planned_step_is_shown_beside_the_observed_one(opened, served, engine, monkeypatch):
+    figures = serving.ServerFigures.read
+    running = {"requests_running": 3, "requests_waiting": 0}
+    monkeypatch.setattr(serving.ServerFigures, "read", lambda self: figures(self) | running)
+    url, _ = served()
+    tab = opened(url)
+    wait_for_text(tab, "#live", "live")
+    assert not tab.locator("#plan").is_visible()  # nothing was planned
+    stated = {"num_sublayers": 60, "far_sublayers": 20, "placement": "latency", "compress": "none"}
+    planned = {"expected_step": {"requests": 1, "seconds": 0.0125, "stall_share": 0.04}}
+    engine.weights = {"state": "on", "reason": None} | stated | planned
+    wait_for_text(tab, "#plan", "20.0 ms, 3 requests running")  # 50 steps a second
+    assert re.search(r"time of a step\s+12.5 ms with 1 request\s+20.0 ms", text_of(tab, "#plan"))
+    assert re.search(r"waiting for weights\s+4.0 %\s+25.0 %", text_of(tab, "#plan"))
+    running["requests_running"] = 0
+    wait_for_text(tab, "#plan", "idle")
 
 
 def test_it_asks_every_two_seconds_while_it_is_visible_and_else_never(opened, served, engine):

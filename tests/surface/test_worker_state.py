@@ -3,20 +3,28 @@
 
 import json
 import os
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_tiered.adapter.kv.plan import KvPlan
-from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.manifest import KvManifest, L2Manifest
 from vllm_tiered.adapter.telemetry.state import worker_state
 from vllm_tiered.config import KvConfig
+from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.throttle import Throttle
+from vllm_tiered.errors import BudgetError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import KvGeometry
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.l2.trial import Measured
+from vllm_tiered.planner.pipeline_time import ExpectedStep
+from vllm_tiered.units import MIB
 
 NUM_LAYERS = 12
 
@@ -122,7 +130,7 @@ def test_prefetching_that_was_measured_slower_has_stepped_aside():
     assert (l2["state"], l2["reason"]) == ("stepped aside", "one rank")
 
 
-def test_weights_state_the_links_peak_if_it_was_measured():
+def test_weights_state_what_was_planned_for():
     placement: Any = SimpleNamespace(
         policy="latency",
         sublayers=(1, 2, 3),
@@ -133,10 +141,48 @@ def test_weights_state_the_links_peak_if_it_was_measured():
         far_bytes=1,
         storage_bytes=0,
     )
-    for peak in (None, 5e9):
-        manifest.publish_weights(manifest.WeightsManifest.of(placement, "none", peak))
+    for expected in (None, ExpectedStep(requests=1, seconds=0.5, stall_share=0.25)):
+        manifest.publish_weights(manifest.WeightsManifest.of(placement, "none", expected))
         weights = state({"weights": {"placement": "latency", "near_gib": 1}})["weights"]
-        assert (weights["state"], weights["peak_read_bytes_per_s"]) == ("on", peak)
+        assert weights["state"] == "on"
+        assert json.loads(json.dumps(weights["expected_step"])) == (
+            None if expected is None else {"requests": 1, "seconds": 0.5, "stall_share": 0.25}
+        )
+
+
+def test_the_links_peaks_are_measured_once_a_process(monkeypatch):
+    monkeypatch.setattr(link_peak, "_peaks", {})
+    nothing = {"peak_read_bytes_per_s": None, "peak_write_bytes_per_s": None}
+    assert state({})["link"] == nothing
+    link_peak.measure(torch.device("cpu"))
+    measured = state({})["link"]
+    # A copy takes more than 1 ms and less than 10 s a GiB.
+    assert all(2**30 / 10 < rate < 1000 * 2**30 for rate in measured.values())
+    monkeypatch.setattr(link_peak, "make_device", lambda: pytest.fail("measured twice"))
+    link_peak.measure(torch.device("cpu"))
+    assert state({})["link"] == measured
+
+
+def test_a_slow_link_is_measured_with_small_copies(monkeypatch):
+    monkeypatch.setattr(link_peak, "_peaks", {})
+    slow = Throttle(bytes_per_second=50 * MIB)
+    monkeypatch.setattr(
+        link_peak, "make_device", lambda: CpuDevice(throttles={Direction.READ: slow})
+    )
+    start = time.perf_counter()
+    link_peak.measure(torch.device("cpu"))
+    assert time.perf_counter() - start < 2  # 16 MiB a copy would take 0.3 s each, and 3 are made
+    assert link_peak.current()["peak_read_bytes_per_s"] == pytest.approx(50 * MIB, rel=0.2)
+
+
+def test_a_link_that_cannot_be_measured_is_not_an_error(monkeypatch):
+    def no_memory(*args):
+        raise BudgetError("no far memory")
+
+    monkeypatch.setattr(link_peak, "_peaks", {})
+    monkeypatch.setattr(link_peak, "link_curve", no_memory)
+    link_peak.measure(torch.device("cpu"))
+    assert set(link_peak.current().values()) == {None}
 
 
 def test_counters_are_those_since_the_start_and_reading_them_changes_nothing():

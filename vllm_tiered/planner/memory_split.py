@@ -21,7 +21,7 @@ from vllm_tiered.planner.latency_placement import (
 )
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.pipeline_time import ComputeTimes
+from vllm_tiered.planner.pipeline_time import ComputeTimes, ExpectedStep
 from vllm_tiered.planner.serving import ServingEstimate, Workload, estimate_serving
 from vllm_tiered.planner.step_time import compute_times, far_link, slowdown, storage_link
 from vllm_tiered.units import format_bytes
@@ -72,6 +72,15 @@ class MemorySplit:
     kv_bytes: int
     served: ServingEstimate
     alone: ServingEstimate
+
+    def expected_step(self, target: Target) -> ExpectedStep:
+        """Return the decode step that was planned for: of one request, or of all."""
+        estimate = self.alone if target == "latency" else self.served
+        return ExpectedStep(
+            requests=estimate.requests,
+            seconds=estimate.decode_seconds,
+            stall_share=estimate.stall_share,
+        )
 
 
 def baseline(name: str, shape: ModelShape) -> Placement:

@@ -66,6 +66,21 @@ class StepTime(NamedTuple):
     stall_seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedStep:
+    """What a plan expects of a decode step.
+
+    Attributes:
+        requests: requests of the step.
+        seconds: its time.
+        stall_share: share of it for which compute waits for weights.
+    """
+
+    requests: int
+    seconds: float
+    stall_share: float
+
+
 def transfer_seconds(placement: Placement, link: Link, storage: Link | None = None) -> list[float]:
     """Return the transfer time of each sublayer; 0 if all of it is near.
 

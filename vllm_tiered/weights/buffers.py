@@ -62,6 +62,7 @@ class WeightBufferPool:
 
     Attributes:
         stall_seconds: time for which compute waited for weights.
+        num_steps: number of steps, seen by their return to an earlier sublayer.
         num_misses: number of sublayers whose load was not queued yet when compute reached them.
     """
 
@@ -83,6 +84,8 @@ class WeightBufferPool:
         self._buffer_of = [self._buffers[extent.buffer_idx] for extent in extents]
         self.stall_seconds = 0.0
         self.num_misses = 0
+        self.num_steps = 0
+        self._position = 0
 
     def start(self) -> None:
         """Queue the loads of the first sublayers, so that the first step does not miss them.
@@ -111,6 +114,9 @@ class WeightBufferPool:
                 )
             self.num_misses += 1
             self._submit_load(position)
+        if position < self._position:
+            self.num_steps += 1
+        self._position = position
         buffer.num_users += 1
         assert buffer.loaded is not None
         self.stall_seconds += self._device.wait(buffer.loaded)

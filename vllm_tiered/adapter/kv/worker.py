@@ -19,7 +19,7 @@ from vllm_tiered.adapter.kv.layer_trace import LayerTrace
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.translation import Translator
-from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.figures import page_errors_figure
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.devices.base import Direction, LinkUse
@@ -136,6 +136,8 @@ class TieredWorker:
             orders=self._plan.orders,
             released=self._plan.released_blocks,
         )
+        if self._plan.swaps:
+            link_peak.measure(near.device)
         # Only now: the log must not say that there is a file before there is one.
         announce(self._plan, homes, log=self._is_first)
         if self._is_first and homes.path is not None:

@@ -88,6 +88,7 @@ COUNTER_METRICS = (
     _plain("weights_read_bytes", "Bytes of far weights that passed through weight buffers."),
     _plain("weights_read_seconds", "Seconds in which far weights were copied."),
     _plain("weights_stall_seconds", "Seconds in which compute waited for far weights."),
+    _plain("weights_steps", "Engine steps with far weights, on each rank."),
     _labelled(
         "ffn_loaded_bytes",
         "Bytes of FFN neurons loaded, by where they came from.",

@@ -12,6 +12,7 @@ from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import expansion_of
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.l2.trial import Measured
+from vllm_tiered.planner.pipeline_time import ExpectedStep
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.placement import Placement
 
@@ -126,8 +127,8 @@ class WeightsManifest:
         far_bytes: far memory of parameters.
         storage_bytes: bytes of parameters in a file.
         compress: format of the matrices: "int4", or "none" for the checkpoint's own dtype.
-        peak_read_bytes_per_s: rate of the far-to-near link as the placement "latency" measured it
-            with transfers of weights; None if nothing measured it.
+        expected_step: what the plan expects of a decode step; None if the placement is not planned
+            from measured times, or comes from a file of stored weights.
     """
 
     placement: str
@@ -139,11 +140,11 @@ class WeightsManifest:
     far_bytes: int
     storage_bytes: int
     compress: str
-    peak_read_bytes_per_s: float | None = None
+    expected_step: ExpectedStep | None = None
 
     @classmethod
     def of(
-        cls, placement: Placement, compress: str, peak_read_bytes_per_s: float | None = None
+        cls, placement: Placement, compress: str, expected_step: ExpectedStep | None = None
     ) -> "WeightsManifest":
         return cls(
             placement=placement.policy,
@@ -155,7 +156,7 @@ class WeightsManifest:
             far_bytes=placement.far_bytes,
             storage_bytes=placement.storage_bytes,
             compress=compress,
-            peak_read_bytes_per_s=peak_read_bytes_per_s,
+            expected_step=expected_step,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.figures import COUNTERS, GAUGES
 from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, TieredConfig
@@ -44,6 +44,7 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         "monotonic_seconds": time.monotonic(),
     }
     gauges = {name: value for name, value in totals.current("kv").items() if name in GAUGES}
+    described["link"] = link_peak.current()
     return where | described | {"energy": _counters("energy"), GAUGES_KEY: gauges}
 
 

@@ -31,6 +31,7 @@ from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.measured_curves import GemmCurve
 from vllm_tiered.planner.memory_split import MemoryBudget, MemorySplit, Target, target_for
 from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.pipeline_time import ExpectedStep
 from vllm_tiered.planner.serving import Workload
 from vllm_tiered.planner.throughput_split import split_for, split_for_throughput
 from vllm_tiered.units import format_bytes, gib_to_bytes
@@ -94,8 +95,8 @@ def plan_with_kv(
     compressed: Sequence[Collection[str]],
     far_bytes: int | None,
     is_first: bool,
-) -> Placement:
-    """Plan how layers and KV cache share ``weights.near_gib``, and return the placement.
+) -> tuple[Placement, ExpectedStep]:
+    """Plan how layers and KV cache share ``weights.near_gib``.
 
     Args:
         config: placement and budgets.
@@ -107,6 +108,9 @@ def plan_with_kv(
         far_bytes: budget of far memory; None for no limit. With ``weights.storage_path``, the rest
             is stored.
         is_first: whether this rank logs the plan.
+
+    Returns:
+        The placement, and the decode step that it was planned for.
 
     Raises:
         BudgetError: the layers leave too little for one request of ``--max-model-len`` tokens.
@@ -126,12 +130,13 @@ def plan_with_kv(
         near_bytes=_near_bytes(config), far_bytes=far_bytes, has_storage=folder is not None
     )
     if config.placement == "throughput":
+        target = "throughput"
         split = split_for_throughput(shape, machine, load, room)
     else:
         split = split_for(target, shape, machine, load, room)
     if is_first:
         _announce(config, target, machine, load, split, time.perf_counter() - start)
-    return split.placement
+    return split.placement, split.expected_step(target)
 
 
 def give_rest_to_kv(config: WeightsConfig, placement: Placement) -> None:

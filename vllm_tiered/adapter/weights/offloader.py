@@ -27,7 +27,7 @@ from vllm.model_executor.offloader.base import BaseOffloader
 from xxhash import xxh3_64_hexdigest
 
 from vllm_tiered.adapter.device import make_device
-from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.weights.graphs import check_not_captured, remember_placement
 from vllm_tiered.adapter.weights.hooks import register_hooks
 from vllm_tiered.adapter.weights.int4_layers import CompressedLinear, compressible_weights
@@ -51,6 +51,7 @@ from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.planner.latency_placement import place_for_latency
+from vllm_tiered.planner.pipeline_time import ExpectedStep, pipeline_step_time, transfer_seconds
 from vllm_tiered.units import GIB
 from vllm_tiered.weights.buffers import WeightBufferPool
 from vllm_tiered.weights.int4.packing import packing_for
@@ -107,7 +108,7 @@ class TieredOffloader(BaseOffloader):
         self.buffer_pool: WeightBufferPool | None = None
         self._is_on_gpu = False
         self.is_used = False
-        self._link_bytes_per_s: float | None = None  # measured for the placement "latency"
+        self._expected_step: ExpectedStep | None = None
         self._use_before: dict[str, float] = {}
         self._use_at_start: dict[str, float] = {}
 
@@ -249,6 +250,8 @@ class TieredOffloader(BaseOffloader):
             linear.multiply_compressed()
             if id(linear.weight) not in far:
                 linear.compress(self._near_device)
+        if self._far:
+            link_peak.measure(self._near_device)
         self.buffer_pool = self._weights.start_streaming()
         self._use_at_start = self._use()  # what was counted before the model ran
         self._use_before = self._use_at_start
@@ -273,6 +276,7 @@ class TieredOffloader(BaseOffloader):
             "weights_read_bytes": float(link.num_bytes),
             "weights_read_seconds": link.busy_seconds,
             "weights_stall_seconds": self.buffer_pool.stall_seconds,
+            "weights_steps": float(self.buffer_pool.num_steps),
         }
 
     # The forward pass calls these two: through the hooks, or through vLLM's custom ops if compiled.
@@ -349,7 +353,7 @@ class TieredOffloader(BaseOffloader):
     ) -> Placement:
         config = self._config
         if config.shares_with_kv:
-            return plan_with_kv(
+            placement, self._expected_step = plan_with_kv(
                 config,
                 self._device,
                 layers,
@@ -359,6 +363,7 @@ class TieredOffloader(BaseOffloader):
                 far_bytes=far_bytes,
                 is_first=self._rank == 0,
             )
+            return placement
         if config.placement != "latency":
             return place(config.placement, sublayers, config.percents)
         assert near_bytes is not None, "checked by the configuration"
@@ -371,10 +376,18 @@ class TieredOffloader(BaseOffloader):
             compressed=compressed,
             storage_folder=folder,
         )
-        self._link_bytes_per_s = measured.link.bytes_per_s
-        return place_for_latency(
+        placement = place_for_latency(
             sublayers, measured.times, measured.link, near_bytes, far_bytes, measured.storage
         )
+        step = pipeline_step_time(
+            transfer_seconds(placement, measured.link, measured.storage),
+            measured.times,
+            prefetch_depth=placement.prefetch_depth,
+        )
+        self._expected_step = ExpectedStep(
+            requests=1, seconds=step.seconds, stall_share=step.stall_seconds / step.seconds
+        )
+        return placement
 
     def _open_store(
         self, folder: str, layers: Sequence[nn.Module], near_device: torch.device
@@ -405,9 +418,7 @@ class TieredOffloader(BaseOffloader):
         )
 
     def _announce(self, placement: Placement) -> None:
-        stated = manifest.WeightsManifest.of(
-            placement, self._config.compress, self._link_bytes_per_s
-        )
+        stated = manifest.WeightsManifest.of(placement, self._config.compress, self._expected_step)
         manifest.publish_weights(stated)
         if self._rank == 0:
             logger.info("%s", stated.describe())
