@@ -67,6 +67,7 @@ def test_every_metric_is_on_the_dashboard():
         "kv_steps_total",
         "kv_storage_failed",  # an alert, and a reason of the part
         "weights_read_seconds_total",
+        "weights_steps_total",
         "weights_step_stall_seconds_bucket",
         "ffn_wait_seconds_total",
     }

@@ -63,6 +63,8 @@ class WeightStore:
     Attributes:
         path: path of the file.
         is_filled: whether the file has the weights of this model with these settings.
+        expectation: what the planner expected of the placement when it was chosen, JSON-safe; None
+            if it was not planned from measured times.
 
     Raises:
         ConfigError: the file holds another model's weights, has another version, or is unreadable.
@@ -81,6 +83,7 @@ class WeightStore:
         self._folder = folder
         self._about = {"model": dict(model), "settings": dict(settings)}
         self._tiers: dict[str, Any] = {}
+        self.expectation: dict[str, Any] | None = None
         self._draft: Draft | None = None
         self._pages: _StoredPages | None = None
         self._reason = ""
@@ -141,9 +144,11 @@ class WeightStore:
         self._pages.close()
         self._pages = None
 
-    def record_placement(self, placement: Placement) -> None:
-        """Record the placement that will be written to the file."""
-        self._tiers = _tiers(placement)
+    def record_placement(
+        self, placement: Placement, expectation: dict[str, Any] | None = None
+    ) -> None:
+        """Record the placement, and what is expected of it, that will be written to the file."""
+        self._tiers, self.expectation = _tiers(placement), expectation
 
     def memory(self, num_pages: int) -> torch.Tensor | None:
         """Return memory for loading stored weights, uint8 [num_pages, BUFFER_ALIGNMENT].
@@ -177,7 +182,8 @@ class WeightStore:
         """
         if self._pages is None:
             assert self._draft is not None
-            self._draft.publish(self.path, {**self._about, "placement": self._tiers})
+            plan = {"placement": self._tiers, "expectation": self.expectation}
+            self._draft.publish(self.path, {**self._about, **plan})
             self._draft.close()
             self._draft = None
             self._pages = _StoredPages(self.path, self._where)
@@ -216,6 +222,7 @@ class WeightStore:
                 f"give another {KNOB}, or remove the file"
             )
         self._pages, self._tiers = pages, found["placement"]
+        self.expectation = found.get("expectation")
         if other["changed"] != mine["changed"]:
             self.discard("is older than the checkpoint's files")
         elif found["settings"] != self._about["settings"]:

@@ -128,7 +128,7 @@ class WeightsManifest:
         storage_bytes: bytes of parameters in a file.
         compress: format of the matrices: "int4", or "none" for the checkpoint's own dtype.
         expected_step: what the plan expects of a decode step; None if the placement is not planned
-            from measured times, or comes from a file of stored weights.
+            from measured times. A file of stored weights keeps that of its first start.
     """
 
     placement: str

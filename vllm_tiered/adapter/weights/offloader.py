@@ -19,6 +19,7 @@ In compiled models, the two calls go through vLLM's custom ops for offloaders.
 import json
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -146,7 +147,8 @@ class TieredOffloader(BaseOffloader):
         self.placement = placement = self._place(layers, compressed, near_device)
         store = self._store if placement.storage_bytes else None
         if store is not None:
-            store.record_placement(placement)
+            expected = self._expected_step
+            store.record_placement(placement, None if expected is None else asdict(expected))
         self._assign_tiers(layers, compressed, placement, near_device, store)
         remember_placement(placement)
         self._announce(placement)
@@ -320,6 +322,8 @@ class TieredOffloader(BaseOffloader):
             placement = self._recorded(self._store, sublayers, at_most)
             if placement is not None:
                 far_bytes = at_most
+                if self._store.expectation is not None:
+                    self._expected_step = ExpectedStep(**self._store.expectation)
         if placement is None:
             placement = self._choose(
                 layers, sublayers, compressed, near_device, near_bytes, far_bytes
