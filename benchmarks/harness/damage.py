@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damages KV pages in far memory at random, in an engine process that asks for it."""
+"""Damages KV pages in far memory or storage at random, in an engine process that asks for it."""
 
 from __future__ import annotations
 
+import os
 import random
+
+import numpy as np
 
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.copy_thread import CopyJob, CopyThread
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.storage.page_file import PageFile
 
 _pages_damaged = 0
 
@@ -18,7 +23,10 @@ def num_damaged() -> int:
 
 
 def install(share: float, seed: int) -> None:
-    """Flip one bit of a page before this share of the reads from far memory (call once)."""
+    """Flip one bit of a page before the first read from a far tier and this share of the others.
+
+    To be called once.
+    """
     rng = random.Random(seed)
 
     class DamagingThread(CopyThread):
@@ -26,10 +34,34 @@ def install(share: float, seed: int) -> None:
             global _pages_damaged
             copy = job.copy
             is_read = self.name.endswith(Direction.READ.value)
-            if is_read and len(copy.src_pages) and copy.src.store is None and rng.random() < share:
-                page = copy.src.data[rng.choice(copy.src_pages.ids.tolist())]
-                page[rng.randrange(len(page))] ^= 1 << rng.randrange(7)
+            is_due = not _pages_damaged or rng.random() < share
+            if is_read and len(copy.src_pages) and is_due:
+                for event in job.after:  # a write to the page may be among them
+                    if not event.done():
+                        event.wait()
+                page = rng.choice(copy.src_pages.ids.tolist())
+                flip_bit(copy.src, page, rng.randrange(8 * copy.src.page_bytes))
                 _pages_damaged += 1
             super().run(job)
 
     CpuDevice.thread_class = DamagingThread
+
+
+def flip_bit(buffer: PageBuffer, page: int, bit: int) -> None:
+    """Flip a bit of a page where it lies, in memory or in a file."""
+    offset, mask = bit // 8, 1 << bit % 8
+    if not isinstance(buffer.store, PageFile):
+        buffer.data[page, offset] ^= mask
+        return
+    store = buffer.store
+    slot = int(store.slots.slots_of(np.array([buffer.first_page + page]))[0])
+    with store._file as fd:
+        # Not through the same descriptor, which takes whole blocks only. Direct reads see it.
+        plain = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    try:
+        position = slot * store.slot_bytes + offset
+        (old,) = os.pread(plain, 1, position)
+        os.pwrite(plain, bytes([old ^ mask]), position)
+        os.fsync(plain)
+    finally:
+        os.close(plain)

@@ -20,8 +20,9 @@ class EngineSpec:
     `tiered` is the plugin's configuration (`additional_config["tiered"]`), None for vLLM alone.
     `kv_cache_memory_bytes` is None where the plugin's own plan sets the size of the KV cache. If
     `resets_prefix_cache` is false, prefixes stay cached from round to round. `checks_integrity`
-    checks the plugin's structures at every step (slower: not for timing). Before a share
-    `damaged_reads` of the reads from far memory one bit of a page is flipped. `copies_gb_per_s`
+    checks the plugin's structures at every step (slower: not for timing). Before the
+    first read from a far tier and a share `damaged_reads` of the others, one bit of a page is
+    flipped. `copies_gb_per_s`
     runs a thread that copies unused host memory during each round, at most at this rate (0: none).
     `random_weights` needs no more than a config.json in the folder. `cpus` are those of the compute
     threads, as in vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves them to vLLM). `weights_per_s` and

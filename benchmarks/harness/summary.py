@@ -12,6 +12,7 @@ from benchmarks.harness.jobs import RoundResult
 PREEMPTIONS = "vllm:num_preemptions"
 EXPANSION = "vllm:tiered_kv_expansion"
 LEVEL_CHANGES = "vllm:tiered_kv_level_changes"
+CHECKSUM_ERRORS = "vllm:tiered_kv_page_errors_checksum"
 STEPS = "vllm:tiered_kv_steps"
 STEP_SECONDS = "vllm:tiered_kv_step_seconds"
 STALL_SECONDS = "vllm:tiered_kv_stall_seconds"

@@ -198,12 +198,14 @@ def echo(spec, requests):
             else request.abort_after_tokens
         ]
     ]
-    return make_round(
+    made = make_round(
         spec.label,
         tiered=spec.tiered is not None,
         output_token_ids=tokens,
         integrity_checks=20,
     )
+    found = {summary.CHECKSUM_ERRORS: 2.0} if spec.damaged_reads else {}
+    return replace(made, counters=made.counters | found, damaged_pages=3)
 
 
 SHORT = kv_soak.Settings(minutes=0.0001, control_requests=5)
@@ -215,7 +217,10 @@ def test_result_has_its_keys_and_every_step_is_reported(run_with_fakes):
     assert len(steps) == kv_soak.num_steps(SHORT)
     assert result["tokens_equal_fp32"] == {"equal": 5, "total": 5}
     json.dumps(result)
-    assert "| float32 sample equal to vLLM's | 5 |" in kv_soak.table(result)
+    table = kv_soak.table(result)
+    assert "| float32 sample equal to vLLM's | 5 |" in table
+    rounds = result["rounds"]
+    assert f"| damaged pages (found) | 3 ({2 * rounds}) |" in table
     plugin, vllm = fakes.specs
     assert plugin.checks_integrity and not plugin.resets_prefix_cache
     assert plugin.enable_prefix_caching and not vllm.enable_prefix_caching
@@ -228,9 +233,8 @@ def test_no_result_if_vllm_answers_otherwise(run_with_fakes):
     numbers = count()
 
     def restless(spec, requests):
-        return make_round(
-            output_token_ids=[(next(numbers),) for _ in requests], integrity_checks=20
-        )
+        tokens = [[next(numbers)] for _ in requests]
+        return replace(echo(spec, requests), output_token_ids=tokens)
 
     with pytest.raises(MeasurementError, match="5 of 5 sampled requests differ"):
         run_with_fakes(restless, SHORT)
@@ -241,6 +245,16 @@ def test_a_soak_without_a_check_is_none(run_with_fakes):
         run_with_fakes(
             lambda spec, requests: replace(echo(spec, requests), integrity_checks=0), SHORT
         )
+
+
+def test_a_soak_whose_damages_are_not_found_is_none(run_with_fakes):
+    def unharmed(spec, requests):
+        answered = echo(spec, requests)
+        return replace(answered, counters=answered.counters | {summary.CHECKSUM_ERRORS: 0.0})
+
+    with pytest.raises(MeasurementError, match="3 pages were damaged, and none was found"):
+        run_with_fakes(unharmed, SHORT)
+    run_with_fakes(unharmed, replace(SHORT, damaged_reads=0.0))
 
 
 def test_the_far_tier_may_be_a_folder(run_with_fakes):

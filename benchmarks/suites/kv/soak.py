@@ -4,10 +4,10 @@
 One engine with the plugin, adaptive expansion, prefix caching and too little near-tier KV serves
 random rounds (`benchmarks.inputs.soak_load`): bursts, lulls, long requests, shared prefixes,
 dialogs and clients that disconnect. Some rounds begin with a reset of the prefix cache. Bits are
-flipped in pages of far memory, whose requests are then computed anew. The plugin's structures are
-checked after each planned and each executed step. The engine computes in float32. A random sample
-of its requests runs again on vLLM alone with ample memory and must give the same tokens; for an
-aborted request, those that it had given.
+flipped in far pages, whose requests are then computed anew. The plugin's structures are checked
+after each planned and each executed step. The engine computes in float32. A random sample of its
+requests runs again on vLLM alone with ample memory and must give the same tokens; for an aborted
+request, those that it had given.
 
 Any error ends the run without a result: an exception, an error in the log, or a differing token.
 """
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from benchmarks.harness.jobs import RoundResult
 from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import Engine, MeasurementError, engines
-from benchmarks.harness.summary import LEVEL_CHANGES, PREEMPTIONS
+from benchmarks.harness.summary import CHECKSUM_ERRORS, LEVEL_CHANGES, PREEMPTIONS
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.soak_load import MAX_REQUEST_TOKENS, soak_rounds
@@ -47,7 +47,8 @@ RESULT_KEYS = (
 DEFINITIONS = {
     "minutes": "time under load",
     "requests": "requests served, those of them that were aborted, and tokens generated",
-    "damaged_pages": "pages of far memory in which a bit was flipped before a read",
+    "damaged_pages": "pages in far memory or storage in which a bit was flipped before a read",
+    "found_damages": "pages whose checksum was wrong when they were read",
     "integrity_checks": "calls of the plugin's check_integrity(), all passed: one after each"
     " planned and one after each executed step",
     "rss_slope_mib_per_minute": "least-squares slope of the engine process's resident memory over"
@@ -66,10 +67,11 @@ _SAMPLE_TEXTS = 1024  # ShareGPT prompts to draw from
 class Settings:
     """Settings of one profile. `near_blocks` counts float32 blocks.
 
-    `damaged_reads` is the share of reads from far memory (not from storage) before which a page is
-    damaged; `expansion` is a number, "auto", or "off": vLLM alone, to compare its memory. `tier` is
-    "far" or "storage" (in the folder `path`, beyond `far_gib`). A file system that is smaller than
-    what expansion 3 takes beyond `far_gib` (some 120 MiB) shows what a full disk does.
+    `damaged_reads` is the share of reads from far tiers before which a page is damaged (and before
+    the first one, unless it is 0); `expansion` is a number, "auto", or "off": vLLM alone, to
+    compare its memory. `tier` is "far" or "storage" (in the folder `path`, beyond `far_gib`). A
+    file system that is smaller than what expansion 3 takes beyond `far_gib` (some 120 MiB) shows
+    what a full disk does.
     """
 
     minutes: float
@@ -159,6 +161,10 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         require_quiet_log(process.log_path)
     if spec.tiered and not done.rounds[-1].integrity_checks:
         raise MeasurementError("no integrity check was made: the plugin stepped aside")
+    if spec.damaged_reads and not found_damages(done):
+        raise MeasurementError(
+            f"{done.rounds[-1].damaged_pages} pages were damaged, and none was found"
+        )
     control = _control(plan, settings, done, warmup, step)
     return {
         **summarise(done),
@@ -295,6 +301,11 @@ def require_same_tokens(
         )
 
 
+def found_damages(done: Soak) -> int:
+    """Return how many pages failed their checksum."""
+    return int(sum(result.counters.get(CHECKSUM_ERRORS, 0) for result in done.rounds))
+
+
 def summarise(done: Soak) -> dict[str, Any]:
     """Return the figures of a soak."""
     levels = {level.expansion for result in done.rounds for level in result.expansions} or {1.0}
@@ -317,6 +328,7 @@ def summarise(done: Soak) -> dict[str, Any]:
         "expansions": {"lowest": min(levels), "highest": max(levels), "number": len(levels)},
         "integrity_checks": done.rounds[-1].integrity_checks,
         "damaged_pages": done.rounds[-1].damaged_pages,
+        "found_damages": found_damages(done),
         "descriptors": [result.num_descriptors for result in done.rounds],
         **rss_figures(done.minutes, rss_mib),
         "counters": counters,
@@ -352,7 +364,10 @@ def table(result: Mapping[str, Any]) -> str:
         ["preemptions", number(result["preemptions"])],
         ["level changes", number(result["level_changes"])],
         ["expansions", f"{levels['lowest']:.2f} to {levels['highest']:.2f}"],
-        ["damaged pages", number(result["damaged_pages"])],
+        [
+            "damaged pages (found)",
+            f"{number(result['damaged_pages'])} ({number(result['found_damages'])})",
+        ],
         [
             "open descriptors, first and last round",
             f"{result['descriptors'][0]}, {result['descriptors'][-1]}",
