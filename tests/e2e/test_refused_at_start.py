@@ -11,8 +11,11 @@ import pytest
 from benchmarks.inputs.shapes import random_model_dir
 from tests.e2e import harness
 from tests.e2e.harness import engine
+from vllm_tiered.adapter.kv import cache_config
 from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.devices.available_memory import HostMemory
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
+from vllm_tiered.units import GIB
 
 MIB = 1 << 20
 
@@ -72,3 +75,45 @@ def test_sliding_window_model(tmp_path: Path, force_far_layers) -> None:
         engine("sliding", {}),
     ):
         pass
+
+
+@pytest.fixture
+def cgroup_limit(monkeypatch):
+    """A cgroup whose limit leaves 96 MiB, of which vLLM's near pages take 64."""
+    memory = HostMemory(
+        total_bytes=24 * GIB,
+        available_bytes=20 * GIB,
+        limit_bytes=2 * GIB,
+        limit_used_bytes=2 * GIB - 96 * MIB,
+    )
+    monkeypatch.setattr(cache_config, "read_host_memory", lambda: memory)
+
+
+@pytest.mark.usefixtures("cgroup_limit")
+@pytest.mark.parametrize(
+    ("kv", "remedy"),
+    [
+        ({"expansion": 2.0, "far_gib": 4}, "lower kv.expansion or --kv-cache-memory-bytes"),
+        ({"expansion": 2.0, "far_gib": 0.05, "tier": "storage"}, "lower kv.far_gib"),
+        ({"far_gib": 0.05, "tier": "storage"}, "lower kv.far_gib"),
+    ],
+    ids=["far", "storage", "storage-auto"],
+)
+def test_more_far_memory_than_the_cgroup_leaves(tmp_path: Path, kv, remedy) -> None:
+    if "tier" in kv:
+        kv = kv | {"path": str(tmp_path)}
+    found = r"only 32\.\d\d MiB can be allocated \(what the cgroup limit of 2\.00 GiB leaves\): "
+    with (
+        pytest.raises(BudgetError, match=found + re.escape(remedy)),
+        engine("deep", kv, kv_cache_memory_bytes=64 * MIB),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("cgroup_limit")
+def test_auto_takes_no_more_far_memory_than_the_cgroup_leaves(caplog_vllm) -> None:
+    with engine("deep", {"far_gib": 4}, kv_cache_memory_bytes=64 * MIB):
+        current = manifest.current()
+        assert current is not None
+        assert 16 * MIB < current["kv"]["far_bytes"] <= 32 * MIB
+    assert "MiB per rank, what the cgroup limit of 2.00 GiB leaves)" in caplog_vllm.text

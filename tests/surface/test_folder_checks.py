@@ -141,3 +141,55 @@ def test_an_engine_is_not_configured_with_such_a_folder(make_engine_args, tmp_pa
     tiered = {"kv": {"tier": "storage", "path": str(tmp_path / "no")}}
     with pytest.raises(ConfigError, match=r"kv\.path is .*no file can be made there"):
         make_engine_args(additional_config={"tiered": tiered}).create_engine_config()
+
+
+def weights_in(path):
+    weights = {"placement": "all_far", "storage_path": str(path)}
+    return TieredConfig.from_dict({"weights": weights, "kv": {"enabled": False}})
+
+
+def denied(monkeypatch, path, mode):
+    """Let a permission be missing; root, who may run the tests, lacks none."""
+    monkeypatch.setattr(
+        folders.os, "access", lambda asked, wanted: asked != path or not wanted & mode
+    )
+
+
+def test_a_weights_folder_is_made_later(tmp_path):
+    check_folders(weights_in(tmp_path / "new" / "one"), engine())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weights_folder_below_a_file_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "folder"):
+        with pytest.raises(ConfigError, match=r"weights\.storage_path is .*file is no folder"):
+            check_folders(weights_in(path), engine())
+
+
+def test_an_unwritable_weights_folder_is_refused_unless_it_is_filled(monkeypatch, tmp_path):
+    denied(monkeypatch, tmp_path, os.W_OK)
+    for path in (tmp_path, tmp_path / "new"):
+        with pytest.raises(ConfigError, match=r"no file can be made in .*give a writable folder"):
+            check_folders(weights_in(path), engine())
+    filled = tmp_path / "rank0of1.weights"
+    filled.touch()
+    check_folders(weights_in(tmp_path), engine())
+    denied(monkeypatch, filled, os.R_OK)
+    with pytest.raises(ConfigError, match=r"rank0of1\.weights there cannot be read"):
+        check_folders(weights_in(tmp_path), engine())
+
+
+def test_a_closed_folder_is_refused(monkeypatch, tmp_path):
+    def no_glob(self, pattern):
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(Path, "glob", no_glob)
+    with pytest.raises(ConfigError, match=r"cannot be looked into \(Permission denied\)"):
+        check_folders(weights_in(tmp_path), engine())
+    monkeypatch.undo()
+    denied(monkeypatch, tmp_path, os.X_OK)
+    report = TieredConfig.from_dict({"report": {"path": str(tmp_path / "timeline")}})
+    with pytest.raises(ConfigError, match="cannot be written: set it to a file in a writable"):
+        check_folders(report, engine())

@@ -255,7 +255,9 @@ def check_timeline_path(path: Path) -> None:
     where = f"tiered.report.path is {str(path)!r}"
     if not path.parent.is_dir():
         raise ConfigError(f"{where}: the folder {path.parent} does not exist: make it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    # Without the right to search the folder, it is not even known whether the file exists.
+    can_search = os.access(path.parent, os.X_OK)
+    if not can_search or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{where}: cannot be written: set it to a file in a writable folder")
     if path.exists() and not path.is_file():
         raise ConfigError(f"{where}: not a regular file")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_tiered.adapter.kv.plan import far_budget_bytes, resolve_num_far
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import read_host_memory
-from vllm_tiered.errors import BudgetError
+from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.ffn.store.reader import check_store
 from vllm_tiered.kv.layout import STAGING_BUFFERS, expansion_of, max_num_far
 from vllm_tiered.report.writer import check_timeline_path
@@ -40,12 +40,39 @@ def check_folders(config: TieredConfig, vllm_config: "VllmConfig") -> None:
         return
     if config.ffn.store is not None:
         check_store(Path(config.ffn.store))
+    if config.weights.storage_path is not None:
+        _check_weights_folder(Path(config.weights.storage_path))
     if not config.kv.enabled:
         return
     if config.report.path is not None:
         check_timeline_path(Path(config.report.path))
     if config.kv.tier == "storage":
         _check_kv_folder(config.kv, vllm_config)
+
+
+def _check_weights_folder(folder: Path) -> None:
+    """Check that a file of weights can be read or made in a folder, which may not exist yet."""
+    where = f"weights.storage_path is {folder}"
+    try:
+        files = [path for path in folder.glob("*.weights") if path.is_file()]
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot be looked into ({error.strerror}); give a folder of this user"
+        ) from error
+    if not nearest.is_dir():
+        raise ConfigError(f"{where}: {nearest} is no folder; give another one on a local disk")
+    # Files that were filled by an earlier start may lie where nothing can be written any more.
+    if not files and not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{where}: no file can be made in {nearest}; give a writable folder on a local disk"
+        )
+    for path in files:
+        if not os.access(path, os.R_OK):
+            raise ConfigError(
+                f"{where}: {path.name} there cannot be read; let this user read it, or give "
+                "another folder"
+            )
 
 
 def _check_kv_folder(kv: KvConfig, vllm_config: "VllmConfig") -> None:

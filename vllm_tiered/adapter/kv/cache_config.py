@@ -15,8 +15,9 @@ from typing import Any
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.config import KvConfig
+from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, UnsupportedError
-from vllm_tiered.kv.layout import KvGeometry, KvLevels, expansion_of
+from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level, expansion_of
 from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.units import GIB, format_bytes
 
@@ -55,13 +56,21 @@ def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> Non
 
 
 def logical_blocks(
-    kv: KvConfig, geometry: KvGeometry, *, max_model_len: int, world_size: int
+    kv: KvConfig,
+    geometry: KvGeometry,
+    *,
+    max_model_len: int,
+    world_size: int,
+    allocatable_bytes: int | None,
 ) -> int:
     """Return vLLM's num_blocks (null block included) for a near budget.
 
+    Args:
+        allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
+
     Raises:
-        BudgetError: the far tier is too small for the expansion, or one request of
-            ``max_model_len`` tokens would not fit.
+        BudgetError: the far tier is too small for the expansion, the host has less memory than
+            the far pages take, or one request of ``max_model_len`` tokens would not fit.
     """
     limit = geometry.block_limit(0)
     budget = kv_plan.far_budget_bytes(kv, world_size)
@@ -82,34 +91,53 @@ def logical_blocks(
             limit,
         )
         limit = min(limit, fits)
+    else:
+        _check_allocatable(kv, geometry, limit, min(needed, budget), allocatable_bytes)
     _check_longest(geometry, limit, max_model_len)
     return limit + 1
 
 
 def adaptive_levels(
-    kv: KvConfig, levels: KvLevels, *, max_model_len: int, world_size: int
+    kv: KvConfig,
+    levels: KvLevels,
+    *,
+    max_model_len: int,
+    world_size: int,
+    allocatable_bytes: int | None,
 ) -> KvLevels:
     """Return the levels that the far budget allows; only level 0 if swapping is impossible.
+
+    Args:
+        allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
         BudgetError: one request of ``max_model_len`` tokens would not fit at any level.
     """
     allowed = levels
+    budget, bound = kv_plan.far_budget_bytes(kv, world_size), "kv.far_gib"
     if kv.tier == "far":
-        allowed = kv_plan.within_far_budget(levels, kv_plan.far_budget_bytes(kv, world_size))
+        if allocatable_bytes is not None and allocatable_bytes < budget:
+            budget, bound = allocatable_bytes, _limit_note()
+        allowed = kv_plan.within_far_budget(levels, budget)
+    else:
+        geometry = levels.geometry(Level(levels.max_num_far))
+        in_memory = min(geometry.far_bytes(levels.max_blocks + 1), budget)
+        _check_allocatable(kv, geometry, levels.max_blocks, in_memory, allocatable_bytes)
     if not allowed.max_num_far:
         logger.warning(
             "tiered kv: no level above 1 within reach (%d layers, kv.max_expansion=%g, far "
-            "memory %s per rank): steps aside",
+            "memory %s per rank, %s): steps aside",
             levels.num_layers,
             kv.max_expansion,
-            format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
+            format_bytes(budget),
+            bound,
         )
         return allowed
     if allowed.max_num_far < levels.max_num_far:
         logger.warning(
-            "tiered kv: far memory (%s per rank, kv.far_gib) limits the expansion to %.2f",
-            format_bytes(kv_plan.far_budget_bytes(kv, world_size)),
+            "tiered kv: far memory (%s per rank, %s) limits the expansion to %.2f",
+            format_bytes(budget),
+            bound,
             expansion_of(levels.num_layers, allowed.max_num_far),
         )
     _check_longest(kv_plan.largest_for_one_request(allowed), allowed.max_blocks, max_model_len)
@@ -153,6 +181,7 @@ def tiered_kv_cache_configs(
     sizes = {
         "max_model_len": vllm_config.model_config.max_model_len,
         "world_size": vllm_config.parallel_config.world_size,
+        "allocatable_bytes": _allocatable_bytes(vllm_config, near_bytes),
     }
     if num_far is None:
         reachable = kv_plan.make_levels(config.kv, spec, len(specs), near_pages)
@@ -193,6 +222,45 @@ def tiered_kv_cache_configs(
             for layer in tensor.layers
         ]
     return configs
+
+
+def _allocatable_bytes(vllm_config: Any, near_bytes: int) -> int | None:
+    """Return the host memory that each rank's far pages can take; None if ranks may be elsewhere.
+
+    Far pages are first written under load. If they were more than the host (or its cgroup) has, the
+    kernel would kill the server then.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "ray":
+        return None
+    usable = read_host_memory().usable_bytes // (parallel.world_size // parallel.nnodes)
+    # On the CPU backend the near pages are host memory too, and not allocated yet.
+    is_near_here = vllm_config.device_config.device_type == "cpu"
+    return max(0, usable - near_bytes) if is_near_here else usable
+
+
+def _check_allocatable(
+    kv: KvConfig, geometry: KvGeometry, num_blocks: int, in_memory: int, allocatable: int | None
+) -> None:
+    if allocatable is None or in_memory <= allocatable:
+        return
+    remedy = (
+        "lower kv.far_gib"
+        if kv.tier == "storage"
+        else 'lower kv.expansion or --kv-cache-memory-bytes, or leave kv.expansion at "auto"'
+    )
+    raise BudgetError(
+        f"{geometry.num_far} offloaded layers of {num_blocks} blocks take "
+        f"{format_bytes(in_memory)} of far memory per rank, and only {format_bytes(allocatable)} "
+        f"can be allocated ({_limit_note()}): {remedy}"
+    )
+
+
+def _limit_note() -> str:
+    memory = read_host_memory()
+    if memory.limit_bytes is None or memory.usable_bytes == memory.available_bytes:
+        return f"what the host's {format_bytes(memory.total_bytes)} have left"
+    return f"what the cgroup limit of {format_bytes(memory.limit_bytes)} leaves"
 
 
 def _near_bytes(vllm_config: Any, available: int, block_bytes: int) -> int:
