@@ -281,3 +281,19 @@ def test_the_planner_reads_layouts_only_and_those_are_free_of_torch():
             tree = ast.parse(path.read_text(encoding="utf-8"))
             names = {name for _, name in imported(tree, module, is_package=False)}
             assert not {name for name in names if name.startswith(("torch", "numpy"))}, module
+
+
+def test_the_wall_clock_gives_labels_only():
+    """Durations and rates come from monotonic clocks, so that a jump of the clock changes none."""
+    calls = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
+    found = {
+        path.relative_to(ROOT / PACKAGE).as_posix()
+        for path in (ROOT / PACKAGE).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
+    }
+    assert found == {
+        "adapter/telemetry/serving.py",  # the server's clock, in GET /tiered
+        "adapter/telemetry/timeline.py",  # when a timeline began
+        "probe/run.py",  # when a probe was made
+    }
