@@ -2,7 +2,8 @@
 """`make demo`: the same requests with the same KV memory, on vLLM alone and with the plugin.
 
 ShareGPT prompts arrive as a Poisson process, faster than vLLM alone can serve them in the given KV
-memory. Then both run the same requests in float32, where greedy outputs must be equal.
+memory. Then both run the same requests in float32, where greedy outputs must be equal; on a
+processor without AVX-512 the timed runs are in float32 already.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.harness.environment import fast_dtype
 from benchmarks.harness.jobs import RoundResult
 from benchmarks.harness.progress import Step, progress
 from benchmarks.harness.runner import DISTURBED_SHARE, MeasurementError, engines, interleave
@@ -27,7 +29,11 @@ _TIERED = "vLLM + tiered"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSettings:
-    """Settings of the demo. `kv_mib` is the near-tier KV memory of both systems, in bfloat16."""
+    """Settings of the demo.
+
+    `kv_mib` is the near-tier KV memory of both systems in bfloat16; in float32 the same number of
+    blocks takes twice as much.
+    """
 
     num_requests: int = 40
     requests_per_s: float = 8.0
@@ -38,6 +44,12 @@ class DemoSettings:
     max_repeats: int = 2  # of rounds disturbed by other processes
     seed: int = 0
     block_size: int = 32
+    dtype: str = field(default_factory=fast_dtype)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the near-tier KV memory in the data type of the timed runs."""
+        return int(self.kv_mib * 2**20) * (2 if self.dtype == "float32" else 1)
 
 
 DEFAULT = DemoSettings()
@@ -71,8 +83,10 @@ def run_demo(settings: DemoSettings) -> None:
         requests=requests,
         block_size=settings.block_size,
         prefix_caching=False,
+        dtype=settings.dtype,
     )
-    num_steps = 2 * 2 + 2 * settings.rounds + 2
+    control_steps = 0 if settings.dtype == "float32" else 2 + 2
+    num_steps = 2 + 2 * settings.rounds + control_steps
     with progress(num_steps, "demo") as step:
         outcome = _measure(plan, settings, requests, step)
     _print_outcome(outcome, settings)
@@ -87,9 +101,11 @@ def _measure(
     plan: KvPlan, settings: DemoSettings, requests: list[Request], step: Step
 ) -> DemoOutcome:
     timed = _run_both(
-        plan, settings, requests, "bfloat16", settings.rounds, settings.max_repeats, step
+        plan, settings, requests, plan.dtype, settings.rounds, settings.max_repeats, step
     )
-    exact = _run_both(plan, settings, requests, "float32", 1, 0, step)
+    exact = timed
+    if plan.dtype != "float32":
+        exact = _run_both(plan, settings, requests, "float32", 1, 0, step)
     return DemoOutcome(
         vllm=summarise_rounds(timed[_VLLM]),
         tiered=summarise_rounds(timed[_TIERED]),
@@ -107,7 +123,7 @@ def _run_both(
     step: Step,
 ) -> dict[str, list[RoundResult]]:
     """Run both with KV memory for the same number of blocks (float32: twice the bytes)."""
-    num_blocks = int(settings.kv_mib * 2**20) // plan.block_bytes()
+    num_blocks = settings.kv_bytes // plan.block_bytes()
     specs = [
         plan.spec(_VLLM, num_blocks, dtype=dtype),
         plan.spec(_TIERED, num_blocks, dtype=dtype, expansion="auto"),
@@ -169,9 +185,9 @@ def _print_outcome(outcome: DemoOutcome, settings: DemoSettings) -> None:
     console = Console(highlight=False)
     table = Table(
         title=f"{settings.num_requests} ShareGPT requests, {settings.requests_per_s:g} per second,"
-        f" {settings.kv_mib:g} MiB of near-tier KV"
+        f" {settings.kv_bytes / 2**20:g} MiB of near-tier KV"
     )
-    table.add_column("SmolLM2-135M-Instruct, bfloat16")
+    table.add_column(f"SmolLM2-135M-Instruct, {settings.dtype}")
     for heading in (_VLLM, _TIERED, "with/without"):
         table.add_column(heading, justify="right")
     for row in table_rows(outcome):
@@ -190,7 +206,7 @@ def _print_outcome(outcome: DemoOutcome, settings: DemoSettings) -> None:
 
 def next_steps(settings: DemoSettings) -> str:
     """Return the commands to start a server with the plugin and see its metrics and its report."""
-    kv_bytes = int(settings.kv_mib * 2**20)
+    slow_bf16 = " --dtype float32" if settings.dtype == "float32" else ""
     folder = os.path.dirname(os.path.relpath(sys.executable))
     python, vllm, tiered = (
         os.path.join(folder, name) for name in ("python", "vllm", "vllm-tiered")
@@ -199,8 +215,8 @@ def next_steps(settings: DemoSettings) -> str:
 Start a server with the plugin:
   {vllm} serve "$({python} -m benchmarks model)" --plugin tiered \\
     --tiered-config.report.path timeline.jsonl \\
-    --kv-cache-memory-bytes {kv_bytes} --block-size {settings.block_size} \\
-    --max-model-len 512 --enforce-eager
+    --kv-cache-memory-bytes {settings.kv_bytes} --block-size {settings.block_size} \\
+    --max-model-len 512 --enforce-eager{slow_bf16}
 Look at the running server, and at the report of the run (in timeline-report/):
   curl -s http://localhost:8000/metrics | grep tiered
   {tiered} report timeline.jsonl

@@ -8,6 +8,7 @@ Needs the program `prometheus`. Prints each query with the number of series that
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def _num_series(url: str, query: str) -> int:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Prometheus ends with this process
     server, seconds = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 30.0
     with prometheus(server) as url:
         time.sleep(seconds)

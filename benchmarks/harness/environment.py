@@ -35,6 +35,15 @@ def environment_stamp() -> dict[str, Any]:
     }
 
 
+def fast_dtype() -> str:
+    """Return the data type in which this processor computes fastest with vLLM's CPU backend.
+
+    Without AVX-512, its bfloat16 products convert each weight by itself: SmolLM2-135M is some 25
+    times slower than in float32.
+    """
+    return "bfloat16" if "avx512f" in _cpu_isa() else "float32"
+
+
 def _cpu_info(field: str) -> str:
     """Return a field of the first core in /proc/cpuinfo, or "" if there is none."""
     path = Path("/proc/cpuinfo")

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from benchmarks import demo
+from benchmarks.harness import environment
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.summary import summarise_rounds
 from tests.fixtures.rounds import make_round
@@ -75,3 +76,39 @@ def test_a_difference_is_shown_and_is_an_error(made_up, capsys):
     with pytest.raises(MeasurementError, match="39 of 40"):
         demo.run_demo(demo.DEFAULT)
     assert "39/40" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_mib", "control"), [("bfloat16", 20, True), ("float32", 40, False)]
+)
+def test_the_control_runs_unless_the_timed_runs_are_exact(
+    monkeypatch, capsys, tmp_path, dtype, kv_mib, control
+):
+    ran = []
+
+    def run_both(plan, settings, requests, dtype, *_):
+        ran.append(dtype)
+        rounds = [make_round(output_token_ids=[(len(ran),)])]
+        return {
+            demo._VLLM: rounds,
+            demo._TIERED: [make_round(tiered=True, output_token_ids=[(9,)])],
+        }
+
+    monkeypatch.setattr(demo, "demo_model_dir", lambda: tmp_path)
+    monkeypatch.setattr(demo, "sharegpt_requests", lambda *_, **__: [])
+    monkeypatch.setattr(demo, "_run_both", run_both)
+    with pytest.raises(MeasurementError, match="0 of 1 outputs"):
+        demo.run_demo(demo.DemoSettings(dtype=dtype))
+    assert ran == ([dtype, "float32"] if control else [dtype])
+    printed = capsys.readouterr().out
+    assert f"{kv_mib} MiB of near-tier KV" in printed
+    assert f"--kv-cache-memory-bytes {kv_mib * 2**20} " in printed
+    assert ("--dtype float32" in printed) != control
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("sse2 avx2", "float32"), ("avx2 avx512f avx512_bf16", "bfloat16")]
+)
+def test_the_data_type_is_the_processors_fast_one(monkeypatch, flags, dtype):
+    monkeypatch.setattr(environment, "_cpu_info", lambda field: flags)
+    assert demo.DemoSettings().dtype == dtype

@@ -24,21 +24,22 @@ class KvPlan:
     """Settings common to all engines of a comparison: model, requests, block size, prefix caching.
 
     At most `max_num_seqs` requests run at once, or all of them if it is None. `random_weights` and
-    `engine_args` are as in EngineSpec.
+    `engine_args` are as in EngineSpec. `dtype` is that of engines which ask for no other.
     """
 
     model_dir: Path
     requests: Sequence[Request]
     block_size: int
     prefix_caching: bool
+    dtype: str = "bfloat16"
     max_num_seqs: int | None = None
     random_weights: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def block_bytes(self, dtype: str = "bfloat16") -> int:
+    def block_bytes(self, dtype: str | None = None) -> int:
         """Return the KV bytes of one block in all layers."""
         config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        return kv_bytes_per_token(config, dtype) * self.block_size
+        return kv_bytes_per_token(config, dtype or self.dtype) * self.block_size
 
     def enough_blocks(self) -> int:
         """Return the blocks for all requests at their full length at once, and the null block."""
@@ -69,7 +70,7 @@ class KvPlan:
         label: str,
         num_blocks: int,
         *,
-        dtype: str = "bfloat16",
+        dtype: str | None = None,
         expansion: Expansion | None = None,
         kv: Mapping[str, Any] | None = None,
     ) -> EngineSpec:
@@ -80,7 +81,7 @@ class KvPlan:
         return EngineSpec(
             label=label,
             model_dir=str(self.model_dir),
-            dtype=dtype,
+            dtype=dtype or self.dtype,
             block_size=self.block_size,
             kv_cache_memory_bytes=num_blocks * self.block_bytes(dtype),
             max_num_seqs=self.max_num_seqs or len(self.requests),
